@@ -1,0 +1,149 @@
+"""What every draft head is: the types that training and inference share.
+
+Legend: B batch, T tokens, A newly committed tokens, D feature width, K draft depth, R ranks, V vocabulary.
+
+The alignment law, obeyed everywhere in this project:
+
+    features[i] is the target state from which tokens[i] was predicted.
+
+So a hidden state that the target computed *at* position i is the feature of token i + 1, and the first
+token of a sequence has no feature (zeros stand in for it). Head k of a Medusa head (k = 1..K) reads
+features[i] and guesses tokens[i + k]; tokens[i] itself is the tree's root, already committed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from draftheads.heads.target import Target
+    from draftheads.heads.tree import TokenTree, TreeShape
+
+RANKS = 10
+"""How many ranks of the right token are told apart in training statistics; best-first trees need ten."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Training tokens, several documents packed into each row.
+
+    tokens_BT: int64 token ids. learn_BT: bool, True where the target wrote the token.
+    positions_BT: int64, 0 at the start of each document, so that packed documents do not see each other.
+    documents_BT: int64, which document of the row a token belongs to; -1 marks padding.
+    """
+
+    tokens_BT: Tensor
+    learn_BT: Tensor
+    positions_BT: Tensor
+    documents_BT: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """What `DraftHead.forward` returns.
+
+    loss: scalar, *summed* over learned tokens; the loop divides by the global number of them.
+    ranks_KR: int64 counts, how often the right token had rank r at depth k (the last of RANKS + 1
+    columns counts all worse ranks). `ranks_KR.sum(1)` is the number of tokens judged at each depth.
+    """
+
+    loss: Tensor
+    ranks_KR: Tensor
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The tokens that a decoding step added to each row; the only thing a drafter ever sees.
+
+    tokens_BA: int64; row b's new tokens are `tokens_BA[b, :count_B[b]]`, the rest is padding.
+    features_BAD: by the alignment law, the target state from which each of them was predicted.
+    count_B: int64, at least 1 for a running row, 0 for a finished one (whose root is then meaningless).
+    """
+
+    tokens_BA: Tensor
+    features_BAD: Tensor
+    count_B: Tensor
+
+    def last_tokens_B(self) -> Tensor:
+        """The newest committed token of each row: the root of the next tree."""
+        return self.tokens_BA.gather(1, self._last_B1())[:, 0]
+
+    def last_features_BD(self) -> Tensor:
+        """The feature of the newest committed token of each row."""
+        index_B1D = self._last_B1()[:, :, None].expand(-1, 1, self.features_BAD.shape[-1])
+        return self.features_BAD.gather(1, index_B1D)[:, 0]
+
+    def _last_B1(self) -> Tensor:
+        return (self.count_B - 1).clamp(min=0)[:, None]
+
+
+class Drafter(Protocol):
+    """Proposes a token tree for each step of one generation; owns its history and is thrown away with it."""
+
+    feature_layers: tuple[int, ...]
+    """Indices into the target's hidden states that `Committed.features_BAD` must hold, concatenated."""
+
+    def propose(self, committed: Committed) -> TokenTree:
+        """A tree whose node 0 is each row's newest committed token."""
+        ...
+
+
+class DraftHead(nn.Module, ABC):
+    """A head kind: its configuration and weights, how it is trained, how it drafts. One file per kind.
+
+    The frozen target is handed to the methods that need it and never becomes a submodule, so it cannot
+    leak into the head's state_dict, optimizer or DDP wrapper.
+    """
+
+    kind: ClassVar[str]
+    architecture: ClassVar[str]
+    """The `architectures` entry that serving engines look for in config.json."""
+
+    tree: TreeShape
+    """The tree that `drafter` uses when it is not given one."""
+
+    hidden_size: int
+    vocab_size: int
+    depth: int
+    """How many tokens ahead of the newest committed one the head can guess (K)."""
+
+    @property
+    @abstractmethod
+    def feature_layers(self) -> tuple[int, ...]:
+        """Indices into the target's hidden states (0 = embeddings, -1 = last, after the final norm)."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
+        """The training loss. It is `forward` so that the hooks of DDP, DeepSpeed and FSDP fire."""
+
+    @abstractmethod
+    def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
+        """ranks_MK, int64: at each learned position, the rank that the token that really came has at each depth,
+        -1 where it is RANKS or worse or the document has ended. Trees are built from it."""
+
+    @abstractmethod
+    def drafter(self, target: Target, tree: TreeShape | None = None) -> Drafter:
+        """A fresh drafter for one generation."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The architecture as config.json keys, in the words of the engines that serve this kind."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> DraftHead:
+        """An uninitialised head whose shape is read from tensor names and shapes; configs may lie."""
+
+    @classmethod
+    @abstractmethod
+    def create(cls, target: Target, **choices: Any) -> DraftHead:
+        """A new head for `target`, initialised for training; `choices` are the recipe's `head.*` keys."""

@@ -1,0 +1,188 @@
+"""A key/value cache that is allocated once, written in place and compacted in place.
+
+Legend: B batch, H key/value heads, S slots, N tree nodes, A accepted nodes, D head width.
+
+Slot s of a row holds the token at position s of that row. Each row has its own length, so rows may accept
+different numbers of tokens: a tree of N nodes is written behind each row's length, the accepted path is moved
+to the front of that place, and everything behind the new length is free again. There are no holes, no padding
+slots and no concatenation, and cutting a row back to a shared prefix is a change of one number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+GROWTH = 1.5
+"""A cache that turns out too small grows by this factor."""
+
+
+class SlotTable:
+    """Which slots are in use, shared by all layers of a cache.
+
+    lengths_B: int64, committed tokens of each row; `lengths` and `longest` say the same without asking the device.
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device | str) -> None:
+        self.capacity = capacity
+        self.lengths = [0] * batch
+        self.longest = 0
+        self.uniform = True
+        self.lengths_B = torch.zeros(batch, dtype=torch.long, device=device)
+        self.rows_B1 = torch.arange(batch, device=device)[:, None]
+        self._slots_S = torch.arange(capacity, device=device)
+        self.pending = 0
+
+    def reserve(self, tokens: int) -> None:
+        """Announce that the next forward writes `tokens` tokens behind each row's length."""
+        self.pending = tokens
+        if self.span > self.capacity:
+            self.capacity = max(self.span, int(self.capacity * GROWTH))
+            self._slots_S = torch.arange(self.capacity, device=self.lengths_B.device)
+
+    @property
+    def span(self) -> int:
+        """How many slots the next forward can see, over all rows."""
+        return self.longest + self.pending
+
+    def slots_BA(self, offsets_BA: Tensor) -> Tensor:
+        """The slots that stand `offsets` behind each row's length."""
+        return self.lengths_B[:, None] + offsets_BA
+
+    def advance(self, counts: list[int]) -> None:
+        """Row b keeps its first `counts[b]` pending tokens."""
+        self.set_lengths([old + new for old, new in zip(self.lengths, counts, strict=True)])
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Set every row's number of committed tokens; a smaller one than before forgets the rest."""
+        self.lengths = lengths
+        self.lengths_B.copy_(torch.tensor(lengths))
+        self.longest = max(lengths)
+        self.uniform = min(lengths) == self.longest
+        self.pending = 0
+
+    def visibility(self, ancestors_BNN: Tensor, depths_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """What N pending nodes may see: visible_BNS (bool) and the position that each slot holds, positions_BS.
+
+        Node n sees every committed slot of its row and, among the pending ones, its ancestors and itself.
+        """
+        nodes = depths_BN.shape[1]
+        slots_S = self._slots_S[: self.span]
+        if self.uniform:  # one topology behind one length: two blocks side by side, no gather
+            committed = ancestors_BNN.new_ones(()).expand(
+                ancestors_BNN.shape[0], nodes, self.longest
+            )
+            visible_BNS = torch.cat([committed, ancestors_BNN], dim=2)
+            prefix = slots_S[None, : self.longest].expand(depths_BN.shape[0], -1)
+            return visible_BNS, torch.cat([prefix, self.longest + depths_BN], dim=1)
+        batch = len(self.lengths_B)
+        node_BS = slots_S - self.lengths_B[:, None]  # negative: committed; N or more: free
+        index_BS = node_BS.clamp(0, nodes - 1)
+        ancestors_BNS = ancestors_BNN.expand(batch, -1, -1).gather(
+            2, index_BS[:, None, :].expand(-1, nodes, -1)
+        )
+        in_tree_BS = (node_BS >= 0) & (node_BS < nodes)
+        visible_BNS = (node_BS < 0)[:, None, :] | (ancestors_BNS & in_tree_BS[:, None, :])
+        tree_BS = self.lengths_B[:, None] + depths_BN.expand(batch, -1).gather(1, index_BS)
+        return visible_BNS, torch.where(node_BS < 0, slots_S, tree_BS)
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values, (B, H, capacity, D), allocated at the first write."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, table: SlotTable) -> None:
+        super().__init__()
+        self.table = table
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for the whole generation."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = self._allocate(key_states)
+        self.values = self._allocate(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write N tokens behind each row's length; return a view of everything that they may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] < self.table.capacity:
+            self._grow()
+        table, tokens = self.table, key_states.shape[2]
+        if table.uniform:
+            self.keys[:, :, table.longest : table.longest + tokens] = key_states
+            self.values[:, :, table.longest : table.longest + tokens] = value_states
+        else:
+            slots_BN = table.slots_BA(torch.arange(tokens, device=key_states.device)[None])
+            self.keys[table.rows_B1, :, slots_BN] = key_states.transpose(1, 2)
+            self.values[table.rows_B1, :, slots_BN] = value_states.transpose(1, 2)
+        return self.keys[:, :, : table.span], self.values[:, :, : table.span]
+
+    def move(self, source_BA: Tensor, target_BA: Tensor) -> None:
+        """Copy slots within each row."""
+        rows_B1 = self.table.rows_B1
+        if self.table.uniform and len(source_BA) == 1:
+            source_A, start = source_BA[0], self.table.longest
+            stop = start + len(source_A)
+            self.keys[:, :, start:stop] = self.keys.index_select(2, source_A)
+            self.values[:, :, start:stop] = self.values.index_select(2, source_A)
+            return
+        self.keys[rows_B1, :, target_BA] = self.keys[rows_B1, :, source_BA]
+        self.values[rows_B1, :, target_BA] = self.values[rows_B1, :, source_BA]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(slots visible, offset of the first one)."""
+        return self.table.longest + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Committed tokens of the longest row."""
+        return self.table.longest
+
+    def get_max_length(self) -> int:
+        """-1: the cache grows if it must."""
+        return -1
+
+    def _allocate(self, states: Tensor) -> Tensor:
+        batch, heads, _, width = states.shape
+        return states.new_zeros(batch, heads, self.table.capacity, width)
+
+    def _grow(self) -> None:
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = self._allocate(old)
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """The preallocated cache that `Target` and autoregressive heads write into.
+
+    layers: attention layers. batch: rows. capacity: slots per row; prompt + new tokens + one tree is enough,
+    and a cache that turns out too small grows.
+    """
+
+    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device | str) -> None:
+        self.table = SlotTable(batch, capacity, device)
+        super().__init__(layers=[SlotLayer(self.table) for _ in range(layers)])
+
+    def keep(self, path_BA: Tensor, counts: list[int]) -> None:
+        """Commit, of the pending nodes, row b's `path_BA[b, :counts[b]]` (in depth order); forget the others.
+
+        path_BA: int64 node numbers, padded with anything valid behind `counts[b]`.
+        """
+        width = path_BA.shape[1]
+        if width > 1:  # node 0 already stands where it belongs
+            offsets_1A = torch.arange(width, device=path_BA.device)[None]
+            source_BA = self.table.slots_BA(path_BA)
+            target_BA = self.table.slots_BA(offsets_1A)
+            for layer in self.layers:
+                if layer.is_initialized:
+                    layer.move(source_BA.to(layer.device), target_BA.to(layer.device))
+        self.table.advance(counts)

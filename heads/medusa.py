@@ -1,0 +1,255 @@
+"""Medusa heads: K small feed-forward heads, each guessing one position ahead from the same target state.
+
+Legend: B batch, T tokens, M learned positions, N tree nodes, K heads, R ranks, D hidden width, V vocabulary.
+Source: Medusa, arXiv 2401.10774; head form p_k = softmax(W2_k (SiLU(W1_k h + b_k) + h)), loss sum_k decay^k CE_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftheads.heads.base import RANKS, Batch, Committed, DraftHead, HeadLoss
+from draftheads.heads.layers import ResidualBlock
+from draftheads.heads.losses import chunked_cross_entropy, chunked_ranks, rank_counts
+from draftheads.heads.target import Target
+from draftheads.heads.tree import TokenTree, TreeShape
+
+DEFAULT_NODES = 16
+"""Draft nodes of the tree that untrained heads get; training replaces it by a measured one."""
+
+
+class MedusaHead(DraftHead):
+    """K heads of L residual blocks each; head k reads features[i] and guesses tokens[i + k].
+
+    hidden_size, vocab_size: of the target. depth: K. layers: L. token_map: int64 (v,) target ids of a reduced
+    vocabulary, or None. own_lm_head: every head has its own (v, D) matrix, else all use the target's, frozen.
+    labels: "hard" (the token that came) or "soft" (the target's distribution). decay: weight of depth k is decay^k.
+    """
+
+    kind = "medusa"
+    architecture = "MedusaModel"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        depth: int,
+        layers: int,
+        *,
+        own_lm_head: bool = True,
+        token_map: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.vocab_size, self.depth, self.layers = (
+            hidden_size,
+            vocab_size,
+            depth,
+            layers,
+        )
+        self.own_lm_head = own_lm_head
+        self.labels, self.decay = "hard", 0.8
+        self.tree = default_tree(depth, DEFAULT_NODES)
+        self.blocks = nn.ModuleList(ResidualBlock(hidden_size, layers) for _ in range(depth))
+        self.register_buffer("token_map", token_map)
+        rows = vocab_size if token_map is None else len(token_map)
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(hidden_size, rows, bias=False) for _ in range(depth if own_lm_head else 0)
+        )
+
+    @classmethod
+    def create(cls, target: Target, **choices: Any) -> MedusaHead:
+        """New heads for `target`, computing exactly the target's own logits until they are trained.
+
+        choices: depth (default 4), layers (1), lm_head "own" | "shared", labels "hard" | "soft", decay,
+        vocabulary (target ids of a reduced vocabulary, most frequent first; default all).
+        """
+        vocabulary = choices.get("vocabulary")
+        token_map = None if vocabulary is None else torch.tensor(sorted(vocabulary))
+        own = choices.get("lm_head", "own") == "own"
+        head = cls(
+            target.hidden_size,
+            target.vocab_size,
+            choices.get("depth", 4),
+            choices.get("layers", 1),
+            own_lm_head=own,
+            token_map=token_map,
+        )
+        head.labels, head.decay = choices.get("labels", "hard"), choices.get("decay", 0.8)
+        if not own or head.labels == "soft":
+            target.unembed_weight()  # raises here, with the reason, rather than in the first step
+        weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
+        for lm_head in head.lm_heads:
+            lm_head.weight.data.copy_(weight_VD if token_map is None else weight_VD[token_map])
+        return head
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The last hidden state, after the final norm."""
+        return (-1,)
+
+    def config(self) -> dict[str, Any]:
+        """config.json in vLLM's words (reference: MedusaConfig)."""
+        return {
+            "model_type": "medusa",
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "num_heads": self.depth,
+            "num_hidden_layers": self.layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": not self.own_lm_head,
+            "truncated_vocab_size": None if self.token_map is None else len(self.token_map),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
+        """The shape that the tensors have; of the config only the vocabulary of shared-lm_head heads is used."""
+        parts = [name.split(".") for name in tensors]
+        blocks = [part for part in parts if part[0] == "blocks"]
+        if not blocks:
+            raise ValueError(
+                f"expected Medusa tensors blocks.0.layers.0.weight, ..., got {sorted(tensors)[:3]}"
+            )
+        own = "lm_heads.0.weight" in tensors
+        token_map = tensors.get("token_map")
+        full = own and token_map is None
+        return cls(
+            tensors["blocks.0.layers.0.weight"].shape[0],
+            tensors["lm_heads.0.weight"].shape[0] if full else int(config["vocab_size"]),
+            1 + max(int(part[1]) for part in blocks),
+            1 + max(int(part[3]) for part in blocks),
+            own_lm_head=own,
+            token_map=token_map,
+        )
+
+    def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
+        """Sum over depths of decay^k times the summed cross-entropy over learned tokens."""
+        loss = features_BTD.new_zeros((), dtype=torch.float32)
+        counts: list[Tensor] = []
+        for k, here_BT, labels_M in self._depths(batch):
+            hidden_MD = self.blocks[k - 1](self._input(features_BTD[here_BT]))
+            # with a reduced vocabulary some tokens cannot be guessed: they count as missed and teach nothing
+            index_M = self._draft_index(labels_M)
+            known_M = index_M >= 0
+            teacher = None
+            if self.labels == "soft":
+                there_BTD = features_BTD[:, k:][here_BT[:, :-k]]
+                teacher = self._teacher(target, there_BTD[known_M])
+            part, ranks_M = chunked_cross_entropy(
+                hidden_MD[known_M],
+                index_M[known_M],
+                self._unembed(k, target),
+                vocab_size=self._rows,
+                teacher=teacher,
+            )
+            loss = loss + self.decay**k * part
+            counts.append(rank_counts(ranks_M))
+            counts[-1][RANKS] += (~known_M).sum()
+        return HeadLoss(loss, torch.stack(counts))
+
+    @torch.no_grad()
+    def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
+        """ranks_MK for `TreeShape.most_frequent`: at each learned position, the rank of the token that came at
+        each depth, -1 where it was worse than RANKS or the document ended."""
+        place_BT = batch.learn_BT.long().flatten().cumsum(0).view_as(batch.tokens_BT) - 1
+        ranks_MK = torch.full((int(batch.learn_BT.sum()), self.depth), -1, device=place_BT.device)
+        for k, here_BT, labels_M in self._depths(batch):
+            hidden_MD = self.blocks[k - 1](self._input(features_BTD[here_BT]))
+            ranks_M = chunked_ranks(
+                hidden_MD,
+                self._draft_index(labels_M),
+                self._unembed(k, target),
+                vocab_size=self._rows,
+            )
+            ranks_MK[place_BT[here_BT], k - 1] = torch.where(ranks_M < RANKS, ranks_M, -1)
+        return ranks_MK
+
+    def drafter(self, target: Target, tree: TreeShape | None = None) -> MedusaDrafter:
+        """A drafter that fills `tree` (default: the head's own)."""
+        return MedusaDrafter(self, target, tree or self.tree)
+
+    def guesses(self, features_BD: Tensor, target: Target, widths: Sequence[int]) -> list[Tensor]:
+        """For the first len(widths) depths, the target ids of the `widths[k]` best guesses, each (B, widths[k])."""
+        x_BD = self._input(features_BD)
+        best = [
+            self._unembed(k, target)(self.blocks[k - 1](x_BD)).topk(width).indices
+            for k, width in enumerate(widths, start=1)
+        ]
+        return best if self.token_map is None else [self.token_map[tokens] for tokens in best]
+
+    def _depths(self, batch: Batch) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """For each depth k: the mask of positions i that learn tokens[i + k], and those tokens.
+
+        Both ends must be the target's own words of one document, as they are when the heads are used.
+        """
+        for k in range(1, self.depth + 1):
+            here_BT = torch.zeros_like(batch.learn_BT)
+            here_BT[:, :-k] = (
+                batch.learn_BT[:, :-k]
+                & batch.learn_BT[:, k:]
+                & (batch.documents_BT[:, :-k] == batch.documents_BT[:, k:])
+            )
+            yield k, here_BT, batch.tokens_BT[:, k:][here_BT[:, :-k]]
+
+    @property
+    def _rows(self) -> int:
+        return self.vocab_size if self.token_map is None else len(self.token_map)
+
+    def _input(self, features: Tensor) -> Tensor:
+        return features.to(self.blocks[0].layers[0].weight.dtype)  # type: ignore[union-attr,index]
+
+    def _unembed(self, k: int, target: Target) -> Callable[[Tensor], Tensor]:
+        if self.own_lm_head:
+            return self.lm_heads[k - 1]
+        weight_VD = target.unembed_weight()
+        if self.token_map is not None:
+            weight_VD = weight_VD[self.token_map]
+        return lambda hidden: F.linear(hidden.to(weight_VD.dtype), weight_VD)
+
+    def _teacher(self, target: Target, features_MD: Tensor) -> Callable[[slice], Tensor]:
+        def logits(part: slice) -> Tensor:
+            full_CV = target.unembed(features_MD[part])
+            return full_CV if self.token_map is None else full_CV[:, self.token_map]
+
+        return logits
+
+    def _draft_index(self, tokens_M: Tensor) -> Tensor:
+        if self.token_map is None:
+            return tokens_M
+        place_M = torch.searchsorted(self.token_map, tokens_M).clamp(max=len(self.token_map) - 1)
+        return torch.where(self.token_map[place_M] == tokens_M, place_M, -1)
+
+
+class MedusaDrafter:
+    """Fills a fixed tree from the heads' best guesses; one target state yields the whole tree."""
+
+    def __init__(self, head: MedusaHead, target: Target, shape: TreeShape) -> None:
+        shape.check_depth(head.depth)
+        self.head, self.target = head, target
+        self.feature_layers = head.feature_layers
+        self.topology = shape.topology(target.device)
+        self.widths = [
+            1 + max(path[depth] for path in shape.paths if len(path) > depth)
+            for depth in range(shape.depth)
+        ]
+        offsets = [sum(self.widths[:depth]) for depth in range(shape.depth)]
+        table = [offsets[len(path) - 1] + path[-1] for path in shape.paths]
+        self.table_N = torch.tensor(table, dtype=torch.long, device=target.device)
+
+    def propose(self, committed: Committed) -> TokenTree:
+        """The tree on each row's newest committed token."""
+        root_B1 = committed.last_tokens_B()[:, None]
+        guesses = self.head.guesses(committed.last_features_BD(), self.target, self.widths)
+        tokens_BN = torch.cat([root_B1, torch.cat(guesses, dim=1)[:, self.table_N]], dim=1)
+        return TokenTree(tokens_BN, self.topology)
+
+
+def default_tree(depth: int, nodes: int) -> TreeShape:
+    """A tree for heads that nobody has measured: best-first, each depth and each rank right 0.6 times as often."""
+    return TreeShape.best_first(
+        [[0.6**k * 0.4 * 0.6**r for r in range(RANKS)] for k in range(depth)], nodes
+    )

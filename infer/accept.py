@@ -1,0 +1,215 @@
+"""Acceptance rules: which path of a verified tree is kept, and which token follows it.
+
+Legend: B batch, N tree nodes, A longest accepted path, V vocabulary. All rules are values, all work on tensors,
+and all accept the root (node 0), which is committed already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from draftheads.heads.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """path_BA: int64 node numbers from the root down, `counts[b]` valid in row b (root included), then zeros.
+    bonus_B: int64, the target's own token after the last accepted node."""
+
+    path_BA: Tensor
+    counts: list[int]
+    bonus_B: Tensor
+
+
+class Acceptance(Protocol):
+    """A rule. `lossless`: the output follows the target's own distribution exactly."""
+
+    lossless: bool
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        """Judge a verified tree; logits_BNV[b, n] is the target's prediction after node n."""
+        ...
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The target's own next token, (...), for logits (..., V)."""
+        ...
+
+    def seed(self, seed: int) -> None:
+        """Restart the random stream, where the rule has one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Keep what the target's argmax would have written: token for token the output of greedy decoding."""
+
+    lossless = True
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        return follow(tree, self.choose(logits_BNV))
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The argmax."""
+        return logits.argmax(-1)
+
+    def seed(self, seed: int) -> None:
+        """Nothing is random here."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Lossless sampling with temperature, top-k and top-p, filtered as transformers filters.
+
+    The target draws one token at every node and the path of the drawn tokens is followed as long as it stays
+    in the tree. That is speculative sampling for a point-mass proposal: of the distinct children, x is
+    accepted with p(x), and the token after a rejection has the distribution without the children.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    lossless = True
+    _random: _Random = field(default_factory=lambda: _Random(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature {self.temperature}: expected above 0; use Greedy() for 0"
+            )
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        return follow(tree, self.choose(logits_BNV))
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """One draw from the filtered distribution."""
+        return self._random.draw(filtered_logits(logits, self.temperature, self.top_p, self.top_k))
+
+    def seed(self, seed: int) -> None:
+        """Restart the random stream."""
+        self._random.seed(seed)
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Medusa's typical acceptance (lossy): keep x where p(x) > min(epsilon, delta * exp(-H(p))), p at `temperature`.
+
+    Of the accepted paths the longest is kept, of equals the likeliest. The token after it is drawn from the tokens
+    that pass the same test (the argmax always counts as one of them). Source: Medusa, arXiv 2401.10774, section 2.3.2.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+    temperature: float = 0.7
+    lossless = False
+    _random: _Random = field(default_factory=lambda: _Random(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature {self.temperature}: expected above 0; use Greedy() for 0"
+            )
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        logp_BNV, typical_BNV = self._judge(logits_BNV)
+        parents_BN = tree.parents().clamp(min=0).expand(len(logits_BNV), -1)
+        at = (
+            torch.arange(len(logits_BNV), device=logits_BNV.device)[:, None],
+            parents_BN,
+            tree.tokens_BN,
+        )
+        passed_BN = typical_BNV[at]
+        passed_BN[:, 0] = True
+        scores_BN = logp_BNV[at]
+        scores_BN[:, 0] = 0.0
+        ancestors_BNN = tree.ancestors()
+        kept_BN = ~(ancestors_BNN & ~passed_BN[:, None, :]).any(-1)
+        path_scores_BN = (ancestors_BNN * scores_BN[:, None, :]).sum(-1)
+        longest_B1 = (kept_BN * tree.depths()).amax(1, keepdim=True)
+        candidates_BN = kept_BN & (tree.depths() == longest_B1)
+        best_B = path_scores_BN.masked_fill(~candidates_BN, -torch.inf).argmax(1)
+        last = (torch.arange(len(best_B), device=best_B.device), best_B)
+        bonus_B = self._random.draw(logp_BNV[last].masked_fill(~typical_BNV[last], -torch.inf))
+        return take(tree, best_B, bonus_B)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """One draw from the typical tokens."""
+        logp, typical = self._judge(logits)
+        return self._random.draw(logp.masked_fill(~typical, -torch.inf))
+
+    def seed(self, seed: int) -> None:
+        """Restart the random stream."""
+        self._random.seed(seed)
+
+    def _judge(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)
+        p = logp.exp()
+        entropy = -(p * logp.nan_to_num(neginf=0.0)).sum(-1, keepdim=True)
+        typical = p > (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
+        return logp, typical.scatter(-1, logits.argmax(-1, keepdim=True), True)
+
+
+def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
+    """Go down the tree as long as a child is the token that the target chose at its parent.
+
+    chosen_BN: int64, the target's choice after each node.
+    """
+    parents_BN = tree.parents().clamp(min=0).expand_as(chosen_BN)
+    right_BN = tree.tokens_BN == chosen_BN.gather(1, parents_BN)
+    right_BN[:, 0] = True
+    kept_BN = ~(tree.ancestors() & ~right_BN[:, None, :]).any(-1)
+    best_B = (kept_BN * (tree.depths() + 1)).argmax(1)
+    return take(tree, best_B, chosen_BN.gather(1, best_B[:, None])[:, 0])
+
+
+def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
+    """The path that ends in node best_B of each row. The one place of a step that waits for the device."""
+    ancestors_BNN = tree.ancestors().expand(len(best_B), -1, -1)
+    on_path_BN = ancestors_BNN[torch.arange(len(best_B), device=best_B.device), best_B]
+    counts = on_path_BN.sum(1).tolist()
+    # node order is depth order: a stable sort brings the path's nodes to the front, in order
+    path_BA = torch.sort(~on_path_BN, dim=1, stable=True).indices[:, : max(counts)]
+    valid_BA = torch.arange(max(counts), device=best_B.device) < on_path_BN.sum(1, keepdim=True)
+    return Accepted(path_BA * valid_BA, counts, bonus_B)
+
+
+def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
+    """float32 logits (..., V) after transformers' own temperature, top-k and top-p warpers, in that order."""
+    warpers = LogitsProcessorList()
+    if temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k > 0:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        warpers.append(TopPLogitsWarper(top_p))
+    flat = logits.float().reshape(-1, logits.shape[-1])
+    warped: Tensor = warpers(torch.empty(0, device=logits.device), flat)
+    return warped.reshape(logits.shape)
+
+
+class _Random:
+    """A random stream on the device of its first draw; seeded from the global one until `seed` is called."""
+
+    def __init__(self) -> None:
+        self._seed: int | None = None
+        self._generator: torch.Generator | None = None
+
+    def seed(self, seed: int) -> None:
+        self._seed, self._generator = seed, None
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """One token per row by the exponential race: argmax p / e, with e ~ Exp(1). No sync with the device."""
+        if self._generator is None:
+            self._generator = torch.Generator(logits.device)
+            self._generator.manual_seed(torch.seed() if self._seed is None else self._seed)
+        race = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=self._generator)
+        return (torch.softmax(logits.float(), dim=-1) / race).argmax(-1)

@@ -1,0 +1,248 @@
+"""The decoding loop: propose, verify, accept, keep, yield.
+
+Legend: B batch, N tree nodes, A committed tokens of a step, D feature width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from draftheads.heads.base import Committed, DraftHead, Drafter
+from draftheads.heads.target import Decoded, Target
+from draftheads.heads.tree import TokenTree, TreeShape
+from draftheads.infer.accept import Acceptance, Accepted, Greedy
+from draftheads.infer.drafters import NoDraft
+from draftheads.infer.text import StopStrings
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward of the target brought to one row.
+
+    tokens: new token ids, cut at EOS, stop string and max_new_tokens. accepted: draft tokens accepted, before that
+    cut; -1 for the prefill, which verifies no draft. finish: "eos", "stop" or "length" on the last step.
+    draft_seconds, verify_seconds: wall time of the step's two halves, shared by all rows of a batch.
+    """
+
+    tokens: list[int]
+    accepted: int
+    finish: str | None
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass
+class Statistics:
+    """Sums over steps. tokens per step counts the target's own token, and neither prefill nor its token."""
+
+    steps: int = 0
+    tokens: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, step: Step) -> None:
+        """Count one step of one row."""
+        if step.accepted < 0:
+            return
+        self.steps += 1
+        self.tokens += len(step.tokens)
+        self.draft_seconds += step.draft_seconds
+        self.verify_seconds += step.verify_seconds
+        self.accepted += [0] * (step.accepted - len(self.accepted))
+        for depth in range(step.accepted):
+            self.accepted[depth] += 1
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The acceptance length tau, the target's bonus token included."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of steps in which at least 1, 2, ... draft tokens were accepted."""
+        return [count / self.steps for count in self.accepted]
+
+
+class Speculator:
+    """Decodes a target with a drafter; with none, one token per forward.
+
+    drafts: a DraftHead, or a function that makes a fresh Drafter for each generation, or None.
+    tree: overrides the head's own tree. profile: wait for the device around each half of a step, so that
+    draft_seconds and verify_seconds are true on an accelerator (slower).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafts: DraftHead | Callable[[], Drafter] | None = None,
+        *,
+        tree: TreeShape | None = None,
+        profile: bool = False,
+    ) -> None:
+        self.target = target
+        self.profile = profile
+        if isinstance(drafts, DraftHead):
+            self.tree = tree or drafts.tree
+            self.tree.check_depth(drafts.depth)
+            self._new_drafter: Callable[[], Drafter] = lambda: drafts.drafter(target, self.tree)
+        else:
+            self.tree = tree or TreeShape(())
+            self._new_drafter = drafts or NoDraft
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        sampling: Acceptance | None = None,
+        max_new_tokens: int | None = None,
+        stop: Collection[str] = (),
+    ) -> Iterator[Step]:
+        """Continue one prompt (token ids), one Step per forward.
+
+        Ends after exactly `max_new_tokens` (default: the rest of the context), after an EOS of the target's
+        generation config, which is the last token yielded, or after the token that completes a `stop` string.
+        Raises ValueError, before anything is computed, when prompt and new tokens exceed the target's context.
+        """
+        batch = self.generate_batch(
+            [prompt], sampling=sampling, max_new_tokens=max_new_tokens, stop=stop
+        )
+        return (step for (step,) in batch if step is not None)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        sampling: Acceptance | None = None,
+        max_new_tokens: int | None = None,
+        stop: Collection[str] = (),
+    ) -> Iterator[list[Step | None]]:
+        """Continue several prompts of any lengths together; each item holds one Step per row, None once it is done."""
+        limits = [self._limit(prompt, max_new_tokens) for prompt in prompts]
+        rows = [_Row(self.target, limit, stop) for limit in limits]
+        return self._decode(prompts, rows, sampling or Greedy())
+
+    @torch.inference_mode()
+    def _decode(
+        self, prompts: Sequence[Sequence[int]], rows: list[_Row], accept: Acceptance
+    ) -> Iterator[list[Step | None]]:
+        target, drafter = self.target, self._new_drafter()
+        capacity = max(len(p) + row.limit for p, row in zip(prompts, rows, strict=True))
+        cache = target.new_cache(len(prompts), capacity + self.tree.nodes)
+        clock = self._clock()
+        prefilled = target.prefill(prompts, cache, drafter.feature_layers)
+        first_B = accept.choose(prefilled.logits_BNV[:, 0])
+        committed = _prompt(prompts, prefilled, first_B)
+        new = [[token] for token in first_B.tolist()]
+        yield _steps(rows, new, None, 0.0, self._clock() - clock)
+        while not all(row.finish for row in rows):
+            start = self._clock()
+            tree = drafter.propose(committed)
+            drafted = self._clock()
+            out = target.verify(tree, cache, drafter.feature_layers)
+            accepted = accept(out.logits_BNV, tree)
+            counts = [0 if r.finish else n for r, n in zip(rows, accepted.counts, strict=True)]
+            cache.keep(accepted.path_BA, counts)
+            committed = _commit(tree, out, accepted, counts)
+            new = committed.tokens_BA.tolist()
+            yield _steps(rows, new, counts, drafted - start, self._clock() - drafted)
+
+    def _limit(self, prompt: Sequence[int], max_new_tokens: int | None) -> int:
+        context, length = self.target.context, len(prompt)
+        if not length:
+            raise ValueError(
+                "the prompt is empty: expected one token or more (a BOS token will do)"
+            )
+        if length >= context:
+            raise ValueError(
+                f"the prompt has {length} tokens, the context of {self.target.name} only {context}; shorten the prompt"
+            )
+        limit = context - length if max_new_tokens is None else max_new_tokens
+        if limit < 1:
+            raise ValueError(f"max_new_tokens is {limit}; expected 1 or more")
+        if length + limit > context:
+            raise ValueError(
+                f"prompt ({length} tokens) and max_new_tokens ({limit}) exceed the context of {self.target.name} "
+                f"({context}); lower max_new_tokens to {context - length} or shorten the prompt"
+            )
+        return limit
+
+    def _clock(self) -> float:
+        if self.profile and self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return perf_counter()
+
+
+class _Row:
+    """One row's output so far: where it is cut, and why it ended."""
+
+    def __init__(self, target: Target, limit: int, stop: Collection[str]) -> None:
+        self.limit = limit
+        self.finish: str | None = None
+        self._left = limit
+        self._eos = frozenset(target.eos_ids)
+        self._stop = StopStrings(target.tokenizer, stop) if stop else None
+
+    def take(self, tokens: Sequence[int]) -> list[int]:
+        """The part of `tokens` that still belongs to the output."""
+        for place, token in enumerate(tokens, start=1):
+            self._left -= 1
+            if token in self._eos:
+                self.finish = "eos"
+            elif self._stop is not None and self._stop.completed_by(token):
+                self.finish = "stop"
+            elif self._left == 0:
+                self.finish = "length"
+            if self.finish:
+                return list(tokens[:place])
+        return list(tokens)
+
+
+def _steps(
+    rows: list[_Row], new: list[list[int]], counts: list[int] | None, draft: float, verify: float
+) -> list[Step | None]:
+    steps: list[Step | None] = []
+    for place, row in enumerate(rows):
+        if row.finish:
+            steps.append(None)
+            continue
+        count = counts[place] if counts else 1
+        tokens = row.take(new[place][:count])
+        accepted = count - 1 if counts else -1
+        steps.append(Step(tokens, accepted, row.finish, draft, verify))
+    return steps
+
+
+def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tensor) -> Committed:
+    """The first commit: the prompt and the token that the prefill chose, with features shifted by the law."""
+    counts = [len(prompt) + 1 for prompt in prompts]
+    tokens_BA = first_B.new_zeros(len(prompts), max(counts))
+    for row, prompt in enumerate(prompts):
+        tokens_BA[row, : len(prompt)] = torch.tensor(prompt)
+    count_B = torch.tensor(counts, device=first_B.device)
+    tokens_BA.scatter_(1, count_B[:, None] - 1, first_B[:, None])
+    if prefilled.features_BND is None:
+        features_BAD = first_B.new_zeros(*tokens_BA.shape, 0, dtype=torch.float)
+    else:
+        first = torch.zeros_like(prefilled.features_BND[:, :1])
+        features_BAD = torch.cat([first, prefilled.features_BND], dim=1)
+    return Committed(tokens_BA, features_BAD, count_B)
+
+
+def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]) -> Committed:
+    """The accepted children and the bonus token, each with the state of the node that predicted it."""
+    path_BA, count_B = accepted.path_BA, torch.tensor(counts, device=accepted.path_BA.device)
+    tokens_BA = tree.tokens_BN.gather(1, path_BA).roll(-1, dims=1)
+    last_B1 = torch.tensor(accepted.counts, device=path_BA.device)[:, None] - 1
+    tokens_BA.scatter_(1, last_B1, accepted.bonus_B[:, None])
+    if out.features_BND is None:
+        features_BAD = path_BA.new_zeros(*path_BA.shape, 0, dtype=torch.float)
+    else:
+        index_BAD = path_BA[:, :, None].expand(-1, -1, out.features_BND.shape[-1])
+        features_BAD = out.features_BND.gather(1, index_BAD)
+    return Committed(tokens_BA, features_BAD, count_B)

@@ -1,0 +1,93 @@
+"""From text to token ids and back, token by token: prompts, streamed text, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+REPLACEMENT = "�"
+"""What decoders write for a character whose bytes are not complete yet."""
+
+
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of a plain text, or of a conversation ({"role", "content"} messages) ready for the answer.
+
+    A tokenizer without chat template gets the messages' contents, separated by line breaks. Raises ValueError
+    when there is no tokenizer or nothing to encode.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            "the target folder has no tokenizer; pass token ids, or add tokenizer.json"
+        )
+    if isinstance(prompt, str):
+        ids = list(tokenizer(prompt)["input_ids"])
+    elif getattr(tokenizer, "chat_template", None):
+        rendered = tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        ids = list(rendered["input_ids"])
+    else:
+        ids = list(tokenizer("\n".join(message["content"] for message in prompt))["input_ids"])
+    if not ids:
+        raise ValueError("the prompt is empty: expected some text")
+    return ids
+
+
+class TextStream:
+    """Decodes a growing list of tokens; gives out text as soon as its characters are complete.
+
+    Only the last few tokens are decoded again, so the cost per token does not grow with the text.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._tokens: list[int] = []
+        self._from = (
+            0  # decoding restarts here, a few tokens back, so that spaces between words are right
+        )
+        self._upto = 0  # tokens before this one are given out already
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete ("" while a character is still open)."""
+        self._tokens.extend(tokens)
+        before = self._decode(self._tokens[self._from : self._upto])
+        after = self._decode(self._tokens[self._from :])
+        if len(after) <= len(before) or after.endswith(REPLACEMENT):
+            return ""
+        self._from, self._upto = self._upto, len(self._tokens)
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        """What is left at the end, incomplete characters included."""
+        before = self._decode(self._tokens[self._from : self._upto])
+        after = self._decode(self._tokens[self._from :])
+        self._from = self._upto = len(self._tokens)
+        return after[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+        return text
+
+
+class StopStrings:
+    """Tells which token completes one of the stop strings.
+
+    Raises ValueError for an empty stop string or a target without tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Collection[str]) -> None:
+        if tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; this target has none")
+        if isinstance(stop, str) or not all(stop):
+            raise ValueError(f"stop: expected a list of non-empty strings, got {stop!r}")
+        self._stop = tuple(stop)
+        self._reach = max(map(len, stop))
+        self._text = ""
+        self._stream = TextStream(tokenizer, skip_special_tokens=False)
+
+    def completed_by(self, token: int) -> bool:
+        """True when the text up to this token contains a stop string."""
+        new = self._stream.feed([token])
+        self._text = self._text[-self._reach :] + new
+        return any(stop in self._text for stop in self._stop)
