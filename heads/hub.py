@@ -1,0 +1,200 @@
+"""Head folders: config.json, model.safetensors and README.md, on disk or on the Hub.
+
+Our own facts (format, target, tree, training) stand in one nested "draftheads" key of config.json; everything else
+there, and every tensor name, is what serving engines read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.card import write_card
+from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.target import Target
+from draftheads.heads.tree import TreeShape
+
+HEADS: dict[str, type[DraftHead]] = {"medusa": MedusaHead}
+"""Every head kind. A new one is a new file and a row here."""
+
+FORMAT = 1
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+
+
+def save_head(
+    head: DraftHead,
+    folder: str | Path,
+    *,
+    target: Target,
+    training: dict[str, Any] | None = None,
+    measured: list[dict[str, Any]] | None = None,
+) -> Path:
+    """Write a head folder; it appears complete or not at all, and replaces an older one in one step.
+
+    training: facts of the run, as JSON. measured: rows of `bench --json` for the model card.
+    """
+    config = {
+        "architectures": [head.architecture],
+        **head.config(),
+        "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
+        "draftheads": {
+            "format": FORMAT,
+            "kind": head.kind,
+            "target": {
+                "name": target.name,
+                "revision": target.revision,
+                "fingerprint": target.fingerprint(),
+            },
+            "feature_layers": list(head.feature_layers),
+            "tree": [list(path) for path in head.tree.paths],
+            "training": training or {},
+            "measured": measured or [],
+        },
+    }
+    with staged(Path(folder)) as staging:
+        tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+        save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
+        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_card(staging / CARD, config)
+    return Path(folder)
+
+
+def load_head(
+    source: str | Path,
+    *,
+    target: Target | None = None,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> DraftHead:
+    """Load a head from its folder, from a training run's folder (its best or newest step), or from the Hub.
+
+    The shape is read from tensor names; loading is strict. With `target`, the head is checked against it and moved
+    to its device and dtype. Raises ValueError when widths or vocabularies differ, naming both; warns when
+    they agree but the weights are not those that the head was trained on.
+    """
+    folder = find_head(source, revision=revision)
+    config = read_config(folder)
+    facts = config.get("draftheads", {})
+    kind = facts.get("kind", config.get("model_type"))
+    if kind not in HEADS:
+        raise ValueError(
+            f"{folder}: expected a head of kind {', '.join(HEADS)}, got {kind!r}; is this a head folder?"
+        )
+    tensors = load_file(folder / WEIGHTS)
+    head = HEADS[kind].from_config(config, tensors)
+    _check_names(folder, set(head.state_dict()), set(tensors))
+    head.load_state_dict(tensors)
+    if facts.get("tree"):
+        head.tree = TreeShape(tuple(map(tuple, facts["tree"])))
+        head.tree.check_depth(head.depth)
+    if target is not None:
+        _check_target(head, facts.get("target", {}), target)
+        head.to(target.device)
+    floating = dtype or (target.dtype if target is not None else None)
+    return (head.to(floating) if floating else head).eval()
+
+
+def head_target(source: str | Path, *, revision: str | None = None) -> tuple[str, str | None]:
+    """(name, revision) of the target that a head records. Raises ValueError when it records none."""
+    folder = find_head(source, revision=revision)
+    config = read_config(folder)
+    target = config.get("draftheads", {}).get("target", {})
+    name = target.get("name") or config.get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{folder}/{CONFIG} does not say which target it was trained for; pass --target")
+    return name, target.get("revision")
+
+
+def find_head(source: str | Path, *, revision: str | None = None) -> Path:
+    """The local folder of a head: itself, a run's best (file `best`) or newest `step-*`, or a Hub snapshot.
+
+    Raises FileNotFoundError for a local folder that holds no head.
+    """
+    folder = Path(source).expanduser()
+    if (folder / CONFIG).is_file():
+        return folder
+    if folder.is_dir():
+        best = folder / "best"
+        steps = [best] if best.is_dir() else sorted(folder.glob("step-*"))
+        if steps and (steps[-1] / CONFIG).is_file():
+            return steps[-1]
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        raise FileNotFoundError(
+            f"{folder}: expected a head folder ({CONFIG}, {WEIGHTS}) or a run with step-* folders, found {found}"
+        )
+    if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
+        raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
+    return Path(
+        snapshot_download(str(source), revision=revision, allow_patterns=[CONFIG, WEIGHTS, CARD])
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a head folder. Raises ValueError with the line when it is not JSON."""
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder / CONFIG}, line {error.lineno}: not JSON ({error.msg})") from error
+    return config
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its place when the block ends well, and is deleted otherwise."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        staging.chmod(0o755)
+        yield staging
+        for path in staging.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+            folder.rename(old / "head")
+            staging.rename(folder)
+            shutil.rmtree(old)
+        else:
+            staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)  # gone already when the rename went well
+
+
+def _check_names(folder: Path, expected: set[str], got: set[str]) -> None:
+    if expected != got:
+        raise ValueError(
+            f"{folder / WEIGHTS}: missing tensors {sorted(expected - got)[:4]}, "
+            f"unexpected {sorted(got - expected)[:4]}; the file does not match its own head"
+        )
+
+
+def _check_target(head: DraftHead, recorded: dict[str, Any], target: Target) -> None:
+    name = recorded.get("name", "its target")
+    for what, expected, got in (
+        ("hidden size", head.hidden_size, target.hidden_size),
+        ("vocabulary", head.vocab_size, target.vocab_size),
+    ):
+        if expected != got:
+            raise ValueError(
+                f"head expects {what} {expected} ({name}), target has {got} ({target.name}); "
+                "pass the target this head was trained for"
+            )
+    if recorded.get("fingerprint", target.fingerprint()) != target.fingerprint():
+        warnings.warn(
+            f"this head was trained on other weights ({name}) than {target.name} has now: output stays "
+            "the target's own, but fewer drafts will be accepted",
+            stacklevel=3,
+        )

@@ -1,0 +1,146 @@
+"""The promise: greedy output equals `generate`'s token for token, whatever is drafted, on every architecture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_targets import CONFIGS, CONTEXT, UNSUPPORTED, VOCABULARY, greedy, random_model, some_prompts, tiny_target
+
+from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.target import Target
+from draftheads.heads.tree import TreeShape
+from draftheads.infer.drafters import Oracle
+from draftheads.infer.engine import Speculator, Statistics
+
+NEW = 31  # one token from the prefill and six steps of depth 4 + 1
+SHAPES = {
+    "chain": TreeShape.from_widths((1, 1, 1, 1)),
+    "wide": TreeShape.from_widths((3, 2, 1, 1)),
+    "ragged": TreeShape(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1))),
+}
+LENGTHS = (19, 11, 5)
+
+
+def decode(target, drafts, prompts, **choices):
+    """Rows of output tokens, and the statistics of each row."""
+    rows = [[] for _ in prompts]
+    statistics = [Statistics() for _ in prompts]
+    for steps in Speculator(target, drafts).generate_batch(prompts, **choices):
+        for row, step in enumerate(steps):
+            if step is not None:
+                rows[row] += step.tokens
+                statistics[row].add(step)
+    return rows, statistics
+
+
+def random_head(target: Target, depth: int = 4) -> MedusaHead:
+    """Heads that sometimes guess right: the target's own lm_head behind untrained random blocks."""
+    head = MedusaHead.create(target, depth=depth)
+    torch.manual_seed(1)
+    for parameter in head.blocks.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return head
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_oracle_commits_depth_plus_one_per_step(name, shape):
+    target, (prompt,) = tiny_target(name), some_prompts(LENGTHS[0])
+    truth = greedy(target, prompt, NEW + 5)
+    oracle = lambda: Oracle(SHAPES[shape], [truth], vocab_size=VOCABULARY)  # noqa: E731
+    (tokens,), (statistics,) = decode(target, oracle, [prompt], max_new_tokens=NEW)
+    assert tokens == truth[:NEW]
+    assert statistics.tokens_per_step == 5.0
+    assert statistics.acceptance_by_depth == [1.0] * 4
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_output_equals_greedy_decoding_with_noisy_drafts(name, shape, rows):
+    target, prompts = tiny_target(name), some_prompts(*LENGTHS[:rows])
+    truth = [greedy(target, prompt, NEW + 5) for prompt in prompts]
+    oracle = lambda: Oracle(SHAPES[shape], truth, vocab_size=VOCABULARY, noise=0.4, seed=3)  # noqa: E731
+    tokens, statistics = decode(target, oracle, prompts, max_new_tokens=NEW)
+    assert tokens == [row[:NEW] for row in truth]
+    assert len({row.steps for row in statistics}) > 1 or rows == 1, "rows should need different steps"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", [*CONFIGS])
+def test_output_equals_greedy_decoding_with_real_heads(name, rows):
+    target, prompts = tiny_target(name), some_prompts(*LENGTHS[:rows])
+    truth = [greedy(target, prompt, NEW) for prompt in prompts]
+    tokens, _ = decode(target, random_head(target), prompts, max_new_tokens=NEW)
+    assert tokens == truth
+
+
+def test_output_is_right_where_token_zero_is_the_commonest():
+    """Medusa's padding bug: short paths were padded with id 0, which was then "accepted"."""
+    model = random_model("llama")
+    (prompt,) = some_prompts(LENGTHS[0])
+    text = greedy(Target(model), prompt, 80)
+    commonest = max(set(text), key=text.count)
+    with torch.no_grad():
+        for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            weight[[0, commonest]] = weight[[commonest, 0]]
+    target, prompt = Target(model), [commonest if t == 0 else 0 if t == commonest else t for t in prompt]
+    truth = greedy(target, prompt, 80)
+    assert truth.count(0) == text.count(commonest) >= 8
+    assert decode(target, random_head(target), [prompt], max_new_tokens=80)[0] == [truth]
+    oracle = lambda: Oracle(SHAPES["ragged"], [truth], vocab_size=VOCABULARY, noise=0.4)  # noqa: E731
+    assert decode(target, oracle, [prompt], max_new_tokens=80)[0] == [truth]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3-window"])
+def test_eager_attention_gives_the_same(name):
+    model = random_model(name)
+    model.set_attn_implementation("eager")
+    target, prompts = Target(model, name=name), some_prompts(*LENGTHS)
+    truth = [greedy(target, prompt, NEW) for prompt in prompts]
+    oracle = lambda: Oracle(SHAPES["ragged"], truth, vocab_size=VOCABULARY, noise=0.3)  # noqa: E731
+    assert decode(target, oracle, prompts, max_new_tokens=NEW)[0] == truth
+
+
+def test_without_drafts_one_token_per_step():
+    target, prompts = tiny_target(), some_prompts(*LENGTHS)
+    tokens, statistics = decode(target, None, prompts, max_new_tokens=NEW)
+    assert tokens == [greedy(target, prompt, NEW) for prompt in prompts]
+    assert {row.tokens_per_step for row in statistics} == {1.0}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
+def test_output_is_right_up_to_the_last_position_of_the_context(name):
+    target, (prompt,) = tiny_target(name), some_prompts(CONTEXT - 13)
+    truth = greedy(target, prompt, 13)
+    oracle = lambda: Oracle(SHAPES["wide"], [truth + [0] * 5], vocab_size=VOCABULARY)  # noqa: E731
+    assert decode(target, oracle, [prompt])[0] == [truth]
+
+
+def test_prompt_longer_than_a_prefill_chunk(monkeypatch):
+    monkeypatch.setattr("draftheads.heads.target.PREFILL_CHUNK", 7)
+    target, prompts = tiny_target("mistral-window"), some_prompts(40, 23, 7)
+    truth = [greedy(target, prompt, NEW) for prompt in prompts]
+    assert decode(target, random_head(target), prompts, max_new_tokens=NEW)[0] == truth
+
+
+def test_a_cache_that_is_too_small_grows(monkeypatch):
+    target, prompts = tiny_target(), some_prompts(*LENGTHS)
+    make = target.new_cache
+    monkeypatch.setattr(target, "new_cache", lambda batch, capacity: make(batch, 4))
+    truth = [greedy(target, prompt, NEW) for prompt in prompts]
+    assert decode(target, random_head(target), prompts, max_new_tokens=NEW)[0] == truth
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_targets_that_cannot_roll_back_are_refused(name):
+    with pytest.raises(ValueError, match="recurrent state|ALiBi"):
+        Target(random_model(name))
+
+
+def test_unembed_refuses_capped_logits_with_the_reason():
+    target = tiny_target("gemma2-window")
+    with pytest.raises(ValueError, match="final_logit_softcapping"):
+        target.unembed(torch.zeros(1, 32))
+    with pytest.raises(ValueError, match="final_logit_softcapping"):
+        MedusaHead.create(target, lm_head="shared")

@@ -1,0 +1,106 @@
+"""Random-weight targets of many architectures, small enough to compare thousands of tokens in seconds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+
+from draftheads.heads.target import Target
+
+VOCABULARY = 19  # so small that token id 0, Medusa's padding, is a frequent right answer
+CONTEXT = 128
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 48}
+_SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _GROUPED),
+    "qwen2": ("qwen2", _GROUPED),
+    "qwen3": ("qwen3", {**_GROUPED, "head_dim": 16}),
+    "mistral-window": ("mistral", {**_GROUPED, "head_dim": 16, "sliding_window": 8}),
+    "gemma2-window": ("gemma2", {**_GROUPED, "head_dim": 16, "sliding_window": 8}),
+    "gemma3-window": (
+        "gemma3_text",
+        {**_GROUPED, "head_dim": 16, "sliding_window": 8, "layer_types": _SLIDING},
+    ),
+    "gpt-neox": ("gpt_neox", {**_COMMON, "intermediate_size": 48}),
+    "phi3": ("phi3", {**_GROUPED, "sliding_window": None}),
+    "mixtral": ("mixtral", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo2": ("olmo2", _GROUPED),
+    "opt": ("opt", {**_COMMON, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "gpt2": (
+        "gpt2",
+        {
+            "n_embd": 32,
+            "n_layer": 3,
+            "n_head": 4,
+            "vocab_size": VOCABULARY,
+            "n_positions": CONTEXT,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+}
+
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}),
+    "bloom": ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY}),
+    "mpt": (
+        "mpt",
+        {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": VOCABULARY, "max_seq_len": 64},
+    ),
+    "falcon-alibi": (
+        "falcon",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": VOCABULARY,
+            "alibi": True,
+        },
+    ),
+}
+
+
+def random_model(name: str) -> Any:
+    """A random model whose weights are scaled up, so that its greedy text does not run in circles."""
+    kind, options = {**CONFIGS, **UNSUPPORTED}[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(8.0)
+    model.generation_config = GenerationConfig(pad_token_id=0)  # no EOS: runs have a known length
+    return model
+
+
+@cache
+def tiny_target(name: str = "llama") -> Target:
+    """A target to share between tests; do not change it."""
+    return Target(random_model(name), name=f"tiny-{name}")
+
+
+def greedy(target: Target, prompt: list[int], new: int) -> list[int]:
+    """What transformers' own generate writes."""
+    out = target.model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def some_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
