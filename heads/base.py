@@ -1,14 +1,15 @@
 """What every draft head is: the types that training and inference share.
 
-Legend: B batch, T tokens, A newly committed tokens, D feature width, K draft depth, R ranks, V vocabulary.
+Legend: B batch, T tokens, A newly committed tokens, D feature width, K draft depth, R ranks, V
+vocabulary.
 
 The alignment law, obeyed everywhere in this project:
 
     features[i] is the target state from which tokens[i] was predicted.
 
-So a hidden state that the target computed *at* position i is the feature of token i + 1, and the first
-token of a sequence has no feature (zeros stand in for it). Head k of a Medusa head (k = 1..K) reads
-features[i] and guesses tokens[i + k]; tokens[i] itself is the tree's root, already committed.
+So a hidden state that the target computed *at* position i is the feature of token i + 1, and the
+first token of a sequence has no feature (zeros stand in for it). Head k of a Medusa head (k = 1..K)
+reads features[i] and guesses tokens[i + k]; tokens[i] itself is the tree's root, already committed.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ if TYPE_CHECKING:
     from draftheads.heads.tree import TokenTree, TreeShape
 
 RANKS = 10
-"""How many ranks of the right token are told apart in training statistics; best-first trees need ten."""
+"""How many ranks of the right token are told apart in training statistics; best-first trees need
+ten.
+"""
 
 
 @dataclass(frozen=True)
 class Batch:
     """Training tokens, several documents packed into each row.
 
-    tokens_BT: int64 token ids. learn_BT: bool, True where the target wrote the token.
-    positions_BT: int64, 0 at the start of each document, so that packed documents do not see each other.
+    tokens_BT: int64 token ids. learn_BT: bool, True where the target wrote the token. positions_BT:
+    int64, 0 at the start of each document, so that packed documents do not see each other.
     documents_BT: int64, which document of the row a token belongs to; -1 marks padding.
     """
 
@@ -66,7 +69,8 @@ class Committed:
 
     tokens_BA: int64; row b's new tokens are `tokens_BA[b, :count_B[b]]`, the rest is padding.
     features_BAD: by the alignment law, the target state from which each of them was predicted.
-    count_B: int64, at least 1 for a running row, 0 for a finished one (whose root is then meaningless).
+    count_B: int64, at least 1 for a running row, 0 for a finished one (whose root is then
+    meaningless).
     """
 
     tokens_BA: Tensor
@@ -87,10 +91,14 @@ class Committed:
 
 
 class Drafter(Protocol):
-    """Proposes a token tree for each step of one generation; owns its history and is thrown away with it."""
+    """Proposes a token tree for each step of one generation; owns its history and is thrown away
+    with it.
+    """
 
     feature_layers: tuple[int, ...]
-    """Indices into the target's hidden states that `Committed.features_BAD` must hold, concatenated."""
+    """Indices into the target's hidden states that `Committed.features_BAD` must hold,
+    concatenated.
+    """
 
     def propose(self, committed: Committed) -> TokenTree:
         """A tree whose node 0 is each row's newest committed token."""
@@ -98,10 +106,11 @@ class Drafter(Protocol):
 
 
 class DraftHead(nn.Module, ABC):
-    """A head kind: its configuration and weights, how it is trained, how it drafts. One file per kind.
+    """A head kind: its configuration and weights, how it is trained, how it drafts. One file per
+    kind.
 
-    The frozen target is handed to the methods that need it and never becomes a submodule, so it cannot
-    leak into the head's state_dict, optimizer or DDP wrapper.
+    The frozen target is handed to the methods that need it and never becomes a submodule, so it
+    cannot leak into the head's state_dict, optimizer or DDP wrapper.
     """
 
     kind: ClassVar[str]
@@ -119,7 +128,9 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def feature_layers(self) -> tuple[int, ...]:
-        """Indices into the target's hidden states (0 = embeddings, -1 = last, after the final norm)."""
+        """Indices into the target's hidden states (0 = embeddings, -1 = last, after the final
+        norm).
+        """
 
     @abstractmethod
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
@@ -127,8 +138,10 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        """ranks_MK, int64: at each learned position, the rank that the token that really came has at each depth,
-        -1 where it is RANKS or worse or the document has ended. Trees are built from it."""
+        """ranks_MK, int64: at each learned position, the rank that the token that really came has
+        at each depth, -1 where it is RANKS or worse or the document has ended. Trees are built from
+        it.
+        """
 
     @abstractmethod
     def drafter(self, target: Target, tree: TreeShape | None = None) -> Drafter:
@@ -136,14 +149,20 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The architecture as config.json keys, in the words of the engines that serve this kind."""
+        """The architecture as config.json keys, in the words of the engines that serve this
+        kind.
+        """
 
     @classmethod
     @abstractmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> DraftHead:
-        """An uninitialised head whose shape is read from tensor names and shapes; configs may lie."""
+        """An uninitialised head whose shape is read from tensor names and shapes; configs may
+        lie.
+        """
 
     @classmethod
     @abstractmethod
     def create(cls, target: Target, **choices: Any) -> DraftHead:
-        """A new head for `target`, initialised for training; `choices` are the recipe's `head.*` keys."""
+        """A new head for `target`, initialised for training; `choices` are the recipe's `head.*`
+        keys.
+        """

@@ -2,10 +2,11 @@
 
 Legend: B batch, H key/value heads, S slots, N tree nodes, A accepted nodes, D head width.
 
-Slot s of a row holds the token at position s of that row. Each row has its own length, so rows may accept
-different numbers of tokens: a tree of N nodes is written behind each row's length, the accepted path is moved
-to the front of that place, and everything behind the new length is free again. There are no holes, no padding
-slots and no concatenation, and cutting a row back to a shared prefix is a change of one number.
+Slot s of a row holds the token at position s of that row. Each row has its own length, so rows may
+accept different numbers of tokens: a tree of N nodes is written behind each row's length, the
+accepted path is moved to the front of that place, and everything behind the new length is free
+again. There are no holes, no padding slots and no concatenation, and cutting a row back to a shared
+prefix is a change of one number.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ GROWTH = 1.5
 class SlotTable:
     """Which slots are in use, shared by all layers of a cache.
 
-    lengths_B: int64, committed tokens of each row; `lengths` and `longest` say the same without asking the device.
+    lengths_B: int64, committed tokens of each row; `lengths` and `longest` say the same without
+    asking the device.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str) -> None:
@@ -57,7 +59,9 @@ class SlotTable:
         self.set_lengths([old + new for old, new in zip(self.lengths, counts, strict=True)])
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Set every row's number of committed tokens; a smaller one than before forgets the rest."""
+        """Set every row's number of committed tokens; a smaller one than before forgets the
+        rest.
+        """
         self.lengths = lengths
         self.lengths_B.copy_(torch.tensor(lengths))
         self.longest = max(lengths)
@@ -65,9 +69,11 @@ class SlotTable:
         self.pending = 0
 
     def visibility(self, ancestors_BNN: Tensor, depths_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """What N pending nodes may see: visible_BNS (bool) and the position that each slot holds, positions_BS.
+        """What N pending nodes may see: visible_BNS (bool) and the position that each slot holds,
+        positions_BS.
 
-        Node n sees every committed slot of its row and, among the pending ones, its ancestors and itself.
+        Node n sees every committed slot of its row and, among the pending ones, its ancestors and
+        itself.
         """
         nodes = depths_BN.shape[1]
         slots_S = self._slots_S[: self.span]
@@ -110,7 +116,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write N tokens behind each row's length; return a view of everything that they may see."""
+        """Write N tokens behind each row's length; return a view of everything that they may
+        see.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif self.keys.shape[2] < self.table.capacity:
@@ -164,8 +172,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class SlotCache(Cache):  # type: ignore[misc]
     """The preallocated cache that `Target` and autoregressive heads write into.
 
-    layers: attention layers. batch: rows. capacity: slots per row; prompt + new tokens + one tree is enough,
-    and a cache that turns out too small grows.
+    layers: attention layers. batch: rows. capacity: slots per row; prompt + new tokens + one tree
+    is enough, and a cache that turns out too small grows.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device | str) -> None:
@@ -173,7 +181,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlotLayer(self.table) for _ in range(layers)])
 
     def keep(self, path_BA: Tensor, counts: list[int]) -> None:
-        """Commit, of the pending nodes, row b's `path_BA[b, :counts[b]]` (in depth order); forget the others.
+        """Commit, of the pending nodes, row b's `path_BA[b, :counts[b]]` (in depth order); forget
+        the others.
 
         path_BA: int64 node numbers, padded with anything valid behind `counts[b]`.
         """

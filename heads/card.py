@@ -29,9 +29,9 @@ def render_card(config: dict[str, Any]) -> str:
     )
     sections = [
         f"# {facts['kind'].capitalize()} draft heads for `{target}`",
-        f"{PAPERS.get(facts['kind'], facts['kind'])} heads, trained with {LIBRARY} on the frozen target. "
-        "They propose a tree of tokens; the target verifies it in one forward pass, so greedy and sampled output "
-        "stay the target's own.",
+        f"{PAPERS.get(facts['kind'], facts['kind'])} heads, trained with {LIBRARY} on the frozen "
+        "target. They propose a tree of tokens; the target verifies it in one forward pass, so "
+        "greedy and sampled output stay the target's own.",
         _use(target),
         "## Shape\n\n" + _table(_shape(config)),
         "## Training\n\n" + (_table(facts["training"]) or "Not trained yet."),
@@ -84,7 +84,7 @@ def _measured(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return "Not measured yet: run `draftheads bench`."
     lines = [
-        "Tokens per step count the target's own token; speedup is over `generate` in the same process.",
+        "Tokens per step count the target's own token; speedup is over `generate` in one process.",
         "",
         "| nodes | tokens per step | speedup | 95 % interval | lossless | machine |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -92,7 +92,7 @@ def _measured(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         low, high = row["speedup_ci95"]
         lines.append(
-            f"| {row['nodes']} | {row['tokens_per_step']:.2f} | {row['speedup']:.2f} | {low:.2f} to {high:.2f} "
-            f"| {row['lossless']} | {_cell(row.get('machine', ''))} |"
+            f"| {row['nodes']} | {row['tokens_per_step']:.2f} | {row['speedup']:.2f} "
+            f"| {low:.2f} to {high:.2f} | {row['lossless']} | {_cell(row.get('machine', ''))} |"
         )
     return "\n".join(lines)

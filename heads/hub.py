@@ -1,7 +1,7 @@
 """Head folders: config.json, model.safetensors and README.md, on disk or on the Hub.
 
-Our own facts (format, target, tree, training) stand in one nested "draftheads" key of config.json; everything else
-there, and every tensor name, is what serving engines read.
+Our own facts (format, target, tree, training) stand in one nested "draftheads" key of config.json;
+everything else there, and every tensor name, is what serving engines read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def save_head(
     training: dict[str, Any] | None = None,
     measured: list[dict[str, Any]] | None = None,
 ) -> Path:
-    """Write a head folder; it appears complete or not at all, and replaces an older one in one step.
+    """Write a head folder; it appears complete or not at all, and replaces an older one in one
+    step.
 
     training: facts of the run, as JSON. measured: rows of `bench --json` for the model card.
     """
@@ -78,11 +79,13 @@ def load_head(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> DraftHead:
-    """Load a head from its folder, from a training run's folder (its best or newest step), or from the Hub.
+    """Load a head from its folder, from a training run's folder (its best or newest step), or from
+    the Hub.
 
-    The shape is read from tensor names; loading is strict. With `target`, the head is checked against it and moved
-    to its device and dtype. Raises ValueError when widths or vocabularies differ, naming both; warns when
-    they agree but the weights are not those that the head was trained on.
+    The shape is read from tensor names; loading is strict. With `target`, the head is checked
+    against it and moved to its device and dtype. Raises ValueError when widths or vocabularies
+    differ, naming both; warns when they agree but the weights are not those that the head was
+    trained on.
     """
     folder = find_head(source, revision=revision)
     config = read_config(folder)
@@ -90,7 +93,8 @@ def load_head(
     kind = facts.get("kind", config.get("model_type"))
     if kind not in HEADS:
         raise ValueError(
-            f"{folder}: expected a head of kind {', '.join(HEADS)}, got {kind!r}; is this a head folder?"
+            f"{folder}: expected a head of kind {', '.join(HEADS)}, got {kind!r}; "
+            "is this a head folder?"
         )
     tensors = load_file(folder / WEIGHTS)
     head = HEADS[kind].from_config(config, tensors)
@@ -107,18 +111,23 @@ def load_head(
 
 
 def head_target(source: str | Path, *, revision: str | None = None) -> tuple[str, str | None]:
-    """(name, revision) of the target that a head records. Raises ValueError when it records none."""
+    """(name, revision) of the target that a head records. Raises ValueError when it records
+    none.
+    """
     folder = find_head(source, revision=revision)
     config = read_config(folder)
     target = config.get("draftheads", {}).get("target", {})
     name = target.get("name") or config.get("base_model_name_or_path")
     if not name:
-        raise ValueError(f"{folder}/{CONFIG} does not say which target it was trained for; pass --target")
+        raise ValueError(
+            f"{folder}/{CONFIG} does not say which target it was trained for; pass --target"
+        )
     return name, target.get("revision")
 
 
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
-    """The local folder of a head: itself, a run's best (file `best`) or newest `step-*`, or a Hub snapshot.
+    """The local folder of a head: itself, a run's best (file `best`) or newest `step-*`, or a Hub
+    snapshot.
 
     Raises FileNotFoundError for a local folder that holds no head.
     """
@@ -132,7 +141,8 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
             return steps[-1]
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         raise FileNotFoundError(
-            f"{folder}: expected a head folder ({CONFIG}, {WEIGHTS}) or a run with step-* folders, found {found}"
+            f"{folder}: expected a head folder ({CONFIG}, {WEIGHTS}) or a run with step-* folders, "
+            f"found {found}"
         )
     if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
         raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
@@ -146,13 +156,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / CONFIG}, line {error.lineno}: not JSON ({error.msg})") from error
+        raise ValueError(
+            f"{folder / CONFIG}, line {error.lineno}: not JSON ({error.msg})"
+        ) from error
     return config
 
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and is deleted otherwise."""
+    """A temporary folder beside `folder` that takes its place when the block ends well, and is
+    deleted otherwise.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -194,7 +208,7 @@ def _check_target(head: DraftHead, recorded: dict[str, Any], target: Target) -> 
             )
     if recorded.get("fingerprint", target.fingerprint()) != target.fingerprint():
         warnings.warn(
-            f"this head was trained on other weights ({name}) than {target.name} has now: output stays "
-            "the target's own, but fewer drafts will be accepted",
+            f"this head was trained on other weights ({name}) than {target.name} has now: output "
+            "stays the target's own, but fewer drafts will be accepted",
             stacklevel=3,
         )

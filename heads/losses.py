@@ -1,4 +1,5 @@
-"""Cross-entropy that never holds all logits: chunked over learned positions, recomputed in the backward pass.
+"""Cross-entropy that never holds all logits: chunked over learned positions, recomputed in the
+backward pass.
 
 Legend: M learned positions, C positions of a chunk, D width, V vocabulary.
 """
@@ -15,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from draftheads.heads.base import RANKS
 
 CHUNK_LOGITS = 1 << 25
-"""Logits held at a time (128 MiB in float32), whatever batch, sequence length and vocabulary are."""
+"""Logits held at a time (128 MiB in float32), whatever batch, sequence length and vocabulary
+are.
+"""
 
 
 def chunked_cross_entropy(
@@ -29,8 +32,9 @@ def chunked_cross_entropy(
     """Summed cross-entropy (scalar, float32) and the rank of each label, int64 (M,), 0 = best.
 
     unembed maps (C, D) to logits (C, V). labels_M: int64. With `teacher`, which gives target logits
-    (C, V) of a slice of positions, the loss is the soft cross-entropy against their softmax; the ranks are the
-    labels' all the same. Ranks are exact up to RANKS - 1; RANKS stands for every worse one.
+    (C, V) of a slice of positions, the loss is the soft cross-entropy against their softmax; the
+    ranks are the labels' all the same. Ranks are exact up to RANKS - 1; RANKS stands for every
+    worse one.
     """
     loss = hidden_MD.new_zeros((), dtype=torch.float32)
     ranks: list[Tensor] = []
@@ -50,7 +54,9 @@ def chunked_cross_entropy(
 def chunked_ranks(
     hidden_MD: Tensor, labels_M: Tensor, unembed: Callable[[Tensor], Tensor], *, vocab_size: int
 ) -> Tensor:
-    """The rank of each label, as in `chunked_cross_entropy`, without loss or gradient; label -1 has rank RANKS."""
+    """The rank of each label, as in `chunked_cross_entropy`, without loss or gradient; label -1 has
+    rank RANKS.
+    """
     size = max(1, CHUNK_LOGITS // vocab_size)
     parts = [
         _ranks(unembed(hidden_MD[start : start + size]), labels_M[start : start + size])

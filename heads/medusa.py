@@ -1,7 +1,9 @@
-"""Medusa heads: K small feed-forward heads, each guessing one position ahead from the same target state.
+"""Medusa heads: K small feed-forward heads, each guessing one position ahead from the same target
+state.
 
-Legend: B batch, T tokens, M learned positions, N tree nodes, K heads, R ranks, D hidden width, V vocabulary.
-Source: Medusa, arXiv 2401.10774; head form p_k = softmax(W2_k (SiLU(W1_k h + b_k) + h)), loss sum_k decay^k CE_k.
+Legend: B batch, T tokens, M learned positions, N tree nodes, K heads, R ranks, D hidden width, V
+vocabulary. Source: Medusa, arXiv 2401.10774; head form p_k = softmax(W2_k (SiLU(W1_k h + b_k) +
+h)), loss sum_k decay^k CE_k.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ DEFAULT_NODES = 16
 class MedusaHead(DraftHead):
     """K heads of L residual blocks each; head k reads features[i] and guesses tokens[i + k].
 
-    hidden_size, vocab_size: of the target. depth: K. layers: L. token_map: int64 (v,) target ids of a reduced
-    vocabulary, or None. own_lm_head: every head has its own (v, D) matrix, else all use the target's, frozen.
-    labels: "hard" (the token that came) or "soft" (the target's distribution). decay: weight of depth k is decay^k.
+    hidden_size, vocab_size: of the target. depth: K. layers: L. token_map: int64 (v,) target ids of
+    a reduced vocabulary, or None. own_lm_head: every head has its own (v, D) matrix, else all use
+    the target's, frozen. labels: "hard" (the token that came) or "soft" (the target's
+    distribution). decay: weight of depth k is decay^k.
     """
 
     kind = "medusa"
     architecture = "MedusaModel"
+    token_map: Tensor | None
 
     def __init__(
         self,
@@ -65,8 +69,8 @@ class MedusaHead(DraftHead):
     def create(cls, target: Target, **choices: Any) -> MedusaHead:
         """New heads for `target`, computing exactly the target's own logits until they are trained.
 
-        choices: depth (default 4), layers (1), lm_head "own" | "shared", labels "hard" | "soft", decay,
-        vocabulary (target ids of a reduced vocabulary, most frequent first; default all).
+        choices: depth (default 4), layers (1), lm_head "own" | "shared", labels "hard" | "soft",
+        decay, vocabulary (target ids of a reduced vocabulary, most frequent first; default all).
         """
         vocabulary = choices.get("vocabulary")
         token_map = None if vocabulary is None else torch.tensor(sorted(vocabulary))
@@ -83,8 +87,8 @@ class MedusaHead(DraftHead):
         if not own or head.labels == "soft":
             target.unembed_weight()  # raises here, with the reason, rather than in the first step
         weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
-        for lm_head in head.lm_heads:
-            lm_head.weight.data.copy_(weight_VD if token_map is None else weight_VD[token_map])
+        for parameter in head.lm_heads.parameters():
+            parameter.data.copy_(weight_VD if token_map is None else weight_VD[token_map])
         return head
 
     @property
@@ -107,7 +111,9 @@ class MedusaHead(DraftHead):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
-        """The shape that the tensors have; of the config only the vocabulary of shared-lm_head heads is used."""
+        """The shape that the tensors have; of the config only the vocabulary of shared-lm_head
+        heads is used.
+        """
         parts = [name.split(".") for name in tensors]
         blocks = [part for part in parts if part[0] == "blocks"]
         if not blocks:
@@ -132,7 +138,7 @@ class MedusaHead(DraftHead):
         counts: list[Tensor] = []
         for k, here_BT, labels_M in self._depths(batch):
             hidden_MD = self.blocks[k - 1](self._input(features_BTD[here_BT]))
-            # with a reduced vocabulary some tokens cannot be guessed: they count as missed and teach nothing
+            # tokens outside a reduced vocabulary count as missed and teach nothing
             index_M = self._draft_index(labels_M)
             known_M = index_M >= 0
             teacher = None
@@ -153,8 +159,9 @@ class MedusaHead(DraftHead):
 
     @torch.no_grad()
     def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        """ranks_MK for `TreeShape.most_frequent`: at each learned position, the rank of the token that came at
-        each depth, -1 where it was worse than RANKS or the document ended."""
+        """ranks_MK for `TreeShape.most_frequent`: at each learned position, the rank of the token
+        that came at each depth, -1 where it was worse than RANKS or the document ended.
+        """
         place_BT = batch.learn_BT.long().flatten().cumsum(0).view_as(batch.tokens_BT) - 1
         ranks_MK = torch.full((int(batch.learn_BT.sum()), self.depth), -1, device=place_BT.device)
         for k, here_BT, labels_M in self._depths(batch):
@@ -173,7 +180,9 @@ class MedusaHead(DraftHead):
         return MedusaDrafter(self, target, tree or self.tree)
 
     def guesses(self, features_BD: Tensor, target: Target, widths: Sequence[int]) -> list[Tensor]:
-        """For the first len(widths) depths, the target ids of the `widths[k]` best guesses, each (B, widths[k])."""
+        """For the first len(widths) depths, the target ids of the `widths[k]` best guesses, each
+        (B, widths[k]).
+        """
         x_BD = self._input(features_BD)
         best = [
             self._unembed(k, target)(self.blocks[k - 1](x_BD)).topk(width).indices
@@ -184,7 +193,8 @@ class MedusaHead(DraftHead):
     def _depths(self, batch: Batch) -> Iterator[tuple[int, Tensor, Tensor]]:
         """For each depth k: the mask of positions i that learn tokens[i + k], and those tokens.
 
-        Both ends must be the target's own words of one document, as they are when the heads are used.
+        Both ends must be the target's own words of one document, as they are when the heads are
+        used.
         """
         for k in range(1, self.depth + 1):
             here_BT = torch.zeros_like(batch.learn_BT)
@@ -200,7 +210,7 @@ class MedusaHead(DraftHead):
         return self.vocab_size if self.token_map is None else len(self.token_map)
 
     def _input(self, features: Tensor) -> Tensor:
-        return features.to(self.blocks[0].layers[0].weight.dtype)  # type: ignore[union-attr,index]
+        return features.to(next(self.parameters()).dtype)
 
     def _unembed(self, k: int, target: Target) -> Callable[[Tensor], Tensor]:
         if self.own_lm_head:
@@ -249,7 +259,7 @@ class MedusaDrafter:
 
 
 def default_tree(depth: int, nodes: int) -> TreeShape:
-    """A tree for heads that nobody has measured: best-first, each depth and each rank right 0.6 times as often."""
+    """A tree for heads nobody has measured: each depth and rank is right 0.6 times as often."""
     return TreeShape.best_first(
-        [[0.6**k * 0.4 * 0.6**r for r in range(RANKS)] for k in range(depth)], nodes
+        [[0.6 ** (k + r + 1) for r in range(RANKS)] for k in range(depth)], nodes
     )

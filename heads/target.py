@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftheads.heads.base import Batch
 from draftheads.heads.cache import SlotCache
+from draftheads.heads.masks import MaskBuilder
 from draftheads.heads.tree import TokenTree
 
 PREFILL_CHUNK = 1024
@@ -27,17 +28,20 @@ PREFILL_CHUNK = 1024
 
 @dataclass(frozen=True)
 class Decoded:
-    """One forward's results. logits_BNV; features_BND: the chosen hidden states, concatenated (None if none)."""
+    """One forward's results. logits_BNV; features_BND: the chosen hidden states, concatenated (None
+    if none).
+    """
 
     logits_BNV: Tensor
     features_BND: Tensor | None
 
 
 class Target:
-    """A frozen causal LM. A plain object, not an nn.Module: it cannot leak into a head's parameters.
+    """A frozen causal LM. A plain object, not an nn.Module: it cannot leak into a head's
+    parameters.
 
-    Raises ValueError for models whose state cannot be rolled back or whose positions cannot be given:
-    recurrent and linear-attention models, ALiBi models, encoder-decoders.
+    Raises ValueError for models whose state cannot be rolled back or whose positions cannot be
+    given: recurrent and linear-attention models, ALiBi models, encoder-decoders.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class Target:
         self.context: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.eos_ids = _as_tuple(model.generation_config.eos_token_id)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._masks = _MaskBuilder(model)
+        self._masks = MaskBuilder(model)
 
     @classmethod
     def load(
@@ -74,8 +78,9 @@ class Target:
     ) -> Target:
         """Load a target from a folder or a Hub id.
 
-        dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's own on an accelerator, float32 on
-        CPU. device: e.g. "cuda:0"; default CUDA where there is one. device_map: as in transformers, instead of device.
+        dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's own on an accelerator,
+        float32 on CPU. device: e.g. "cuda:0"; default CUDA where there is one. device_map: as in
+        transformers, instead of device.
         """
         path = str(name_or_path)
         local = Path(path).expanduser()
@@ -83,7 +88,8 @@ class Target:
             local.is_absolute() or path.startswith((".", "~")) or local.is_file()
         ):
             raise FileNotFoundError(
-                f"target {path}: expected a folder with config.json, found none; pass a model folder or a Hub id"
+                f"target {path}: expected a folder with config.json, found none; "
+                "pass a model folder or a Hub id"
             )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if dtype == "auto" and device == "cpu" and device_map is None:
@@ -105,12 +111,14 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of hidden states."""
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache for `batch` rows of at most `capacity` tokens, tree included."""
@@ -119,8 +127,9 @@ class Target:
     def prefill(
         self, prompts: Sequence[Sequence[int]], cache: SlotCache, layers: Sequence[int]
     ) -> Decoded:
-        """Append prompts (rows of any length) to `cache`. Returns logits_B1V after each row's last token and the
-        features at all prompt positions (B, T, D), right-padded with whatever the padding computed.
+        """Append prompts (rows of any length) to `cache`. Returns logits_B1V after each row's last
+        token and the features at all prompt positions (B, T, D), right-padded with whatever the
+        padding computed.
         """
         lengths = [len(prompt) for prompt in prompts]
         tokens_BT = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
@@ -148,13 +157,16 @@ class Target:
         return Decoded(torch.stack(rows)[:, None], torch.cat(features, 1) if features else None)
 
     def verify(self, tree: TokenTree, cache: SlotCache, layers: Sequence[int]) -> Decoded:
-        """One forward over all tree nodes behind what `cache` has committed; `cache.keep` must follow."""
+        """One forward over all tree nodes behind what `cache` has committed; `cache.keep` must
+        follow.
+        """
         return self._decode(tree.tokens_BN, tree.ancestors(), tree.depths(), cache, layers)
 
     def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         """Features of packed training tokens, (B, T, D), obeying the alignment law; no gradient.
 
-        Documents are kept apart by their position resets, which transformers honours without mask and cache.
+        Documents are kept apart by their position resets, which transformers honours without mask
+        and cache.
         """
         with torch.no_grad():
             out = self.model.get_decoder()(
@@ -174,7 +186,8 @@ class Target:
     def unembed(self, hidden: Tensor) -> Tensor:
         """The model's own logits (..., V) of last-layer hidden states.
 
-        Raises ValueError where lm_head(hidden) is not what the model returns (its logits are scaled or capped).
+        Raises ValueError where lm_head(hidden) is not what the model returns (its logits are scaled
+        or capped).
         """
         if self._unembed_fault:
             raise ValueError(self._unembed_fault)
@@ -189,10 +202,12 @@ class Target:
         return weight
 
     def fingerprint(self) -> str:
-        """16 hex digits that name these weights, the same for every dtype and device they are loaded in.
+        """16 hex digits that name these weights, the same for every dtype and device they are
+        loaded in.
 
-        A hash of parameter names and of the one-dimensional parameters and 64 embedding rows in bfloat16:
-        those stay unquantised, differ after any fine-tuning, and are read in milliseconds.
+        A hash of parameter names and of the one-dimensional parameters and 64 embedding rows in
+        bfloat16: those stay unquantised, differ after any fine-tuning, and are read in
+        milliseconds.
         """
         digest = hashlib.sha256()
         for name, parameter in sorted(self.model.named_parameters(), key=lambda item: item[0]):
@@ -214,7 +229,8 @@ class Target:
         causes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
         found = [f"{key}={value}" for key in causes if (value := getattr(self.config, key, None))]
         return (
-            f"{self.name}: lm_head(hidden state) is not this model's logits ({', '.join(found) or 'cause unknown'}); "
+            f"{self.name}: lm_head(hidden state) is not this model's logits "
+            f"({', '.join(found) or 'cause unknown'}); "
             "use heads with their own lm_head and hard labels"
         )
 
@@ -240,7 +256,7 @@ class Target:
         out = self.model(
             tokens_BN,
             attention_mask=self._masks(visible_BNS, positions_BN, key_positions_BS),
-            # nodes beyond the context are never committed, but learned positions must stay in their table
+            # nodes beyond the context are never committed, but learned positions end there
             position_ids=positions_BN.clamp(max=self.context - 1),
             past_key_values=cache,
             use_cache=True,
@@ -253,49 +269,6 @@ class Target:
     def _concatenate(self, states: Sequence[Tensor], layers: Sequence[int]) -> Tensor:
         chosen = [states[layer].to(self.device) for layer in layers]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
-
-
-class _MaskBuilder:
-    """Turns visibility into what the model's attention takes: windows by position, one mask per layer type."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config(decoder=True)
-        window = getattr(config, "sliding_window", None)
-        if not getattr(config, "use_sliding_window", True):
-            window = None
-        self.window: int | None = window
-        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
-        types = getattr(config, "layer_types", None) or [
-            "sliding_attention" if window else "full_attention"
-        ]
-        self.types: tuple[str, ...] = tuple(dict.fromkeys(types))
-        self.additive = (
-            model.config._attn_implementation == "eager"
-        )  # eager *adds* its mask, a bool too
-        self.dtype = model.dtype
-
-    def __call__(
-        self, visible_BNS: Tensor, positions_BN: Tensor, key_positions_BS: Tensor
-    ) -> Tensor | dict[str, Tensor]:
-        masks = {
-            kind: self._finish(self._limit(kind, visible_BNS, positions_BN, key_positions_BS))
-            for kind in self.types
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _limit(self, kind: str, visible_BNS: Tensor, q_BN: Tensor, k_BS: Tensor) -> Tensor:
-        if kind == "sliding_attention" and self.window:
-            return visible_BNS & (q_BN[:, :, None] - k_BS[:, None, :] < self.window)
-        if kind == "chunked_attention" and self.chunk:
-            return visible_BNS & (q_BN[:, :, None] // self.chunk == k_BS[:, None, :] // self.chunk)
-        return visible_BNS
-
-    def _finish(self, visible_BNS: Tensor) -> Tensor:
-        mask_B1NS = visible_BNS[:, None]
-        if not self.additive:
-            return mask_B1NS
-        zeros = torch.zeros(mask_B1NS.shape, dtype=self.dtype, device=mask_B1NS.device)
-        return zeros.masked_fill_(~mask_B1NS, torch.finfo(self.dtype).min)
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:
@@ -311,8 +284,8 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     if getattr(config, "alibi", False) or not takes_positions:
         raise ValueError(
-            f"{kind} derives positions from the attention mask (ALiBi); a token tree needs position_ids. "
-            "Use a target with rotary or learned positions"
+            f"{kind} derives positions from the attention mask (ALiBi); a token tree needs "
+            "position_ids. Use a target with rotary or learned positions"
         )
 
 

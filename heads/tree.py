@@ -1,7 +1,8 @@
 """Token trees: what a drafter proposes and the target verifies in one forward pass.
 
-Legend: B batch, N tree nodes, K draft depth, R ranks, M observed continuations. Node 0 is the root (the
-last committed token, depth 0); parents precede their children, so a path in node order is also in depth order.
+Legend: B batch, N tree nodes, K draft depth, R ranks, M observed continuations. Node 0 is the root
+(the last committed token, depth 0); parents precede their children, so a path in node order is also
+in depth order.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Topology:
-    """Who is whose parent. parents_BN: int64 of shape (B, N), or (1, N) when all rows share it; parents[:, 0] = -1."""
+    """Who is whose parent. parents_BN: int64 of shape (B, N), or (1, N) when all rows share it;
+    parents[:, 0] = -1.
+    """
 
     parents_BN: Tensor
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:
-        """bool (B|1, N, N): [b, i, j] is True where j is i itself or an ancestor of i. The tree's attention mask.
+        """bool (B|1, N, N): [b, i, j] is True where j is i itself or an ancestor of i. The tree's
+        attention mask.
 
-        Computed by repeated squaring of the parent relation, log2(depth) small products, no loop over nodes.
+        Computed by repeated squaring of the parent relation, log2(depth) small products, no loop
+        over nodes.
         """
         nodes = self.parents_BN.shape[1]
         reach = torch.zeros(*self.parents_BN.shape, nodes, device=self.parents_BN.device)
@@ -49,7 +54,9 @@ class Topology:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Draft tokens on a topology. tokens_BN: int64; tokens_BN[:, 0] are the last committed tokens."""
+    """Draft tokens on a topology. tokens_BN: int64; tokens_BN[:, 0] are the last committed
+    tokens.
+    """
 
     tokens_BN: Tensor
     topology: Topology
@@ -69,9 +76,10 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A fixed tree as the set of its root-to-node paths of *ranks*: (0, 2) is "the third guess of head 2 after
-    the best guess of head 1". Paths are prefix-closed and distinct. Their order is kept where parents precede
-    children (builders put the most useful path first, so `head` cuts well); otherwise they are sorted by depth.
+    """A fixed tree as the set of its root-to-node paths of *ranks*: (0, 2) is "the third guess of
+    head 2 after the best guess of head 1". Paths are prefix-closed and distinct. Their order is
+    kept where parents precede children (builders put the most useful path first, so `head` cuts
+    well); otherwise they are sorted by depth.
 
     Raises ValueError when a prefix is missing or a path stands twice.
     """
@@ -113,8 +121,9 @@ class TreeShape:
     def best_first(cls, accuracies_KR: Sequence[Sequence[float]], nodes: int) -> TreeShape:
         """The `nodes` draft nodes of greatest probability if depths were independent.
 
-        accuracies_KR[k][r] is the probability that the r-th guess of head k + 1 is right (Medusa, section 3.4 of
-        its reference code's tree search). Prefer `most_frequent` where joint observations exist.
+        accuracies_KR[k][r] is the probability that the r-th guess of head k + 1 is right (Medusa,
+        section 3.4 of its reference code's tree search). Prefer `most_frequent` where joint
+        observations exist.
         """
         if not accuracies_KR or nodes < 1:
             raise ValueError(
@@ -124,7 +133,7 @@ class TreeShape:
         best: list[Path] = []
         # heap of (-probability, path, place of its last rank in `order`, probability of its parent)
         first = accuracies_KR[0][order[0][0]]
-        heap = [(-first, (order[0][0],), 0, 1.0)]
+        heap: list[tuple[float, Path, int, float]] = [(-first, (order[0][0],), 0, 1.0)]
         while heap and len(best) < nodes:
             negative, path, place, parent = heapq.heappop(heap)
             best.append(path)
@@ -141,10 +150,12 @@ class TreeShape:
 
     @classmethod
     def most_frequent(cls, ranks_MK: Tensor, nodes: int) -> TreeShape:
-        """The `nodes` paths that were right most often: the best static tree for the observed continuations.
+        """The `nodes` paths that were right most often: the best static tree for the observed
+        continuations.
 
-        ranks_MK: int64, the rank at each depth of the token that really came; -1 where it was outside the
-        ranks kept. A path is right as often as its parent or less, so the choice is prefix-closed by itself.
+        ranks_MK: int64, the rank at each depth of the token that really came; -1 where it was
+        outside the ranks kept. A path is right as often as its parent or less, so the choice is
+        prefix-closed by itself.
         """
         counts = path_counts(ranks_MK)
         if not counts:
@@ -155,7 +166,9 @@ class TreeShape:
         return cls(tuple(best))
 
     def head(self, nodes: int) -> TreeShape:
-        """The tree of the first `nodes` paths: of a best-first or most-frequent tree, the best smaller one."""
+        """The tree of the first `nodes` paths: of a best-first or most-frequent tree, the best
+        smaller one.
+        """
         return TreeShape(self.paths[:nodes])
 
     @property
@@ -174,7 +187,9 @@ class TreeShape:
         return len(self.paths) + 1
 
     def check_depth(self, depth: int) -> None:
-        """Raise ValueError when the tree is deeper than `depth`, the number of tokens a head can guess."""
+        """Raise ValueError when the tree is deeper than `depth`, the number of tokens a head can
+        guess.
+        """
         if self.depth > depth:
             raise ValueError(
                 f"the tree is {self.depth} deep, the head guesses only {depth} tokens ahead; "
@@ -191,7 +206,9 @@ class TreeShape:
         return Topology(torch.tensor([self.parents()], device=device))
 
     def expected_tokens(self, ranks_MK: Tensor) -> float:
-        """Mean tokens per step, the target's own token included, had this tree met the observed continuations."""
+        """Mean tokens per step, the target's own token included, had this tree met the observed
+        continuations.
+        """
         counts = path_counts(ranks_MK)
         return 1.0 + sum(counts[path] for path in self.paths) / max(len(ranks_MK), 1)
 
@@ -208,7 +225,9 @@ def path_counts(ranks_MK: Tensor) -> Counter[Path]:
 
 
 def parse_tree(text: str) -> TreeShape:
-    """A tree from the command line: "4,2,1" is the expansion <4, 2, 1>, "[[0],[0,0],[1]]" a list of paths."""
+    """A tree from the command line: "4,2,1" is the expansion <4, 2, 1>, "[[0],[0,0],[1]]" a list of
+    paths.
+    """
     import json
 
     try:

@@ -1,7 +1,7 @@
 """Acceptance rules: which path of a verified tree is kept, and which token follows it.
 
-Legend: B batch, N tree nodes, A longest accepted path, V vocabulary. All rules are values, all work on tensors,
-and all accept the root (node 0), which is committed already.
+Legend: B batch, N tree nodes, A longest accepted path, V vocabulary. All rules are values, all work
+on tensors, and all accept the root (node 0), which is committed already.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from draftheads.heads.tree import TokenTree
 
 @dataclass(frozen=True)
 class Accepted:
-    """path_BA: int64 node numbers from the root down, `counts[b]` valid in row b (root included), then zeros.
-    bonus_B: int64, the target's own token after the last accepted node."""
+    """path_BA: int64 node numbers from the root down, `counts[b]` valid in row b (root included),
+    then zeros. bonus_B: int64, the target's own token after the last accepted node.
+    """
 
     path_BA: Tensor
     counts: list[int]
@@ -51,7 +52,9 @@ class Acceptance(Protocol):
 
 @dataclass(frozen=True)
 class Greedy:
-    """Keep what the target's argmax would have written: token for token the output of greedy decoding."""
+    """Keep what the target's argmax would have written: token for token the output of greedy
+    decoding.
+    """
 
     lossless = True
 
@@ -70,9 +73,10 @@ class Greedy:
 class Sampled:
     """Lossless sampling with temperature, top-k and top-p, filtered as transformers filters.
 
-    The target draws one token at every node and the path of the drawn tokens is followed as long as it stays
-    in the tree. That is speculative sampling for a point-mass proposal: of the distinct children, x is
-    accepted with p(x), and the token after a rejection has the distribution without the children.
+    The target draws one token at every node and the path of the drawn tokens is followed as long as
+    it stays in the tree. That is speculative sampling for a point-mass proposal: of the distinct
+    children, x is accepted with p(x), and the token after a rejection has the distribution without
+    the children.
     """
 
     temperature: float = 1.0
@@ -101,10 +105,12 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Typical:
-    """Medusa's typical acceptance (lossy): keep x where p(x) > min(epsilon, delta * exp(-H(p))), p at `temperature`.
+    """Medusa's typical acceptance (lossy): keep x where p(x) > min(epsilon, delta * exp(-H(p))), p
+    at `temperature`.
 
-    Of the accepted paths the longest is kept, of equals the likeliest. The token after it is drawn from the tokens
-    that pass the same test (the argmax always counts as one of them). Source: Medusa, arXiv 2401.10774, section 2.3.2.
+    Of the accepted paths the longest is kept, of equals the likeliest. The token after it is drawn
+    from the tokens that pass the same test (the argmax always counts as one of them). Source:
+    Medusa, arXiv 2401.10774, section 2.3.2.
     """
 
     epsilon: float = 0.09
@@ -172,7 +178,9 @@ def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
 
 
 def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
-    """The path that ends in node best_B of each row. The one place of a step that waits for the device."""
+    """The path that ends in node best_B of each row. The one place of a step that waits for the
+    device.
+    """
     ancestors_BNN = tree.ancestors().expand(len(best_B), -1, -1)
     on_path_BN = ancestors_BNN[torch.arange(len(best_B), device=best_B.device), best_B]
     counts = on_path_BN.sum(1).tolist()
@@ -183,7 +191,9 @@ def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
 
 
 def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """float32 logits (..., V) after transformers' own temperature, top-k and top-p warpers, in that order."""
+    """float32 logits (..., V) after transformers' own temperature, top-k and top-p warpers, in that
+    order.
+    """
     warpers = LogitsProcessorList()
     if temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(float(temperature)))
@@ -197,7 +207,9 @@ def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int
 
 
 class _Random:
-    """A random stream on the device of its first draw; seeded from the global one until `seed` is called."""
+    """A random stream on the device of its first draw; seeded from the global one until `seed` is
+    called.
+    """
 
     def __init__(self) -> None:
         self._seed: int | None = None
@@ -207,7 +219,9 @@ class _Random:
         self._seed, self._generator = seed, None
 
     def draw(self, logits: Tensor) -> Tensor:
-        """One token per row by the exponential race: argmax p / e, with e ~ Exp(1). No sync with the device."""
+        """One token per row by the exponential race: argmax p / e, with e ~ Exp(1). No sync with
+        the device.
+        """
         if self._generator is None:
             self._generator = torch.Generator(logits.device)
             self._generator.manual_seed(torch.seed() if self._seed is None else self._seed)

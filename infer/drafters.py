@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from draftheads.heads.base import Committed
-from draftheads.heads.tree import Topology, TokenTree, TreeShape
+from draftheads.heads.tree import TokenTree, Topology, TreeShape
 
 
 class NoDraft:
@@ -26,10 +26,12 @@ class NoDraft:
 
 
 class Oracle:
-    """Knows each row's continuation and hides it in a tree: the upper bound of every head of that shape.
+    """Knows each row's continuation and hides it in a tree: the upper bound of every head of that
+    shape.
 
-    continuations: per row, the tokens that follow the prompt. noise: the chance that a node is spoilt,
-    seed: of the spoiling. The path of best guesses (rank 0) carries the truth, the other nodes carry wrong tokens.
+    continuations: per row, the tokens that follow the prompt. noise: the chance that a node is
+    spoilt, seed: of the spoiling. The path of best guesses (rank 0) carries the truth, the other
+    nodes carry wrong tokens.
     """
 
     feature_layers: tuple[int, ...] = ()

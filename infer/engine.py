@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from draftheads.heads.base import Committed, DraftHead, Drafter
+from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import TokenTree, TreeShape
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
@@ -24,9 +24,10 @@ from draftheads.infer.text import StopStrings
 class Step:
     """What one forward of the target brought to one row.
 
-    tokens: new token ids, cut at EOS, stop string and max_new_tokens. accepted: draft tokens accepted, before that
-    cut; -1 for the prefill, which verifies no draft. finish: "eos", "stop" or "length" on the last step.
-    draft_seconds, verify_seconds: wall time of the step's two halves, shared by all rows of a batch.
+    tokens: new token ids, cut at EOS, stop string and max_new_tokens. accepted: draft tokens
+    accepted, before that cut; -1 for the prefill, which verifies no draft. finish: "eos", "stop" or
+    "length" on the last step. draft_seconds, verify_seconds: wall time of the step's two halves,
+    shared by all rows of a batch.
     """
 
     tokens: list[int]
@@ -38,7 +39,9 @@ class Step:
 
 @dataclass
 class Statistics:
-    """Sums over steps. tokens per step counts the target's own token, and neither prefill nor its token."""
+    """Sums over steps. tokens per step counts the target's own token, and neither prefill nor its
+    token.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -73,8 +76,8 @@ class Speculator:
     """Decodes a target with a drafter; with none, one token per forward.
 
     drafts: a DraftHead, or a function that makes a fresh Drafter for each generation, or None.
-    tree: overrides the head's own tree. profile: wait for the device around each half of a step, so that
-    draft_seconds and verify_seconds are true on an accelerator (slower).
+    tree: overrides the head's own tree. profile: wait for the device around each half of a step, so
+    that draft_seconds and verify_seconds are true on an accelerator (slower).
     """
 
     def __init__(
@@ -105,9 +108,10 @@ class Speculator:
     ) -> Iterator[Step]:
         """Continue one prompt (token ids), one Step per forward.
 
-        Ends after exactly `max_new_tokens` (default: the rest of the context), after an EOS of the target's
-        generation config, which is the last token yielded, or after the token that completes a `stop` string.
-        Raises ValueError, before anything is computed, when prompt and new tokens exceed the target's context.
+        Ends after exactly `max_new_tokens` (default: the rest of the context), after an EOS of the
+        target's generation config, which is the last token yielded, or after the token that
+        completes a `stop` string. Raises ValueError, before anything is computed, when prompt and
+        new tokens exceed the target's context.
         """
         batch = self.generate_batch(
             [prompt], sampling=sampling, max_new_tokens=max_new_tokens, stop=stop
@@ -122,7 +126,9 @@ class Speculator:
         max_new_tokens: int | None = None,
         stop: Collection[str] = (),
     ) -> Iterator[list[Step | None]]:
-        """Continue several prompts of any lengths together; each item holds one Step per row, None once it is done."""
+        """Continue several prompts of any lengths together; each item holds one Step per row, None
+        once it is done.
+        """
         limits = [self._limit(prompt, max_new_tokens) for prompt in prompts]
         rows = [_Row(self.target, limit, stop) for limit in limits]
         return self._decode(prompts, rows, sampling or Greedy())
@@ -160,15 +166,17 @@ class Speculator:
             )
         if length >= context:
             raise ValueError(
-                f"the prompt has {length} tokens, the context of {self.target.name} only {context}; shorten the prompt"
+                f"the prompt has {length} tokens, the context of {self.target.name} "
+                f"only {context}; shorten the prompt"
             )
         limit = context - length if max_new_tokens is None else max_new_tokens
         if limit < 1:
             raise ValueError(f"max_new_tokens is {limit}; expected 1 or more")
         if length + limit > context:
             raise ValueError(
-                f"prompt ({length} tokens) and max_new_tokens ({limit}) exceed the context of {self.target.name} "
-                f"({context}); lower max_new_tokens to {context - length} or shorten the prompt"
+                f"prompt ({length} tokens) and max_new_tokens ({limit}) exceed the context of "
+                f"{self.target.name} ({context}); lower max_new_tokens to {context - length} "
+                "or shorten the prompt"
             )
         return limit
 
@@ -219,7 +227,9 @@ def _steps(
 
 
 def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tensor) -> Committed:
-    """The first commit: the prompt and the token that the prefill chose, with features shifted by the law."""
+    """The first commit: the prompt and the token that the prefill chose, with features shifted by
+    the law.
+    """
     counts = [len(prompt) + 1 for prompt in prompts]
     tokens_BA = first_B.new_zeros(len(prompts), max(counts))
     for row, prompt in enumerate(prompts):
@@ -235,7 +245,9 @@ def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tenso
 
 
 def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]) -> Committed:
-    """The accepted children and the bonus token, each with the state of the node that predicted it."""
+    """The accepted children and the bonus token, each with the state of the node that predicted
+    it.
+    """
     path_BA, count_B = accepted.path_BA, torch.tensor(counts, device=accepted.path_BA.device)
     tokens_BA = tree.tokens_BN.gather(1, path_BA).roll(-1, dims=1)
     last_B1 = torch.tensor(accepted.counts, device=path_BA.device)[:, None] - 1

@@ -10,10 +10,11 @@ REPLACEMENT = "�"
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a plain text, or of a conversation ({"role", "content"} messages) ready for the answer.
+    """Token ids of a plain text, or of a conversation ({"role", "content"} messages) ready for the
+    answer.
 
-    A tokenizer without chat template gets the messages' contents, separated by line breaks. Raises ValueError
-    when there is no tokenizer or nothing to encode.
+    A tokenizer without chat template gets the messages' contents, separated by line breaks. Raises
+    ValueError when there is no tokenizer or nothing to encode.
     """
     if tokenizer is None:
         raise ValueError(

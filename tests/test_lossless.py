@@ -1,10 +1,21 @@
-"""The promise: greedy output equals `generate`'s token for token, whatever is drafted, on every architecture."""
+"""The promise: greedy output equals `generate`'s token for token, whatever is drafted, on every
+architecture.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tiny_targets import CONFIGS, CONTEXT, UNSUPPORTED, VOCABULARY, greedy, random_model, some_prompts, tiny_target
+from tiny_targets import (
+    CONFIGS,
+    CONTEXT,
+    UNSUPPORTED,
+    VOCABULARY,
+    greedy,
+    random_model,
+    some_prompts,
+    tiny_target,
+)
 
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
@@ -16,7 +27,9 @@ NEW = 31  # one token from the prefill and six steps of depth 4 + 1
 SHAPES = {
     "chain": TreeShape.from_widths((1, 1, 1, 1)),
     "wide": TreeShape.from_widths((3, 2, 1, 1)),
-    "ragged": TreeShape(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1))),
+    "ragged": TreeShape(
+        ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 1))
+    ),
 }
 LENGTHS = (19, 11, 5)
 
@@ -63,7 +76,9 @@ def test_output_equals_greedy_decoding_with_noisy_drafts(name, shape, rows):
     oracle = lambda: Oracle(SHAPES[shape], truth, vocab_size=VOCABULARY, noise=0.4, seed=3)  # noqa: E731
     tokens, statistics = decode(target, oracle, prompts, max_new_tokens=NEW)
     assert tokens == [row[:NEW] for row in truth]
-    assert len({row.steps for row in statistics}) > 1 or rows == 1, "rows should need different steps"
+    assert len({row.steps for row in statistics}) > 1 or rows == 1, (
+        "rows should need different steps"
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -84,7 +99,10 @@ def test_output_is_right_where_token_zero_is_the_commonest():
     with torch.no_grad():
         for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
             weight[[0, commonest]] = weight[[commonest, 0]]
-    target, prompt = Target(model), [commonest if t == 0 else 0 if t == commonest else t for t in prompt]
+    target, prompt = (
+        Target(model),
+        [commonest if t == 0 else 0 if t == commonest else t for t in prompt],
+    )
     truth = greedy(target, prompt, 80)
     assert truth.count(0) == text.count(commonest) >= 8
     assert decode(target, random_head(target), [prompt], max_new_tokens=80)[0] == [truth]

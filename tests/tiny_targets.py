@@ -1,4 +1,6 @@
-"""Random-weight targets of many architectures, small enough to compare thousands of tokens in seconds."""
+"""Random-weight targets of many architectures, small enough to compare thousands of tokens in
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_model(name: str) -> Any:
-    """A random model whose weights are scaled up, so that its greedy text does not run in circles."""
+    """A random model whose weights are scaled up, so that its greedy text does not run in
+    circles.
+    """
     kind, options = {**CONFIGS, **UNSUPPORTED}[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options)).eval()

@@ -1,0 +1,32 @@
+# make demo   set-up, then distill + train + bench + a sample chat on the embedded target (CPU, no network)
+# make test   set-up, then the whole test suite
+# make check  set-up, then lint, types and tests
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(VENV)/bin
+
+.PHONY: demo test check lint types clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/draftheads demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/typecheck.sh
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) .ci-venv .typecheck .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

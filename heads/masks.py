@@ -1,0 +1,56 @@
+"""Attention masks of token trees, for full, sliding-window and chunked layers.
+
+Legend: B batch, N tree nodes, S cache slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+class MaskBuilder:
+    """Turns visibility into what a model's attention takes.
+
+    Windows are cut by position, not by cache slot; hybrid models get one mask per layer type. sdpa
+    takes bool masks, True = attend; eager *adds* its mask, so it gets 0 and the dtype's least
+    number.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config(decoder=True)
+        window = getattr(config, "sliding_window", None)
+        if not getattr(config, "use_sliding_window", True):
+            window = None
+        self.window: int | None = window
+        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
+        types = getattr(config, "layer_types", None) or [
+            "sliding_attention" if window else "full_attention"
+        ]
+        self.types: tuple[str, ...] = tuple(dict.fromkeys(types))
+        self.additive = model.config._attn_implementation == "eager"
+        self.dtype = model.dtype
+
+    def __call__(
+        self, visible_BNS: Tensor, positions_BN: Tensor, key_positions_BS: Tensor
+    ) -> Tensor | dict[str, Tensor]:
+        masks = {
+            kind: self._finish(self._limit(kind, visible_BNS, positions_BN, key_positions_BS))
+            for kind in self.types
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _limit(self, kind: str, visible_BNS: Tensor, q_BN: Tensor, k_BS: Tensor) -> Tensor:
+        if kind == "sliding_attention" and self.window:
+            return visible_BNS & (q_BN[:, :, None] - k_BS[:, None, :] < self.window)
+        if kind == "chunked_attention" and self.chunk:
+            return visible_BNS & (q_BN[:, :, None] // self.chunk == k_BS[:, None, :] // self.chunk)
+        return visible_BNS
+
+    def _finish(self, visible_BNS: Tensor) -> Tensor:
+        mask_B1NS = visible_BNS[:, None]
+        if not self.additive:
+            return mask_B1NS
+        zeros = torch.zeros(mask_B1NS.shape, dtype=self.dtype, device=mask_B1NS.device)
+        return zeros.masked_fill_(~mask_B1NS, torch.finfo(self.dtype).min)

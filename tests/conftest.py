@@ -1,0 +1,49 @@
+"""Shared fixtures. Nothing here, and no test, reaches a network."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_DISABLE_XET"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import transformers
+from local_hub import LocalHub
+
+transformers.logging.disable_progress_bar()
+
+DATA = Path(__file__).parent.parent.parent / "shared" / "data"
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A local Hub that huggingface_hub talks to; it reads HF_ENDPOINT once, at import, hence the
+    patches.
+    """
+    import huggingface_hub.constants as constants
+    from huggingface_hub import hf_api
+
+    local = LocalHub()
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    monkeypatch.setattr(constants, "ENDPOINT", local.url)
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        local.url + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setattr(hf_api.api, "endpoint", local.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    yield local
+    local.close()
+
+
+@pytest.fixture
+def stories() -> Path:
+    """A real pretrained 260k-parameter model, where this checkout has the shared data beside it."""
+    folder = DATA / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"real test model not found at {folder}")
+    return folder

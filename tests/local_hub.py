@@ -1,0 +1,124 @@
+"""A Hub on this machine: as much of its HTTP interface as uploading and downloading a small folder
+takes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlparse
+
+
+class LocalHub:
+    """`repos` maps "user/name" to {"private": bool, "files": {path: bytes}}; `url` is the
+    HF_ENDPOINT to use.
+    """
+
+    def __init__(self) -> None:
+        self.repos: dict[str, dict] = {}
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args: object) -> None:
+                """Stay quiet."""
+
+            def handle_any(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                status, headers, answer = hub.answer(unquote(urlparse(self.path).path), body)
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(answer))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(answer)
+
+            do_GET = do_POST = do_HEAD = handle_any
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answer(self, path: str, body: bytes) -> tuple[int, dict, bytes]:
+        """(status, headers, body) for a request."""
+        if path == "/api/validate-yaml":
+            return _json({"errors": [], "warnings": []})
+        if path == "/api/repos/create":
+            wish = json.loads(body)
+            name = f"{wish.get('organization') or 'me'}/{wish['name']}"
+            private = wish.get("private") or wish.get("visibility") == "private"
+            self.repos.setdefault(name, {"private": bool(private), "files": {}})
+            return _json({"url": f"{self.url}/{name}", "name": name})
+        match = re.fullmatch(
+            r"/api/models/([^/]+/[^/]+)/(preupload|commit|tree|revision)/(.+)", path
+        )
+        if match:
+            return self._model(match[1], match[2], body)
+        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path)
+        if match and match[1] in self.repos:
+            return self._file(match[1], match[2])
+        return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+
+    def _model(self, name: str, verb: str, body: bytes) -> tuple[int, dict, bytes]:
+        if name not in self.repos:
+            return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+        files = self.repos[name]["files"]
+        if verb == "preupload":
+            wished = [file["path"] for file in json.loads(body)["files"]]
+            entry = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            return _json({"files": [{"path": path, **entry} for path in wished]})
+        if verb == "commit":
+            for line in map(json.loads, body.decode().splitlines()):
+                if line["key"] == "file":
+                    files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return _json(
+                {
+                    "success": True,
+                    "commitOid": self._sha(name),
+                    "commitUrl": f"{self.url}/{name}/commit/1",
+                }
+            )
+        if verb == "tree":
+            return _json(
+                [
+                    {"type": "file", "path": p, "size": len(c), "oid": _hash(c)}
+                    for p, c in files.items()
+                ]
+            )
+        siblings = [{"rfilename": path} for path in files]
+        return _json(
+            {
+                "id": name,
+                "modelId": name,
+                "sha": self._sha(name),
+                "private": False,
+                "siblings": siblings,
+            }
+        )
+
+    def _file(self, name: str, path: str) -> tuple[int, dict, bytes]:
+        content = self.repos[name]["files"].get(path)
+        if content is None:
+            return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self._sha(name)}, b"{}"
+        return 200, {"ETag": f'"{_hash(content)}"', "X-Repo-Commit": self._sha(name)}, content
+
+    def _sha(self, name: str) -> str:
+        return _hash(repr(sorted(self.repos[name]["files"].items())).encode())
+
+
+def _json(value: object) -> tuple[int, dict, bytes]:
+    return 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()

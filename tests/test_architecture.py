@@ -1,0 +1,76 @@
+"""The promise: the code stays small, imports point one way, and no module hides an installed
+package.
+"""
+
+from __future__ import annotations
+
+import ast
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what stands to its left
+SOURCES = [path for folder in ORDER for path in sorted((ROOT / folder).glob("*.py"))]
+LONGEST_FILE, LONGEST_FUNCTION, MOST_PARAMETERS = 300, 60, 6
+
+
+@pytest.fixture(params=SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def source(request) -> Path:
+    return request.param
+
+
+def functions(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_files_are_short(source):
+    assert len(source.read_text().splitlines()) <= LONGEST_FILE
+
+
+def test_functions_are_short(source):
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions(source)}
+    assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
+
+
+def test_functions_take_few_parameters(source):
+    if source == ROOT / "scripts" / "cli.py":
+        return  # a command's options are its parameters
+    counts = {
+        node.name: len(
+            [a for a in (*node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
+        )
+        for node in functions(source)
+        if node.name != "__init__"
+    }
+    assert {name: n for name, n in counts.items() if n > MOST_PARAMETERS} == {}
+
+
+def test_imports_point_to_the_left(source):
+    allowed = ORDER[: ORDER.index(source.parent.name) + 1]
+    for node in ast.walk(ast.parse(source.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [node.module or ""]
+        for name in names:
+            if name.startswith("draftheads."):
+                assert name.split(".")[1] in [*allowed, "recipes"], f"line {node.lineno}: {name}"
+
+
+def test_no_module_shadows_an_installed_package():
+    """Running train/medusa.py by path puts train/ first on sys.path."""
+    installed = set(packages_distributions())
+    ours = {path.stem for path in SOURCES if path.stem != "__init__"}
+    assert ours & installed == set()
+
+
+def test_public_names_have_docstrings(source):
+    tree = ast.parse(source.read_text())
+    assert ast.get_docstring(tree) or source.name == "__init__.py", "module docstring"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{node.name} has no docstring"

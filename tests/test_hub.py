@@ -1,0 +1,204 @@
+"""The promise: a head folder is complete or absent, loads strictly, and goes to the Hub and back
+unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from tiny_targets import VOCABULARY, random_model, tiny_target
+
+from draftheads.heads.hub import find_head, head_target, load_head, save_head
+from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.target import Target
+from draftheads.heads.tree import TreeShape
+from draftheads.scripts.publish import publish
+
+CHOICES = {
+    "own": {"depth": 3, "layers": 2},
+    "shared": {"lm_head": "shared"},
+    "reduced": {"vocabulary": [5, 3, 11, 0]},
+    "shared-reduced": {"lm_head": "shared", "vocabulary": [5, 3, 11, 0]},
+}
+
+
+def trained(choices) -> MedusaHead:
+    """Heads with every parameter moved away from its start."""
+    head = MedusaHead.create(tiny_target(), **choices)
+    torch.manual_seed(2)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    head.tree = TreeShape(((0,), (0, 0), (2,)))
+    return head
+
+
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
+def test_saved_and_loaded_is_the_same_head(tmp_path, choices):
+    head = trained(choices)
+    save_head(head, tmp_path / "head", target=tiny_target(), training={"steps": 3})
+    again = load_head(tmp_path / "head", target=tiny_target())
+    assert again.tree == head.tree
+    state = again.state_dict()
+    assert list(state) == list(head.state_dict())
+    assert all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
+    features = torch.randn(2, 32)
+    got, expected = (h.guesses(features, tiny_target(), [3, 2]) for h in (again, head))
+    assert all(map(torch.equal, got, expected))
+
+
+def test_untrained_heads_compute_the_targets_own_logits():
+    target = tiny_target()
+    features = torch.randn(4, 32)
+    expected = target.unembed(features).topk(5).indices
+    for choices in ({}, {"lm_head": "shared"}, {"layers": 3}):
+        guesses = MedusaHead.create(target, **choices).guesses(features, target, [5, 5])
+        assert all(torch.equal(guess, expected) for guess in guesses)
+
+
+def test_layers_are_distinct_modules():
+    """Published code repeats one block: `[ResBlock(h)] * n`."""
+    head = MedusaHead.create(tiny_target(), layers=3)
+    layers = [id(layer) for block in head.blocks for layer in block.layers]
+    assert len(set(layers)) == len(layers) == 4 * 3
+
+
+def test_tensor_and_config_names_are_those_of_vllm(tmp_path):
+    save_head(trained(CHOICES["own"]), tmp_path / "head", target=tiny_target())
+    names = set(load_file(tmp_path / "head" / "model.safetensors"))
+    assert names == {f"lm_heads.{k}.weight" for k in range(3)} | {
+        f"blocks.{k}.layers.{j}.{part}"
+        for k in range(3)
+        for j in range(2)
+        for part in ("weight", "bias")
+    }
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    expected = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": 3,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "vocab_size": VOCABULARY,
+        "medusa_fc_bias": True,
+        "original_lm_head": False,
+    }
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_shape_comes_from_the_tensors_not_from_a_lying_config(tmp_path):
+    save_head(trained(CHOICES["own"]), tmp_path / "head", target=tiny_target())
+    path = tmp_path / "head" / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "num_heads": 7, "num_hidden_layers": 1})
+    )
+    head = load_head(tmp_path / "head")
+    assert (head.depth, head.layers) == (3, 2)
+
+
+@pytest.mark.parametrize("change", ["missing", "extra"])
+def test_loading_is_strict(tmp_path, change):
+    save_head(trained(CHOICES["own"]), tmp_path / "head", target=tiny_target())
+    weights = tmp_path / "head" / "model.safetensors"
+    tensors = load_file(weights)
+    if change == "missing":
+        del tensors["blocks.1.layers.0.bias"]
+    else:
+        tensors["blocks.1.layers.0.scale"] = torch.ones(1)
+    save_file(tensors, weights)
+    with pytest.raises(ValueError, match=r"blocks\.1\.layers\.0\.(bias|scale)"):
+        load_head(tmp_path / "head")
+
+
+def test_a_head_of_another_size_is_refused_naming_both(tmp_path):
+    save_head(trained({}), tmp_path / "head", target=tiny_target())
+    model = random_model("llama")
+    model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
+    other = Target(model, name="other/model")
+    with pytest.raises(
+        ValueError, match=r"vocabulary 19 \(tiny-llama\), target has 23 \(other/model\)"
+    ):
+        load_head(tmp_path / "head", target=other)
+
+
+def test_a_head_of_other_weights_warns(tmp_path):
+    save_head(trained({}), tmp_path / "head", target=tiny_target())
+    model = random_model("llama")
+    model.model.norm.weight.data.mul_(1.5)
+    with pytest.warns(UserWarning, match="trained on other weights"):
+        load_head(tmp_path / "head", target=Target(model))
+
+
+def test_fingerprint_survives_a_change_of_dtype():
+    model = random_model("llama")
+    assert Target(model.bfloat16()).fingerprint() == tiny_target().fingerprint()
+
+
+def test_nothing_half_written_is_left(tmp_path, monkeypatch):
+    save_head(trained({}), tmp_path / "head", target=tiny_target())
+    before = (tmp_path / "head" / "model.safetensors").read_bytes()
+
+    def full_disk(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("draftheads.heads.hub.write_card", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save_head(trained({"depth": 2}), tmp_path / "head", target=tiny_target())
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_folder_stands_for_its_best_or_newest_step(tmp_path):
+    for step in (20, 100):
+        save_head(trained({}), tmp_path / f"step-{step:06d}", target=tiny_target())
+    assert find_head(tmp_path).name == "step-000100"
+    (tmp_path / "best").symlink_to("step-000020")
+    assert find_head(tmp_path).resolve().name == "step-000020"
+
+
+def test_missing_heads_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder, and not a Hub id"):
+        load_head(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="found nothing"):
+        load_head(tmp_path)
+
+
+def test_the_card_says_what_the_head_is(tmp_path):
+    measured = [{"nodes": 16, "tokens_per_step": 2.7, "speedup": 2.1, "speedup_ci95": [2.0, 2.2],
+                 "lossless": True, "machine": "a | b"}]  # fmt: skip
+    target = Target(random_model("llama"), name="user/model")
+    save_head(
+        trained({}), tmp_path / "head", target=target, training={"tokens": 9}, measured=measured
+    )
+    card = ModelCard.load(tmp_path / "head" / "README.md")
+    assert card.data.base_model == "user/model"
+    assert card.data.library_name == "draftheads"
+    assert "| tokens | 9 |" in card.text
+    assert "| 16 | 2.70 | 2.10 | 2.00 to 2.20 | True | a \\| b |" in card.text
+
+
+def test_published_and_loaded_by_id(hub, tmp_path):
+    head = trained({})
+    save_head(head, tmp_path / "run" / "step-000010", target=tiny_target())
+    (tmp_path / "run" / "step-000010" / "trainer").mkdir()
+    (tmp_path / "run" / "step-000010" / "trainer" / "optimizer.pt").write_bytes(b"private")
+    address = publish(tmp_path / "run", "me/heads")
+    assert address.startswith(f"{hub.url}/me/heads")
+    assert hub.repos["me/heads"]["private"]
+    assert set(hub.repos["me/heads"]["files"]) == {"config.json", "model.safetensors", "README.md"}
+    with warnings.catch_warnings():
+        again = load_head("me/heads", target=tiny_target())
+    assert all(map(torch.equal, again.state_dict().values(), head.state_dict().values()))
+    assert head_target("me/heads") == ("tiny-llama", None)
+
+
+def test_an_unfit_folder_is_not_published(hub, tmp_path):
+    save_head(trained({}), tmp_path / "head", target=tiny_target())
+    (tmp_path / "head" / "README.md").unlink()
+    with pytest.raises(ValueError, match=r"README\.md missing"):
+        publish(tmp_path / "head", "me/heads")
+    assert hub.repos == {}
