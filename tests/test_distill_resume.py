@@ -1,0 +1,199 @@
+"""Nothing that interrupts or divides the work changes a single byte of the answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_chat import (
+    files,
+    llama,
+    on_call,
+    options,
+    prompts,
+    records,
+)
+
+from draftheads.heads.target import Target
+from draftheads.train import distill as distill_module
+from draftheads.train.distill import distill, read_answers, read_manifest
+
+
+@pytest.fixture(scope="module")
+def shared_target() -> Target:
+    return llama()
+
+
+@pytest.fixture
+def target(shared_target: Target) -> Iterator[Target]:
+    """The shared target; whatever a test does to its `generate` is undone."""
+    yield shared_target
+    shared_target.model.__dict__.pop("generate", None)
+
+
+@pytest.fixture(scope="module")
+def whole(shared_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of 14 prompts in batches of 4."""
+    out = tmp_path_factory.mktemp("whole") / "o"
+    distill(shared_target, prompts(14, turns=2), options(out))
+    return out
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3, 5])
+def test_interrupted_and_resumed_equals_uninterrupted(
+    target: Target, whole: Path, tmp_path: Path, calls: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupt(call: int, rows: int) -> None:
+        if call == calls:
+            raise KeyboardInterrupt
+
+    on_call(target, interrupt)
+    out = tmp_path / "o"
+    with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.WARNING):
+        distill(target, prompts(14, turns=2), options(out))
+    assert "run the same command again to go on" in caplog.text
+    caplog.clear()
+    kept = len(list(read_answers(out)))
+    assert kept == 4 * (calls // 2) and f"{kept} of 14 prompts" in caplog.text
+    target.model.__dict__.pop("generate")
+    distill(target, prompts(14, turns=2), options(out))
+    assert files(out) == files(whole)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.999, 1.0])
+def test_killed_while_writing_and_resumed_equals_uninterrupted(
+    target: Target, whole: Path, tmp_path: Path, share: float
+) -> None:
+    out = tmp_path / "o"
+    shutil.copytree(whole, out)
+    [journal] = out.glob("answers-*.jsonl")
+    content = journal.read_bytes()
+    journal.write_bytes(content[: int(share * len(content))])
+    calls = on_call(target, lambda call, rows: None)
+    distill(target, prompts(14, turns=2), options(out))
+    assert files(out) == files(whole)
+    assert (len(calls) == 0) is (share == 1.0)  # nothing is done twice
+
+
+def test_two_processes_answer_the_same_as_one(
+    target: Target, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "o"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, complete in ((1, False), (0, True)):
+        monkeypatch.setenv("RANK", str(rank))
+        report = distill(target, prompts(14, turns=2), options(out))
+        assert report.complete is complete is read_manifest(out)["complete"]
+    assert sorted(path.name for path in out.glob("answers-*")) == [
+        "answers-00000-of-00002.jsonl",
+        "answers-00001-of-00002.jsonl",
+    ]
+    assert records(out) == records(whole)
+    assert list(read_answers(out)) == list(read_answers(whole))
+    assert read_manifest(out) == read_manifest(whole)
+
+
+def test_other_number_of_processes_finishes_the_work(
+    target: Target, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "o"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    distill(target, prompts(14, turns=2), options(out))
+    journal = out / "answers-00001-of-00002.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-30])  # killed in its last batch
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    calls = on_call(target, lambda call, rows: None)
+    assert distill(target, prompts(14, turns=2), options(out)).counts.done == 14
+    assert calls == [4, 3, 4, 2, 2, 2]  # batches 0, 2 and the cut 3; two turns each
+    assert list(read_answers(out)) == list(read_answers(whole))
+
+
+def test_rank_must_be_in_the_world(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"RANK: expected 0 to WORLD_SIZE - 1 = 1, got 2; let"):
+        distill(target, prompts(1), options(tmp_path / "o"))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_other_options_are_refused_naming_each_difference(target: Target, whole: Path) -> None:
+    asked = prompts(14, turns=2)
+    for changes, complaint in (
+        ({"seed": 1, "batch_size": 2}, "seed: expected 0, got 1; batch_size: expected 4, got 2"),
+        ({"temperature": 0.5}, "temperature: expected 1.0, got 0.5"),
+        ({"limit": 13}, "prompts count: expected 14, got 13; prompts sha256: expected '"),
+        ({"template_args": {"a": 1}}, r"template_args: expected \{\}, got \{'a': 1\}"),
+    ):
+        with pytest.raises(ValueError, match=rf"{complaint}.*Use another --out, or the same opt"):
+            distill(target, asked, options(whole, **changes))
+    other = llama()
+    other.model.get_input_embeddings().weight.data.add_(1.0)
+    with pytest.raises(ValueError, match="target fingerprint: expected '"):
+        distill(other, asked, options(whole))
+
+
+def test_folder_that_cannot_be_written_is_refused_before_generation(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = on_call(target, lambda call, rows: None)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="expected a folder that can be written, .*another --out"):
+        distill(target, prompts(1), options(tmp_path / "file" / "o"))
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(distill_module, "write_manifest", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        distill(target, prompts(1), options(tmp_path / "o"))
+    assert not calls
+
+
+def test_target_needs_a_tokenizer_and_prompts(target: Target, tmp_path: Path) -> None:
+    bare = Target(target.model, None, name="bare")
+    with pytest.raises(ValueError, match="bare: expected a tokenizer beside the model, found none"):
+        distill(bare, prompts(1), options(tmp_path / "o"))
+    with pytest.raises(ValueError, match="prompts: expected at least one, got none"):
+        distill(target, [], options(tmp_path / "o"))
+    with pytest.raises(ValueError, match="temperature"):
+        options(tmp_path / "o", temperature=-1)
+    assert not (tmp_path / "o").exists()
+
+
+def test_reading_needs_a_manifest_of_this_format(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a distillation folder with manifest\.json"):
+        list(read_answers(tmp_path))
+    manifest = {**read_manifest(whole), "format": 99}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="expected format 1, got 99; distill again"):
+        read_manifest(tmp_path)
+
+
+def test_damaged_answers_are_refused(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o"
+    shutil.copytree(whole, out)
+    [journal] = out.glob("answers-*.jsonl")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([*lines[:2], b"\0\0\n", *lines[3:]]))
+    with pytest.raises(ValueError, match=r"line 3: expected an answer as JSON, got .*delete this"):
+        list(read_answers(out))
+    journal.write_bytes(b"".join([lines[0], *lines[2:]]))
+    with pytest.raises(ValueError, match=r"line 2: expected the answers of a batch in order"):
+        list(read_answers(out))
+
+
+def test_missing_answer_file_is_noticed(whole: Path, tmp_path: Path) -> None:
+    shutil.copy(whole / "manifest.json", tmp_path)
+    with pytest.raises(ValueError, match="expected 14 answers, got 0; an answer file is missing"):
+        list(read_answers(tmp_path))

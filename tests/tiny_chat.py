@@ -1,0 +1,106 @@
+"""A tiny chat target, questions for it, and eyes on what `distill` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from draftheads.heads.target import Target
+from draftheads.train.distill import DistillOptions
+from draftheads.train.prompts import Prompt
+
+CONTEXT = 256
+END = 258
+EOS = (
+    END,
+    *range(0, 256, 9),
+)  # so many end tokens that answers of a random model have many lengths
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per byte, and the three tokens of a chat."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: place for place, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "<|im_start|>", "<|im_end|>"])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    wrapped.chat_template = template
+    return wrapped
+
+
+def llama(eos: tuple[int, ...] = EOS, template: str | None = TEMPLATE) -> Target:
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8.0)
+    model.generation_config = GenerationConfig(eos_token_id=list(eos) or None)
+    return Target(model, byte_tokenizer(template), name="tiny-llama")
+
+
+def prompts(count: int, turns: int = 1) -> list[Prompt]:
+    """Questions of many lengths, every third one plain text."""
+    made = []
+    for index in range(count):
+        content = f"question {index}" * (1 + index % 4)
+        if index % 3 == 2:
+            made.append(Prompt(index, text=content))
+        else:
+            messages = [{"role": "user", "content": f"{content}, {t}"} for t in range(turns)]
+            made.append(Prompt(index, messages=tuple(messages)))
+    return made
+
+
+def options(out: Path, **changes: Any) -> DistillOptions:
+    chosen = {"out": out, "temperature": 1.0, "max_new_tokens": 12, "batch_size": 4}
+    return DistillOptions(**chosen | changes)
+
+
+def on_call(target: Target, act: Callable[[int, int], None]) -> list[int]:
+    """Run `act(call number, rows)` before each `generate`; returns the growing list of rows."""
+    original = type(target.model).generate
+    calls: list[int] = []
+
+    def generate(tokens_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        calls.append(len(tokens_BT))
+        act(len(calls) - 1, len(tokens_BT))
+        return original(target.model, tokens_BT, **kwargs)
+
+    target.model.generate = generate
+    return calls
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    paths = folder.glob("answers-*.jsonl")
+    found = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+    return sorted(found, key=lambda record: record["id"])

@@ -1,0 +1,177 @@
+"""One prompt while the target answers it: the token ids so far, and what is asked next.
+
+The target's answers stay the ids it produced. What a later turn adds is only the text that the
+chat template puts between the answer and the next generation prompt; it is found by rendering the
+conversation with a sentinel in the answer's place. A template that rewrites earlier turns (drops
+their thinking, or inserts an empty thinking block) leaves no such text: the conversation then
+stops after the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from jinja2.exceptions import TemplateError
+
+from draftheads.train.prompts import Prompt
+
+if TYPE_CHECKING:
+    from draftheads.heads.target import Target
+
+SENTINEL = "DRAFTHEADS-ANSWER-STANDS-HERE"
+TOO_LONG = "prompt does not fit into the target's context"
+REWRITTEN = "chat template rewrites earlier turns"
+Turn = list[dict[str, str]]
+
+
+class Renderer:
+    """Turns messages into token ids for one target.
+
+    With a chat template the messages go through it; without one their contents are joined by
+    newlines. template_args: extra variables of the template, e.g. {"enable_thinking": False}.
+    """
+
+    def __init__(self, target: Target, template_args: dict[str, Any]) -> None:
+        if target.tokenizer is None:
+            raise ValueError(
+                f"{target.name}: expected a tokenizer beside the model, found none; "
+                "put tokenizer.json and tokenizer_config.json into its folder"
+            )
+        self.tokenizer = target.tokenizer
+        self.eos_ids = target.eos_ids
+        self.template_args = template_args
+
+    def opening(self, prompt: Prompt, turn: Turn) -> list[int]:
+        """Token ids of a first prompt, ready for the target to go on."""
+        if prompt.text is None and self.tokenizer.chat_template:
+            return self._encode(self._render([turn], []))
+        text = self._join(turn) if prompt.text is None else prompt.text
+        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        bare = self._encode(text)
+        closed = bare and ids[:-1][-len(bare) :] == bare and ids[-1] in self.eos_ids
+        return ids[:-1] if closed else ids  # some tokenizers put an end token behind each text
+
+    def between(self, turns: Sequence[Turn], answers: Sequence[list[int]]) -> list[int] | None:
+        """Token ids between the last answer and the next; None if the template rewrites turns.
+
+        turns: one more than answers. The end-of-turn text is left out where the target already
+        wrote it.
+        """
+        stand_ins = [SENTINEL] * len(answers)
+        before = self._render(turns[:-1], stand_ins[:-1])
+        whole = self._render(turns, stand_ins)
+        rest = whole[len(before) :].lstrip()
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in answers]
+        rendered = self._render(turns, texts)
+        kept = all(text in rendered for text in texts)
+        if not (kept and whole.startswith(before) and rest.startswith(SENTINEL)):
+            return None
+        return self._after(rest.removeprefix(SENTINEL), answers[-1][-1])
+
+    def _after(self, text: str, last_id: int) -> list[int]:
+        if last_id not in self.eos_ids:
+            return self._encode(text)
+        end = self.tokenizer.decode([last_id])
+        if text.lstrip().startswith(end):
+            text = text.lstrip().removeprefix(end)
+        # behind the end token, so that tokenizers' rules for the first word of a text do not apply
+        ids = self._encode(end + text)
+        return ids[1:] if ids[:1] == [last_id] else self._encode(text)
+
+    def _render(self, turns: Sequence[Turn], answers: Sequence[str]) -> str:
+        messages: Turn = []
+        for turn, answer in zip_longest(turns, answers):
+            messages += turn
+            if answer is not None:
+                messages.append({"role": "assistant", "content": answer})
+        if not self.tokenizer.chat_template:
+            return self._join(messages)
+        rendered: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.template_args
+        )
+        return rendered
+
+    def _encode(self, text: str) -> list[int]:
+        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return list(encoded["input_ids"])
+
+    @staticmethod
+    def _join(messages: Turn) -> str:
+        return "\n".join(message["content"] for message in messages)
+
+
+class Conversation:
+    """A prompt, its answers so far, and why it ended."""
+
+    def __init__(self, prompt: Prompt, renderer: Renderer, context: int, max_turns: int | None):
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.learn: list[tuple[int, int]] = []
+        self.outcome: dict[str, str] = {}
+        self._renderer = renderer
+        self._context = context
+        self._turns = _turns(prompt)[:max_turns]
+
+    def ask(self) -> bool:
+        """Put the next question behind the tokens; False when none is left or it cannot be."""
+        if self.outcome or len(self.learn) == len(self._turns):
+            return False
+        try:
+            ids = self._next_ids()
+        except (
+            TemplateError
+        ) as error:  # templates refuse roles they do not know; other prompts are fine
+            self.end("skipped", f"chat template refuses the messages: {error}")
+            return False
+        if ids is None:
+            self.end("skipped", REWRITTEN)
+        elif not ids and not self.tokens:
+            self.end("skipped", "prompt has no tokens")
+        elif len(self.tokens) + len(ids) + 1 > self._context:
+            self.end("skipped", TOO_LONG)
+        else:
+            self.tokens += ids
+        return not self.outcome
+
+    def answer(self, ids: list[int]) -> None:
+        """Put the target's answer, at least one token, behind the question."""
+        assert ids and self.tokens, "an answer has a token and position 0 is never learned"
+        self.learn.append((len(self.tokens), len(self.tokens) + len(ids)))
+        self.tokens += ids
+
+    def end(self, kind: str, reason: str) -> None:
+        """Ask nothing more. kind: "skipped" or "failed"; "stopped" once there is an answer."""
+        self.outcome = {"stopped" if self.learn else kind: reason}
+
+    def record(self, eos_ids: Sequence[int]) -> dict[str, Any]:
+        """The line that is stored."""
+        if not self.learn:
+            return {"id": self.prompt.index, **self.outcome}
+        tokens = self.tokens[: self.learn[-1][1]]  # a question without its answer teaches nothing
+        return {
+            "id": self.prompt.index,
+            "tokens": tokens,
+            "learn": [list(span) for span in self.learn],
+            "turns": len(self.learn),
+            "finish": "eos" if tokens[-1] in eos_ids else "length",
+            **self.outcome,
+        }
+
+    def _next_ids(self) -> list[int] | None:
+        asked = len(self.learn)
+        if not asked:
+            return self._renderer.opening(self.prompt, self._turns[0])
+        answers = [self.tokens[start:end] for start, end in self.learn]
+        return self._renderer.between(self._turns[: asked + 1], answers)
+
+
+def _turns(prompt: Prompt) -> list[Turn]:
+    """Messages cut behind each user's, so that each part can be asked."""
+    turns: list[Turn] = [[]]
+    for message in prompt.messages or ():
+        turns[-1].append(message)
+        if message["role"] == "user":
+            turns.append([])
+    return turns[:-1] if prompt.messages else turns

@@ -1,0 +1,288 @@
+"""The target answers prompts; its own tokens become the training set.
+
+`distill` fills a folder (see `draftheads.train.answers` for what is in it). Work is divided into
+batches of consecutive prompts, numbered from 0. What a batch holds and what is drawn for it
+depend on its number and the seed alone, so neither the number of processes nor an interruption
+changes a single token. With RANK and WORLD_SIZE in the environment (torchrun, accelerate launch)
+each process answers its share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+from tqdm import tqdm
+
+from draftheads.train.answers import (
+    FORMAT,
+    MANIFEST,
+    Answer,
+    Counts,
+    Journal,
+    count,
+    read_answers,
+    read_manifest,
+    write_manifest,
+)
+from draftheads.train.conversation import Conversation, Renderer
+from draftheads.train.generate import Sampling, answer_batch
+from draftheads.train.prompts import Prompt
+
+if TYPE_CHECKING:
+    from draftheads.heads.target import Target
+
+__all__ = ["Answer", "DistillOptions", "DistillReport", "distill", "read_answers", "read_manifest"]
+
+MANY_CUT = 0.2
+"""Share of answers ended by length above which the report warns."""
+MAX_LOST_BATCHES = 3
+"""Batches in a row without any answer after which the cause is not the prompts."""
+
+logger = logging.getLogger("draftheads")
+
+
+class DistillOptions(Sampling):
+    """What `draftheads distill` takes, beside the target and the prompts."""
+
+    out: Path = Field(description="folder to write; an unfinished one is continued")
+    batch_size: int = Field(32, ge=1, description="prompts answered together")
+    seed: int = Field(0, description="of all draws")
+    limit: int | None = Field(None, ge=1, description="use only the first prompts")
+    max_turns: int | None = Field(None, ge=1, description="user turns asked per conversation")
+    template_args: dict[str, Any] = Field(
+        default_factory=dict, description='chat template variables, e.g. {"enable_thinking": false}'
+    )
+    source: str = Field("", description="where the prompts came from; for the manifest")
+
+
+@dataclass(frozen=True)
+class DistillReport:
+    """What the folder holds when this process ends. seconds: wall time of this run."""
+
+    out: Path
+    prompts: int
+    counts: Counts
+    complete: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        counts = self.counts
+        mean = counts.learned_tokens / max(1, counts.turns)
+        lines = [
+            f"{self.out}: {self.prompts} prompts = {counts.done} done + {counts.skipped} skipped "
+            f"+ {counts.failed} failed"
+            + ("" if self.complete else " + the rest not answered yet (other processes?)"),
+            f"{counts.learned_tokens} tokens to learn in {counts.turns} answers, {mean:.1f} on "
+            f"average; {counts.cut} cut by length; {self.seconds:.1f} s",
+        ]
+        return "\n".join(lines + [f"  {number} {why}" for why, number in counts.reasons.items()])
+
+
+def distill(target: Target, prompts: Sequence[Prompt], options: DistillOptions) -> DistillReport:
+    """Let the target answer the prompts and store its tokens in `options.out`, or go on with it.
+
+    Raises ValueError when the folder belongs to other options or cannot be written. After a
+    KeyboardInterrupt everything answered so far is kept.
+    """
+    started = time.monotonic()
+    prompts = prompts[: options.limit]
+    rank, world = _place()
+    renderer = Renderer(target, options.template_args)
+    manifest = _manifest(target, prompts, options)
+    journal = _open(options.out, manifest, rank, world)
+    work = _Work(target, renderer, prompts, options)
+    with journal:
+        try:
+            _answer_missing(work, journal, manifest, (rank, world))
+        except KeyboardInterrupt:  # only to say how to go on
+            logger.warning("%s: interrupted; run the same command again to go on", options.out)
+            raise
+    counts, complete = _finish(options.out, manifest)
+    report = DistillReport(options.out, len(prompts), counts, complete, time.monotonic() - started)
+    print(report)
+    _warn(report, options)
+    return report
+
+
+@dataclass(frozen=True)
+class _Work:
+    target: Target
+    renderer: Renderer
+    prompts: Sequence[Prompt]
+    options: DistillOptions
+
+    def batch(self, number: int) -> list[Conversation]:
+        size = self.options.batch_size
+        return [
+            Conversation(prompt, self.renderer, self.target.context, self.options.max_turns)
+            for prompt in self.prompts[number * size : (number + 1) * size]
+        ]
+
+
+def _answer_missing(
+    work: _Work, journal: Journal, manifest: dict[str, Any], place: tuple[int, int]
+) -> None:
+    rank, world = place
+    size = work.options.batch_size
+    there = count(work.options.out, manifest).batches
+    mine = range(rank, -(-len(work.prompts) // size), world)
+    sizes = {number: len(work.prompts[number * size : (number + 1) * size]) for number in mine}
+    done = sum(sizes[number] for number in mine if number in there)
+    lost: list[int] = []
+    with _Progress(sum(sizes.values()), done, rank, world) as progress:
+        for number in mine:
+            if number in there:
+                continue
+            conversations = work.batch(number)
+            seed = f"{work.options.seed}/{number}"
+            error = answer_batch(work.target, conversations, work.options, seed)
+            answered = any(row.learn for row in conversations)
+            lost = [] if answered or error is None else [*lost, journal.tell()]
+            if error is not None and len(lost) == MAX_LOST_BATCHES:
+                journal.cut(lost[0])  # what broke is not these prompts: ask them again next time
+                raise error
+            records = [row.record(work.target.eos_ids) for row in conversations]
+            journal.append(records)
+            progress.add(records)
+
+
+class _Progress:
+    """A progress bar of prompts, with tokens per second and the mean length of an answer."""
+
+    def __init__(self, total: int, done: int, rank: int, world: int) -> None:
+        name = "distill" if world == 1 else f"distill {rank}/{world}"
+        self._bar = tqdm(total=total, initial=done, desc=name, unit="prompt", disable=rank > 0)
+        self._counts = Counts()
+        self._started = time.monotonic()
+
+    def add(self, records: Sequence[dict[str, Any]]) -> None:
+        for record in records:
+            self._counts.add(record)
+        tokens = self._counts.learned_tokens
+        speed = tokens / (time.monotonic() - self._started)
+        mean = tokens / max(1, self._counts.turns)
+        self._bar.set_postfix_str(f"{speed:.0f} tokens/s, {mean:.0f} tokens/answer", refresh=False)
+        self._bar.update(len(records))
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def _place() -> tuple[int, int]:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not 0 <= rank < world:
+        raise ValueError(
+            f"RANK: expected 0 to WORLD_SIZE - 1 = {world - 1}, got {rank}; "
+            "let torchrun or accelerate launch set both"
+        )
+    return rank, world
+
+
+def _manifest(target: Target, prompts: Sequence[Prompt], options: DistillOptions) -> dict[str, Any]:
+    if not prompts:
+        raise ValueError("prompts: expected at least one, got none; check --prompts")
+    if [prompt.index for prompt in prompts] != list(range(len(prompts))):
+        raise ValueError("prompts: expected the indices 0, 1, 2, ...; use read_prompts")
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.messages, prompt.text]).encode() + b"\n")
+    packages = ("draftheads", "torch", "transformers", "tokenizers")
+    sampling = {"temperature", "top_p", "top_k", "max_new_tokens", "max_turns", "template_args"}
+    return {
+        "format": FORMAT,
+        "target": {
+            "name": str(target.name),
+            "revision": target.revision,
+            "fingerprint": target.fingerprint(),
+            "dtype": str(target.model.dtype).removeprefix("torch."),
+        },
+        "sampling": options.model_dump(mode="json", include=sampling),
+        "seed": options.seed,
+        "batch_size": options.batch_size,
+        "prompts": {
+            "source": options.source,
+            "count": len(prompts),
+            "sha256": digest.hexdigest(),
+        },
+        "complete": False,
+        "counts": {},
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def _open(out: Path, manifest: dict[str, Any], rank: int, world: int) -> Journal:
+    """Make or check the folder and open this process's file, before anything is generated."""
+    if (out / MANIFEST).is_file():
+        _refuse_other(out, read_manifest(out), manifest)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not (out / MANIFEST).is_file():
+            write_manifest(out, manifest)
+        return Journal(out, rank, world, manifest)
+    except OSError as error:  # a bare OSError does not say what the folder was wanted for
+        raise ValueError(
+            f"{out}: expected a folder that can be written, got {error}; choose another --out"
+        ) from error
+
+
+def _refuse_other(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    pairs = [("seed", old["seed"], new["seed"])]
+    pairs.append(("batch_size", old["batch_size"], new["batch_size"]))
+    pairs += [(key, old["sampling"].get(key), value) for key, value in new["sampling"].items()]
+    for part, keys in (("target", ("fingerprint", "dtype")), ("prompts", ("count", "sha256"))):
+        pairs += [(f"{part} {key}", old[part][key], new[part][key]) for key in keys]
+    different = [f"{key}: expected {was!r}, got {now!r}" for key, was, now in pairs if was != now]
+    if different:
+        raise ValueError(
+            f"{out} was begun with other options (target {old['target']['name']}, prompts "
+            f"{old['prompts']['source'] or 'unnamed'}): {'; '.join(different)}. "
+            "Use another --out, or the same options to go on"
+        )
+
+
+def _finish(out: Path, manifest: dict[str, Any]) -> tuple[Counts, bool]:
+    """Write the manifest with what all processes have done; the last one to end finds it complete.
+
+    Counted again after writing: another process may have ended in between, and the last manifest
+    written must not be older than the last answer.
+    """
+    written: Counts | None = None
+    while (counts := count(out, manifest)) != written:
+        prompts, size = manifest["prompts"]["count"], manifest["batch_size"]
+        complete = len(counts.batches) == -(-prompts // size)
+        seen = counts.done + counts.skipped + counts.failed
+        assert not complete or seen == prompts, f"{seen} outcomes for {prompts} prompts"
+        manifest["complete"] = complete
+        numbers = ("done", "skipped", "failed", "tokens", "learned_tokens", "turns", "cut")
+        manifest["counts"] = {name: getattr(counts, name) for name in numbers}
+        manifest["counts"]["reasons"] = dict(counts.reasons)
+        write_manifest(out, manifest)
+        written = counts
+    return counts, manifest["complete"]
+
+
+def _warn(report: DistillReport, options: DistillOptions) -> None:
+    counts = report.counts
+    if counts.cut > MANY_CUT * max(1, counts.done):
+        logger.warning(
+            "%d of %d answers were cut at %d tokens or at the context's end and teach no ending; "
+            "raise --max-new-tokens (and use another --out)",
+            *(counts.cut, counts.done, options.max_new_tokens),
+        )
+    if report.complete and not counts.done:
+        logger.warning("no prompt was answered; the reasons are listed above")

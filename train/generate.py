@@ -1,0 +1,151 @@
+"""Batches of conversations answered by the target's own `generate`, repeatable from a seed.
+
+Legend: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from transformers import GenerationConfig
+
+from draftheads.train.conversation import Conversation
+
+if TYPE_CHECKING:
+    from draftheads.heads.target import Target
+
+
+class Sampling(BaseModel):
+    """How the target's tokens are drawn."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: float = Field(0.3, ge=0, description="softmax temperature; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="probability mass kept; 1 keeps all")
+    top_k: int = Field(0, ge=0, description="tokens kept; 0 keeps all")
+    max_new_tokens: int = Field(512, ge=1, description="tokens per answer, end token included")
+
+
+def answer_batch(
+    target: Target, conversations: Sequence[Conversation], sampling: Sampling, seed: str
+) -> RuntimeError | None:
+    """Ask and answer all turns of the conversations, in place.
+
+    seed: names the batch; the same seed, conversations and machine give the same tokens. Returns
+    the last error of a prompt that could not be answered even alone, or None.
+    """
+    error: RuntimeError | None = None
+    turn = 0
+    while rows := [row for row in conversations if row.ask()]:
+        try:
+            answers = generate(target, [row.tokens for row in rows], sampling, f"{seed}/{turn}")
+        except RuntimeError:  # out of memory, most often from one long prompt: spare the others
+            _free_memory()
+            error = _answer_alone(target, rows, sampling, f"{seed}/{turn}") or error
+        else:
+            for row, ids in zip(rows, answers, strict=True):
+                row.answer(ids)
+        turn += 1
+    return error
+
+
+def _answer_alone(
+    target: Target, rows: Sequence[Conversation], sampling: Sampling, seed: str
+) -> RuntimeError | None:
+    last: RuntimeError | None = None
+    for number, row in enumerate(rows):
+        try:
+            [ids] = generate(target, [row.tokens], sampling, f"{seed}/{number}")
+        except RuntimeError as error:  # the second time: this prompt is lost, the run is not
+            _free_memory()
+            row.end("failed", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            last = error
+        else:
+            row.answer(ids)
+    return last
+
+
+def _free_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def generate(
+    target: Target, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: str
+) -> list[list[int]]:
+    """The target's continuations, each ending with its end token or at the length limit.
+
+    A row never leaves the context: rows with a similar room left are generated together, and the
+    smallest room limits them all, so a row loses at most half of its room to its neighbours.
+    """
+    groups: dict[int, list[int]] = defaultdict(list)
+    rooms = [min(sampling.max_new_tokens, target.context - len(prompt)) for prompt in prompts]
+    for row, room in enumerate(rooms):
+        assert room > 0, "prompts that do not fit are skipped before"
+        groups[0 if room == sampling.max_new_tokens else room.bit_length()].append(row)
+    answers: list[list[int]] = [[] for _ in prompts]
+    devices = list(range(torch.cuda.device_count())) if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]))
+        for _, group in sorted(groups.items()):
+            limit = min(rooms[row] for row in group)
+            new_BT = _generate(target, [prompts[row] for row in group], sampling, limit)
+            for row, ids in zip(group, new_BT.tolist(), strict=True):
+                answers[row] = _cut(ids, target.eos_ids)
+    return answers
+
+
+def _generate(
+    target: Target, prompts: Sequence[Sequence[int]], sampling: Sampling, limit: int
+) -> Tensor:
+    width = max(map(len, prompts))
+    pad = target.eos_ids[0] if target.eos_ids else 0
+    tokens_BT = torch.full((len(prompts), width), pad)
+    mask_BT = torch.zeros_like(tokens_BT)
+    for row, prompt in enumerate(prompts):
+        tokens_BT[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask_BT[row, width - len(prompt) :] = 1
+    chosen = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    config = GenerationConfig(
+        do_sample=sampling.temperature > 0,
+        max_new_tokens=limit,
+        eos_token_id=list(target.eos_ids) or None,
+        pad_token_id=pad,
+        **(chosen if sampling.temperature > 0 else {}),
+    )
+    with _no_defaults(target):
+        out_BT = target.model.generate(
+            tokens_BT.to(target.device),
+            attention_mask=mask_BT.to(target.device),
+            generation_config=config,
+        )
+    new_BT: Tensor = out_BT[:, width:]
+    return new_BT
+
+
+@contextmanager
+def _no_defaults(target: Target) -> Iterator[None]:
+    """Hide the model's generation_config, which `generate` merges into any config it is given.
+
+    A repetition penalty or suppressed tokens from there would make answers that heads cannot
+    reproduce.
+    """
+    own = target.model.generation_config
+    target.model.generation_config = GenerationConfig()
+    try:  # the target is the caller's: give it back as it was, also after Ctrl-C
+        yield
+    finally:
+        target.model.generation_config = own
+
+
+def _cut(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
+    """Up to and including the first end token; what follows is padding."""
+    end = next((place for place, token in enumerate(ids) if token in eos_ids), len(ids))
+    return ids[: end + 1]

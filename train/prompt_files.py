@@ -1,0 +1,162 @@
+"""Where records come from: files, folders of files and Hub data sets, one record after another.
+
+Files: .json (a list, or {"data": [...]}), .jsonl, .jsonl.gz, .parquet, plain .txt and .md. Each
+record comes with the words that name its place in an error message: "prompts.jsonl line 17".
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".parquet", ".txt", ".md")
+
+
+def records(
+    source: str | Path, split: str, limit: int | None, by_line: bool
+) -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) for each record of a file, a folder or a Hub data set.
+
+    by_line: plain text gives one record per line, else one per paragraph. limit: only a hint that
+    not all of a Hub data set is needed.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = [file for file in sorted(path.rglob("*")) if _is_prompt_file(file)]
+        if not files:
+            raise ValueError(
+                f"{path}: expected a folder with {', '.join(SUFFIXES)} files, found none; "
+                "give the folder that holds them"
+            )
+        for file in files:
+            yield from _file_records(file, by_line)
+    elif path.is_file():
+        yield from _file_records(path, by_line)
+    elif isinstance(source, str) and _looks_like_hub_id(source):
+        yield from _hub_records(source, split, streaming=limit is not None)
+    else:
+        raise ValueError(_missing(path))
+
+
+def _is_prompt_file(path: Path) -> bool:
+    about = path.stem.upper().startswith(
+        ("README", "LICENSE")
+    )  # they describe the data, they are not it
+    return path.is_file() and path.name.endswith(SUFFIXES) and not about
+
+
+def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        yield from _json_lines(path)
+    elif path.suffix == ".json":
+        yield from _json_records(path)
+    elif path.suffix == ".parquet":
+        yield from _parquet_records(path)
+    elif path.suffix in (".txt", ".md"):
+        yield from _text_records(path, by_line)
+    else:
+        raise ValueError(
+            f"{path}: expected a file ending in {', '.join(SUFFIXES)}, "
+            f"got {path.suffix or 'no suffix'!r}; rename or convert it"
+        )
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path} line {number}", _load_json(f"{path} line {number}", line)
+
+
+def _load_json(where: str, text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (
+        ValueError
+    ) as error:  # JSONDecodeError and UnicodeDecodeError do not know which file they are in
+        raise ValueError(
+            f"{where}: expected JSON in UTF-8, got {text[:40]!r}... ({error}); repair or remove it"
+        ) from error
+
+
+def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
+    text = path.read_bytes()
+    first, _, rest = text.strip().partition(b"\n")
+    if first.startswith(b"{") and first.rstrip().endswith(b"}") and rest:
+        yield from _json_lines(
+            path
+        )  # JSON lines under the name .json, as many Hub data sets have them
+        return
+    loaded = _load_json(str(path), text)
+    data = loaded.get("data") if isinstance(loaded, dict) else loaded
+    if not isinstance(data, list):
+        raise ValueError(
+            f'{path}: expected a list of records or {{"data": [...]}}, got {describe(loaded)}; '
+            "put the records into a list"
+        )
+    for number, record in enumerate(data, start=1):
+        yield f"{path} record {number}", record
+
+
+def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow.parquet  # comes with the optional `datasets`
+
+    number = 0
+    with pyarrow.parquet.ParquetFile(path) as table:
+        for batch in table.iter_batches():
+            for record in batch.to_pylist():
+                number += 1
+                yield f"{path} record {number}", record
+
+
+def _text_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:  # it does not know which file it is in
+        raise ValueError(f"{path}: expected UTF-8 text, got {error}; convert the file") from error
+    paragraphs = re.split(r"\n\s*\n", text)
+    if by_line or len(paragraphs) == 1:
+        paragraphs = text.split("\n")
+    for number, paragraph in enumerate(filter(str.strip, paragraphs), start=1):
+        yield f"{path} prompt {number}", {"text": paragraph.strip()}
+
+
+def _looks_like_hub_id(source: str) -> bool:
+    if source.endswith((*SUFFIXES, ".gz", "/")) or source.startswith((".", "/", "~")):
+        return False
+    owner = source.split("/")[0]
+    in_existing_folder = "/" in source and Path(owner).is_dir()
+    return not in_existing_folder and bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source))
+
+
+def _hub_records(source: str, split: str, *, streaming: bool) -> Iterator[tuple[str, Any]]:
+    import datasets  # optional, and slow to import
+
+    name, _, config = source.partition(":")
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+    except FileNotFoundError as error:  # it speaks of the Hub only; the user may have meant a file
+        raise ValueError(f"{_missing(Path(source))} ({error})") from error
+    for number, record in enumerate(rows, start=1):
+        yield f"{source} [{split}] record {number}", record
+
+
+def _missing(path: Path) -> str:
+    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
+    advice = hint or "check the path, or give a Hub data set as owner/name"
+    return f"{path}: expected a file, a folder or a Hub data set, found none; {advice}"
+
+
+def describe(value: Any) -> str:
+    """What was found, in a few words for an error message."""
+    if isinstance(value, dict):
+        return f"keys {', '.join(map(str, value)) or '(none)'}"
+    return f"{type(value).__name__} {str(value)[:40]!r}"
