@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
 LIBRARY = "draftheads"
 PAPERS = {"medusa": "[Medusa](https://arxiv.org/abs/2401.10774)"}
-
-
-def write_card(path: Path, config: dict[str, Any]) -> None:
-    """Write README.md for a head folder with this config.json."""
-    path.write_text(render_card(config) + "\n")
 
 
 def render_card(config: dict[str, Any]) -> str:

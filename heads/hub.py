@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.card import write_card
+from draftheads.heads.card import render_card
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TreeShape
@@ -68,8 +68,21 @@ def save_head(
         tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        write_card(staging / CARD, config)
+        (staging / CARD).write_text(render_card(config) + "\n")
     return Path(folder)
+
+
+def record_measured(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace the measurements in a head's config.json and card (rows as for `save_head`)."""
+    config = read_config(folder)
+    config["draftheads"]["measured"] = rows
+    for name, text in (
+        (CARD, render_card(config) + "\n"),
+        (CONFIG, json.dumps(config, indent=2) + "\n"),
+    ):
+        part = folder / f".{name}.part"
+        part.write_text(text)
+        os.replace(part, folder / name)
 
 
 def load_head(

@@ -1,9 +1,11 @@
-"""Attention masks of token trees, for full, sliding-window and chunked layers.
+"""Which models can follow a token tree, and the attention masks that make them.
 
 Legend: B batch, N tree nodes, S cache slots.
 """
 
 from __future__ import annotations
+
+import inspect
 
 import torch
 from torch import Tensor
@@ -54,3 +56,22 @@ class MaskBuilder:
             return mask_B1NS
         zeros = torch.zeros(mask_B1NS.shape, dtype=self.dtype, device=mask_B1NS.device)
         return zeros.masked_fill_(~mask_B1NS, torch.finfo(self.dtype).min)
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise ValueError, with the reason, for a model whose attention cannot follow a tree."""
+    config = model.config
+    kind = f"{type(model).__name__} ({config.name_or_path or config.model_type})"
+    if config.is_encoder_decoder:
+        raise ValueError(f"{kind} is an encoder-decoder; draft heads need a decoder-only causal LM")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{kind} keeps a recurrent state, which cannot be rolled back to the accepted tokens; "
+            "draft heads need a target with attention only"
+        )
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if getattr(config, "alibi", False) or not takes_positions:
+        raise ValueError(
+            f"{kind} derives positions from the attention mask (ALiBi); a token tree needs "
+            "position_ids. Use a target with rotary or learned positions"
+        )

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftheads.heads.base import Batch
 from draftheads.heads.cache import SlotCache
-from draftheads.heads.masks import MaskBuilder
+from draftheads.heads.masks import MaskBuilder, refuse_unsupported
 from draftheads.heads.tree import TokenTree
 
 PREFILL_CHUNK = 1024
@@ -52,7 +52,7 @@ class Target:
         name: str | None = None,
         revision: str | None = None,
     ) -> None:
-        _refuse_unsupported(model)
+        refuse_unsupported(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
@@ -84,9 +84,8 @@ class Target:
         """
         path = str(name_or_path)
         local = Path(path).expanduser()
-        if not local.is_dir() and (
-            local.is_absolute() or path.startswith((".", "~")) or local.is_file()
-        ):
+        is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+        if (is_path or local.exists()) and not (local / "config.json").is_file():
             raise FileNotFoundError(
                 f"target {path}: expected a folder with config.json, found none; "
                 "pass a model folder or a Hub id"
@@ -94,9 +93,13 @@ class Target:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if dtype == "auto" and device == "cpu" and device_map is None:
             dtype = "float32"
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, revision=revision, device_map=device_map
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, revision=revision, device_map=device_map
+            )
+        except OSError as error:  # transformers does not always say which model it speaks of
+            reason = str(error).strip().splitlines()[0]
+            raise OSError(f"target {path}: {reason}; pass a model folder or a Hub id") from error
         if device_map is None:
             model.to(device)
         has_tokenizer = (
@@ -269,24 +272,6 @@ class Target:
     def _concatenate(self, states: Sequence[Tensor], layers: Sequence[int]) -> Tensor:
         chosen = [states[layer].to(self.device) for layer in layers]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
-
-
-def _refuse_unsupported(model: PreTrainedModel) -> None:
-    config = model.config
-    kind = f"{type(model).__name__} ({config.name_or_path or config.model_type})"
-    if config.is_encoder_decoder:
-        raise ValueError(f"{kind} is an encoder-decoder; draft heads need a decoder-only causal LM")
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{kind} keeps a recurrent state, which cannot be rolled back to the accepted tokens; "
-            "draft heads need a target with attention only"
-        )
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    if getattr(config, "alibi", False) or not takes_positions:
-        raise ValueError(
-            f"{kind} derives positions from the attention mask (ALiBi); a token tree needs "
-            "position_ids. Use a target with rotary or learned positions"
-        )
 
 
 def _as_tuple(value: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tiny_targets import VOCABULARY, random_model, tiny_target
 
-from draftheads.heads.hub import find_head, head_target, load_head, save_head
+from draftheads.heads.hub import find_head, head_target, load_head, record_measured, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TreeShape
@@ -145,7 +145,7 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     def full_disk(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("draftheads.heads.hub.write_card", full_disk)
+    monkeypatch.setattr("draftheads.heads.hub.render_card", full_disk)
     with pytest.raises(OSError, match="No space left"):
         save_head(trained({"depth": 2}), tmp_path / "head", target=tiny_target())
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
@@ -179,6 +179,18 @@ def test_the_card_says_what_the_head_is(tmp_path):
     assert card.data.library_name == "draftheads"
     assert "| tokens | 9 |" in card.text
     assert "| 16 | 2.70 | 2.10 | 2.00 to 2.20 | True | a \\| b |" in card.text
+
+
+def test_measurements_are_added_without_touching_the_rest(tmp_path):
+    folder = save_head(trained({}), tmp_path / "head", target=tiny_target(), training={"a": 1})
+    (folder / "trainer").mkdir()
+    row = {"nodes": 4, "tokens_per_step": 2.0, "speedup": 1.5, "speedup_ci95": [1.4, 1.6]}
+    record_measured(folder, [{**row, "lossless": True}])
+    assert "| 4 | 2.00 | 1.50 |" in (folder / "README.md").read_text()
+    assert load_head(folder, target=tiny_target()).depth == 4
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "model.safetensors", "README.md", "trainer"
+    }  # fmt: skip
 
 
 def test_published_and_loaded_by_id(hub, tmp_path):

@@ -1,0 +1,259 @@
+"""The `draftheads` command: distill, train, bench, chat, publish, demo.
+
+A mistake of the user's ends with one line (expected, got, next step) and exit code 2; Ctrl-C with
+130. Set DRAFTHEADS_DEBUG=1 to see the traceback of the former.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.logging import RichHandler
+
+from draftheads.scripts.options import (
+    Device,
+    Dtype,
+    IsTypical,
+    MaybeTarget,
+    Prompts,
+    PromptWords,
+    Seed,
+    TargetName,
+    Temperature,
+    TopK,
+    TopP,
+    json_object,
+    load_head,
+    load_target,
+    rule,
+    set_threads,
+    spread,
+)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train small draft heads on a frozen causal LM, and generate faster with them.",
+)
+
+
+@app.command()
+def distill(
+    target: TargetName,
+    prompts: Prompts,
+    out: Annotated[
+        Path, typer.Option("--out", help="folder to write; an unfinished one is continued")
+    ],
+    temperature: Temperature = 0.3,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="prompts answered together")] = 32,
+    limit: Annotated[int | None, typer.Option(min=1, help="use only the first N prompts")] = None,
+    prompt_words: PromptWords = None,
+    split: Annotated[str, typer.Option(help="split of a Hub data set")] = "train",
+    skip_empty: Annotated[
+        bool, typer.Option("--skip-empty", help="pass over empty prompts")
+    ] = False,
+    max_turns: Annotated[
+        int | None, typer.Option(min=1, help="user turns per conversation")
+    ] = None,
+    template_args: Annotated[str, typer.Option(help="chat template variables, as JSON")] = "{}",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    seed: Seed = 0,
+) -> None:
+    """Let the target answer prompts; its own tokens become the training set."""
+    from draftheads.train.distill import DistillOptions
+    from draftheads.train.distill import distill as run
+    from draftheads.train.prompts import read_prompts
+
+    options = DistillOptions(
+        out=out,
+        source=prompts,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        max_turns=max_turns,
+        template_args=json_object("--template-args", template_args),
+    )
+    texts = read_prompts(
+        prompts, split=split, limit=limit, prompt_words=prompt_words, skip_empty=skip_empty
+    )
+    run(load_target(target, dtype, device), texts, options)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def train(
+    recipe: Annotated[Path, typer.Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
+) -> None:
+    """Train heads in this process; for several, `accelerate launch train/medusa.py RECIPE.yaml`."""
+    from draftheads.train.medusa import main as run
+
+    raise typer.Exit(run([str(recipe), *(overrides or [])]))
+
+
+@app.command()
+def bench(
+    target: TargetName,
+    head: Annotated[
+        list[str], typer.Option("--head", help="head folder, run folder or Hub id; repeatable")
+    ],
+    prompts: Prompts,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    nodes: Annotated[
+        list[int] | None, typer.Option(min=1, help="draft nodes to try; repeatable")
+    ] = None,
+    tree: Annotated[str | None, typer.Option(help="a tree: 4,2,1 or [[0],[0,0]]")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="use only the first N prompts")] = 16,
+    repetitions: Annotated[int, typer.Option(min=1, help="runs of every prompt")] = 3,
+    prompt_words: PromptWords = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    typical: IsTypical = False,
+    json_out: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+    plot: Annotated[Path | None, typer.Option(help="write a PNG here")] = None,
+    card: Annotated[
+        bool, typer.Option("--card", help="write the figures into the head's model card")
+    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Measure heads against `generate` and against this engine without drafts, in one process."""
+    from draftheads.heads.tree import parse_tree
+    from draftheads.infer.bench import bench as run
+    from draftheads.infer.plot import plot as draw
+    from draftheads.infer.race import BenchOptions
+    from draftheads.infer.report import print_report, write_json
+    from draftheads.scripts.journey import head_names, opening_ids, write_measured
+
+    set_threads(threads)
+    model = load_target(target, dtype, device)
+    shape = parse_tree(tree) if tree else None
+    names = head_names(head)
+    heads = {
+        name: (drafts, shape or drafts.tree)
+        for name, drafts in zip(names, (load_head(source, model) for source in head), strict=True)
+    }
+    options = BenchOptions(
+        max_new_tokens=max_new_tokens,
+        sampling=rule(temperature, top_p, top_k, typical, seed),
+        repetitions=repetitions,
+        nodes=nodes or (),
+        seed=seed,
+    )
+    report = run(model, heads, opening_ids(model, prompts, prompt_words, limit), options)
+    print_report(report)
+    if json_out:
+        write_json(report, json_out)
+    if plot:
+        draw(report, plot)
+    if card:
+        for source, name in zip(head, names, strict=True):
+            write_measured(source, name, report)
+
+
+@app.command()
+def chat(
+    head: Annotated[str, typer.Option("--head", help="head folder, run folder or Hub id")],
+    target: MaybeTarget = None,
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    typical: IsTypical = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="draft nodes per step")] = None,
+    show_accepted: Annotated[
+        bool, typer.Option("--show-accepted", help="colour accepted drafts")
+    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Talk with the target, its answers sped up by the heads."""
+    from draftheads.heads.hub import head_target
+    from draftheads.infer.chat import ChatOptions
+    from draftheads.infer.chat import chat as run
+    from draftheads.infer.engine import Speculator
+
+    set_threads(threads)
+    name, revision = (target, None) if target else head_target(head)
+    model = load_target(name, dtype, device, revision)
+    drafts = load_head(head, model)
+    run(
+        Speculator(model, drafts, tree=drafts.tree.head(nodes) if nodes else None),
+        ChatOptions(
+            system=system,
+            sampling=rule(temperature, top_p, top_k, typical, seed),
+            max_new_tokens=max_new_tokens,
+            show_accepted=show_accepted,
+        ),
+    )
+
+
+@app.command()
+def publish(
+    folder: Annotated[Path, typer.Argument(help="a head folder or a run folder")],
+    repo_id: Annotated[str, typer.Argument(help="user/name on the Hub")],
+    public: Annotated[bool, typer.Option("--public", help="make a new repository public")] = False,
+) -> None:
+    """Upload a checked head folder to the Hub (private unless --public)."""
+    from draftheads.scripts.publish import publish as run
+
+    print(run(folder, repo_id, public=public))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="folder for everything the demo makes")] = Path(
+        "out/demo"
+    ),
+) -> None:
+    """Distill, train, bench and chat on the embedded target: a few minutes of CPU, no network."""
+    from draftheads.scripts.demo import demo as run
+
+    run(out)
+
+
+def main() -> None:
+    """The console script."""
+    log = logging.getLogger("draftheads")
+    log.addHandler(RichHandler(show_time=False, show_path=False))
+    log.propagate = False
+    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    try:
+        app(spread(sys.argv[1:]))
+    except (ValueError, OSError) as error:  # the user's mistakes, by this project's convention
+        if os.environ.get("DRAFTHEADS_DEBUG"):
+            raise
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _one_line(error: Exception) -> str:
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The whole journey on the embedded target: distill, train, bench, and a sample chat. CPU only, no
+network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+
+import transformers
+from rich.console import Console
+
+from draftheads.heads.hub import load_head
+from draftheads.heads.target import Target
+from draftheads.infer.bench import bench
+from draftheads.infer.chat import sample_chat
+from draftheads.infer.engine import Speculator
+from draftheads.infer.race import BenchOptions
+from draftheads.infer.report import BenchReport, print_report, write_json
+from draftheads.scripts.journey import opening_ids
+from draftheads.train.distill import DistillOptions, distill
+from draftheads.train.loop import fit
+from draftheads.train.prompts import read_prompts
+from draftheads.train.recipe import load_recipe
+
+NODES = (8, 16, 32, 60)
+BENCH_PROMPTS = 16
+QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json.dumps do?")
+
+
+def recipes() -> Path:
+    """The folder of recipes that was installed, the demo target and its prompts in it."""
+    return Path(str(files("draftheads.recipes")))
+
+
+def demo(out: Path) -> BenchReport:
+    """Run the journey below `out`; what is there already is continued or kept. Returns the bench
+    report.
+    """
+    console, began = Console(), time.monotonic()
+    transformers.logging.disable_progress_bar()
+    target = Target.load(recipes() / "demo_target")
+    millions = sum(p.numel() for p in target.model.parameters()) / 1e6
+    console.print(
+        f"The target: a Llama of {millions:.1f} M parameters that answers questions about Python's "
+        "standard library. It stays frozen."
+    )
+    with _stage(
+        console, "1 of 4: distill - the target answers prompts, its tokens become the data"
+    ):
+        prompts = read_prompts(recipes() / "demo-prompts.jsonl")
+        distill(
+            target, prompts, DistillOptions(out=out / "data", max_new_tokens=128, batch_size=64)
+        )
+    with _stage(console, "2 of 4: train - four Medusa heads learn to guess the next tokens"):
+        places = {"target": target.name, "data.path": out / "data", "run.output": out / "run"}
+        recipe = recipes() / "demo-medusa.yaml"
+        fit(load_recipe(recipe, [f"{key}={value}" for key, value in places.items()]))
+    with _stage(console, "3 of 4: bench - held-out prompts, against transformers' generate"):
+        head = load_head(out / "run", target=target)
+        held_out = str(recipes() / "demo-heldout.jsonl")
+        ids = opening_ids(target, held_out, None, BENCH_PROMPTS)
+        report = bench(target, {"medusa": head}, ids, BenchOptions(repetitions=2, nodes=NODES))
+        write_json(report, out / "bench.json")
+        print_report(report, console)
+    best = max(report.heads, key=lambda result: result.speedup)
+    with _stage(
+        console, f"4 of 4: chat - with {best.nodes} draft nodes; accepted drafts are coloured"
+    ):
+        tree = head.tree.head(best.nodes or len(head.tree.paths))
+        sample_chat(Speculator(target, head, tree=tree), QUESTIONS, console=console)
+    console.print(
+        f"\n{best.speedup:.2f} times as fast as generate, {best.tokens_per_step:.2f} tokens per "
+        f"step, lossless: {best.lossless}. All of it took {time.monotonic() - began:.0f} s.\n"
+        f"Go on:  draftheads chat --head {out / 'run'}"
+    )
+    return report
+
+
+@contextmanager
+def _stage(console: Console, title: str) -> Iterator[None]:
+    console.rule(f"[bold]{title}")
+    began = time.monotonic()
+    yield
+    console.print(f"[dim]{time.monotonic() - began:.0f} s")

@@ -1,0 +1,101 @@
+"""Options that several commands share, and what they stand for. Heavy imports wait until they are
+used.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from draftheads.heads.base import DraftHead
+    from draftheads.heads.target import Target
+    from draftheads.infer.accept import Acceptance
+
+TargetName = Annotated[str, typer.Option("--target", help="target model: a folder or a Hub id")]
+MaybeTarget = Annotated[
+    str | None, typer.Option("--target", help="target model; default: the one the head records")
+]
+Prompts = Annotated[
+    str, typer.Option("--prompts", help="a prompt file, a folder of them, or a Hub data set")
+]
+PromptWords = Annotated[
+    int | None,
+    typer.Option("--prompt-words", min=1, help="use the first N words of plain texts as prompts"),
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16")]
+Device = Annotated[
+    str | None, typer.Option("--device", help="e.g. cuda:0; default: CUDA if there is one")
+]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy")]
+TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="probability mass kept")]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help="tokens kept; 0 keeps all")]
+IsTypical = Annotated[
+    bool, typer.Option("--typical", help="Medusa's typical acceptance: faster, but LOSSY")
+]
+Seed = Annotated[int, typer.Option("--seed", help="of all draws")]
+
+
+def load_target(name: str, dtype: str, device: str | None, revision: str | None = None) -> Target:
+    """The target, with transformers' own chatter silenced."""
+    import transformers
+
+    from draftheads.heads.target import Target
+
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    return Target.load(name, dtype=dtype, device=device, revision=revision)
+
+
+def load_head(name: str, target: Target) -> DraftHead:
+    """A head for `target`."""
+    from draftheads.heads.hub import load_head
+
+    return load_head(name, target=target)
+
+
+def rule(temperature: float, top_p: float, top_k: int, typical: bool, seed: int) -> Acceptance:
+    """The acceptance rule that these options ask for."""
+    from draftheads.infer.accept import Greedy, Sampled, Typical
+
+    if typical:
+        rule: Acceptance = Typical(temperature=temperature or 0.7)
+    elif temperature == 0:
+        rule = Greedy()
+    else:
+        rule = Sampled(temperature=temperature, top_p=top_p, top_k=top_k)
+    rule.seed(seed)
+    return rule
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """An option's value as a JSON object. Raises ValueError when it is none."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option}: expected a JSON object, got {text!r} ({error.msg})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{option}: expected a JSON object, got {text!r}")
+    return value
+
+
+def spread(arguments: list[str]) -> list[str]:
+    """`--head A B` as `--head A --head B`, likewise --nodes: click options take one value each."""
+    spreading, out = "", []
+    for argument in arguments:
+        if argument.startswith("-"):
+            spreading = argument if argument in ("--head", "--nodes") else ""
+            out += [] if spreading else [argument]
+        else:
+            out += [spreading, argument] if spreading else [argument]
+    return out
+
+
+def set_threads(threads: int | None) -> None:
+    """Limit torch to so many CPU threads."""
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)

@@ -1,0 +1,146 @@
+"""The promise: streamed text is the decoded text, character for character, however it is split."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from conftest import DATA
+from tiny_chat import END, byte_tokenizer
+from transformers import AutoTokenizer
+
+from draftheads.infer.text import REPLACEMENT, StopStrings, TextStream, encode_prompt
+
+TEXT = "Grüße, 世界! 👩‍👩‍👧 \U0001f1ea\U0001f1fa naïve\n\n  two  spaces and 𝔘𝔫𝔦𝔠𝔬𝔡𝔢."
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+def tokenizers():
+    yield "bytes"
+    yield from ("qwen2.5", "minimind-6400")
+
+
+@pytest.fixture(params=tokenizers())
+def tokenizer(request):
+    if request.param == "bytes":
+        return byte_tokenizer()
+    folder = DATA / "tokenizers" / request.param
+    if not folder.is_dir():
+        pytest.skip(f"real tokenizer not found at {folder}")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def pieces_of(tokens: list[int], seed: int) -> list[list[int]]:
+    """The tokens in runs of 0 to 4, as speculative steps bring them."""
+    chance, pieces = random.Random(seed), []
+    while tokens:
+        size = chance.randint(0, 4)
+        pieces.append(tokens[:size])
+        tokens = tokens[size:]
+    return pieces
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streamed_text_is_the_decoded_text(tokenizer, seed):
+    tokens = tokenizer(TEXT)["input_ids"]
+    stream = TextStream(tokenizer)
+    pieces = [stream.feed(piece) for piece in pieces_of(tokens, seed)]
+    assert not any(REPLACEMENT in piece for piece in pieces)
+    assert "".join(pieces) + stream.flush() == tokenizer.decode(tokens) == TEXT
+
+
+def test_text_comes_token_by_token_once_its_characters_are_whole(tokenizer):
+    stream, shown = TextStream(tokenizer), []
+    for token in tokenizer("ab 👩 c")["input_ids"]:
+        shown.append(stream.feed([token]))
+    assert sum(map(bool, shown)) >= 3, "nothing is held back that is complete"
+    assert "".join(shown) == "ab 👩 c"
+
+
+def test_a_first_piece_of_spaces_keeps_its_spaces(stories):
+    """SentencePiece decoders drop the first space: a stream that knows the prompt does not."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    tokens = tokenizer("Once upon a time there was")["input_ids"]
+    stream = TextStream(tokenizer)
+    start = stream.feed(tokens[:-3])
+    rest = "".join(stream.feed([token]) for token in tokens[-3:]) + stream.flush()
+    assert start + rest == "Once upon a time there was"
+
+
+def test_an_unfinished_character_is_shown_at_the_end():
+    tokenizer = byte_tokenizer()
+    stream = TextStream(tokenizer)
+    tokens = tokenizer("a👩")["input_ids"][:-1]
+    assert stream.feed(tokens[:1]) == "a"
+    assert [stream.feed([token]) for token in tokens[1:]] == ["", "", ""]
+    assert REPLACEMENT in stream.flush()
+    assert stream.flush() == ""
+
+
+def test_special_tokens_are_not_shown_unless_asked_for():
+    tokenizer = byte_tokenizer()
+    tokens = [*tokenizer("a")["input_ids"], END, *tokenizer("b")["input_ids"]]
+    assert TextStream(tokenizer).feed(tokens) == "ab"
+    assert TextStream(tokenizer, skip_special_tokens=False).feed(tokens) == "a<|im_end|>b"
+
+
+def completed_at(tokenizer, stop: list[str], text: str) -> int | None:
+    stops = StopStrings(tokenizer, stop)
+    tokens = tokenizer(text)["input_ids"]
+    hits = [place for place, token in enumerate(tokens) if stops.completed_by(token)]
+    return hits[0] if hits else None
+
+
+def test_a_stop_string_is_found_across_tokens(tokenizer):
+    text = "one two\nUser: three"
+    place = completed_at(tokenizer, ["never", "\nUser:"], text)
+    tokens = tokenizer(text)["input_ids"]
+    assert "\nUser:" in tokenizer.decode(tokens[: place + 1])
+    assert "\nUser:" not in tokenizer.decode(tokens[:place])
+
+
+def test_stop_strings_of_different_lengths_and_of_many_bytes():
+    tokenizer = byte_tokenizer()
+    assert completed_at(tokenizer, ["a long stop string", "x"], "abcx") == 3
+    assert completed_at(tokenizer, ["x", "a long stop string"], "abc") is None
+    assert completed_at(tokenizer, ["👩"], "a👩b") == 4, "the last of its four bytes"
+    assert completed_at(tokenizer, ["<|im_end|>"], "a<|im_end|>") == 1, "special tokens count"
+
+
+@pytest.mark.parametrize("stop", ["a string", [""], ["x", ""]])
+def test_stop_strings_must_be_a_list_of_strings(stop):
+    with pytest.raises(ValueError, match="list of non-empty strings"):
+        StopStrings(byte_tokenizer(), stop)
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(ValueError, match="no"):
+        StopStrings(None, ["x"])
+
+
+def test_a_conversation_is_rendered_ready_for_the_answer():
+    tokenizer = byte_tokenizer()
+    text = tokenizer.decode(encode_prompt(tokenizer, MESSAGES))
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_without_template_messages_are_joined_and_text_is_taken_as_it_is():
+    tokenizer = byte_tokenizer(template=None)
+    assert tokenizer.decode(encode_prompt(tokenizer, MESSAGES)) == "Be brief.\nHi"
+    assert tokenizer.decode(encode_prompt(tokenizer, "a  b")) == "a  b"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "message"),
+    [
+        (None, "Hi", "no tokenizer; pass token ids"),
+        (byte_tokenizer(), "", "prompt is empty"),
+        (byte_tokenizer(template=None), [{"role": "user", "content": ""}], "prompt is empty"),
+    ],
+)
+def test_prompts_that_cannot_be_encoded(tokenizer, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        encode_prompt(tokenizer, prompt)

@@ -1,0 +1,122 @@
+"""A tiny target on disk, answers that it wrote, and recipes to train heads on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from draftheads.heads.target import Target
+from draftheads.train.answers import Answer, write_manifest
+from draftheads.train.recipe import Recipe
+
+VOCABULARY, HIDDEN, CONTEXT = 97, 32, 128
+
+
+def tiny_model() -> LlamaForCausalLM:
+    """A random Llama whose greedy text does not fall into a loop at once."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=CONTEXT,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8.0)
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    return model.eval()
+
+
+def tiny_target() -> Target:
+    return Target(tiny_model(), name="tiny")
+
+
+def write_target(folder: Path) -> Path:
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+def conversation(target: Target, prompt: Sequence[int], new_tokens: int) -> Answer:
+    """A prompt and the target's greedy answer."""
+    ids = torch.tensor([prompt])
+    out = target.model.generate(
+        ids, max_new_tokens=new_tokens, do_sample=False, attention_mask=torch.ones_like(ids)
+    )
+    return Answer(out[0].tolist(), [(len(prompt), len(prompt) + new_tokens)])
+
+
+def random_answers(count: int, seed: int = 0) -> list[Answer]:
+    """Documents of 5 to 40 random tokens, of which a random span is learned."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    answers = []
+    for _ in range(count):
+        length = draw(5, 40)
+        start = draw(1, length - 2)
+        tokens = torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
+        answers.append(Answer(tokens, [(start, draw(start + 1, length + 1))]))
+    return answers
+
+
+def write_answers(folder: Path, answers: Sequence[Answer], fingerprint: str | None = None) -> Path:
+    """A finished distillation folder."""
+    folder.mkdir(parents=True)
+    lines = [
+        {"id": n, "tokens": a.tokens, "learn": a.learn, "turns": 1, "finish": "eos"}
+        for n, a in enumerate(answers)
+    ]
+    (folder / "answers-00000-of-00001.jsonl").write_text(
+        "".join(json.dumps(x) + "\n" for x in lines)
+    )
+    manifest: dict[str, Any] = {
+        "format": 1,
+        "target": {"name": "tiny", "fingerprint": fingerprint},
+        "batch_size": 4,
+        "prompts": {"count": len(answers)},
+        "complete": True,
+        "counts": {"done": len(answers)},
+    }
+    write_manifest(folder, manifest)
+    return folder
+
+
+def tiny_recipe(folder: Path, **run: Any) -> dict[str, Any]:
+    """A recipe of seconds; the folder holds `target` and `data`."""
+    return {
+        "target": str(folder / "target"),
+        "data": {
+            "path": str(folder / "data"),
+            "sequence_length": 64,
+            "rows_per_batch": 2,
+            "heldout": 0.1,
+        },
+        "head": {"depth": 3, "nodes": 7},
+        "optim": {"lr": 3e-3},
+        "run": {
+            "output": str(folder / "run"),
+            "steps": 6,
+            "tokens_per_step": 256,
+            "save_every": 100,
+            "log_every": 1,
+            **run,
+        },
+    }
+
+
+def recipe_of(values: dict[str, Any]) -> Recipe:
+    return Recipe.model_validate(values)
