@@ -193,17 +193,16 @@ class MedusaHead(DraftHead):
     def _depths(self, batch: Batch) -> Iterator[tuple[int, Tensor, Tensor]]:
         """For each depth k: the mask of positions i that learn tokens[i + k], and those tokens.
 
-        Both ends must be the target's own words of one document, as they are when the heads are
-        used.
+        Everything from i to i + k must be the target's own words of one document, as it is when
+        the heads are used.
         """
+        here_BT = batch.learn_BT
         for k in range(1, self.depth + 1):
+            same_BT = batch.documents_BT[:, :-k] == batch.documents_BT[:, k:]
+            reached_BT = here_BT[:, :-k] & batch.learn_BT[:, k:] & same_BT
             here_BT = torch.zeros_like(batch.learn_BT)
-            here_BT[:, :-k] = (
-                batch.learn_BT[:, :-k]
-                & batch.learn_BT[:, k:]
-                & (batch.documents_BT[:, :-k] == batch.documents_BT[:, k:])
-            )
-            yield k, here_BT, batch.tokens_BT[:, k:][here_BT[:, :-k]]
+            here_BT[:, :-k] = reached_BT
+            yield k, here_BT, batch.tokens_BT[:, k:][reached_BT]
 
     @property
     def _rows(self) -> int:

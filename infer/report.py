@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -165,26 +166,23 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
 
 def table(report: BenchReport) -> Table:
     """One row per contestant, `generate` first."""
-    made = Table(title=f"{report.settings['target']}: {report.settings['sampling']}")
-    made.add_column("contestant", overflow="fold")
-    for name in ("nodes", "tokens/step", "tokens/s", "speedup", "95 %", "draft", "verify"):
+    title = f"{report.settings['target']}: {report.settings['sampling']}"
+    made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1))
+    made.add_column("contestant", overflow="fold", min_width=10)
+    for name in ("tok/step", "tok/s", "speedup", "95 %", "draft", "verify", "lossless"):
         made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("lossless", justify="center")
     plain = report.plain
-    made.add_row(
-        "generate", "", "", f"{plain.baseline_tokens_per_second:.1f}", "1.00", "", "", "", ""
-    )
+    made.add_row("generate", "", f"{plain.baseline_tokens_per_second:.0f}", "1.00")
     for result in (plain, *report.heads):
         low, high = result.speedup_ci95
         made.add_row(
             result.name,
-            "-" if result.nodes is None else str(result.nodes),
             f"{result.tokens_per_step:.2f}",
-            f"{result.tokens_per_second:.1f}",
+            f"{result.tokens_per_second:.0f}",
             f"{result.speedup:.2f}",
             f"{low:.2f}-{high:.2f}",
-            f"{result.draft_seconds * 1e3:.2f} ms",
-            f"{result.verify_seconds * 1e3:.2f} ms",
+            f"{result.draft_seconds * 1e3:.2f}",
+            f"{result.verify_seconds * 1e3:.2f}",
             _yes_no(result),
             style="bold red" if result.lossless is False else None,
         )
@@ -203,8 +201,8 @@ def footnotes(report: BenchReport) -> list[str]:
     notes = [
         "generate: transformers' own. plain: this engine without a drafter, so that its own gain "
         "and the heads' can be told apart.",
-        "tokens/step: tokens per forward of the target, its own bonus token counted; 1.00 is no "
-        "gain. draft, verify: mean time per step.",
+        "name@N: a tree of N draft nodes. tok/step: tokens per forward of the target, its own "
+        "bonus token counted; 1.00 is no gain. draft, verify: milliseconds per step.",
         f"speedup: tokens per second over generate's, prompt included; 95 % bootstrap interval "
         f"over {settings['prompts']} prompts, runs interleaved in one process.",
         plain.lossless_reason

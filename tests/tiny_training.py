@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from safetensors.torch import load_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.target import Target
 from draftheads.train.answers import Answer, write_manifest
+from draftheads.train.medusa import main
 from draftheads.train.recipe import Recipe
 
 VOCABULARY, HIDDEN, CONTEXT = 97, 32, 128
@@ -120,3 +123,19 @@ def tiny_recipe(folder: Path, **run: Any) -> dict[str, Any]:
 
 def recipe_of(values: dict[str, Any]) -> Recipe:
     return Recipe.model_validate(values)
+
+
+def run(made: Path, output: Path, *overrides: str) -> int:
+    """`train/medusa.py` in this process."""
+    recipe = output.parent / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(output))))
+    return main([str(recipe), *overrides])
+
+
+def weights(output: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(output / f"step-{step:06d}" / "model.safetensors")
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)

@@ -1,0 +1,172 @@
+"""The promise: every learned token is trained on once per epoch, documents do not see each other,
+and a step's rows do not depend on how many processes share them.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tiny_training import VOCABULARY, random_answers, tiny_target
+
+from draftheads.heads.base import Batch
+from draftheads.train.answers import Answer
+from draftheads.train.batches import Documents, Order, Rows, accumulation, share
+from draftheads.train.features import Features
+
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def documents() -> Documents:
+    return Documents.read(random_answers(50))
+
+
+def whole(rows: Rows) -> Batch:
+    return rows.batch(range(len(rows)))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_learned_token_stands_in_one_row(documents, pack):
+    rows = Rows(documents, documents.spans, LENGTH, pack=pack, seed=3)
+    batch = whole(rows)
+    expected = documents.tokens_N[documents.learn_N].sort().values
+    assert batch.tokens_BT[batch.learn_BT].sort().values.tolist() == expected.tolist()
+    assert sum(rows.learned) == int(batch.learn_BT.sum()) == len(expected)
+    assert sum(rows.sizes) == int((batch.documents_BT >= 0).sum())
+    assert batch.tokens_BT.shape[1] <= LENGTH
+    if not pack:
+        assert len(rows) == len(documents.spans)
+
+
+def test_packing_fills_rows(documents):
+    rows = Rows(documents, documents.spans, 256, pack=True, seed=0)
+    assert sum(rows.sizes[:-1]) / (256 * (len(rows) - 1)) > 0.9
+
+
+def test_rows_look_like_this():
+    answers = [Answer([11, 12, 13, 14], [(1, 4)]), Answer([21, 22, 23], [(1, 2)])]
+    documents = Documents.read(answers)
+    batch = Rows(documents, documents.spans, 9, pack=True, seed=2).batch([0])
+    tall = Rows(Documents.read(answers[:1] * 3), [(0, 4), (4, 8), (8, 12)], 9, pack=True, seed=0)
+    order = [answers[n] for n in (0, 1)]
+    if batch.tokens_BT[0, 0] == 21:
+        order.reverse()
+    tokens = [token for answer in order for token in answer.tokens]
+    assert batch.tokens_BT.tolist() == [tokens]
+    first = len(order[0].tokens)
+    assert batch.positions_BT.tolist() == [[*range(first), *range(7 - first)]]
+    assert batch.documents_BT.tolist() == [[0] * first + [1] * (7 - first)]
+    padded = tall.batch([0, 1])
+    assert padded.tokens_BT[1].tolist() == [11, 12, 13, 14, 0, 0, 0, 0]
+    assert padded.learn_BT[1].int().tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+    assert padded.positions_BT[1].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert padded.documents_BT[1].tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
+
+
+def test_packed_features_equal_those_of_a_document_alone(documents):
+    target = tiny_target()
+    rows = Rows(documents, documents.spans[:12], LENGTH, pack=True, seed=0)
+    batch = whole(rows)
+    features_BTD = target.features(batch, [-1])
+    seen = 0
+    for row, pieces in enumerate(rows.rows):
+        end = 0
+        for start, stop in pieces:
+            ids = documents.tokens_N[start:stop].long()[None]
+            with torch.no_grad():
+                states = target.model.model(ids, use_cache=False).last_hidden_state[0]
+            got = features_BTD[row, end + 1 : end + stop - start]  # the law: state i predicts i + 1
+            torch.testing.assert_close(got, states[:-1], rtol=1e-5, atol=1e-5)
+            end += stop - start
+            seen += 1
+    assert seen == 12
+    assert len(rows) < 12, "some rows must hold several documents for this to mean anything"
+
+
+def test_cached_features_are_the_same(documents):
+    target = tiny_target()
+    rows = Rows(documents, documents.spans[:12], LENGTH, pack=True, seed=0)
+    numbers = [0, 2, 1]
+    batch = rows.batch(numbers)
+    plain = Features(target, rows, [0, -1], cache_gb=0)(numbers, batch)
+    one_row = rows.sizes[0] * plain.shape[-1] * 4 / 1e9
+    for room in (1.0, one_row):
+        cached = Features(target, rows, [0, -1], cache_gb=room)
+        first = cached(numbers, batch)
+        assert torch.equal(cached(numbers, batch), first)
+        inside = batch.documents_BT >= 0
+        torch.testing.assert_close(first[inside], plain[inside], rtol=1e-5, atol=1e-5)
+
+
+def test_a_long_document_is_cut_and_no_first_token_is_learned():
+    documents = Documents.read([Answer(list(range(20)), [(6, 20)])])
+    rows = Rows(documents, documents.spans, 8, pack=True, seed=0)
+    batch = whole(rows)
+    assert rows.cut == 2
+    assert not (batch.learn_BT & (batch.positions_BT == 0)).any()
+    learned = sorted(batch.tokens_BT[batch.learn_BT].tolist())
+    assert learned == [6, 7, *range(9, 16), *range(17, 20)]
+
+
+def test_pieces_without_learned_tokens_are_left_out():
+    documents = Documents.read([Answer(list(range(20)), [(18, 20)])])
+    rows = Rows(documents, documents.spans, 8, pack=True, seed=0)
+    assert whole(rows).tokens_BT.tolist() == [[16, 17, 18, 19]]
+
+
+def test_an_epoch_is_every_row_once():
+    order = Order(rows=21, rows_per_step=7, seed=5)
+    epochs = [[row for s in (0, 1, 2) for row in order.step(3 * e + s)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(21)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert order.steps(2) == 6
+
+
+def test_processes_and_accumulation_only_divide_a_step():
+    order = Order(rows=100, rows_per_step=16, seed=1)
+    for step in (0, 6, 1000):
+        rows = order.step(step)
+        assert rows == Order(100, 16, 1).step(step), "nothing is remembered between steps"
+        for world, size in itertools.product([1, 2, 4], [1, 2, 4]):
+            parts = [share(rows, size, rank, world) for rank in range(world)]
+            assert len({len(part) for part in parts}) == 1
+            assert sorted(r for part in parts for micro in part for r in micro) == sorted(rows)
+
+
+def test_accumulation_is_derived_and_rounding_is_said():
+    assert accumulation(4096, 4, 256, 2) == (2, "")
+    count, note = accumulation(5000, 4, 256, 1)
+    assert count == 5
+    assert "using 5120" in note
+    assert accumulation(10, 4, 256, 1)[0] == 1
+
+
+def test_heldout_documents_are_apart_and_always_the_same(documents):
+    train, apart = documents.split(0.1)
+    assert len(apart) == 5
+    assert sorted(train + apart) == documents.spans
+    assert documents.split(0.1) == (train, apart)
+    assert len(documents.split(0.001)[1]) == 1
+    single = Documents.read(random_answers(1))
+    assert single.split(0.02) == (single.spans, single.spans)
+    pair = Documents.read(random_answers(2))
+    assert [len(part) for part in pair.split(0.5)] == [1, 1]
+
+
+def test_copies_of_heldout_documents_are_not_trained_on():
+    documents = Documents.read(random_answers(10) * 3)
+    train, apart = documents.split(0.1)
+
+    def texts(spans):
+        return {tuple(documents.tokens_N[start:stop].tolist()) for start, stop in spans}
+
+    assert len(apart) == 3
+    assert not texts(train) & texts(apart)
+    assert texts(train) | texts(apart) == texts(documents.spans)
+
+
+def test_frequent_tokens_count_what_the_target_wrote():
+    answers = [Answer([5, 5, 5, 7, 7, 9], [(3, 6)]), Answer([5, 9, 9, 8], [(1, 4)])]
+    assert Documents.read(answers).frequent_tokens(3, VOCABULARY) == [9, 7, 8]

@@ -1,0 +1,200 @@
+"""The promise: a mistake gets one clear line (expected, got, next step) and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_chat import llama
+from tiny_targets import random_model
+
+from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.medusa import MedusaHead
+from draftheads.scripts import cli
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Type a command; gives (exit code, output, error lines)."""
+
+    def typed(*words: object) -> tuple[int, str, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["draftheads", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if line.startswith("error:")]
+        return int(stopped.value.code or 0), captured.out, errors
+
+    return typed
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory) -> Path:
+    """A tiny chat model in a folder."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny = llama()
+    tiny.model.save_pretrained(folder)
+    tiny.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def prompt_file(folder: Path, *lines: str) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def questions(folder: Path, count: int = 12) -> Path:
+    return prompt_file(folder, *(json.dumps({"prompt": f"question {n}"}) for n in range(count)))
+
+
+def recipe(folder: Path, target: Path, **run_choices: object) -> Path:
+    path = folder / "recipe.yaml"
+    choices = {
+        "target": str(target),
+        "data": {"path": str(folder / "data"), "sequence_length": 64, "rows_per_batch": 2},
+        "head": {"kind": "medusa", "depth": 2, "nodes": 6},
+        "run": {
+            "output": str(folder / "run"),
+            "steps": 2,
+            "tokens_per_step": 128,
+            "save_every": 2,
+            **run_choices,
+        },
+    }
+    path.write_text(yaml.safe_dump(choices))
+    return path
+
+
+def failed(answer: tuple[int, str, list[str]], *parts: str) -> None:
+    code, _, errors = answer
+    assert code == 2
+    assert len(errors) == 1, "exactly one line"
+    for part in parts:
+        assert part in errors[0]
+
+
+def test_the_whole_journey(run, target, tmp_path):
+    """distill, train, bench with figures in the card, then chat, as a user types them."""
+    source = questions(tmp_path)
+    made = run("distill", "--target", target, "--prompts", source, "--out", tmp_path / "data",
+               "--max-new-tokens", 40, "--temperature", 1.0)  # fmt: skip
+    assert made[0] == 0
+    assert "12 prompts = 12 done + 0 skipped + 0 failed" in made[1]
+    assert run("train", recipe(tmp_path, target))[0] == 0
+    report = tmp_path / "bench.json"
+    bench = ["bench", "--target", target, "--head", tmp_path / "run", "--prompts", source]
+    code, table, _ = run(*bench, "--limit", 3, "--max-new-tokens", 8, "--repetitions", 1,
+                         "--nodes", 2, 4, "--json", report, "--card")  # fmt: skip
+    assert code == 0 and "run@4" in table
+    heads = json.loads(report.read_text())["heads"]
+    assert [(head["name"], head["lossless"]) for head in heads] == [
+        ("run@2", True),
+        ("run@4", True),
+    ]
+    assert "| 4 |" in (tmp_path / "run" / "best" / "README.md").read_text()
+    assert load_head(tmp_path / "run").depth == 2
+
+
+def test_broken_line_of_a_prompt_file(run, target, tmp_path):
+    lines = [json.dumps({"prompt": f"question {n}"}) for n in range(20)]
+    lines[16] = '{"prompt": "question'
+    source = prompt_file(tmp_path, *lines)
+    answer = run("distill", "--target", target, "--prompts", source, "--out", tmp_path / "data")
+    failed(answer, "prompts.jsonl", "17")
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("command", ["distill", "bench"])
+def test_missing_prompt_file(run, target, tmp_path, command):
+    questions(tmp_path)
+    save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
+    rest = ["--out", tmp_path / "data"] if command == "distill" else ["--head", tmp_path / "head"]
+    answer = run(command, "--target", target, "--prompts", tmp_path / "promts.jsonl", *rest)
+    failed(answer, "promts.jsonl", "did you mean", "prompts.jsonl")
+
+
+def test_empty_prompt(run, target, tmp_path):
+    source = prompt_file(tmp_path, json.dumps({"prompt": "  "}))
+    answer = run("distill", "--target", target, "--prompts", source, "--out", tmp_path / "data")
+    failed(answer, "prompts.jsonl", "empty")
+
+
+def test_misspelt_recipe_key(run, target, tmp_path):
+    path = recipe(tmp_path, target, save_evry=3)
+    failed(run("train", path), "save_evry", "run.save_every")
+    failed(run("train", recipe(tmp_path, target), "optim.lrr=1"), "lrr", "optim.lr")
+
+
+def test_missing_recipe_and_target(run, target, tmp_path):
+    failed(run("train", tmp_path / "recip.yaml"), "recip.yaml")
+    path = recipe(tmp_path, tmp_path / "nowhere")
+    failed(run("train", path), "nowhere", "config.json")
+
+
+def test_data_without_a_learned_token(run, target, tmp_path):
+    source = questions(tmp_path)
+    run("distill", "--target", target, "--prompts", source, "--out", tmp_path / "data",
+        "--max-new-tokens", 5)  # fmt: skip
+    for path in (tmp_path / "data").glob("answers-*.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**r, "learn": []}) + "\n" for r in records))
+    failed(run("train", recipe(tmp_path, target)), "expected tokens written by the target")
+
+
+def test_head_of_another_target(run, target, tmp_path):
+    other = tmp_path / "other"
+    random_model("llama").save_pretrained(other)
+    save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
+    answer = run(
+        "bench", "--target", other, "--head", tmp_path / "head", "--prompts", questions(tmp_path)
+    )
+    failed(answer, "vocabulary 259", "19", "pass the target this head was trained for")
+
+
+def test_target_with_a_recurrent_state(run, tmp_path):
+    random_model("mamba").save_pretrained(tmp_path / "mamba")
+    answer = run("distill", "--target", tmp_path / "mamba", "--prompts", questions(tmp_path),
+                 "--out", tmp_path / "data")  # fmt: skip
+    failed(answer, "recurrent state")
+
+
+def test_prompts_longer_than_the_context(run, target, tmp_path):
+    source = prompt_file(tmp_path, json.dumps({"prompt": "long " * 200}))
+    save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
+    answer = run("bench", "--target", target, "--head", tmp_path / "head", "--prompts", source)
+    failed(answer, "context", "256", "shorter prompts")
+
+
+@pytest.mark.parametrize("where", ["file/below", "/proc/draftheads"])
+def test_folder_that_cannot_be_written(run, target, tmp_path, where):
+    (tmp_path / "file").write_text("")
+    answer = run(
+        "distill", "--target", target, "--prompts", questions(tmp_path), "--out", tmp_path / where
+    )
+    failed(answer, "expected a folder that can be written")
+
+
+def test_no_head_and_bad_trees(run, target, tmp_path):
+    failed(run("chat", "--head", tmp_path / "nothing"), "nothing", "no such folder")
+    failed(run("publish", tmp_path, "me/heads"), "expected a head folder")
+    save_head(MedusaHead.create(llama(), depth=2), tmp_path / "head", target=llama())
+    bench = [
+        "bench",
+        "--target",
+        target,
+        "--head",
+        tmp_path / "head",
+        "--prompts",
+        questions(tmp_path),
+    ]
+    failed(run(*bench, "--tree", "1,1,1"), "3 deep, the head guesses only 2")
+    failed(run(*bench, "--tree", "4;2"), "expected widths like 4,2,1")
+
+
+def test_options_that_do_not_exist(run):
+    assert run("frobnicate")[0] == 2
+    assert run("distill", "--target", "x")[0] == 2

@@ -1,0 +1,101 @@
+"""The promise: training means the same on any number of processes, and a launch that would not is
+refused.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from tiny_training import (
+    assert_same,
+    random_answers,
+    run,
+    tiny_recipe,
+    weights,
+    write_answers,
+    write_target,
+)
+
+from draftheads.train.launch import check_environment
+from draftheads.train.progress import read_metrics
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def made(tmp_path) -> Iterator[Path]:
+    """target and data."""
+    write_target(tmp_path / "made" / "target")
+    write_answers(tmp_path / "made" / "data", random_answers(60))
+    yield tmp_path / "made"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if cpu:
+        environment["ACCELERATE_USE_CPU"] = "true"
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    return subprocess.run(
+        [sys.executable, *launch, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_two_processes_train_as_one(made, tmp_path):
+    assert run(made, tmp_path / "one", "data.rows_per_batch=1") == 0
+    result = torchrun(
+        str(ROOT / "tests" / "ddp_worker.py"),
+        str(tmp_path),
+        f"run.output={tmp_path / 'two'}",
+        "data.rows_per_batch=1",
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    first, second = (torch.load(tmp_path / f"rank-{n}.pt", weights_only=True) for n in (0, 1))
+    assert_same(first, second)
+    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
+    for left, right in zip(one, two, strict=True):
+        assert left["step"] == right["step"]
+        for key in left.keys() & {"loss", "gradient_norm", "top1", "chain", "heldout_top5"}:
+            assert right[key] == pytest.approx(left[key], rel=1e-4), (left["step"], key)
+    single = weights(tmp_path / "one", 6)
+    assert all(torch.allclose(single[name], first[name], atol=1e-4) for name in single)
+
+
+def test_processes_that_do_not_know_each_other_are_refused(made, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU accelerate joins the processes")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"))))
+    result = torchrun(str(ROOT / "train" / "medusa.py"), str(recipe), cpu=False)
+    assert result.returncode != 0
+    assert "exitcode  : 2" in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 train/medusa.py" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_accelerate_launch_on_cpu_with_several_processes_is_refused():
+    by_launch = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.raises(ValueError, match="starts only one process"):
+        check_environment(by_launch, has_gpu=False)
+    check_environment({**by_launch, "WORLD_SIZE": "2"}, has_gpu=False)
+    check_environment({"ACCELERATE_MIXED_PRECISION": "no"}, has_gpu=False)

@@ -1,0 +1,240 @@
+"""The promise: training resumes exactly, says what is wrong, and what it saves is what decodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+from tiny_training import (
+    assert_same,
+    conversation,
+    random_answers,
+    recipe_of,
+    run,
+    tiny_recipe,
+    weights,
+    write_answers,
+    write_target,
+)
+
+from draftheads.heads.hub import load_head
+from draftheads.heads.target import Target
+from draftheads.heads.tree import TreeShape
+from draftheads.infer.engine import Speculator
+from draftheads.train.loop import Trainer, fit, learning_rate
+from draftheads.train.progress import Progress, read_metrics
+from draftheads.train.recipe import OptimChoices
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """Accelerate keeps its state for the life of a process; each test is a run of its own."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """target and data."""
+    folder = tmp_path_factory.mktemp("made")
+    write_target(folder / "target")
+    write_answers(folder / "data", random_answers(60))
+    return folder
+
+
+def interrupt_at(monkeypatch, step: int) -> None:
+    """Ctrl-C in the middle of a step."""
+    original = Progress.step
+
+    def step_and_interrupt(self, number, *rest):
+        if number == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        original(self, number, *rest)
+
+    monkeypatch.setattr(Progress, "step", step_and_interrupt)
+
+
+def test_the_loss_falls_and_a_checkpoint_says_how_it_was_made(made, tmp_path):
+    assert run(made, tmp_path / "run", "run.steps=30", "optim.lr=1e-2") == 0
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert len(losses) == 30
+    assert losses[-1] < 0.8 * losses[0]
+    config = json.loads((tmp_path / "run" / "step-000030" / "config.json").read_text())
+    training = config["draftheads"]["training"]
+    assert training["steps"] == 30
+    assert training["recipe"]["optim"]["lr"] == 1e-2
+    assert len(training["heldout_top1"]) == 3
+    assert training["predicted_tokens_per_step"] >= 1
+    assert training["data"]["documents"] == 60
+    assert len(config["draftheads"]["tree"]) <= 7
+
+
+@pytest.mark.parametrize("cache", ["data.cache_gb=0", "data.cache_gb=1"])
+def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache):
+    whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
+    whole.parent.mkdir()
+    parts.parent.mkdir()
+    assert run(made, whole, "run.steps=9", cache) == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5)
+        assert run(made, parts, "run.steps=9", cache) == 130
+    # the interrupt arrives after the step's check: one more step is finished, then saved
+    assert [path.name for path in sorted(parts.glob("step-*"))] == ["step-000006"]
+    assert run(made, parts, "run.steps=9", cache) == 0
+    assert_same(weights(whole, 9), weights(parts, 9))
+    saved = [
+        torch.load(folder / "step-000009" / "trainer" / "optimizer.pt", weights_only=True)
+        for folder in (whole, parts)
+    ]
+    for left, right in zip(*(state["state"].values() for state in saved), strict=True):
+        assert_same(left, right)
+    timeless = [
+        [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_metrics(out)]
+        for out in (whole, parts)
+    ]
+    assert [x for x in timeless[1] if "loss" in x] == [x for x in timeless[0] if "loss" in x]
+
+
+def test_a_finished_run_says_so_and_may_be_lengthened(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run") == 0
+    assert run(made, tmp_path / "run") == 0
+    assert "this run is finished; raise run.steps" in capsys.readouterr().out
+    assert run(made, tmp_path / "run", "run.steps=8") == 0
+    assert (tmp_path / "run" / "step-000008").is_dir()
+
+
+def test_other_choices_are_named_and_refused(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run") == 0
+    assert run(made, tmp_path / "run", "optim.lr=1", "head.depth=2") == 2
+    message = capsys.readouterr().err
+    assert "optim.lr: 0.003 -> 1.0" in message
+    assert "head.depth: 3 -> 2" in message
+    assert "Traceback" not in message
+
+
+def test_rotation_keeps_the_newest_and_the_best(made, tmp_path):
+    output = tmp_path / "run"
+    assert run(made, output, "run.save_every=1", "run.keep=2", "optim.schedule=constant") == 0
+    kept = {path.name for path in output.glob("step-*")}
+    assert {"step-000005", "step-000006"} <= kept
+    best = (output / "best").resolve()
+    assert kept == {"step-000005", "step-000006", best.name}
+    lines = [x for x in read_metrics(output) if "heldout_tokens_per_step" in x]
+    top = max(line["heldout_tokens_per_step"] for line in lines)
+    (found,) = [x for x in lines if f"step-{x['step']:06d}" == best.name]
+    assert found["heldout_tokens_per_step"] == top
+    assert load_head(output).depth == 3
+
+
+def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
+    output = tmp_path / "run"
+    assert run(made, output) == 0
+    (output / ".step-000007.abc").mkdir()
+    (output / "step-000099").mkdir()
+    assert run(made, output, "run.steps=7") == 0
+    assert not list(output.glob(".step-*"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["run.precision=bf16"],
+        ["head.labels=soft", "head.layers=2"],
+        ["head.lm_head=shared"],
+        ["head.vocabulary=40"],
+        ["data.pack=false", "optim.weight_decay=0.1"],
+        ["run.epochs=0.5", "run.steps=null"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_every_choice_trains_a_head_that_decodes(made, tmp_path, overrides):
+    assert run(made, tmp_path / "run", "run.steps=2", *overrides) == 0
+    target = Target.load(made / "target")
+    head = load_head(tmp_path / "run", target=target)
+    assert all(torch.isfinite(parameter).all() for parameter in head.parameters())
+    plain, drafted = (
+        [
+            token
+            for step in Speculator(target, drafts).generate([5, 6, 7], max_new_tokens=20)
+            for token in step.tokens
+        ]
+        for drafts in (None, head)
+    )
+    assert drafted == plain
+
+
+def test_only_the_head_is_trained(made, tmp_path, monkeypatch, capsys):
+    before = load_file(made / "target" / "model.safetensors")
+    seen: list[Trainer] = []
+    original = Trainer.run
+    monkeypatch.setattr(
+        Trainer, "run", lambda self, *rest: seen.append(self) or original(self, *rest)
+    )
+    assert run(made, tmp_path / "run") == 0
+    after = seen[0].target.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "3 x blocks.*.layers.*.weight [32, 32]" in capsys.readouterr().out
+    assert all(name.startswith(("blocks.", "lm_heads.")) for name in weights(tmp_path / "run", 6))
+
+
+def test_a_loss_that_is_not_finite_is_skipped_then_fatal(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run", "optim.lr=1e30", "optim.warmup=0", "run.steps=20") == 2
+    captured = capsys.readouterr()
+    assert captured.out.count("skipped: loss") == 3
+    assert "not finite in 3 steps" in captured.err
+    assert "lower optim.lr" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("answers", "fingerprint", "message"),
+    [
+        ([([1, 2, 3], [])] * 4, None, "expected tokens written by the target, got none"),
+        ([([1, 2, 300], [(1, 3)])] * 4, None, "expected token ids below 97"),
+        ([([1, 2, 3], [(1, 3)])] * 4, "0" * 16, "got answers of tiny (0000000000000000)"),
+    ],
+)
+def test_data_that_teaches_nothing_is_refused(
+    made, tmp_path, capsys, answers, fingerprint, message
+):
+    from draftheads.train.answers import Answer
+
+    data = write_answers(tmp_path / "data", [Answer(*answer) for answer in answers], fingerprint)
+    assert run(made, tmp_path / "run", f"data.path={data}") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_heads_trained_on_a_conversation_are_right_about_it(tmp_path):
+    """Training and decoding obey one alignment law: what was learned by heart is accepted whole."""
+    target = Target.load(write_target(tmp_path / "target"))
+    answer = conversation(target, [3, 14, 15, 92], 60)
+    assert len(set(answer.tokens)) > 15, "the text must not be a loop"
+    write_answers(tmp_path / "data", [answer], target.fingerprint())
+    values = tiny_recipe(tmp_path, steps=150, tokens_per_step=256, log_every=50)
+    values["optim"] = {"lr": 1e-2}
+    values["data"]["rows_per_batch"] = 1
+    outcome = fit(recipe_of({**values, "run": {**values["run"], "tokens_per_step": 64}}))
+    assert outcome.finished
+    head = load_head(tmp_path / "run", target=target)
+    for tree in (None, TreeShape.from_widths([1, 1, 1])):
+        steps = list(
+            Speculator(target, head, tree=tree).generate(answer.tokens[:4], max_new_tokens=60)
+        )
+        assert [token for step in steps for token in step.tokens] == answer.tokens[4:]
+        assert [step.accepted for step in steps[1:-1]] == [3] * (len(steps) - 2)
+
+
+def test_learning_rate_warms_up_and_falls():
+    choices = OptimChoices(lr=1.0, warmup=0.2)
+    rates = [learning_rate(choices, step, 10) for step in range(10)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert 0 < rates[-1] < 0.1
+    constant = OptimChoices(lr=1.0, warmup=0, schedule="constant")
+    assert {learning_rate(constant, step, 10) for step in range(10)} == {1.0}

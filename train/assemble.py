@@ -1,0 +1,182 @@
+"""The parts of a run, made from its recipe: target, data, head, optimizer, and the facts that are
+published.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.hub import HEADS
+from draftheads.heads.target import Target
+from draftheads.train.answers import read_answers, read_manifest
+from draftheads.train.batches import Documents, Rows
+from draftheads.train.recipe import OptimChoices, Recipe
+
+LOW_SHARE = 0.05
+"""Share of learned tokens below which something is likely wrong with the data."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Rows to train on, rows held out, and where they come from."""
+
+    documents: Documents
+    train: Rows
+    heldout: Rows
+    manifest: dict[str, Any]
+
+    def counts(self) -> dict[str, int]:
+        """Numbers that change when the data changes."""
+        return {
+            "documents": len(self.documents.spans),
+            "tokens": len(self.documents.tokens_N),
+            "learned_tokens": int(self.documents.learn_N.sum()),
+        }
+
+
+def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
+    """The frozen target, whole on each process's device."""
+    with accelerator.main_process_first():  # one download, not one per process
+        return Target.load(
+            recipe.target,
+            dtype=recipe.target_dtype,
+            device=str(accelerator.device),
+            revision=recipe.target_revision,
+        )
+
+
+def load_data(recipe: Recipe, target: Target, say: Say) -> TrainingData:
+    """Read the answers, refuse what cannot be learned from, and lay them out in rows."""
+    path = recipe.data.path
+    manifest = read_manifest(path)
+    _check_origin(recipe, manifest, target)
+    documents = Documents.read(read_answers(path))
+    largest = int(documents.tokens_N.max())
+    if largest >= target.vocab_size:
+        raise ValueError(
+            f"{path}: expected token ids below {target.vocab_size} ({target.name}), got {largest}; "
+            "distill with this target"
+        )
+    length = min(recipe.data.sequence_length, target.context)
+    if length < recipe.data.sequence_length:
+        say(f"data.sequence_length is cut to {length}, the context of {target.name}")
+    spans, apart = documents.split(recipe.data.heldout)
+    train = Rows(documents, spans, length, pack=recipe.data.pack, seed=recipe.run.seed)
+    heldout = Rows(documents, apart, length, pack=recipe.data.pack, seed=0)
+    data = TrainingData(documents, train, heldout, manifest)
+    if not len(train) or not len(heldout):
+        raise ValueError(
+            f"{path}: expected tokens written by the target, got none in "
+            f"{len(spans if not len(train) else apart)} documents that are "
+            f"{'trained on' if not len(train) else 'held out'}; look at `learn` in its "
+            "answers-*.jsonl and distill more prompts"
+        )
+    _describe(data, len(apart), say)
+    return data
+
+
+def create_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
+    """A new head of the recipe's kind, in float32 on the target's device."""
+    choices = recipe.head.model_dump(exclude={"kind", "nodes", "vocabulary"})
+    if recipe.head.vocabulary:
+        choices["vocabulary"] = documents.frequent_tokens(recipe.head.vocabulary, target.vocab_size)
+    torch.manual_seed(recipe.run.seed)
+    return HEADS[recipe.head.kind].create(target, **choices).float().to(target.device)
+
+
+def create_optimizer(head: DraftHead, choices: OptimChoices) -> torch.optim.AdamW:
+    """AdamW over all of the head that requires a gradient; weight decay for matrices only."""
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    groups = [
+        {
+            "params": [p for p in trained if p.ndim >= 2],
+            "weight_decay": choices.weight_decay,
+        },
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    used = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(used, lr=choices.lr, betas=choices.betas)
+
+
+def check_trained(
+    optimizer: torch.optim.Optimizer, head: DraftHead, target: Target, say: Say
+) -> None:
+    """Assert that the optimizer holds the head's parameters and nothing else, and print them."""
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = {id(p): name for name, p in head.named_parameters() if p.requires_grad}
+    frozen = list(target.model.parameters())
+    assert optimized == set(own), "the optimizer must hold exactly the head's trained parameters"
+    assert not any(p.requires_grad or id(p) in optimized for p in frozen), "the target must freeze"
+    kinds = Counter(
+        (re.sub(r"\d+", "*", name), tuple(parameter.shape))
+        for name, parameter in head.named_parameters()
+        if id(parameter) in optimized
+    )
+    total = sum(p.numel() for p in head.parameters() if id(p) in optimized)
+    held = sum(p.numel() for p in frozen)
+    say(f"training {total:,} parameters of the {head.kind} head; the target's {held:,} are frozen")
+    for (name, shape), count in kinds.items():
+        say(f"  {count} x {name} {list(shape)}")
+
+
+def facts(recipe: Recipe, data: TrainingData, accelerator: Accelerator) -> dict[str, Any]:
+    """What a published head should say of its training, apart from results."""
+    manifest = {
+        key: data.manifest.get(key) for key in ("target", "sampling", "prompts", "seed", "versions")
+    }
+    packages = ("draftheads", "torch", "transformers", "accelerate")
+    return {
+        "recipe": recipe.model_dump(mode="json"),
+        "data": {**data.counts(), **manifest},
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "hardware": _hardware(accelerator),
+    }
+
+
+def _check_origin(recipe: Recipe, manifest: dict[str, Any], target: Target) -> None:
+    origin = manifest.get("target", {})
+    fingerprint = origin.get("fingerprint")
+    if fingerprint and fingerprint != target.fingerprint():
+        raise ValueError(
+            f"{recipe.data.path}: expected answers of {target.name} ({target.fingerprint()}), "
+            f"got answers of {origin.get('name')} ({fingerprint}); distill with this target, "
+            f"or set target={origin.get('name')}"
+        )
+
+
+def _describe(data: TrainingData, apart: int, say: Say) -> None:
+    train, documents = data.train, len(data.documents.spans)
+    learned, tokens = sum(train.learned), sum(train.sizes)
+    same = " and trained on, for want of others" if documents == 1 else ""
+    say(
+        f"data: {documents} documents, {apart} held out{same}; {tokens:,} tokens in "
+        f"{len(train)} rows of {train.length} ({tokens / len(train) / train.length:.0%} full), "
+        f"{learned / tokens:.0%} learned"
+    )
+    if train.cut:
+        say(
+            f"{train.cut} cuts in documents longer than a row; "
+            "raise data.sequence_length to keep them whole"
+        )
+    if learned / tokens < LOW_SHARE:
+        say("warning: few tokens are learned; are prompts that long, or are answers missing?")
+
+
+def _hardware(accelerator: Accelerator) -> str:
+    if torch.cuda.is_available():
+        return f"{accelerator.num_processes} x {torch.cuda.get_device_name()}"
+    return (
+        f"{accelerator.num_processes} x CPU process ({platform.processor() or platform.machine()})"
+    )

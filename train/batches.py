@@ -1,0 +1,213 @@
+"""Answers become packed rows, and rows become batches in an order that needs no memory.
+
+Legend: B batch, T tokens, N all tokens of a data set, V vocabulary.
+
+A step's rows are a function of (seed, step) alone; processes and accumulation only divide them.
+So a run is continued by starting at step n, on any number of processes that divides the step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from draftheads.heads.base import Batch
+from draftheads.train.answers import Answer
+
+OPEN_ROWS = 64
+"""Rows that packing keeps open: first fit among them stays linear and fills rows to about 99 %."""
+SPLIT_SEED = 20240119
+"""Of the held-out split; not the run's seed, so that runs are judged on the same documents."""
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Token ids of many documents end to end.
+
+    tokens_N: int32. learn_N: bool, True where the target wrote the token. spans: half-open, one
+    per document.
+    """
+
+    tokens_N: Tensor
+    learn_N: Tensor
+    spans: list[Span]
+
+    @classmethod
+    def read(cls, answers: Iterable[Answer]) -> Documents:
+        """Concatenate answers."""
+        tokens, learn = array("i"), bytearray()
+        spans: list[Span] = []
+        for answer in answers:
+            start = len(tokens)
+            tokens.extend(answer.tokens)
+            learn.extend(bytes(len(answer.tokens)))
+            for first, last in answer.learn:
+                learn[start + first : start + last] = b"\x01" * (last - first)
+            spans.append((start, len(tokens)))
+        if not tokens:
+            raise ValueError("the data has no answers; run `draftheads distill` to the end first")
+        return cls(
+            torch.frombuffer(tokens, dtype=torch.int32),
+            torch.frombuffer(learn, dtype=torch.uint8).bool(),
+            spans,
+        )
+
+    def split(self, heldout: float) -> tuple[list[Span], list[Span]]:
+        """(documents to train on, documents held out): at least one each.
+
+        Copies of held-out documents are not trained on: greedy answers to equal prompts are
+        equal. Where nothing else is left, e.g. of a single document, they serve as both.
+        """
+        count = min(max(1, round(heldout * len(self.spans))), max(1, len(self.spans) - 1))
+        order = _permutation(len(self.spans), SPLIT_SEED)
+        apart = [self.spans[place] for place in sorted(order[:count])]
+        known = {self._content(span) for span in apart}
+        train = [span for span in self.spans if self._content(span) not in known]
+        return train or apart, apart
+
+    def _content(self, span: Span) -> bytes:
+        return self.tokens_N[slice(*span)].numpy().tobytes()
+
+    def frequent_tokens(self, count: int, vocab_size: int) -> list[int]:
+        """The `count` token ids that the target writes most often, most frequent first."""
+        written = torch.bincount(self.tokens_N[self.learn_N].long(), minlength=vocab_size)
+        return written.argsort(descending=True, stable=True)[:count].tolist()
+
+
+class Rows:
+    """Documents laid out in rows of at most `length` tokens.
+
+    Documents are taken in an order drawn from `seed` and packed first-fit (pack=False: one per
+    row). One that is longer than a row is cut into row-long pieces; each piece is then a
+    document of its own, whose positions start at 0 and whose first token is not learned, because
+    no state predicted it. Pieces in which nothing is learned are left out.
+    """
+
+    def __init__(
+        self, documents: Documents, spans: Sequence[Span], length: int, *, pack: bool, seed: int
+    ) -> None:
+        self.documents = documents
+        self.length = length
+        learned_N = documents.learn_N.long().cumsum(0)
+        pieces = [piece for span in spans for piece in _pieces(span, length)]
+        self.cut = len(pieces) - len(spans)
+        counts = [int(learned_N[stop - 1] - learned_N[start]) for start, stop in pieces]
+        useful = [piece for piece, count in zip(pieces, counts, strict=True) if count]
+        order = _permutation(len(useful), seed)
+        self.rows = _first_fit([useful[place] for place in order], length if pack else 0)
+        learned = {piece: count for piece, count in zip(pieces, counts, strict=True) if count}
+        self.learned = [sum(learned[piece] for piece in row) for row in self.rows]
+        """Learned tokens of each row."""
+        self.sizes = [sum(stop - start for start, stop in row) for row in self.rows]
+        """Tokens of each row, padding not counted."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """The rows of these numbers, padded to the longest; padding is a document of its own."""
+        width = max(self.sizes[row] for row in rows)
+        shape = (len(rows), width)
+        tokens_BT = torch.zeros(shape, dtype=torch.long)
+        learn_BT = torch.zeros(shape, dtype=torch.bool)
+        documents_BT = torch.full(shape, -1)
+        positions_BT = torch.arange(width).repeat(len(rows), 1)
+        for line, row in enumerate(rows):
+            end = 0
+            for number, (start, stop) in enumerate(self.rows[row]):
+                place = slice(end, end := end + stop - start)
+                tokens_BT[line, place] = self.documents.tokens_N[start:stop].long()
+                learn_BT[line, place] = self.documents.learn_N[start:stop]
+                learn_BT[line, place.start] = False
+                documents_BT[line, place] = number
+                positions_BT[line, place] -= place.start
+            positions_BT[line, end:] -= end
+        return Batch(tokens_BT, learn_BT, positions_BT, documents_BT)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which rows a step trains on: an endless stream of epochs, each in an order drawn from (seed,
+    epoch).
+
+    rows: in the data set. rows_per_step: over all processes.
+    """
+
+    rows: int
+    rows_per_step: int
+    seed: int
+
+    def step(self, step: int) -> list[int]:
+        """Row numbers of a step, over all processes; steps count from 0."""
+        first = step * self.rows_per_step
+        return [self._row(place) for place in range(first, first + self.rows_per_step)]
+
+    def steps(self, epochs: float) -> int:
+        """How many steps make `epochs` passes over the rows."""
+        return max(1, round(epochs * self.rows / self.rows_per_step))
+
+    def _row(self, place: int) -> int:
+        epoch, index = divmod(place, self.rows)
+        return _epoch(self.rows, self.seed, epoch)[index]
+
+
+def share(rows: Sequence[int], rows_per_batch: int, rank: int, world: int) -> list[list[int]]:
+    """A step's rows as one process's micro batches; all processes have equally many."""
+    batches = [rows[at : at + rows_per_batch] for at in range(0, len(rows), rows_per_batch)]
+    assert len(batches) % world == 0, "rows_per_step must be a multiple of rows_per_batch x world"
+    return [list(batch) for batch in batches[rank::world]]
+
+
+def accumulation(
+    tokens_per_step: int, rows_per_batch: int, length: int, world: int
+) -> tuple[int, str]:
+    """(micro batches per step and process, what to tell the user when tokens_per_step was rounded,
+    or "").
+    """
+    forward = rows_per_batch * length * world
+    count = max(1, round(tokens_per_step / forward))
+    if count * forward == tokens_per_step:
+        return count, ""
+    return count, (
+        f"tokens_per_step {tokens_per_step} is not a multiple of rows_per_batch x sequence_length "
+        f"x processes = {rows_per_batch} x {length} x {world} = {forward}; using {count * forward}"
+    )
+
+
+def _pieces(span: Span, length: int) -> list[Span]:
+    start, stop = span
+    return [(at, min(at + length, stop)) for at in range(start, stop, length)]
+
+
+def _first_fit(pieces: Sequence[Span], length: int) -> list[list[Span]]:
+    rows: list[list[Span]] = []
+    room: dict[int, int] = {}  # of the open rows, oldest first
+    for start, stop in pieces:
+        size = stop - start
+        row = next((row for row, free in room.items() if free >= size), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room[row] = length
+            if len(room) > OPEN_ROWS:
+                del room[next(iter(room))]
+        rows[row].append((start, stop))
+        if row in room:
+            room[row] -= size
+    return rows
+
+
+@lru_cache(maxsize=2)
+def _epoch(rows: int, seed: int, epoch: int) -> list[int]:
+    return _permutation(rows, seed * 1_000_003 + epoch + 1)
+
+
+def _permutation(count: int, seed: int) -> list[int]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()

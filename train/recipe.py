@@ -1,0 +1,243 @@
+"""A run's choices: a YAML file checked by pydantic models, with `key.path=value` overrides after
+it.
+
+What can be derived is not here: width and vocabulary come from the target, gradient accumulation
+from `run.tokens_per_step`. Relative paths are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Precision = Literal["fp32", "bf16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """Refuses keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataChoices(Section):
+    """Where the target's answers are and how they are laid out in rows."""
+
+    path: Path = Field(description="folder that `draftheads distill --out` wrote")
+    sequence_length: int = Field(
+        1024, ge=2, description="tokens per row; at most the target's context"
+    )
+    rows_per_batch: int = Field(8, ge=1, description="rows per process and forward; memory only")
+    pack: bool = Field(True, description="several documents per row; false: one")
+    cache_gb: float = Field(
+        0.0, ge=0, description="GB of memory per process for features of rows seen before"
+    )
+    heldout: float = Field(
+        0.02, gt=0, le=0.5, description="share of documents kept for calibration and evaluation"
+    )
+
+
+class MedusaChoices(Section):
+    """Medusa heads (arXiv 2401.10774)."""
+
+    kind: Literal["medusa"] = "medusa"
+    depth: int = Field(4, ge=1, le=16, description="heads = tokens guessed ahead")
+    layers: int = Field(1, ge=1, le=8, description="residual blocks per head")
+    lm_head: Literal["own", "shared"] = Field("own", description="shared: the target's, frozen")
+    labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
+    decay: float = Field(0.8, gt=0, le=1, description="weight of depth k is decay^k")
+    vocabulary: int | None = Field(
+        None, ge=2, description="keep only the N tokens that the target writes most; null: all"
+    )
+    nodes: int = Field(63, ge=1, description="draft nodes of the calibrated tree")
+
+
+HeadChoices = MedusaChoices
+"""With a second head kind: Annotated[MedusaChoices | EagleChoices, Field(discriminator="kind")]."""
+
+
+class OptimChoices(Section):
+    """AdamW and its learning rate. Weight decay spares biases."""
+
+    lr: float = Field(1e-3, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0, description="per step and unit of learning rate")
+    warmup: float = Field(0.1, ge=0, lt=1, description="share of steps with a rising lr")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up")
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+
+
+class RunChoices(Section):
+    """How long, how often, where to."""
+
+    output: Path = Field(description="folder for step-* checkpoints; a run in it is continued")
+    steps: int | None = Field(None, ge=1, description="optimizer steps; or give epochs")
+    epochs: float | None = Field(None, gt=0, description="passes over the rows; or give steps")
+    tokens_per_step: int = Field(
+        65536, ge=1, description="rows x sequence_length per optimizer step, over all processes"
+    )
+    save_every: int = Field(500, ge=1, description="steps between checkpoints")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one always is")
+    seed: int = Field(0, ge=0, description="of the data order and of everything drawn")
+    precision: Precision = Field("fp32", description="of the heads' matmuls; weights are fp32")
+    trackers: list[str] = Field(default_factory=list, description='e.g. ["tensorboard"]')
+    log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RunChoices:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("exactly one of steps and epochs; set one and leave the other null")
+        return self
+
+
+class Recipe(Section):
+    """Everything that a run needs to know."""
+
+    target: str = Field(description="folder or Hub id of the frozen causal LM")
+    target_dtype: Dtype = Field("auto", description="auto: float32 on CPU, else the checkpoint's")
+    target_revision: str | None = Field(None, description="branch, tag or commit on the Hub")
+    data: DataChoices
+    head: HeadChoices = Field(default_factory=MedusaChoices)
+    optim: OptimChoices = Field(default_factory=OptimChoices)
+    run: RunChoices
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; `overrides` are like "optim.lr=1e-3", their values parsed as YAML.
+
+    Raises FileNotFoundError for a missing file and ValueError for everything wrong in it; both
+    are one line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"recipe {path}: no such file; {_near_files(path)}")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except yaml.YAMLError as error:  # its message has several lines
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
+    overridden = [_override(values, text) for text in overrides]
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:  # its message has several lines and a link
+        raise ValueError(_explain(error, path, overridden)) from error
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Lines "key: old -> new" for choices that change what is trained (see `trained_choices`)."""
+    before, after = dict(_flat(trained_choices(old))), dict(_flat(trained_choices(new)))
+    return [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def trained_choices(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The part of a dumped recipe that must stay when a run is continued."""
+    memory = ("rows_per_batch", "cache_gb")
+    data = {key: value for key, value in recipe["data"].items() if key not in memory}
+    run = {key: recipe["run"][key] for key in ("seed", "tokens_per_step", "precision")}
+    return {**recipe, "data": data, "run": run}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as a string; this loader reads it as the number that it is."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _override(values: dict[str, Any], text: str) -> str:
+    """Set one override in `values`; returns its key."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(
+            f"override {text!r}: expected key.path=value without spaces, e.g. optim.lr=1e-3"
+        )
+    *sections, name = key.strip().split(".")
+    place = values
+    for section in sections:
+        inner = place.get(section)
+        if not isinstance(inner, dict):
+            inner = place[section] = {}
+        place = inner
+    try:
+        place[name] = yaml.load(value, _Loader)
+    except yaml.YAMLError as error:  # its message has several lines
+        raise ValueError(f"override {text!r}: {value!r} is not a YAML value") from error
+    return key.strip()
+
+
+def _explain(error: ValidationError, path: Path, overridden: Sequence[str]) -> str:
+    fault = error.errors()[0]
+    key = ".".join(str(part) for part in fault["loc"])
+    for given in overridden:
+        if given == key or given.startswith(f"{key}."):
+            where, key = "command line", given
+            break
+    else:
+        where = str(path)
+    if fault["type"] == "extra_forbidden":
+        return f"{where}: unknown key {key!r}; {_did_you_mean(key)}"
+    if fault["type"] == "missing":
+        return f"{where}: key {key!r} is missing; add it, or pass {key}=..."
+    expected = fault["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if fault["type"] == "value_error":
+        return f"{where}: {key}: expected {expected}"
+    return f"{where}: {key}: {expected}, got {fault['input']!r}"
+
+
+def _did_you_mean(key: str) -> str:
+    keys = sorted(_known_keys(Recipe))
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
+    if not near:  # right word in the wrong section, or a section that does not exist
+        words = {known.rpartition(".")[2]: known for known in keys}
+        near = [
+            words[word] for word in difflib.get_close_matches(key.rpartition(".")[2], words, n=1)
+        ]
+    if near:
+        return f"did you mean {near[0]!r}?"
+    section = key.rpartition(".")[0]
+    inside = [known for known in keys if known.rpartition(".")[0] == section]
+    return f"known keys: {', '.join(inside or keys)}"
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        parts = typing.get_args(field.annotation) or (field.annotation,)
+        sections = [
+            part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)
+        ]
+        yield prefix + name
+        for section in sections:
+            yield from _known_keys(section, f"{prefix}{name}.")
+
+
+def _near_files(path: Path) -> str:
+    found = [
+        str(near) for folder in {path.parent, Path("recipes")} for near in folder.glob("*.yaml")
+    ]
+    near = difflib.get_close_matches(str(path), found, n=2, cutoff=0.5)
+    names = near or sorted(found)[:5]
+    return f"did you mean {' or '.join(names)}?" if names else "give the path of a YAML recipe"
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
