@@ -184,10 +184,12 @@ class MedusaHead(DraftHead):
         (B, widths[k]).
         """
         x_BD = self._input(features_BD)
-        best = [
-            self._unembed(k, target)(self.blocks[k - 1](x_BD)).topk(width).indices
-            for k, width in enumerate(widths, start=1)
-        ]
+        hidden = [block(x_BD) for block in self.blocks[: len(widths)]]
+        if self.own_lm_head:
+            logits = [self.lm_heads[k](h_BD) for k, h_BD in enumerate(hidden)]
+        else:  # one pass over the shared matrix, whose reading is what drafting costs
+            logits = list(self._unembed(1, target)(torch.stack(hidden)))
+        best = [l_BV.topk(n).indices for l_BV, n in zip(logits, widths, strict=True)]
         return best if self.token_map is None else [self.token_map[tokens] for tokens in best]
 
     def _depths(self, batch: Batch) -> Iterator[tuple[int, Tensor, Tensor]]:

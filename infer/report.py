@@ -167,7 +167,7 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
 def table(report: BenchReport) -> Table:
     """One row per contestant, `generate` first."""
     title = f"{report.settings['target']}: {report.settings['sampling']}"
-    made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1))
+    made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     made.add_column("contestant", overflow="fold", min_width=10)
     for name in ("tok/step", "tok/s", "speedup", "95 %", "draft", "verify", "lossless"):
         made.add_column(name, justify="right", no_wrap=True)
