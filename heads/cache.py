@@ -105,12 +105,18 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, table: SlotTable) -> None:
         super().__init__()
         self.table = table
+        self._stores: list[Tensor] = []  # each (keys and/or values, B, H, capacity, D)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for the whole generation."""
+        """Allocate for the whole generation: keys and values in one store where they are alike, so
+        that one copy moves both.
+        """
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = self._allocate(key_states)
-        self.values = self._allocate(value_states)
+        if key_states.shape == value_states.shape:
+            self._stores = [self._allocate(2, key_states)]
+        else:
+            self._stores = [self._allocate(1, key_states), self._allocate(1, value_states)]
+        self._point()
         self.is_initialized = True
 
     def update(
@@ -135,15 +141,15 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move(self, source_BA: Tensor, target_BA: Tensor) -> None:
         """Copy slots within each row."""
-        rows_B1 = self.table.rows_B1
         if self.table.uniform and len(source_BA) == 1:
-            source_A, start = source_BA[0], self.table.longest
-            stop = start + len(source_A)
-            self.keys[:, :, start:stop] = self.keys.index_select(2, source_A)
-            self.values[:, :, start:stop] = self.values.index_select(2, source_A)
+            start = self.table.longest
+            for store in self._stores:
+                moved = store.index_select(3, source_BA[0])
+                store[:, :, :, start : start + moved.shape[3]] = moved
             return
-        self.keys[rows_B1, :, target_BA] = self.keys[rows_B1, :, source_BA]
-        self.values[rows_B1, :, target_BA] = self.values[rows_B1, :, source_BA]
+        rows_B1 = self.table.rows_B1
+        for store in self._stores:
+            store[:, rows_B1, :, target_BA] = store[:, rows_B1, :, source_BA]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(slots visible, offset of the first one)."""
@@ -157,16 +163,18 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         """-1: the cache grows if it must."""
         return -1
 
-    def _allocate(self, states: Tensor) -> Tensor:
+    def _allocate(self, count: int, states: Tensor) -> Tensor:
         batch, heads, _, width = states.shape
-        return states.new_zeros(batch, heads, self.table.capacity, width)
+        return states.new_zeros(count, batch, heads, self.table.capacity, width)
+
+    def _point(self) -> None:
+        self.keys, self.values = self._stores[0][0], self._stores[-1][-1]
 
     def _grow(self) -> None:
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = self._allocate(old)
-            new[:, :, : old.shape[2]] = old
-            setattr(self, name, new)
+        for place, old in enumerate(self._stores):
+            self._stores[place] = self._allocate(len(old), old[0])
+            self._stores[place][:, :, :, : old.shape[3]] = old
+        self._point()
 
 
 class SlotCache(Cache):  # type: ignore[misc]

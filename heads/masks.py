@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 class MaskBuilder:
     """Turns visibility into what a model's attention takes.
 
-    Windows are cut by position, not by cache slot; hybrid models get one mask per layer type. sdpa
-    takes bool masks, True = attend; eager *adds* its mask, so it gets 0 and the dtype's least
-    number.
+    Windows are cut by position, not by cache slot; hybrid models get one mask per layer type. Masks
+    are additive (0, or the dtype's least number): eager attention *adds* whatever it gets, and sdpa
+    would turn a bool mask into this in every layer again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -31,7 +31,6 @@ class MaskBuilder:
             "sliding_attention" if window else "full_attention"
         ]
         self.types: tuple[str, ...] = tuple(dict.fromkeys(types))
-        self.additive = model.config._attn_implementation == "eager"
         self.dtype = model.dtype
 
     def __call__(
@@ -51,11 +50,9 @@ class MaskBuilder:
         return visible_BNS
 
     def _finish(self, visible_BNS: Tensor) -> Tensor:
-        mask_B1NS = visible_BNS[:, None]
-        if not self.additive:
-            return mask_B1NS
-        zeros = torch.zeros(mask_B1NS.shape, dtype=self.dtype, device=mask_B1NS.device)
-        return zeros.masked_fill_(~mask_B1NS, torch.finfo(self.dtype).min)
+        hidden_B1NS = ~visible_BNS[:, None]
+        zeros = torch.zeros(hidden_B1NS.shape, dtype=self.dtype, device=hidden_B1NS.device)
+        return zeros.masked_fill_(hidden_B1NS, torch.finfo(self.dtype).min)
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ h)), loss sum_k decay^k CE_k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, Batch, Committed, DraftHead, HeadLoss
-from draftheads.heads.layers import ResidualBlock
+from draftheads.heads.layers import ResidualBlock, StackedHeads
 from draftheads.heads.losses import chunked_cross_entropy, chunked_ranks, rank_counts
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree, TreeShape
 
+STACK_BYTES = 1 << 26
+"""Heads up to this size (64 MiB) are copied into one stack for drafting: with small matrices the
+number of kernels is what drafting costs.
+"""
 DEFAULT_NODES = 16
 """Draft nodes of the tree that untrained heads get; training replaces it by a measured one."""
 
@@ -57,6 +61,7 @@ class MedusaHead(DraftHead):
         )
         self.own_lm_head = own_lm_head
         self.labels, self.decay = "hard", 0.8
+        self._stack: tuple[tuple[tuple[int, int], ...], StackedHeads] | None = None
         self.tree = default_tree(depth, DEFAULT_NODES)
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size, layers) for _ in range(depth))
         self.register_buffer("token_map", token_map)
@@ -179,18 +184,27 @@ class MedusaHead(DraftHead):
         """A drafter that fills `tree` (default: the head's own)."""
         return MedusaDrafter(self, target, tree or self.tree)
 
-    def guesses(self, features_BD: Tensor, target: Target, widths: Sequence[int]) -> list[Tensor]:
-        """For the first len(widths) depths, the target ids of the `widths[k]` best guesses, each
-        (B, widths[k]).
-        """
+    def logits(self, features_BD: Tensor, target: Target, depth: int) -> Tensor:
+        """Logits (depth, B, v) of the first `depth` heads over the draft vocabulary."""
         x_BD = self._input(features_BD)
-        hidden = [block(x_BD) for block in self.blocks[: len(widths)]]
-        if self.own_lm_head:
-            logits = [self.lm_heads[k](h_BD) for k, h_BD in enumerate(hidden)]
-        else:  # one pass over the shared matrix, whose reading is what drafting costs
-            logits = list(self._unembed(1, target)(torch.stack(hidden)))
-        best = [l_BV.topk(n).indices for l_BV, n in zip(logits, widths, strict=True)]
-        return best if self.token_map is None else [self.token_map[tokens] for tokens in best]
+        hidden_KBD = torch.stack([block(x_BD) for block in self.blocks[:depth]])
+        if (
+            not self.own_lm_head
+        ):  # one pass over the shared matrix: reading it is what drafting costs
+            return self._unembed(1, target)(hidden_KBD)
+        heads = zip(self.lm_heads, hidden_KBD, strict=False)
+        return torch.stack([lm_head(hidden_BD) for lm_head, hidden_BD in heads])
+
+    def stacked(self) -> StackedHeads | None:
+        """The heads as one stack, for drafting; None where they are too large to be copied."""
+        parameters = list(self.parameters())
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        if not self.own_lm_head or size > STACK_BYTES:
+            return None
+        version = tuple((p.data_ptr(), p._version) for p in parameters)
+        if self._stack is None or self._stack[0] != version:
+            self._stack = (version, StackedHeads(self.blocks, self.lm_heads))
+        return self._stack[1]
 
     def _depths(self, batch: Batch) -> Iterator[tuple[int, Tensor, Tensor]]:
         """For each depth k: the mask of positions i that learn tokens[i + k], and those tokens.
@@ -240,23 +254,30 @@ class MedusaDrafter:
 
     def __init__(self, head: MedusaHead, target: Target, shape: TreeShape) -> None:
         shape.check_depth(head.depth)
-        self.head, self.target = head, target
+        self.head, self.target, self.shape = head, target, shape
         self.feature_layers = head.feature_layers
         self.topology = shape.topology(target.device)
-        self.widths = [
-            1 + max(path[depth] for path in shape.paths if len(path) > depth)
-            for depth in range(shape.depth)
-        ]
-        offsets = [sum(self.widths[:depth]) for depth in range(shape.depth)]
-        table = [offsets[len(path) - 1] + path[-1] for path in shape.paths]
-        self.table_N = torch.tensor(table, dtype=torch.long, device=target.device)
+        self.stack = head.stacked()
+        places = [(len(path) - 1) * shape.width + path[-1] for path in shape.paths]
+        self.places_N = torch.tensor(places, dtype=torch.long, device=target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
         """The tree on each row's newest committed token."""
-        root_B1 = committed.last_tokens_B()[:, None]
-        guesses = self.head.guesses(committed.last_features_BD(), self.target, self.widths)
-        tokens_BN = torch.cat([root_B1, torch.cat(guesses, dim=1)[:, self.table_N]], dim=1)
+        guesses_BKR = self.guesses(committed.last_features_BD())
+        drafts_BN = guesses_BKR.flatten(1)[:, self.places_N]
+        tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)
         return TokenTree(tokens_BN, self.topology)
+
+    def guesses(self, features_BD: Tensor) -> Tensor:
+        """Target ids (B, depth, width): the best guesses at each depth of the tree, best first."""
+        depth, width = self.shape.depth, self.shape.width
+        if self.stack is not None:
+            logits_KBV = self.stack(features_BD, depth)
+        else:
+            logits_KBV = self.head.logits(features_BD, self.target, depth)
+        best_BKR = logits_KBV.topk(width).indices.transpose(0, 1)
+        token_map = self.head.token_map
+        return best_BKR if token_map is None else token_map[best_BKR]
 
 
 def default_tree(depth: int, nodes: int) -> TreeShape:

@@ -49,7 +49,22 @@ class Topology:
     @cached_property
     def depths_BN(self) -> Tensor:
         """int64 (B|1, N): 0 for the root. A node's position is its row's length plus its depth."""
-        return self.ancestors_BNN.sum(-1) - 1
+        return self.levels_BN - 1
+
+    @cached_property
+    def levels_BN(self) -> Tensor:
+        """int64 (B|1, N): nodes on the path from the root to here, both included."""
+        return self.ancestors_BNN.sum(-1)
+
+    @cached_property
+    def drafted_BNN(self) -> Tensor:
+        """The ancestors without the root: the draft tokens on the way to each node."""
+        return self.ancestors_BNN & (self.parents_BN >= 0)[:, None, :]
+
+    @cached_property
+    def asked_BN(self) -> Tensor:
+        """int64 (B|1, N): the node whose prediction judges each node; 0 for the root."""
+        return self.parents_BN.clamp(min=0)
 
 
 @dataclass(frozen=True)

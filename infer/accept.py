@@ -24,7 +24,7 @@ from draftheads.heads.tree import TokenTree
 @dataclass(frozen=True)
 class Accepted:
     """path_BA: int64 node numbers from the root down, `counts[b]` valid in row b (root included),
-    then zeros. bonus_B: int64, the target's own token after the last accepted node.
+    then any. bonus_B: int64, the target's own token after the last accepted node.
     """
 
     path_BA: Tensor
@@ -127,7 +127,7 @@ class Typical:
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         logp_BNV, typical_BNV = self._judge(logits_BNV)
-        parents_BN = tree.parents().clamp(min=0).expand(len(logits_BNV), -1)
+        parents_BN = tree.topology.asked_BN.expand(len(logits_BNV), -1)
         at = (
             torch.arange(len(logits_BNV), device=logits_BNV.device)[:, None],
             parents_BN,
@@ -169,11 +169,9 @@ def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
 
     chosen_BN: int64, the target's choice after each node.
     """
-    parents_BN = tree.parents().clamp(min=0).expand_as(chosen_BN)
-    right_BN = tree.tokens_BN == chosen_BN.gather(1, parents_BN)
-    right_BN[:, 0] = True
-    kept_BN = ~(tree.ancestors() & ~right_BN[:, None, :]).any(-1)
-    best_B = (kept_BN * (tree.depths() + 1)).argmax(1)
+    right_BN = tree.tokens_BN == chosen_BN.gather(1, tree.topology.asked_BN.expand_as(chosen_BN))
+    kept_BN = ~(tree.topology.drafted_BNN & ~right_BN[:, None, :]).any(-1)
+    best_B = (kept_BN * tree.topology.levels_BN).argmax(1)
     return take(tree, best_B, chosen_BN.gather(1, best_B[:, None])[:, 0])
 
 
@@ -181,13 +179,15 @@ def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
     """The path that ends in node best_B of each row. The one place of a step that waits for the
     device.
     """
-    ancestors_BNN = tree.ancestors().expand(len(best_B), -1, -1)
-    on_path_BN = ancestors_BNN[torch.arange(len(best_B), device=best_B.device), best_B]
-    counts = on_path_BN.sum(1).tolist()
+    shape = tree.tokens_BN.shape
+    best_B1 = best_B[:, None]
+    on_path_BN = tree.ancestors().expand(*shape, -1)[
+        torch.arange(shape[0], device=best_B.device), best_B
+    ]
+    counts = tree.topology.levels_BN.expand(shape).gather(1, best_B1)[:, 0].tolist()
     # node order is depth order: a stable sort brings the path's nodes to the front, in order
-    path_BA = torch.sort(~on_path_BN, dim=1, stable=True).indices[:, : max(counts)]
-    valid_BA = torch.arange(max(counts), device=best_B.device) < on_path_BN.sum(1, keepdim=True)
-    return Accepted(path_BA * valid_BA, counts, bonus_B)
+    path_BA = torch.sort(on_path_BN, dim=1, descending=True, stable=True).indices
+    return Accepted(path_BA[:, : max(counts)], counts, bonus_B)
 
 
 def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:

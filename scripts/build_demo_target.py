@@ -187,12 +187,13 @@ def train(plan: Plan) -> None:
         model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
     stream = batches(epochs(corpus, random.Random(plan.seed + 1)), tokenizer, plan)
-    started, recent_losses, tokens_seen = time.monotonic(), [], 0
+    started, tokens_seen = time.monotonic(), 0
+    recent_losses: list[float] = []
     for step, (tokens_BT, learn_BT) in enumerate(itertools.islice(stream, plan.steps)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, plan)
         loss = answer_loss(model, tokens_BT, learn_BT)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()
         optimizer.zero_grad()

@@ -62,9 +62,8 @@ code that builds the model is Apache-2.0. Nothing else was used.
     python -m draftheads.scripts.build_demo_target --out recipes/demo_target
 
 writes this folder and, beside it, `demo-prompts.jsonl` (to distill from) and `demo-heldout.jsonl`
-(questions about functions that the other file never asks about, although this model was trained
-on them). The same seed and Python version give the same prompts and tokenizer; another machine or
-Python version gives slightly different weights.
+(other questions about the same functions, to measure with). The same seed and Python version give
+the same prompts and tokenizer; another machine or Python version gives slightly different weights.
 
 ## What it answers
 

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
+from typing import Any
 
 MODULES = re.findall(
     r"\S+",
@@ -116,7 +118,7 @@ def _all_entries() -> Iterator[Entry]:
                 yield from _methods(member, path)
 
 
-def _public_members(module: object) -> Iterator[tuple[str, object]]:
+def _public_members(module: ModuleType) -> Iterator[tuple[str, Any]]:
     names = getattr(module, "__all__", None) or sorted(vars(module))
     root = module.__name__.partition(".")[0]
     for name in names:
@@ -137,14 +139,14 @@ def _methods(cls: type, path: str) -> Iterator[Entry]:
             yield from _entry(getattr(cls, name), f"{path}.{name}", "method", path)
 
 
-def _entry(member: object, path: str, kind: str, home: str) -> Iterator[Entry]:
+def _entry(member: Any, path: str, kind: str, home: str) -> Iterator[Entry]:
     own_doc = member.__doc__ if isinstance(getattr(member, "__doc__", None), str) else None
     summary = summarize(own_doc)
     if len(summary.split()) >= 3 and not RARE.match(path):
         yield Entry(path, kind, home, summary, signature_of(member, path, own_doc))
 
 
-def signature_of(member: object, path: str, doc: str | None) -> str:
+def signature_of(member: Any, path: str, doc: str | None) -> str:
     """`path(arguments)` from `inspect`, else from the docstring's first line, else ""."""
     short = path.rpartition(".")[2]
     if isinstance(member, property):

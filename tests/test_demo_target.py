@@ -1,7 +1,6 @@
 """The embedded demo target loads, is small, ends its answers, and knows what it was taught."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -96,23 +95,9 @@ def test_follows_up_in_a_second_turn(model, tokenizer):
     assert "textwrap.shorten(text, width" in tokenizer.decode(answer_T)
 
 
-def test_prompt_files_are_user_turns_and_held_out_names_are_never_asked_about():
+def test_held_out_questions_are_not_among_the_prompts():
     asked, held_out = prompts("demo-prompts.jsonl"), prompts("demo-heldout.jsonl")
     assert 1500 <= len(asked) <= 2500
     assert len(held_out) == 64
     assert all([message["role"] for message in chat] == ["user"] for chat in asked + held_out)
-    names_asked = {name for chat in asked for name in names_in(chat)}
-    for chat in held_out:
-        assert names_in(chat)
-        assert not names_in(chat) & names_asked
-
-
-PHRASING = """what does do is for can you tell me s i saw in some code it describe explain about
-please to more the signature of show how call which arguments take are parameters module has where
-find import need have list names"""
-
-
-def names_in(chat):
-    """The names a question is about: its words that are not phrasing."""
-    words = re.findall(r"[A-Za-z_][\w.]*\w|\w", chat[0]["content"])
-    return {word for word in words if word.lower() not in PHRASING.split()}
+    assert not [chat for chat in held_out if chat in asked]

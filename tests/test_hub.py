@@ -47,17 +47,30 @@ def test_saved_and_loaded_is_the_same_head(tmp_path, choices):
     assert list(state) == list(head.state_dict())
     assert all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
     features = torch.randn(2, 32)
-    got, expected = (h.guesses(features, tiny_target(), [3, 2]) for h in (again, head))
-    assert all(map(torch.equal, got, expected))
+    got, expected = (h.logits(features, tiny_target(), 3) for h in (again, head))
+    assert torch.equal(got, expected)
 
 
 def test_untrained_heads_compute_the_targets_own_logits():
     target = tiny_target()
     features = torch.randn(4, 32)
-    expected = target.unembed(features).topk(5).indices
+    expected = target.unembed(features)
     for choices in ({}, {"lm_head": "shared"}, {"layers": 3}):
-        guesses = MedusaHead.create(target, **choices).guesses(features, target, [5, 5])
-        assert all(torch.equal(guess, expected) for guess in guesses)
+        logits = MedusaHead.create(target, **choices).logits(features, target, 2)
+        assert torch.equal(logits, torch.stack([expected, expected]))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_stacked_heads_compute_the_same(layers):
+    head, features = trained({"layers": layers}), torch.randn(3, 32)
+    before = head.stacked()(features, 3)
+    with torch.no_grad():
+        for parameter in head.parameters():  # the stack must notice that weights have changed
+            parameter.mul_(-1)
+    after = head.stacked()(features, 3)
+    expected = head.logits(features, tiny_target(), 3)
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(before, after)
 
 
 def test_layers_are_distinct_modules():
