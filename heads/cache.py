@@ -188,15 +188,15 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.table = SlotTable(batch, capacity, device)
         super().__init__(layers=[SlotLayer(self.table) for _ in range(layers)])
 
-    def keep(self, path_BA: Tensor, counts: list[int]) -> None:
+    def keep(self, path_BA: Tensor, counts: list[int], *, in_place: bool = False) -> None:
         """Commit, of the pending nodes, row b's `path_BA[b, :counts[b]]` (in depth order); forget
         the others.
 
-        path_BA: int64 node numbers, padded with anything valid behind `counts[b]`.
+        path_BA: int64 node numbers, padded with anything valid behind `counts[b]`. in_place: every
+        row's path is 0, 1, 2, ..., so the nodes stand already where they belong.
         """
-        width = path_BA.shape[1]
-        if width > 1:  # node 0 already stands where it belongs
-            offsets_1A = torch.arange(width, device=path_BA.device)[None]
+        if not in_place:
+            offsets_1A = torch.arange(path_BA.shape[1], device=path_BA.device)[None]
             source_BA = self.table.slots_BA(path_BA)
             target_BA = self.table.slots_BA(offsets_1A)
             for layer in self.layers:

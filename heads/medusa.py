@@ -254,6 +254,7 @@ class MedusaDrafter:
 
     def __init__(self, head: MedusaHead, target: Target, shape: TreeShape) -> None:
         shape.check_depth(head.depth)
+        shape = TreeShape(tuple(sorted(shape.paths)))  # depth first: best guesses stand in a row
         self.head, self.target, self.shape = head, target, shape
         self.feature_layers = head.feature_layers
         self.topology = shape.topology(target.device)

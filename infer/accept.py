@@ -24,12 +24,14 @@ from draftheads.heads.tree import TokenTree
 @dataclass(frozen=True)
 class Accepted:
     """path_BA: int64 node numbers from the root down, `counts[b]` valid in row b (root included),
-    then any. bonus_B: int64, the target's own token after the last accepted node.
+    then any. bonus_B: int64, the target's own token after the last accepted node. in_place: every
+    row's path is nodes 0, 1, 2, ..., so that nothing has to move in the cache.
     """
 
     path_BA: Tensor
     counts: list[int]
     bonus_B: Tensor
+    in_place: bool
 
 
 class Acceptance(Protocol):
@@ -180,14 +182,16 @@ def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
     device.
     """
     shape = tree.tokens_BN.shape
-    best_B1 = best_B[:, None]
     on_path_BN = tree.ancestors().expand(*shape, -1)[
         torch.arange(shape[0], device=best_B.device), best_B
     ]
-    counts = tree.topology.levels_BN.expand(shape).gather(1, best_B1)[:, 0].tolist()
+    levels_B = tree.topology.levels_BN.expand(shape).gather(1, best_B[:, None])[:, 0]
+    counts, last = torch.stack([levels_B, best_B]).tolist()
     # node order is depth order: a stable sort brings the path's nodes to the front, in order
     path_BA = torch.sort(on_path_BN, dim=1, descending=True, stable=True).indices
-    return Accepted(path_BA[:, : max(counts)], counts, bonus_B)
+    # node numbers rise along a path, so one that ends at its own length is 0, 1, 2, ...
+    in_place = all(node == count - 1 for node, count in zip(last, counts, strict=True))
+    return Accepted(path_BA[:, : max(counts)], counts, bonus_B, in_place)
 
 
 def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:

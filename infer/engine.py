@@ -153,7 +153,7 @@ class Speculator:
             out = target.verify(tree, cache, drafter.feature_layers)
             accepted = accept(out.logits_BNV, tree)
             counts = [0 if r.finish else n for r, n in zip(rows, accepted.counts, strict=True)]
-            cache.keep(accepted.path_BA, counts)
+            cache.keep(accepted.path_BA, counts, in_place=accepted.in_place)
             committed = _commit(tree, out, accepted, counts)
             new = committed.tokens_BA.tolist()
             yield _steps(rows, new, counts, drafted - start, self._clock() - drafted)

@@ -254,7 +254,7 @@ def prompt_sets(corpus: Corpus, seed: int, held_out: int) -> tuple[list[str], li
     """
     rng = random.Random(seed)
     entries = corpus.entries
-    prompts = [phrase(rng.choice((WHAT, DESCRIBE)), entry, rng) for entry in entries]
+    prompts = [phrase(ask, entry, rng) for entry in entries for ask in (WHAT, DESCRIBE)]
     prompts += [
         phrase(opening_ask(entry, rng), entry, rng) for entry in rng.choices(entries, k=1000)
     ]
