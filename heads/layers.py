@@ -14,8 +14,8 @@ class ResidualBlock(nn.Module):
     """x + SiLU(W x + b), L times, each with its own W and b; all zero at first, so that it starts
     as the identity.
 
-    The published code shares one block between layers and leaves b random (reference: Medusa,
-    section 1.1). Tensor names `layers.{j}.weight` and `layers.{j}.bias` are those that vLLM loads.
+    Medusa's published code shares one block between the layers and leaves b random. Tensor names
+    `layers.{j}.weight` and `layers.{j}.bias` are those that vLLM loads.
     """
 
     def __init__(self, width: int, layers: int) -> None:

@@ -102,7 +102,7 @@ class MedusaHead(DraftHead):
         return (-1,)
 
     def config(self) -> dict[str, Any]:
-        """config.json in vLLM's words (reference: MedusaConfig)."""
+        """config.json in vLLM's words (its MedusaConfig)."""
         return {
             "model_type": "medusa",
             "hidden_size": self.hidden_size,

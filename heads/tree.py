@@ -136,8 +136,8 @@ class TreeShape:
     def best_first(cls, accuracies_KR: Sequence[Sequence[float]], nodes: int) -> TreeShape:
         """The `nodes` draft nodes of greatest probability if depths were independent.
 
-        accuracies_KR[k][r] is the probability that the r-th guess of head k + 1 is right (Medusa,
-        section 3.4 of its reference code's tree search). Prefer `most_frequent` where joint
+        accuracies_KR[k][r] is the probability that the r-th guess of head k + 1 is right (the
+        search of Medusa's code). Prefer `most_frequent` where joint
         observations exist.
         """
         if not accuracies_KR or nodes < 1:
