@@ -26,7 +26,7 @@ from draftheads.train.loop import fit
 from draftheads.train.prompts import read_prompts
 from draftheads.train.recipe import load_recipe
 
-NODES = (4, 8, 16, 32)
+NODES = (4, 6, 8, 16)
 BENCH_PROMPTS = 16
 QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json.dumps do?")
 
@@ -55,7 +55,7 @@ def demo(out: Path) -> BenchReport:
         distill(
             target, prompts, DistillOptions(out=out / "data", max_new_tokens=128, batch_size=64)
         )
-    with _stage(console, "2 of 4: train - four Medusa heads learn to guess the next tokens"):
+    with _stage(console, "2 of 4: train - five Medusa heads learn to guess the next tokens"):
         places = {"target": target.name, "data.path": out / "data", "run.output": out / "run"}
         recipe = recipes() / "demo-medusa.yaml"
         fit(load_recipe(recipe, [f"{key}={value}" for key, value in places.items()]))
