@@ -1,0 +1,118 @@
+"""The promises of every head kind: each test runs for each row of `HEADS`, with no test code of its
+own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_targets import greedy, some_prompts, tiny_target
+
+from draftheads.heads.base import RANKS, Batch
+from draftheads.heads.hub import HEADS, load_head, save_head
+from draftheads.infer.accept import Sampled
+from draftheads.infer.engine import Speculator, Statistics
+
+NEW = 24
+
+
+@pytest.fixture(params=HEADS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def head(kind):
+    torch.manual_seed(0)
+    return HEADS[kind].create(tiny_target())
+
+
+def written_by_the_target(rows: int = 2) -> Batch:
+    """What the target writes after some prompts, one document per row."""
+    prompts = some_prompts(*([6] * rows))
+    texts = [prompt + greedy(tiny_target(), prompt, NEW) for prompt in prompts]
+    tokens_BT = torch.tensor(texts)
+    learn_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    learn_BT[:, :6] = False
+    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+    return Batch(tokens_BT, learn_BT, positions_BT, torch.zeros_like(tokens_BT))
+
+
+def overfitted(kind: str):
+    """A head that knows one batch by heart."""
+    batch, target = written_by_the_target(), tiny_target()
+    torch.manual_seed(0)
+    head = HEADS[kind].create(target)
+    features_BTD = target.features(batch, head.feature_layers)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(150):
+        head(batch, features_BTD, target).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return head, batch
+
+
+def test_the_loss_reaches_every_parameter_of_the_head_and_none_of_the_target(head):
+    batch, target = written_by_the_target(), tiny_target()
+    out = head(batch, target.features(batch, head.feature_layers), target)
+    out.loss.backward()
+    assert out.loss.isfinite() and out.loss.dim() == 0
+    assert all(parameter.grad is not None for parameter in head.parameters())
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert out.ranks_KR.shape == (head.depth, RANKS + 1)
+    # depth k is learned at every learned token but the first k of its document
+    assert out.ranks_KR.sum(1).tolist() == [2 * (NEW - k) for k in range(1, head.depth + 1)]
+
+
+def test_the_target_is_no_part_of_the_head(head):
+    own = {id(parameter) for parameter in head.parameters()}
+    assert not own & {id(parameter) for parameter in tiny_target().model.parameters()}
+    held = sum(tensor.numel() for tensor in head.state_dict().values())
+    assert held == sum(t.numel() for t in [*head.parameters(), *head.buffers()])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_greedy_output_is_the_targets_own(head, rows):
+    target, prompts = tiny_target(), some_prompts(17, 9, 4)[:rows]
+    written = [[] for _ in prompts]
+    for steps in Speculator(target, head).generate_batch(prompts, max_new_tokens=NEW):
+        for row, step in enumerate(steps):
+            written[row] += step.tokens if step else []
+    assert written == [greedy(target, prompt, NEW) for prompt in prompts]
+
+
+def test_sampling_has_the_plain_engines_first_tokens(head):
+    """Same seed, same first draw: drafts must not touch what the target draws for the prompt."""
+    target, (prompt,) = tiny_target(), some_prompts(9)
+    first = []
+    for drafts in (None, head):
+        rule = Sampled(temperature=3.0)
+        rule.seed(4)
+        steps = Speculator(target, drafts).generate(prompt, sampling=rule, max_new_tokens=5)
+        first.append(next(steps).tokens)
+    assert first[0] == first[1]
+
+
+def test_overfitted_saved_and_loaded_every_draft_is_accepted(kind, tmp_path):
+    head, batch = overfitted(kind)
+    save_head(head, tmp_path / "head", target=tiny_target())
+    loaded = load_head(tmp_path / "head", target=tiny_target())
+    prompt = batch.tokens_BT[0, :6].tolist()
+    statistics, written = Statistics(), []
+    new = 1 + 2 * (head.tree.depth + 1)  # the prefill's token and two full steps
+    for step in Speculator(tiny_target(), loaded).generate(prompt, max_new_tokens=new):
+        statistics.add(step)
+        written += step.tokens
+    assert written == batch.tokens_BT[0, 6 : 6 + new].tolist()
+    assert statistics.tokens_per_step == head.tree.depth + 1
+
+
+def test_observed_ranks_are_those_of_the_loss(head):
+    batch, target = written_by_the_target(), tiny_target()
+    features_BTD = target.features(batch, head.feature_layers)
+    counts_KR = head(batch, features_BTD, target).ranks_KR
+    ranks_MK = head.observe(batch, features_BTD, target)
+    assert ranks_MK.shape == (int(batch.learn_BT.sum()), head.depth)
+    for k in range(head.depth):
+        kept = torch.bincount(ranks_MK[ranks_MK[:, k] >= 0, k], minlength=RANKS)
+        assert kept.tolist() == counts_KR[k, :RANKS].tolist()
