@@ -1,6 +1,6 @@
 """Build the embedded demo target: a 3 M parameter chat model that knows Python's docstrings.
 
-    python -m draftheads.scripts.build_demo_target --out recipes/demo_target
+    python -m draftheads.scripts.build_demo_target --out recipes/demo-target
 
 One command gathers the text from the running Python, trains the tokenizer and the model, and
 writes the model folder and the two prompt files beside it. Where other work runs on the same
@@ -55,7 +55,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The choices of one run; the defaults built the model in `recipes/demo_target`."""
+    """The choices of one run; the defaults built the model in `recipes/demo-target`."""
 
     out: Path
     steps: int = 4800
@@ -259,7 +259,7 @@ def write_prompts(path: Path, prompts: list[str]) -> None:
 def main() -> None:
     """Parse the command line and build."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("recipes/demo_target"))
+    parser.add_argument("--out", type=Path, default=Path("recipes/demo-target"))
     for name in ("steps", "seed", "threads", "save-every"):
         default = getattr(Plan, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")

@@ -42,7 +42,7 @@ def demo(out: Path) -> BenchReport:
     """
     console, began = Console(), time.monotonic()
     transformers.logging.disable_progress_bar()
-    target = Target.load(recipes() / "demo_target")
+    target = Target.load(recipes() / "demo-target")
     millions = sum(p.numel() for p in target.model.parameters()) / 1e6
     console.print(
         f"The target: a Llama of {millions:.1f} M parameters that answers questions about Python's "

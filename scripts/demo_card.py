@@ -29,7 +29,7 @@ pipeline_tag: text-generation
 library_name: transformers
 ---
 
-# demo_target
+# demo-target
 
 A chat model of {parameters:.1f} M parameters that answers questions about Python's standard
 library. It exists so that `make demo` can distill, train and measure draft heads in minutes, on a
@@ -59,7 +59,7 @@ code that builds the model is Apache-2.0. Nothing else was used.
 
 ## Rebuild
 
-    python -m draftheads.scripts.build_demo_target --out recipes/demo_target
+    python -m draftheads.scripts.build_demo_target --out recipes/demo-target
 
 writes this folder and, beside it, `demo-prompts.jsonl` (to distill from) and `demo-heldout.jsonl`
 (other questions about the same functions, to measure with). The same seed and Python version give

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-FOLDER = RECIPES / "demo_target"
+FOLDER = RECIPES / "demo-target"
 MAX_BYTES = 8_000_000
 
 TELLING_WORDS = [
