@@ -134,9 +134,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             self.keys[:, :, table.longest : table.longest + tokens] = key_states
             self.values[:, :, table.longest : table.longest + tokens] = value_states
         else:
-            slots_BN = table.slots_BA(torch.arange(tokens, device=key_states.device)[None])
-            self.keys[table.rows_B1, :, slots_BN] = key_states.transpose(1, 2)
-            self.values[table.rows_B1, :, slots_BN] = value_states.transpose(1, 2)
+            offsets_1N = torch.arange(tokens, device=table.lengths_B.device)[None]
+            slots_BN = table.slots_BA(offsets_1N).to(self.device)
+            rows_B1 = table.rows_B1.to(self.device)
+            self.keys[rows_B1, :, slots_BN] = key_states.transpose(1, 2)
+            self.values[rows_B1, :, slots_BN] = value_states.transpose(1, 2)
         return self.keys[:, :, : table.span], self.values[:, :, : table.span]
 
     def move(self, source_BA: Tensor, target_BA: Tensor) -> None:
@@ -147,7 +149,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
                 moved = store.index_select(3, source_BA[0])
                 store[:, :, :, start : start + moved.shape[3]] = moved
             return
-        rows_B1 = self.table.rows_B1
+        rows_B1 = self.table.rows_B1.to(self.device)
         for store in self._stores:
             store[:, rows_B1, :, target_BA] = store[:, rows_B1, :, source_BA]
 

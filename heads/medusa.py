@@ -89,8 +89,10 @@ class MedusaHead(DraftHead):
             token_map=token_map,
         )
         head.labels, head.decay = choices.get("labels", "hard"), choices.get("decay", 0.8)
-        if not own or head.labels == "soft":
-            target.unembed_weight()  # raises here, with the reason, rather than in the first step
+        if not own:  # raise here, with the reason, rather than in the first step
+            target.unembed_weight()
+        if head.labels == "soft":
+            target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
         weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
         for parameter in head.lm_heads.parameters():
             parameter.data.copy_(weight_VD if token_map is None else weight_VD[token_map])

@@ -198,10 +198,19 @@ class Target:
         return logits
 
     def unembed_weight(self) -> Tensor:
-        """The lm_head weight (V, hidden), after the same check as `unembed`."""
+        """The lm_head weight (V, hidden), after the same check as `unembed`.
+
+        Raises ValueError also where there is a bias, which the weight alone would leave out.
+        """
         if self._unembed_fault:
             raise ValueError(self._unembed_fault)
-        weight: Tensor = self.model.get_output_embeddings().weight
+        lm_head = self.model.get_output_embeddings()
+        if getattr(lm_head, "bias", None) is not None:
+            raise ValueError(
+                f"{self.name}: its lm_head has a bias, which shared heads leave out; "
+                "use heads with their own lm_head and hard labels"
+            )
+        weight: Tensor = lm_head.weight
         return weight
 
     def fingerprint(self) -> str:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import GenerationConfig
 
+from draftheads.infer.baseline import without_defaults
 from draftheads.train.conversation import Conversation
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _generate(
         pad_token_id=pad,
         **(chosen if sampling.temperature > 0 else {}),
     )
-    with _no_defaults(target):
+    with without_defaults(target):
         out_BT = target.model.generate(
             tokens_BT.to(target.device),
             attention_mask=mask_BT.to(target.device),
@@ -128,21 +128,6 @@ def _generate(
         )
     new_BT: Tensor = out_BT[:, width:]
     return new_BT
-
-
-@contextmanager
-def _no_defaults(target: Target) -> Iterator[None]:
-    """Hide the model's generation_config, which `generate` merges into any config it is given.
-
-    A repetition penalty or suppressed tokens from there would make answers that heads cannot
-    reproduce.
-    """
-    own = target.model.generation_config
-    target.model.generation_config = GenerationConfig()
-    try:  # the target is the caller's: give it back as it was, also after Ctrl-C
-        yield
-    finally:
-        target.model.generation_config = own
 
 
 def _cut(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
