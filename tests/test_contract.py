@@ -107,6 +107,19 @@ def test_overfitted_saved_and_loaded_every_draft_is_accepted(kind, tmp_path):
     assert statistics.tokens_per_step == head.tree.depth + 1
 
 
+def test_rows_of_different_lengths_draft_as_well_as_one_alone(kind):
+    """Wrong features would not change the output, only accept less: here everything is accepted."""
+    head, batch = overfitted(kind)
+    lengths = (6, 9)
+    prompts = [batch.tokens_BT[row, :n].tolist() for row, n in enumerate(lengths)]
+    new = 1 + 2 * (head.tree.depth + 1)
+    statistics = [Statistics() for _ in prompts]
+    for steps in Speculator(tiny_target(), head).generate_batch(prompts, max_new_tokens=new):
+        for row, step in enumerate(steps):
+            statistics[row].add(step)
+    assert [row.tokens_per_step for row in statistics] == [head.tree.depth + 1] * 2
+
+
 def test_observed_ranks_are_those_of_the_loss(head):
     batch, target = written_by_the_target(), tiny_target()
     features_BTD = target.features(batch, head.feature_layers)
