@@ -190,9 +190,7 @@ class MedusaHead(DraftHead):
         """Logits (depth, B, v) of the first `depth` heads over the draft vocabulary."""
         x_BD = self._input(features_BD)
         hidden_KBD = torch.stack([block(x_BD) for block in self.blocks[:depth]])
-        if (
-            not self.own_lm_head
-        ):  # one pass over the shared matrix: reading it is what drafting costs
+        if not self.own_lm_head:  # one pass: reading the shared matrix is what drafting costs
             return self._unembed(1, target)(hidden_KBD)
         heads = zip(self.lm_heads, hidden_KBD, strict=False)
         return torch.stack([lm_head(hidden_BD) for lm_head, hidden_BD in heads])

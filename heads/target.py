@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,7 +91,8 @@ class Target:
                 f"target {path}: expected a folder with config.json, found none; "
                 "pass a model folder or a Hub id"
             )
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        local_gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU per launched process
+        device = device or (local_gpu if torch.cuda.is_available() else "cpu")
         if dtype == "auto" and device == "cpu" and device_map is None:
             dtype = "float32"
         try:

@@ -136,12 +136,12 @@ def bench(
     """Measure heads against `generate` and against this engine without drafts, in one process."""
     from draftheads.heads.tree import parse_tree
     from draftheads.infer.bench import bench as run
-    from draftheads.infer.plot import plot as draw
     from draftheads.infer.race import BenchOptions
-    from draftheads.infer.report import print_report, write_json
-    from draftheads.scripts.journey import head_names, opening_ids, write_measured
+    from draftheads.infer.report import print_report
+    from draftheads.scripts.journey import check_outputs, head_names, opening_ids, write_outputs
 
     set_threads(threads)
+    check_outputs([json_out, plot], head if card else [])
     model = load_target(target, dtype, device)
     shape = parse_tree(tree) if tree else None
     names = head_names(head)
@@ -158,13 +158,8 @@ def bench(
     )
     report = run(model, heads, opening_ids(model, prompts, prompt_words, limit), options)
     print_report(report)
-    if json_out:
-        write_json(report, json_out)
-    if plot:
-        draw(report, plot)
-    if card:
-        for source, name in zip(head, names, strict=True):
-            write_measured(source, name, report)
+    cards = dict(zip(head, names, strict=True)) if card else {}
+    write_outputs(report, json_out, plot, cards)
 
 
 @app.command()

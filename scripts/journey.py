@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from draftheads.heads.hub import find_head, record_measured
 from draftheads.heads.target import Target
-from draftheads.infer.report import BenchReport, measured_facts
+from draftheads.infer.plot import plot
+from draftheads.infer.report import BenchReport, measured_facts, write_json
 from draftheads.infer.text import encode_prompt
 from draftheads.train.prompts import Prompt, read_prompts
 
@@ -32,17 +34,36 @@ def head_names(sources: list[str]) -> list[str]:
     return names if len(set(names)) == len(names) else sources
 
 
-def write_measured(source: str, name: str, report: BenchReport) -> None:
-    """Write what a bench found of the head called `name` into its config.json and model card.
+def check_outputs(files: list[Path | None], card_heads: list[str]) -> None:
+    """Refuse, before anything is measured, what could not be written afterwards.
 
-    Raises ValueError for a head that is not a folder on this machine.
+    Raises ValueError for a file in a folder that cannot be written, and for a head that is not on
+    this machine and so has no card here.
     """
-    if not Path(source).is_dir():
-        raise ValueError(f"--card: expected a head folder on this machine, got {source}")
-    own = (name, f"{name}@")
-    rows = [
-        measured_facts(report, result.name)
-        for result in report.heads
-        if result.name == own[0] or result.name.startswith(own[1])
-    ]
-    record_measured(find_head(source), rows)
+    for file in filter(None, files):
+        folder = next(parent for parent in file.absolute().parents if parent.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
+    for source in card_heads:
+        if not Path(source).is_dir():
+            raise ValueError(f"--card: expected a head folder on this machine, got {source}")
+
+
+def write_outputs(
+    report: BenchReport, json_out: Path | None, picture: Path | None, cards: dict[str, str]
+) -> None:
+    """Write a bench's figures where they were asked for.
+
+    cards: head folder -> its name in the report; config.json and model card get its rows.
+    """
+    if json_out:
+        write_json(report, json_out)
+    if picture:
+        plot(report, picture)
+    for source, name in cards.items():
+        rows = [
+            measured_facts(report, result.name)
+            for result in report.heads
+            if result.name == name or result.name.startswith(f"{name}@")
+        ]
+        record_measured(find_head(source), rows)

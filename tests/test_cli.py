@@ -195,6 +195,13 @@ def test_no_head_and_bad_trees(run, target, tmp_path):
     failed(run(*bench, "--tree", "4;2"), "expected widths like 4,2,1")
 
 
+def test_figures_that_could_not_be_written_are_refused_before_measuring(run, target, tmp_path):
+    (tmp_path / "file").write_text("")
+    bench = ["bench", "--target", target, "--head", "me/heads", "--prompts", questions(tmp_path)]
+    failed(run(*bench, "--json", tmp_path / "file" / "a.json"), "a.json", "can be written")
+    failed(run(*bench, "--card"), "--card", "me/heads")
+
+
 def test_options_that_do_not_exist(run):
     assert run("frobnicate")[0] == 2
     assert run("distill", "--target", "x")[0] == 2

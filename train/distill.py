@@ -58,7 +58,6 @@ class DistillOptions(Sampling):
     out: Path = Field(description="folder to write; an unfinished one is continued")
     batch_size: int = Field(32, ge=1, description="prompts answered together")
     seed: int = Field(0, description="of all draws")
-    limit: int | None = Field(None, ge=1, description="use only the first prompts")
     max_turns: int | None = Field(None, ge=1, description="user turns asked per conversation")
     template_args: dict[str, Any] = Field(
         default_factory=dict, description='chat template variables, e.g. {"enable_thinking": false}'
@@ -96,7 +95,6 @@ def distill(target: Target, prompts: Sequence[Prompt], options: DistillOptions) 
     KeyboardInterrupt everything answered so far is kept.
     """
     started = time.monotonic()
-    prompts = prompts[: options.limit]
     rank, world = _place()
     renderer = Renderer(target, options.template_args)
     manifest = _manifest(target, prompts, options)
