@@ -132,11 +132,13 @@ def test_other_options_are_refused_naming_each_difference(target: Target, whole:
     for changes, complaint in (
         ({"seed": 1, "batch_size": 2}, "seed: expected 0, got 1; batch_size: expected 4, got 2"),
         ({"temperature": 0.5}, "temperature: expected 1.0, got 0.5"),
-        ({"limit": 13}, "prompts count: expected 14, got 13; prompts sha256: expected '"),
         ({"template_args": {"a": 1}}, r"template_args: expected \{\}, got \{'a': 1\}"),
     ):
         with pytest.raises(ValueError, match=rf"{complaint}.*Use another --out, or the same opt"):
             distill(target, asked, options(whole, **changes))
+    fewer = "prompts count: expected 14, got 13; prompts sha256: expected '"
+    with pytest.raises(ValueError, match=fewer):
+        distill(target, asked[:13], options(whole))
     other = llama()
     other.model.get_input_embeddings().weight.data.add_(1.0)
     with pytest.raises(ValueError, match="target fingerprint: expected '"):
