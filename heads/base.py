@@ -15,15 +15,18 @@ reads features[i] and guesses tokens[i + k]; tokens[i] itself is the tree's root
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from draftheads.heads.shape import Tree
     from draftheads.heads.target import Target
-    from draftheads.heads.tree import TokenTree, TreeShape
+    from draftheads.heads.tree import TokenTree
 
 RANKS = 10
 """How many ranks of the right token are told apart in training statistics; best-first trees need
@@ -49,6 +52,19 @@ class Batch:
         """The same batch on another device."""
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
+    def roots(self, depth: int) -> Iterator[Tensor]:
+        """For each k = 1..depth: bool (B, T), the positions i from which tokens[i + k] is learned.
+
+        Everything from i to i + k must be the target's own words of one document, as it is when
+        heads are used: tokens[i] is then the root of a tree.
+        """
+        here_BT = self.learn_BT
+        for k in range(1, depth + 1):
+            same_BT = self.documents_BT[:, :-k] == self.documents_BT[:, k:]
+            reached_BT = here_BT[:, :-k] & self.learn_BT[:, k:] & same_BT
+            here_BT = F.pad(reached_BT, (0, min(k, self.learn_BT.shape[1])))
+            yield here_BT
+
 
 @dataclass(frozen=True)
 class HeadLoss:
@@ -56,7 +72,8 @@ class HeadLoss:
 
     loss: scalar, *summed* over learned tokens; the loop divides by the global number of them.
     ranks_KR: int64 counts, how often the right token had rank r at depth k (the last of RANKS + 1
-    columns counts all worse ranks). `ranks_KR.sum(1)` is the number of tokens judged at each depth.
+    columns counts all worse ranks), one row for each depth that the loss looks at.
+    `ranks_KR.sum(1)` is the number of tokens judged at each depth.
     """
 
     loss: Tensor
@@ -70,12 +87,13 @@ class Committed:
     tokens_BA: int64; row b's new tokens are `tokens_BA[b, :count_B[b]]`, the rest is padding.
     features_BAD: by the alignment law, the target state from which each of them was predicted.
     count_B: int64, at least 1 for a running row, 0 for a finished one (whose root is then
-    meaningless).
+    meaningless). counts: the same on the host, so that no drafter has to wait for the device.
     """
 
     tokens_BA: Tensor
     features_BAD: Tensor
     count_B: Tensor
+    counts: list[int]
 
     def last_tokens_B(self) -> Tensor:
         """The newest committed token of each row: the root of the next tree."""
@@ -117,13 +135,16 @@ class DraftHead(nn.Module, ABC):
     architecture: ClassVar[str]
     """The `architectures` entry that serving engines look for in config.json."""
 
-    tree: TreeShape
+    tree: Tree
     """The tree that `drafter` uses when it is not given one."""
 
     hidden_size: int
     vocab_size: int
-    depth: int
-    """How many tokens ahead of the newest committed one the head can guess (K)."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """How many tokens ahead of the newest committed one the head guesses (K)."""
 
     @property
     @abstractmethod
@@ -131,6 +152,15 @@ class DraftHead(nn.Module, ABC):
         """Indices into the target's hidden states (0 = embeddings, -1 = last, after the final
         norm).
         """
+
+    @property
+    def training_layers(self) -> tuple[int, ...]:
+        """What `forward` and `observe` need of the target: features first, then labels' states."""
+        return self.feature_layers
+
+    @abstractmethod
+    def check_tree(self, tree: Tree) -> None:
+        """Raise ValueError, with the reason, for a tree that this head cannot fill."""
 
     @abstractmethod
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
@@ -144,7 +174,7 @@ class DraftHead(nn.Module, ABC):
         """
 
     @abstractmethod
-    def drafter(self, target: Target, tree: TreeShape | None = None) -> Drafter:
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A fresh drafter for one generation."""
 
     @abstractmethod

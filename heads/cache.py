@@ -36,11 +36,13 @@ class SlotTable:
         self.lengths_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.rows_B1 = torch.arange(batch, device=device)[:, None]
         self._slots_S = torch.arange(capacity, device=device)
-        self.pending = 0
+        self.start = self.pending = 0
 
-    def reserve(self, tokens: int) -> None:
-        """Announce that the next forward writes `tokens` tokens behind each row's length."""
-        self.pending = tokens
+    def reserve(self, tokens: int, *, after: int = 0) -> None:
+        """Announce that the next forward writes `tokens` tokens behind each row's length, and
+        behind `after` tokens that were written there before and not committed.
+        """
+        self.start, self.pending = after, after + tokens
         if self.span > self.capacity:
             self.capacity = max(self.span, int(self.capacity * GROWTH))
             self._slots_S = torch.arange(self.capacity, device=self.lengths_B.device)
@@ -66,34 +68,34 @@ class SlotTable:
         self.lengths_B.copy_(torch.tensor(lengths))
         self.longest = max(lengths)
         self.uniform = min(lengths) == self.longest
-        self.pending = 0
+        self.start = self.pending = 0
 
-    def visibility(self, ancestors_BNN: Tensor, depths_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """What N pending nodes may see: visible_BNS (bool) and the position that each slot holds,
-        positions_BS.
+    def visibility(self, ancestors_BQN: Tensor, depths_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """What the Q newest of N pending nodes may see: visible_BQS (bool) and the position that
+        each slot holds, positions_BS.
 
-        Node n sees every committed slot of its row and, among the pending ones, its ancestors and
+        A node sees every committed slot of its row and, among the pending ones, its ancestors and
         itself.
         """
-        nodes = depths_BN.shape[1]
+        asking, nodes = ancestors_BQN.shape[1:]
         slots_S = self._slots_S[: self.span]
         if self.uniform:  # one topology behind one length: two blocks side by side, no gather
-            committed = ancestors_BNN.new_ones(()).expand(
-                ancestors_BNN.shape[0], nodes, self.longest
+            committed = ancestors_BQN.new_ones(()).expand(
+                ancestors_BQN.shape[0], asking, self.longest
             )
-            visible_BNS = torch.cat([committed, ancestors_BNN], dim=2)
+            visible_BQS = torch.cat([committed, ancestors_BQN], dim=2)
             prefix = slots_S[None, : self.longest].expand(depths_BN.shape[0], -1)
-            return visible_BNS, torch.cat([prefix, self.longest + depths_BN], dim=1)
+            return visible_BQS, torch.cat([prefix, self.longest + depths_BN], dim=1)
         batch = len(self.lengths_B)
         node_BS = slots_S - self.lengths_B[:, None]  # negative: committed; N or more: free
         index_BS = node_BS.clamp(0, nodes - 1)
-        ancestors_BNS = ancestors_BNN.expand(batch, -1, -1).gather(
-            2, index_BS[:, None, :].expand(-1, nodes, -1)
+        ancestors_BQS = ancestors_BQN.expand(batch, -1, -1).gather(
+            2, index_BS[:, None, :].expand(-1, asking, -1)
         )
         in_tree_BS = (node_BS >= 0) & (node_BS < nodes)
-        visible_BNS = (node_BS < 0)[:, None, :] | (ancestors_BNS & in_tree_BS[:, None, :])
+        visible_BQS = (node_BS < 0)[:, None, :] | (ancestors_BQS & in_tree_BS[:, None, :])
         tree_BS = self.lengths_B[:, None] + depths_BN.expand(batch, -1).gather(1, index_BS)
-        return visible_BNS, torch.where(node_BS < 0, slots_S, tree_BS)
+        return visible_BQS, torch.where(node_BS < 0, slots_S, tree_BS)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -131,10 +133,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             self._grow()
         table, tokens = self.table, key_states.shape[2]
         if table.uniform:
-            self.keys[:, :, table.longest : table.longest + tokens] = key_states
-            self.values[:, :, table.longest : table.longest + tokens] = value_states
+            start = table.longest + table.start
+            self.keys[:, :, start : start + tokens] = key_states
+            self.values[:, :, start : start + tokens] = value_states
         else:
-            offsets_1N = torch.arange(tokens, device=table.lengths_B.device)[None]
+            offsets_1N = table.start + torch.arange(tokens, device=table.lengths_B.device)[None]
             slots_BN = table.slots_BA(offsets_1N).to(self.device)
             rows_B1 = table.rows_B1.to(self.device)
             self.keys[rows_B1, :, slots_BN] = key_states.transpose(1, 2)

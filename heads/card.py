@@ -6,8 +6,14 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from draftheads.heads.shape import DynamicTree, tree_from_json
+
 LIBRARY = "draftheads"
-PAPERS = {"medusa": "[Medusa](https://arxiv.org/abs/2401.10774)"}
+PAPERS = {
+    "medusa": "[Medusa](https://arxiv.org/abs/2401.10774)",
+    "eagle": "[EAGLE](https://arxiv.org/abs/2401.15077)",
+    "eagle3": "[EAGLE-3](https://arxiv.org/abs/2503.01840)",
+}
 
 
 def render_card(config: dict[str, Any]) -> str:
@@ -52,9 +58,9 @@ def _use(target: str) -> str:
 def _shape(config: dict[str, Any]) -> dict[str, Any]:
     facts = config["draftheads"]
     shape = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
-    tree = facts["tree"]
-    depth = max(map(len, tree), default=0)
-    return {**shape, "tree": f"{len(tree)} draft nodes, {depth} deep"}
+    tree = tree_from_json(facts["tree"])
+    kind = "chosen anew in each step" if isinstance(tree, DynamicTree) else "fixed"
+    return {**shape, "tree": f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {kind}"}
 
 
 def _table(values: dict[str, Any]) -> str:

@@ -22,11 +22,15 @@ from safetensors.torch import load_file, save_file
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.card import render_card
+from draftheads.heads.eagle import EagleHead
+from draftheads.heads.eagle3 import Eagle3Head
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.shape import tree_from_json
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TreeShape
 
-HEADS: dict[str, type[DraftHead]] = {"medusa": MedusaHead}
+HEADS: dict[str, type[DraftHead]] = {
+    kind.kind: kind for kind in (MedusaHead, EagleHead, Eagle3Head)
+}
 """Every head kind. A new one is a new file and a row here."""
 
 FORMAT = 1
@@ -59,7 +63,7 @@ def save_head(
                 "fingerprint": target.fingerprint(),
             },
             "feature_layers": list(head.feature_layers),
-            "tree": [list(path) for path in head.tree.paths],
+            "tree": head.tree.to_json(),
             "training": training or {},
             "measured": measured or [],
         },
@@ -114,8 +118,8 @@ def load_head(
     _check_names(folder, set(head.state_dict()), set(tensors))
     head.load_state_dict(tensors)
     if facts.get("tree"):
-        head.tree = TreeShape(tuple(map(tuple, facts["tree"])))
-        head.tree.check_depth(head.depth)
+        head.tree = tree_from_json(facts["tree"])
+        head.check_tree(head.tree)
     if target is not None:
         _check_target(head, facts.get("target", {}), target)
         head.to(target.device)

@@ -1,93 +1,212 @@
-"""Cross-entropy that never holds all logits: chunked over learned positions, recomputed in the
-backward pass.
+"""The last matrix and its loss in one: logits are made, judged and turned into gradients a chunk at
+a time, so that neither all logits nor a second pass over them is ever needed.
 
-Legend: M learned positions, C positions of a chunk, D width, V vocabulary.
+Legend: R rows that are judged, C rows of a chunk, U target states, D width, V target vocabulary,
+v draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.base import RANKS
 
-CHUNK_LOGITS = 1 << 25
-"""Logits held at a time (128 MiB in float32), whatever batch, sequence length and vocabulary
-are.
+CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
+"""Logits held at a time (8 MiB stay in a CPU's cache, 512 MiB keep a GPU busy), whatever batch,
+sequence length and vocabulary are.
+"""
+
+Objective = Literal["ce", "tv", "lk", "hybrid"]
+"""ce: cross-entropy. The others look at the acceptance a = sum min(p, q) of a draft distribution q
+by the target's p: tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s) tv, where s = exp(-3 a) falls as
+the head improves (LK losses, arXiv 2602.23881).
 """
 
 
-def chunked_cross_entropy(
-    hidden_MD: Tensor,
-    labels_M: Tensor,
-    unembed: Callable[[Tensor], Tensor],
+@dataclass(frozen=True)
+class Teacher:
+    """The target's own distribution as labels.
+
+    states_R: int64, which target state judges each row; equal ones side by side are computed once.
+    logits: maps states (U,) to the target's logits (U, V). token_map: int64 (v,), target ids of the
+    draft vocabulary, on which the softmax is taken; None: all. A row whose most probable token is
+    outside it teaches nothing.
+    """
+
+    states_R: Tensor
+    logits: Callable[[Tensor], Tensor]
+    token_map: Tensor | None = None
+    objective: Objective = "ce"
+
+
+def linear_cross_entropy(
+    hidden_RD: Tensor,
+    weight_vD: Tensor,
+    labels_R: Tensor,
     *,
-    vocab_size: int,
-    teacher: Callable[[slice], Tensor] | None = None,
+    weights_R: Tensor | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy (scalar, float32) and the rank of each label, int64 (M,), 0 = best.
+    """Loss of the logits `hidden @ weight.T`, summed over rows (scalar, float32), and the rank of
+    each row's label (int64 (R,), 0 = best, RANKS for every rank that is worse).
 
-    unembed maps (C, D) to logits (C, V). labels_M: int64. With `teacher`, which gives target logits
-    (C, V) of a slice of positions, the loss is the soft cross-entropy against their softmax; the
-    ranks are the labels' all the same. Ranks are exact up to RANKS - 1; RANKS stands for every
-    worse one.
+    labels_R: int64 draft indices, -1 for tokens outside the draft vocabulary: they have rank RANKS
+    and, without a teacher, no loss. weights_R: of each row's loss, default 1.
     """
-    loss = hidden_MD.new_zeros((), dtype=torch.float32)
-    ranks: list[Tensor] = []
-    size = max(1, CHUNK_LOGITS // vocab_size)
-    for start in range(
-        0, max(len(hidden_MD), 1), size
-    ):  # once even for no position: DDP wants every gradient
+    if weights_R is None:
+        weights_R = hidden_RD.new_ones((), dtype=torch.float32).expand(len(labels_R))
+    loss, ranks_R = _LinearLoss.apply(hidden_RD, weight_vD, _Labels(labels_R, weights_R, teacher))
+    return loss, ranks_R
+
+
+def chunked_ranks(hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor) -> Tensor:
+    """The rank of each label, as in `linear_cross_entropy`, without loss or gradient."""
+    size = _chunk_size(hidden_RD, len(weight_vD))
+    ranks = [labels_R[:0]]
+    for start in range(0, len(hidden_RD), size):
         part = slice(start, start + size)
-        chunk_loss, chunk_ranks = checkpoint(
-            _chunk, hidden_MD[part], labels_M[part], unembed, teacher, part, use_reentrant=False
-        )
-        loss = loss + chunk_loss
-        ranks.append(chunk_ranks)
-    return loss, torch.cat(ranks)
+        logits_Cv = F.linear(hidden_RD[part].to(weight_vD.dtype), weight_vD).float()
+        ranks.append(_ranks(logits_Cv, labels_R[part]))
+    return torch.cat(ranks)
 
 
-def chunked_ranks(
-    hidden_MD: Tensor, labels_M: Tensor, unembed: Callable[[Tensor], Tensor], *, vocab_size: int
-) -> Tensor:
-    """The rank of each label, as in `chunked_cross_entropy`, without loss or gradient; label -1 has
-    rank RANKS.
-    """
-    size = max(1, CHUNK_LOGITS // vocab_size)
-    parts = [
-        _ranks(unembed(hidden_MD[start : start + size]), labels_M[start : start + size])
-        for start in range(0, max(len(hidden_MD), 1), size)
-    ]
-    return torch.cat(parts)
-
-
-def _chunk(
-    hidden_CD: Tensor,
-    labels_C: Tensor,
-    unembed: Callable[[Tensor], Tensor],
-    teacher: Callable[[slice], Tensor] | None,
-    part: slice,
-) -> tuple[Tensor, Tensor]:
-    logits_CV = unembed(hidden_CD).float()
-    if teacher is None:
-        loss = F.cross_entropy(logits_CV, labels_C, reduction="sum")
-    else:
-        with torch.no_grad():
-            p_CV = torch.softmax(teacher(part).float(), dim=-1)
-        loss = F.cross_entropy(logits_CV, p_CV, reduction="sum")
-    return loss, _ranks(logits_CV.detach(), labels_C)
-
-
-def _ranks(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    best_CR = logits_CV.topk(min(RANKS, logits_CV.shape[1])).indices
-    right_CR = best_CR == labels_C[:, None]
-    return torch.where(right_CR.any(1), right_CR.int().argmax(1), RANKS)
-
-
-def rank_counts(ranks_M: Tensor) -> Tensor:
+def rank_counts(ranks_R: Tensor) -> Tensor:
     """int64 (RANKS + 1,): how often each rank occurs."""
-    return torch.bincount(ranks_M, minlength=RANKS + 1)
+    return torch.bincount(ranks_R, minlength=RANKS + 1)
+
+
+@dataclass(frozen=True)
+class _Labels:
+    labels_R: Tensor
+    weights_R: Tensor
+    teacher: Teacher | None
+
+    def judge(self, logits_Cv: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """(weighted sum of the losses of these rows, its gradient by the logits, which may be made
+        in their place).
+        """
+        if self.teacher is None:
+            return _hard(logits_Cv, self.labels_R[part], self.weights_R[part])
+        return _soft(logits_Cv, self.teacher, part, self.weights_R[part])
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Gradients are made in the forward pass, from logits that are at hand; the backward pass only
+    scales them by the gradient of the sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RD: Tensor, weight_vD: Tensor, labels: _Labels
+    ) -> tuple[Tensor, Tensor]:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_RD = torch.empty_like(hidden_RD) if wants_hidden else None
+        grad_vD = torch.zeros_like(weight_vD) if wants_weight else None
+        loss = hidden_RD.new_zeros((), dtype=torch.float32)
+        ranks = [labels.labels_R[:0]]
+        size = _chunk_size(hidden_RD, len(weight_vD))
+        for start in range(0, len(hidden_RD), size):
+            part = slice(start, start + size)
+            hidden_CD = hidden_RD[part].to(weight_vD.dtype)
+            logits_Cv = F.linear(hidden_CD, weight_vD).float()
+            ranks.append(_ranks(logits_Cv, labels.labels_R[part]))
+            chunk_loss, grad_Cv = labels.judge(logits_Cv, part)
+            loss += chunk_loss
+            grad_Cv = grad_Cv.to(weight_vD.dtype)
+            if grad_RD is not None:
+                grad_RD[part] = grad_Cv @ weight_vD
+            if grad_vD is not None:
+                grad_vD += grad_Cv.T @ hidden_CD
+        ctx.save_for_backward(grad_RD, grad_vD)
+        ranks_R = torch.cat(ranks)
+        ctx.mark_non_differentiable(ranks_R)
+        return loss, ranks_R
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        grad_RD, grad_vD = ctx.saved_tensors
+        scale = gradients[0]
+        return (
+            None if grad_RD is None else grad_RD * scale.to(grad_RD.dtype),
+            None if grad_vD is None else grad_vD * scale.to(grad_vD.dtype),
+            None,
+        )
+
+
+def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> tuple[Tensor, Tensor]:
+    """`_Labels.judge` with the tokens that came."""
+    weights_C = weights_C * (labels_C >= 0)
+    index_C1 = labels_C.clamp(min=0)[:, None]
+    normaliser_C1 = logits_Cv.logsumexp(1, keepdim=True)
+    loss = (weights_C * (normaliser_C1 - logits_Cv.gather(1, index_C1))[:, 0]).sum()
+    grad_Cv = logits_Cv.sub_(normaliser_C1).exp_().mul_(weights_C[:, None])
+    return loss, grad_Cv.scatter_add_(1, index_C1, -weights_C[:, None])
+
+
+def _soft(
+    logits_Cv: Tensor, teacher: Teacher, part: slice, weights_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`_Labels.judge` with the teacher's distribution."""
+    p_Cv, known_C = _distribution(teacher, part)
+    weights_C = weights_C * known_C
+    normaliser_C1 = logits_Cv.logsumexp(1, keepdim=True)
+    log_q_Cv = logits_Cv.sub_(normaliser_C1)
+    if teacher.objective == "ce":
+        loss_C = -_dot(p_Cv, log_q_Cv)
+        grad_Cv = log_q_Cv.exp_().sub_(p_Cv)
+    else:
+        loss_C, grad_Cv = _acceptance(log_q_Cv, p_Cv, teacher.objective)
+    return (weights_C * loss_C).sum(), grad_Cv.mul_(weights_C[:, None])
+
+
+def _acceptance(log_q_Cv: Tensor, p_Cv: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """(loss of each row, its gradient by the logits) of the objectives that look at acceptance."""
+    q_Cv = log_q_Cv.exp()
+    accepted_C = torch.minimum(p_Cv, q_Cv).sum(1)
+    short_Cv = (q_Cv < p_Cv).float()  # where more probability would be accepted
+    tv_Cv = q_Cv * (_dot(q_Cv, short_Cv)[:, None] - short_Cv)
+    if objective == "tv":
+        return 1 - accepted_C, tv_Cv
+    if objective == "lk":
+        floor_C = accepted_C.clamp(min=torch.finfo(torch.float32).tiny)
+        return -floor_C.log(), tv_Cv / floor_C[:, None]
+    share_C = torch.exp(-3 * accepted_C)
+    loss_C = share_C * -_dot(p_Cv, log_q_Cv) + (1 - share_C) * (1 - accepted_C)
+    return loss_C, share_C[:, None] * (q_Cv - p_Cv) + (1 - share_C[:, None]) * tv_Cv
+
+
+def _distribution(teacher: Teacher, part: slice) -> tuple[Tensor, Tensor]:
+    """(p_Cv, bool (C,): whether the target's best token is in the draft vocabulary)."""
+    states_U, row_C = torch.unique_consecutive(teacher.states_R[part], return_inverse=True)
+    logits_UV = teacher.logits(states_U)
+    if teacher.token_map is None:
+        known_U = torch.ones_like(states_U, dtype=torch.bool)
+        draft_Uv = logits_UV
+    else:
+        draft_Uv = logits_UV[:, teacher.token_map]
+        known_U = draft_Uv.amax(1) == logits_UV.amax(1)
+    p_Uv = torch.softmax(draft_Uv.float(), dim=-1)
+    return (p_Uv if len(p_Uv) == len(row_C) else p_Uv[row_C]), known_U[row_C]
+
+
+def _dot(left_Cv: Tensor, right_Cv: Tensor) -> Tensor:
+    return torch.linalg.vecdot(left_Cv, right_Cv)
+
+
+def _ranks(logits_Cv: Tensor, labels_C: Tensor) -> Tensor:
+    """How many logits come before the label's; of equal ones those of lower index do."""
+    label_C1 = logits_Cv.gather(1, labels_C.clamp(min=0)[:, None])
+    ahead_Cv = logits_Cv > label_C1
+    lower_Cv = torch.arange(logits_Cv.shape[1], device=labels_C.device) < labels_C[:, None]
+    ahead_Cv |= (logits_Cv == label_C1) & lower_Cv
+    return torch.where(labels_C >= 0, ahead_Cv.sum(1).clamp(max=RANKS), RANKS)
+
+
+def _chunk_size(rows: Tensor, vocab_size: int) -> int:
+    return max(1, CHUNK_LOGITS.get(rows.device.type, 1 << 25) // vocab_size)

@@ -8,7 +8,6 @@ h)), loss sum_k decay^k CE_k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,9 +16,11 @@ from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, Batch, Committed, DraftHead, HeadLoss
 from draftheads.heads.layers import ResidualBlock, StackedHeads
-from draftheads.heads.losses import chunked_cross_entropy, chunked_ranks, rank_counts
+from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy, rank_counts
+from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TokenTree, TreeShape
+from draftheads.heads.tree import TokenTree
+from draftheads.heads.vocabulary import draft_index, token_map
 
 STACK_BYTES = 1 << 26
 """Heads up to this size (64 MiB) are copied into one stack for drafting: with small matrices the
@@ -53,12 +54,7 @@ class MedusaHead(DraftHead):
         token_map: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.hidden_size, self.vocab_size, self.depth, self.layers = (
-            hidden_size,
-            vocab_size,
-            depth,
-            layers,
-        )
+        self.hidden_size, self.vocab_size, self.layers = hidden_size, vocab_size, layers
         self.own_lm_head = own_lm_head
         self.labels, self.decay = "hard", 0.8
         self._stack: tuple[tuple[tuple[int, int], ...], StackedHeads] | None = None
@@ -77,8 +73,7 @@ class MedusaHead(DraftHead):
         choices: depth (default 4), layers (1), lm_head "own" | "shared", labels "hard" | "soft",
         decay, vocabulary (target ids of a reduced vocabulary, most frequent first; default all).
         """
-        vocabulary = choices.get("vocabulary")
-        token_map = None if vocabulary is None else torch.tensor(sorted(vocabulary))
+        ids = token_map(choices.get("vocabulary"), target.vocab_size)
         own = choices.get("lm_head", "own") == "own"
         head = cls(
             target.hidden_size,
@@ -86,7 +81,7 @@ class MedusaHead(DraftHead):
             choices.get("depth", 4),
             choices.get("layers", 1),
             own_lm_head=own,
-            token_map=token_map,
+            token_map=ids,
         )
         head.labels, head.decay = choices.get("labels", "hard"), choices.get("decay", 0.8)
         if not own:  # raise here, with the reason, rather than in the first step
@@ -95,8 +90,13 @@ class MedusaHead(DraftHead):
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
         weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
         for parameter in head.lm_heads.parameters():
-            parameter.data.copy_(weight_VD if token_map is None else weight_VD[token_map])
+            parameter.data.copy_(weight_VD if ids is None else weight_VD[ids])
         return head
+
+    @property
+    def depth(self) -> int:
+        """As many heads as there are."""
+        return len(self.blocks)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -143,25 +143,16 @@ class MedusaHead(DraftHead):
         """Sum over depths of decay^k times the summed cross-entropy over learned tokens."""
         loss = features_BTD.new_zeros((), dtype=torch.float32)
         counts: list[Tensor] = []
-        for k, here_BT, labels_M in self._depths(batch):
-            hidden_MD = self.blocks[k - 1](self._input(features_BTD[here_BT]))
-            # tokens outside a reduced vocabulary count as missed and teach nothing
-            index_M = self._draft_index(labels_M)
-            known_M = index_M >= 0
-            teacher = None
-            if self.labels == "soft":
-                there_BTD = features_BTD[:, k:][here_BT[:, :-k]]
-                teacher = self._teacher(target, there_BTD[known_M])
-            part, ranks_M = chunked_cross_entropy(
-                hidden_MD[known_M],
-                index_M[known_M],
-                self._unembed(k, target),
-                vocab_size=self._rows,
-                teacher=teacher,
+        for k, here_BT in enumerate(batch.roots(self.depth), start=1):
+            there_BT = here_BT.roll(k, dims=1)
+            part, ranks_M = linear_cross_entropy(
+                self.blocks[k - 1](self._input(features_BTD[here_BT])),
+                self._unembed_weight(k, target),
+                draft_index(batch.tokens_BT[there_BT], self.token_map),
+                teacher=self._teacher(target, features_BTD[there_BT]),
             )
             loss = loss + self.decay**k * part
             counts.append(rank_counts(ranks_M))
-            counts[-1][RANKS] += (~known_M).sum()
         return HeadLoss(loss, torch.stack(counts))
 
     @torch.no_grad()
@@ -169,29 +160,40 @@ class MedusaHead(DraftHead):
         """ranks_MK for `TreeShape.most_frequent`: at each learned position, the rank of the token
         that came at each depth, -1 where it was worse than RANKS or the document ended.
         """
-        place_BT = batch.learn_BT.long().flatten().cumsum(0).view_as(batch.tokens_BT) - 1
-        ranks_MK = torch.full((int(batch.learn_BT.sum()), self.depth), -1, device=place_BT.device)
-        for k, here_BT, labels_M in self._depths(batch):
-            hidden_MD = self.blocks[k - 1](self._input(features_BTD[here_BT]))
+        ranks_BTK = features_BTD.new_full((*batch.tokens_BT.shape, self.depth), -1).long()
+        for k, here_BT in enumerate(batch.roots(self.depth), start=1):
+            weight_VD = self._unembed_weight(k, target)
             ranks_M = chunked_ranks(
-                hidden_MD,
-                self._draft_index(labels_M),
-                self._unembed(k, target),
-                vocab_size=self._rows,
+                self.blocks[k - 1](self._input(features_BTD[here_BT])),
+                weight_VD,
+                draft_index(batch.tokens_BT[here_BT.roll(k, dims=1)], self.token_map),
             )
-            ranks_MK[place_BT[here_BT], k - 1] = torch.where(ranks_M < RANKS, ranks_M, -1)
-        return ranks_MK
+            ranks_BTK[here_BT, k - 1] = torch.where(ranks_M < RANKS, ranks_M, -1)
+        return ranks_BTK[batch.learn_BT]
 
-    def drafter(self, target: Target, tree: TreeShape | None = None) -> MedusaDrafter:
-        """A drafter that fills `tree` (default: the head's own)."""
-        return MedusaDrafter(self, target, tree or self.tree)
+    def drafter(self, target: Target, tree: Tree | None = None) -> MedusaDrafter:
+        """A drafter that fills `tree` (default: the head's own), which must be a `TreeShape`."""
+        shape = tree or self.tree
+        self.check_tree(shape)
+        assert isinstance(shape, TreeShape)
+        return MedusaDrafter(self, target, shape)
+
+    def check_tree(self, tree: Tree) -> None:
+        """Refuse dynamic trees and trees deeper than there are heads."""
+        if not isinstance(tree, TreeShape):
+            raise ValueError(
+                f"Medusa heads fill a fixed tree, got a dynamic one ({tree}); "
+                "give widths like 4,2,1 or a list of paths"
+            )
+        tree.check_depth(self.depth)
 
     def logits(self, features_BD: Tensor, target: Target, depth: int) -> Tensor:
         """Logits (depth, B, v) of the first `depth` heads over the draft vocabulary."""
         x_BD = self._input(features_BD)
         hidden_KBD = torch.stack([block(x_BD) for block in self.blocks[:depth]])
         if not self.own_lm_head:  # one pass: reading the shared matrix is what drafting costs
-            return self._unembed(1, target)(hidden_KBD)
+            weight_VD = self._unembed_weight(1, target)
+            return F.linear(hidden_KBD.to(weight_VD.dtype), weight_VD)
         heads = zip(self.lm_heads, hidden_KBD, strict=False)
         return torch.stack([lm_head(hidden_BD) for lm_head, hidden_BD in heads])
 
@@ -206,54 +208,26 @@ class MedusaHead(DraftHead):
             self._stack = (version, StackedHeads(self.blocks, self.lm_heads))
         return self._stack[1]
 
-    def _depths(self, batch: Batch) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """For each depth k: the mask of positions i that learn tokens[i + k], and those tokens.
-
-        Everything from i to i + k must be the target's own words of one document, as it is when
-        the heads are used.
-        """
-        here_BT = batch.learn_BT
-        for k in range(1, self.depth + 1):
-            same_BT = batch.documents_BT[:, :-k] == batch.documents_BT[:, k:]
-            reached_BT = here_BT[:, :-k] & batch.learn_BT[:, k:] & same_BT
-            here_BT = torch.zeros_like(batch.learn_BT)
-            here_BT[:, :-k] = reached_BT
-            yield k, here_BT, batch.tokens_BT[:, k:][reached_BT]
-
-    @property
-    def _rows(self) -> int:
-        return self.vocab_size if self.token_map is None else len(self.token_map)
-
     def _input(self, features: Tensor) -> Tensor:
         return features.to(next(self.parameters()).dtype)
 
-    def _unembed(self, k: int, target: Target) -> Callable[[Tensor], Tensor]:
+    def _unembed_weight(self, k: int, target: Target) -> Tensor:
         if self.own_lm_head:
-            return self.lm_heads[k - 1]
+            return self.lm_heads[k - 1].weight  # type: ignore[return-value]
         weight_VD = target.unembed_weight()
-        if self.token_map is not None:
-            weight_VD = weight_VD[self.token_map]
-        return lambda hidden: F.linear(hidden.to(weight_VD.dtype), weight_VD)
+        return weight_VD if self.token_map is None else weight_VD[self.token_map]
 
-    def _teacher(self, target: Target, features_MD: Tensor) -> Callable[[slice], Tensor]:
-        def logits(part: slice) -> Tensor:
-            full_CV = target.unembed(features_MD[part])
-            return full_CV if self.token_map is None else full_CV[:, self.token_map]
-
-        return logits
-
-    def _draft_index(self, tokens_M: Tensor) -> Tensor:
-        if self.token_map is None:
-            return tokens_M
-        place_M = torch.searchsorted(self.token_map, tokens_M).clamp(max=len(self.token_map) - 1)
-        return torch.where(self.token_map[place_M] == tokens_M, place_M, -1)
+    def _teacher(self, target: Target, features_MD: Tensor) -> Teacher | None:
+        if self.labels == "hard":
+            return None
+        states_M = torch.arange(len(features_MD), device=features_MD.device)
+        return Teacher(states_M, lambda states: target.unembed(features_MD[states]), self.token_map)
 
 
 class MedusaDrafter:
     """Fills a fixed tree from the heads' best guesses; one target state yields the whole tree."""
 
     def __init__(self, head: MedusaHead, target: Target, shape: TreeShape) -> None:
-        shape.check_depth(head.depth)
         shape = TreeShape(tuple(sorted(shape.paths)))  # depth first: best guesses stand in a row
         self.head, self.target, self.shape = head, target, shape
         self.feature_layers = head.feature_layers

@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 
 from draftheads.heads.base import Drafter, DraftHead
+from draftheads.heads.shape import Tree
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TreeShape
 from draftheads.infer.accept import Greedy
 from draftheads.infer.baseline import Baseline, without_defaults
 from draftheads.infer.engine import Speculator, Step
@@ -18,7 +18,7 @@ from draftheads.infer.report import BenchReport, describe_machine
 from draftheads.infer.summary import Summary
 
 Drafts = DraftHead | Callable[[], Drafter]
-Entry = Drafts | tuple[Drafts, TreeShape]
+Entry = Drafts | tuple[Drafts, Tree]
 
 __all__ = ["BenchOptions", "Entry", "bench"]
 
@@ -99,11 +99,11 @@ def _heads(
         if isinstance(drafts, DraftHead):
             tree = tree or drafts.tree
             if options.nodes:
-                for nodes in sorted({min(nodes, len(tree.paths)) for nodes in options.nodes}):
+                for nodes in sorted({min(nodes, tree.draft_nodes) for nodes in options.nodes}):
                     engine = Speculator(target, drafts, tree=tree.head(nodes))
                     yield _engine(f"{name}@{nodes}", nodes, engine, options)
                 continue
-        fixed = len(tree.paths) if tree else None  # a function's drafter keeps its own tree
+        fixed = tree.draft_nodes if tree else None  # a function's drafter keeps its own tree
         yield _engine(name, fixed, Speculator(target, drafts, tree=tree), options)
 
 

@@ -169,7 +169,7 @@ class _Session:
 
     def greet(self) -> None:
         """Say who answers, and how."""
-        nodes = self.speculator.tree.nodes - 1
+        nodes = self.speculator.tree.draft_nodes
         drafts = f", a tree of {nodes} draft tokens" if nodes else ""
         self.note(f"{self.speculator.target.name}{drafts}. /help lists the commands.")
         if not self.history.chats:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from draftheads.heads.base import Committed
-from draftheads.heads.tree import TokenTree, Topology, TreeShape
+from draftheads.heads.shape import TreeShape
+from draftheads.heads.tree import TokenTree, Topology
 
 
 class NoDraft:
@@ -53,7 +54,7 @@ class Oracle:
         self.generator = torch.Generator().manual_seed(seed)
 
     def propose(self, committed: Committed) -> TokenTree:
-        counts = committed.count_B.tolist()
+        counts = committed.counts
         if self.written is None:  # the first call brings the prompt and one token
             self.written = [1] * len(counts)
         else:

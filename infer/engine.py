@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.base import Committed, Drafter, DraftHead
+from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Decoded, Target
-from draftheads.heads.tree import TokenTree, TreeShape
+from draftheads.heads.tree import TokenTree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
 from draftheads.infer.drafters import NoDraft
 from draftheads.infer.text import StopStrings
@@ -85,14 +86,14 @@ class Speculator:
         target: Target,
         drafts: DraftHead | Callable[[], Drafter] | None = None,
         *,
-        tree: TreeShape | None = None,
+        tree: Tree | None = None,
         profile: bool = False,
     ) -> None:
         self.target = target
         self.profile = profile
         if isinstance(drafts, DraftHead):
-            self.tree = tree or drafts.tree
-            self.tree.check_depth(drafts.depth)
+            self.tree: Tree = tree or drafts.tree
+            drafts.check_tree(self.tree)
             self._new_drafter: Callable[[], Drafter] = lambda: drafts.drafter(target, self.tree)
         else:
             self.tree = tree or TreeShape(())
@@ -241,7 +242,7 @@ def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tenso
     else:
         first = torch.zeros_like(prefilled.features_BND[:, :1])
         features_BAD = torch.cat([first, prefilled.features_BND], dim=1)
-    return Committed(tokens_BA, features_BAD, count_B)
+    return Committed(tokens_BA, features_BAD, count_B, counts)
 
 
 def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]) -> Committed:
@@ -257,4 +258,4 @@ def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]
     else:
         index_BAD = path_BA[:, :, None].expand(-1, -1, out.features_BND.shape[-1])
         features_BAD = out.features_BND.gather(1, index_BAD)
-    return Committed(tokens_BA, features_BAD, count_B)
+    return Committed(tokens_BA, features_BAD, count_B, counts)

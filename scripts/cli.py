@@ -98,10 +98,14 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
 ) -> None:
-    """Train heads in this process; for several, `accelerate launch train/medusa.py RECIPE.yaml`."""
-    from draftheads.train.medusa import main as run
+    """Train heads of any kind in this process (a recipe without head.kind: Medusa heads).
 
-    raise typer.Exit(run([str(recipe), *(overrides or [])]))
+    In several processes: `accelerate launch train/medusa.py RECIPE.yaml` or
+    `accelerate launch train/eagle.py RECIPE.yaml`.
+    """
+    from draftheads.train.entry import train as run
+
+    raise typer.Exit(run(str(recipe), overrides or [], "medusa"))
 
 
 @app.command()
@@ -134,7 +138,7 @@ def bench(
     seed: Seed = 0,
 ) -> None:
     """Measure heads against `generate` and against this engine without drafts, in one process."""
-    from draftheads.heads.tree import parse_tree
+    from draftheads.heads.shape import parse_tree
     from draftheads.infer.bench import bench as run
     from draftheads.infer.race import BenchOptions
     from draftheads.infer.report import print_report

@@ -70,7 +70,7 @@ def demo(out: Path) -> BenchReport:
     with _stage(
         console, f"4 of 4: chat - with {best.nodes} draft nodes; accepted drafts are coloured"
     ):
-        tree = head.tree.head(best.nodes or len(head.tree.paths))
+        tree = head.tree.head(best.nodes or head.tree.draft_nodes)
         sample_chat(Speculator(target, head, tree=tree), QUESTIONS, console=console)
     console.print(
         f"\n{best.speedup:.2f} times as fast as generate, {best.tokens_per_step:.2f} tokens per "

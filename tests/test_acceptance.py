@@ -18,7 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftheads.heads.tree import TokenTree, Topology, TreeShape
+from draftheads.heads.shape import TreeShape
+from draftheads.heads.tree import TokenTree, Topology
 from draftheads.infer.accept import Greedy, Sampled, Typical, filtered_logits
 from draftheads.infer.drafters import Oracle
 from draftheads.infer.engine import Speculator

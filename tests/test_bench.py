@@ -13,8 +13,8 @@ from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts
 from transformers import GenerationConfig
 
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TreeShape
 from draftheads.infer import accept
 from draftheads.infer.accept import Greedy, Sampled, Typical
 from draftheads.infer.baseline import Baseline, without_defaults

@@ -13,8 +13,8 @@ from rich.console import Console
 from tiny_chat import END, llama
 
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TreeShape
 from draftheads.infer.accept import Typical
 from draftheads.infer.answer import Answer, ChatOptions, printable
 from draftheads.infer.chat import History, chat, sample_chat

@@ -7,8 +7,8 @@ import torch
 from tiny_chat import byte_tokenizer
 from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts, tiny_target
 
+from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TreeShape
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters import Oracle
 from draftheads.infer.engine import Speculator, Statistics

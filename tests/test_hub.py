@@ -15,8 +15,8 @@ from tiny_targets import VOCABULARY, random_model, tiny_target
 
 from draftheads.heads.hub import find_head, head_target, load_head, record_measured, save_head
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TreeShape
 from draftheads.scripts.publish import publish
 
 CHOICES = {

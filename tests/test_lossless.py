@@ -18,8 +18,8 @@ from tiny_targets import (
 )
 
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TreeShape
 from draftheads.infer.drafters import Oracle
 from draftheads.infer.engine import Speculator, Statistics
 

@@ -24,8 +24,8 @@ from tiny_training import (
 )
 
 from draftheads.heads.hub import load_head
+from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TreeShape
 from draftheads.infer.engine import Speculator
 from draftheads.train.loop import Trainer, fit, learning_rate
 from draftheads.train.progress import Progress, read_metrics

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from draftheads.heads.cache import SlotTable
-from draftheads.heads.tree import Topology, TreeShape, parse_tree
+from draftheads.heads.shape import TreeShape, parse_tree
+from draftheads.heads.tree import Topology
 
 #       0
 #      / \

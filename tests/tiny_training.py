@@ -108,7 +108,7 @@ def tiny_recipe(folder: Path, **run: Any) -> dict[str, Any]:
             "rows_per_batch": 2,
             "heldout": 0.1,
         },
-        "head": {"depth": 3, "nodes": 7},
+        "head": {"kind": "medusa", "depth": 3, "nodes": 7},
         "optim": {"lr": 3e-3},
         "run": {
             "output": str(folder / "run"),

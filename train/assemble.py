@@ -89,9 +89,9 @@ def load_data(recipe: Recipe, target: Target, say: Say) -> TrainingData:
 
 def create_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
     """A new head of the recipe's kind, in float32 on the target's device."""
-    choices = recipe.head.model_dump(exclude={"kind", "nodes", "vocabulary"})
-    if recipe.head.vocabulary:
-        choices["vocabulary"] = documents.frequent_tokens(recipe.head.vocabulary, target.vocab_size)
+    choices = recipe.head.model_dump(exclude={"kind"})
+    if size := choices.pop("vocabulary", None):
+        choices["vocabulary"] = documents.frequent_tokens(size, target.vocab_size)
     torch.manual_seed(recipe.run.seed)
     return HEADS[recipe.head.kind].create(target, **choices).float().to(target.device)
 

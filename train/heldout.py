@@ -15,8 +15,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
+from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TreeShape
 from draftheads.train.batches import Rows
 
 HELDOUT_TOKENS = 1 << 17
@@ -34,7 +34,7 @@ class Calibration:
     per depth.
     """
 
-    tree: TreeShape
+    tree: Tree
     tokens_per_step: float
     top1: list[float]
     top5: list[float]
@@ -45,7 +45,7 @@ class Calibration:
         top5 = " ".join(f"{share:.3f}" for share in self.top5)
         return (
             f"held-out: predicted {self.tokens_per_step:.2f} tokens per step with "
-            f"{self.tree.nodes - 1} draft nodes; right by depth: top-1 {top1}, top-5 {top5} "
+            f"{self.tree.draft_nodes} draft nodes; right by depth: top-1 {top1}, top-5 {top5} "
             f"({self.positions} positions)"
         )
 
@@ -59,37 +59,33 @@ def observe(
     batches = list(_batches(rows, rows_per_batch))
     for number in range(accelerator.process_index, len(batches), accelerator.num_processes):
         batch = rows.batch(batches[number]).to(accelerator.device)
-        features_BTD = target.features(batch, head.feature_layers)
+        features_BTD = target.features(batch, head.training_layers)
         with accelerator.autocast():
             mine.append((number, head.observe(batch, features_BTD, target).cpu()))
     everyone = sorted(gather_object(mine), key=lambda part: part[0])
     return torch.cat([ranks_MK for _, ranks_MK in everyone])
 
 
-def calibrate(ranks_MK: Tensor, nodes: int, fallback: TreeShape) -> Calibration:
-    """The tree of `nodes` draft nodes for these observations; `fallback` where no draft was right.
+def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
+    """`tree`, fitted to these observations, and what the best fixed tree of `nodes` draft nodes
+    would bring (a dynamic one brings more).
 
     The prediction is cross-fitted: each half of the positions judges the tree chosen on the
     other half, so that a tree fitted to few positions does not praise itself.
     """
     half = len(ranks_MK) // 2
     first_MK, second_MK = ranks_MK[:half], ranks_MK[half:]
-    total = _grow(first_MK, nodes, fallback).expected_tokens(second_MK) * len(second_MK)
-    total += _grow(second_MK, nodes, fallback).expected_tokens(first_MK) * len(first_MK)
+    none = TreeShape(())
+    total = none.fitted(first_MK, nodes).expected_tokens(second_MK) * len(second_MK)
+    total += none.fitted(second_MK, nodes).expected_tokens(first_MK) * len(first_MK)
     found_MK = ranks_MK >= 0
     return Calibration(
-        tree=_grow(ranks_MK, nodes, fallback),
+        tree=tree.fitted(ranks_MK, nodes),
         tokens_per_step=total / len(ranks_MK),
         top1=(ranks_MK == 0).float().mean(0).tolist(),
         top5=(found_MK & (ranks_MK < 5)).float().mean(0).tolist(),
         positions=len(ranks_MK),
     )
-
-
-def _grow(ranks_MK: Tensor, nodes: int, fallback: TreeShape) -> TreeShape:
-    if not (ranks_MK[:, 0] >= 0).any():
-        return fallback
-    return TreeShape.most_frequent(ranks_MK, nodes)
 
 
 def _batches(rows: Rows, rows_per_batch: int) -> Iterator[list[int]]:

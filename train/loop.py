@@ -109,7 +109,7 @@ class Trainer:
         self.trained = self._prepare()
         self.head = self.trained.head
         self.features = Features(
-            self.target, self.data.train, self.head.feature_layers, recipe.data.cache_gb
+            self.target, self.data.train, self.head.training_layers, recipe.data.cache_gb
         )
         self.state = RunState(
             step=0,

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import difflib
 import re
-import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from draftheads.train.choices import HEAD_MODELS, HeadChoices, Kind, MedusaChoices, Section
 
 Precision = Literal["fp32", "bf16"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-class Section(BaseModel):
-    """Refuses keys that it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DataChoices(Section):
@@ -42,25 +38,6 @@ class DataChoices(Section):
     heldout: float = Field(
         0.02, gt=0, le=0.5, description="share of documents kept for calibration and evaluation"
     )
-
-
-class MedusaChoices(Section):
-    """Medusa heads (arXiv 2401.10774)."""
-
-    kind: Literal["medusa"] = "medusa"
-    depth: int = Field(4, ge=1, le=16, description="heads = tokens guessed ahead")
-    layers: int = Field(1, ge=1, le=8, description="residual blocks per head")
-    lm_head: Literal["own", "shared"] = Field("own", description="shared: the target's, frozen")
-    labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
-    decay: float = Field(0.8, gt=0, le=1, description="weight of depth k is decay^k")
-    vocabulary: int | None = Field(
-        None, ge=2, description="keep only the N tokens that the target writes most; null: all"
-    )
-    nodes: int = Field(63, ge=1, description="draft nodes of the calibrated tree")
-
-
-HeadChoices = MedusaChoices
-"""With a second head kind: Annotated[MedusaChoices | EagleChoices, Field(discriminator="kind")]."""
 
 
 class OptimChoices(Section):
@@ -109,8 +86,9 @@ class Recipe(Section):
     run: RunChoices
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; `overrides` are like "optim.lr=1e-3", their values parsed as YAML.
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "medusa") -> Recipe:
+    """Read a recipe; `overrides` are like "optim.lr=1e-3", their values parsed as YAML. kind: of
+    the head, where neither says `head.kind`.
 
     Raises FileNotFoundError for a missing file and ValueError for everything wrong in it; both
     are one line.
@@ -125,10 +103,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
     overridden = [_override(values, text) for text in overrides]
+    head = {} if values.get("head") is None else values["head"]
+    if isinstance(head, dict):
+        values["head"] = head if head.get("kind") is not None else {**head, "kind": kind}
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:  # its message has several lines and a link
-        raise ValueError(_explain(error, path, overridden)) from error
+        raise ValueError(_explain(error.errors()[0], values, path, overridden)) from error
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -146,7 +127,9 @@ def trained_choices(recipe: dict[str, Any]) -> dict[str, Any]:
     memory = ("rows_per_batch", "cache_gb")
     data = {key: value for key, value in recipe["data"].items() if key not in memory}
     run = {key: recipe["run"][key] for key in ("seed", "tokens_per_step", "precision")}
-    return {**recipe, "data": data, "run": run}
+    decoding = HEAD_MODELS[recipe["head"]["kind"]].decoding_keys
+    head = {key: value for key, value in recipe["head"].items() if key not in decoding}
+    return {**recipe, "data": data, "head": head, "run": run}
 
 
 class _Loader(yaml.SafeLoader):
@@ -181,17 +164,22 @@ def _override(values: dict[str, Any], text: str) -> str:
     return key.strip()
 
 
-def _explain(error: ValidationError, path: Path, overridden: Sequence[str]) -> str:
-    fault = error.errors()[0]
-    key = ".".join(str(part) for part in fault["loc"])
-    for given in overridden:
-        if given == key or given.startswith(f"{key}."):
-            where, key = "command line", given
-            break
-    else:
-        where = str(path)
+def _explain(
+    fault: ErrorDetails, values: dict[str, Any], path: Path, overridden: Sequence[str]
+) -> str:
+    """One line for a fault in `values`, the recipe with its overrides."""
+    names = [str(part) for part in fault["loc"]]
+    if names[0] == "head":
+        del names[1:2]  # the kind, which pydantic puts between the section and the key
+    key = ".".join(names)
+    if fault["type"] == "union_tag_invalid":
+        key = "head.kind"
+    key, where = _origin(key, fault, overridden) or (key, str(path))
+    if fault["type"] == "union_tag_invalid":
+        kinds = ", ".join(HEAD_MODELS)
+        return f"{where}: {key}: expected one of {kinds}, got {fault['input']['kind']!r}"
     if fault["type"] == "extra_forbidden":
-        return f"{where}: unknown key {key!r}; {_did_you_mean(key)}"
+        return f"{where}: unknown key {key!r}; {_did_you_mean(key, values)}"
     if fault["type"] == "missing":
         return f"{where}: key {key!r} is missing; add it, or pass {key}=..."
     expected = fault["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
@@ -200,8 +188,26 @@ def _explain(error: ValidationError, path: Path, overridden: Sequence[str]) -> s
     return f"{where}: {key}: {expected}, got {fault['input']!r}"
 
 
-def _did_you_mean(key: str) -> str:
-    keys = sorted(_known_keys(Recipe))
+def _origin(key: str, fault: ErrorDetails, overridden: Sequence[str]) -> tuple[str, str] | None:
+    """The faulty key and "command line", where an override brought the fault about."""
+    for given in overridden:
+        # of a fault between several keys, the message says which
+        said = fault["type"] != "value_error" or re.search(
+            rf"\b{re.escape(given.rpartition('.')[2])}\b", fault["msg"]
+        )
+        if given == key or (given.startswith(f"{key}.") and said):
+            return given, "command line"
+        if key.startswith(f"{given}."):
+            return key, "command line"
+    return None
+
+
+def _did_you_mean(key: str, values: dict[str, Any]) -> str:
+    kind = str(values["head"].get("kind")) if isinstance(values["head"], dict) else ""
+    keys = sorted(_known_keys(Recipe, HEAD_MODELS.get(kind, MedusaChoices)))
+    owners = [name for name, model in HEAD_MODELS.items() if key in _known_keys(Recipe, model)]
+    if owners:
+        return f"it belongs to head.kind {' or '.join(owners)}, and this is {kind}"
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
     if not near:  # right word in the wrong section, or a section that does not exist
         words = {known.rpartition(".")[2]: known for known in keys}
@@ -215,15 +221,13 @@ def _did_you_mean(key: str) -> str:
     return f"known keys: {', '.join(inside or keys)}"
 
 
-def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _known_keys(model: type[BaseModel], head: type[Section], prefix: str = "") -> Iterator[str]:
+    """The keys of a model and of the sections in it; `head`: the one chosen of its alternatives."""
     for name, field in model.model_fields.items():
-        parts = typing.get_args(field.annotation) or (field.annotation,)
-        sections = [
-            part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)
-        ]
         yield prefix + name
-        for section in sections:
-            yield from _known_keys(section, f"{prefix}{name}.")
+        section = head if prefix + name == "head" else field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from _known_keys(section, head, f"{prefix}{name}.")
 
 
 def _near_files(path: Path) -> str:

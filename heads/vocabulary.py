@@ -1,0 +1,44 @@
+"""A draft vocabulary: the target ids that a head can guess, in rising order.
+
+Legend: M tokens, V target vocabulary, v draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def token_map(vocabulary: Sequence[int] | None, vocab_size: int) -> Tensor | None:
+    """int64 (v,): the target id of each draft index; None for the full vocabulary.
+
+    Raises ValueError for ids outside the target's vocabulary.
+    """
+    if vocabulary is None or len(vocabulary) >= vocab_size:
+        return None
+    ids = sorted(set(vocabulary))
+    if not ids or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ValueError(f"draft vocabulary: expected ids from 0 to {vocab_size - 1}, got {ids}")
+    return torch.tensor(ids)
+
+
+def draft_index(tokens_M: Tensor, token_map: Tensor | None) -> Tensor:
+    """int64: the draft index of each target id, -1 where the draft vocabulary has it not."""
+    if token_map is None:
+        return tokens_M
+    place_M = torch.searchsorted(token_map, tokens_M).clamp(max=len(token_map) - 1)
+    return torch.where(token_map[place_M] == tokens_M, place_M, -1)
+
+
+def d2t(token_map: Tensor) -> Tensor:
+    """int64 (v,): target id minus draft index, as the field's checkpoints store the map."""
+    return token_map - torch.arange(len(token_map), device=token_map.device)
+
+
+def t2d(token_map: Tensor, vocab_size: int) -> Tensor:
+    """bool (V,): which target ids the draft vocabulary has."""
+    known_V = torch.zeros(vocab_size, dtype=torch.bool, device=token_map.device)
+    known_V[token_map] = True
+    return known_V

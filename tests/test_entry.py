@@ -1,0 +1,101 @@
+"""The promise: each training script runs recipes of any kind, and decides the kind only where the
+recipe leaves it open.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from draftheads.scripts.cli import app
+from draftheads.train import eagle, entry, medusa
+from draftheads.train.loop import Outcome
+from draftheads.train.recipe import Recipe
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    values = {"target": "t", "data": {"path": "d"}, "run": {"output": "out", "steps": 10}}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture
+def fitted(monkeypatch, tmp_path) -> list[Recipe]:
+    """The recipes that would have been trained."""
+    recipes: list[Recipe] = []
+
+    def fit(recipe: Recipe) -> Outcome:
+        recipes.append(recipe)
+        return Outcome(step=10, steps=10, checkpoint=tmp_path / "step-000010", trained=True)
+
+    monkeypatch.setattr(entry, "fit", fit)
+    return recipes
+
+
+@pytest.mark.parametrize(("script", "kind"), [(medusa, "medusa"), (eagle, "eagle3")])
+def test_a_script_decides_the_kind_that_a_recipe_leaves_open(path, fitted, script, kind):
+    assert script.main([str(path)]) == 0
+    assert script.main([str(path), "head.kind=eagle"]) == 0
+    assert [recipe.head.kind for recipe in fitted] == [kind, "eagle"]
+
+
+def test_the_command_trains_every_kind(path, fitted):
+    for arguments in ([], ["head.kind=eagle3"], ["head.kind=eagle"]):
+        assert CliRunner().invoke(app, ["train", str(path), *arguments]).exit_code == 0
+    assert [recipe.head.kind for recipe in fitted] == ["medusa", "eagle3", "eagle"]
+
+
+@pytest.mark.parametrize(("script", "other"), [(medusa, "eagle"), (eagle, "medusa")])
+def test_help_is_the_scripts_own(capsys, script, other):
+    name = script.__name__.rpartition(".")[2]
+    assert script.main(["--help"]) == 0
+    assert script.main([]) == 2
+    text = capsys.readouterr().out
+    assert text.count(f"usage: train/{name}.py RECIPE.yaml [key.path=value ...]") == 2
+    assert f"train/{other}.py" not in text
+
+
+def test_the_help_of_the_command_names_both_scripts():
+    text = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
+    assert "train/medusa.py" in text
+    assert "train/eagle.py" in text
+
+
+def test_only_the_first_process_speaks(path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert eagle.main([str(path), "head.stepz=1"]) == 2
+    assert eagle.main([]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsys):
+    stopped = Outcome(step=3, steps=10, checkpoint=tmp_path / "step-000003", trained=True)
+    monkeypatch.setattr(entry, "fit", lambda recipe: stopped)
+    assert eagle.main([str(path)]) == 130
+    assert "interrupted at step 3 of 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("script", "key"), [("eagle", "head.steps"), ("medusa", "head.depth")])
+def test_a_script_runs_by_path(path, tmp_path, script, key):
+    """train/ is then first on sys.path, and the working directory is not the repository."""
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "train" / f"{script}.py"), str(path), f"{key}z=1"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 2
+    assert result.stderr == (f"error: command line: unknown key '{key}z'; did you mean '{key}'?\n")

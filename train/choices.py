@@ -1,0 +1,153 @@
+"""A recipe's `head` section: one model per kind of head, told apart by `head.kind`.
+
+Keys that only decoding reads may change between the launches of one run; each model names them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Kind = Literal["medusa", "eagle3", "eagle"]
+Size = Annotated[int, Field(ge=1)]
+Layer = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Refuses keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MedusaChoices(Section):
+    """Medusa heads (arXiv 2401.10774)."""
+
+    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes"})
+
+    kind: Literal["medusa"] = "medusa"
+    depth: int = Field(4, ge=1, le=16, description="heads = tokens guessed ahead")
+    layers: int = Field(1, ge=1, le=8, description="residual blocks per head")
+    lm_head: Literal["own", "shared"] = Field("own", description="shared: the target's, frozen")
+    labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
+    decay: float = Field(0.8, gt=0, le=1, description="weight of depth k is decay^k")
+    vocabulary: int | None = Field(
+        None, ge=2, description="keep only the N tokens that the target writes most; null: all"
+    )
+    nodes: int = Field(63, ge=1, description="draft nodes of the calibrated tree")
+
+
+class DecoderChoices(Section):
+    """What both kinds of EAGLE share: decoder layers that draft from their own output, and the
+    dynamic tree that they fill.
+    """
+
+    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "depth", "top_k"})
+
+    layers: int = Field(1, ge=1, le=8, description="decoder layers")
+    heads: Size | None = Field(None, description="attention heads; null: the target's")
+    kv_heads: Size | None = Field(None, description="key and value heads; null: the target's")
+    head_dim: Size | None = Field(None, description="width of a head; null: the target's")
+    intermediate_size: Size | None = Field(
+        None, description="inner width of the MLP; null: the target's"
+    )
+    rope_theta: float | None = Field(None, gt=0, description="base of RoPE; null: the target's")
+    rope_scaling: dict[str, Any] | None = Field(
+        None, description="as in a model's config, e.g. {rope_type: llama3, factor: 8.0, ...}"
+    )
+    sliding_window: Size | None = Field(
+        None, description="newest tokens that the draft layers see; null: all"
+    )
+    decay: float = Field(
+        0.8, gt=0, le=1, description="weight of unrolled step k is decay^k, over their sum"
+    )
+    nodes: int = Field(59, ge=1, description="draft nodes of the dynamic tree")
+    depth: int = Field(8, ge=1, le=32, description="tokens drafted ahead = depth of the tree")
+    top_k: int = Field(10, ge=1, description="nodes expanded per level, and children per node")
+
+    @model_validator(mode="after")
+    def _enough_candidates(self) -> DecoderChoices:
+        most = self.top_k + (self.depth - 1) * self.top_k**2
+        if self.nodes > most:
+            raise ValueError(
+                f"nodes of at most {most}, as many as a tree of depth {self.depth} with top_k "
+                f"{self.top_k} has candidates (top_k + (depth - 1) * top_k^2), got {self.nodes}"
+            )
+        return self
+
+
+class Eagle3Choices(DecoderChoices):
+    """EAGLE-3 (arXiv 2503.01840), with the switches of EAGLE-3.1 (arXiv 2605.09992) and the
+    losses of arXiv 2602.23881.
+    """
+
+    kind: Literal["eagle3"] = "eagle3"
+    feature_layers: list[Layer] | None = Field(
+        None,
+        min_length=1,
+        description="indices into hidden_states, 0 = embeddings; null: [2, n//2, n-3] of n layers",
+    )
+    vocabulary: int | None = Field(
+        None, ge=2, description="draft only the N tokens that the target writes most; null: all"
+    )
+    fc_norm: bool = Field(False, description="normalise each captured feature")
+    norm_output: bool = Field(False, description="the next step reads the normalised output")
+    norm_before_fc: bool = Field(False, description="normalise the captured features together")
+    norm_before_residual: bool = Field(False, description="the residual is the normalised feature")
+    steps: int = Field(7, ge=1, le=16, description="steps of training-time test")
+    labels: Literal["soft", "hard"] = Field(
+        "soft", description="soft: the target's distribution; hard: the token that came"
+    )
+    loss: Literal["ce", "tv", "lk", "hybrid"] = Field(
+        "ce",
+        description="ce: cross-entropy; tv: total variation = 1 - acceptance; lk: -log acceptance; "
+        "hybrid: l * ce + (1 - l) * tv with l = exp(-3 * acceptance)",
+    )
+    noise: float = Field(0.0, ge=0, description="amplitude of uniform noise on the features")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Eagle3Choices:
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError(
+                "at most one of fc_norm and norm_before_fc, got both; set one to false"
+            )
+        if self.loss != "ce" and self.labels != "soft":
+            raise ValueError(
+                f"labels: soft with loss: {self.loss}, which compares distributions, got labels: "
+                f"{self.labels}; set labels to soft or loss to ce"
+            )
+        if self.vocabulary is not None and self.vocabulary < self.top_k:
+            raise ValueError(
+                f"vocabulary of at least top_k = {self.top_k} tokens, got {self.vocabulary}"
+            )
+        return self
+
+
+class EagleChoices(DecoderChoices):
+    """EAGLE-1 (arXiv 2401.15077)."""
+
+    kind: Literal["eagle"] = "eagle"
+    steps: int = Field(1, ge=1, le=16, description="steps that the head is unrolled in training")
+    regression: float = Field(1.0, ge=0, description="weight of the SmoothL1 loss on features")
+    classification: float = Field(0.1, ge=0, description="weight of the soft cross-entropy")
+    noise: float = Field(
+        0.2,
+        ge=0,
+        description="uniform noise on the features: (u - 0.5) * noise * 512 / sequence_length",
+    )
+
+    @model_validator(mode="after")
+    def _something_to_learn(self) -> EagleChoices:
+        if not self.regression and not self.classification:
+            raise ValueError("regression or classification above 0, got 0 for both; raise one")
+        return self
+
+
+HeadChoices = Annotated[MedusaChoices | Eagle3Choices | EagleChoices, Field(discriminator="kind")]
+
+HEAD_MODELS: dict[str, type[MedusaChoices] | type[DecoderChoices]] = {
+    "medusa": MedusaChoices,
+    "eagle3": Eagle3Choices,
+    "eagle": EagleChoices,
+}
+"""The model of each kind's `head` section."""
