@@ -70,32 +70,41 @@ class SlotTable:
         self.uniform = min(lengths) == self.longest
         self.start = self.pending = 0
 
-    def visibility(self, ancestors_BQN: Tensor, depths_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """What the Q newest of N pending nodes may see: visible_BQS (bool) and the position that
-        each slot holds, positions_BS.
+    def visible(self, ancestors_BQN: Tensor) -> Tensor:
+        """bool (B, Q, S): what the Q newest of N pending nodes may see.
 
         A node sees every committed slot of its row and, among the pending ones, its ancestors and
         itself.
         """
         asking, nodes = ancestors_BQN.shape[1:]
-        slots_S = self._slots_S[: self.span]
         if self.uniform:  # one topology behind one length: two blocks side by side, no gather
-            committed = ancestors_BQN.new_ones(()).expand(
-                ancestors_BQN.shape[0], asking, self.longest
-            )
-            visible_BQS = torch.cat([committed, ancestors_BQN], dim=2)
-            prefix = slots_S[None, : self.longest].expand(depths_BN.shape[0], -1)
-            return visible_BQS, torch.cat([prefix, self.longest + depths_BN], dim=1)
-        batch = len(self.lengths_B)
-        node_BS = slots_S - self.lengths_B[:, None]  # negative: committed; N or more: free
-        index_BS = node_BS.clamp(0, nodes - 1)
-        ancestors_BQS = ancestors_BQN.expand(batch, -1, -1).gather(
+            committed = ancestors_BQN.new_ones(()).expand(len(ancestors_BQN), asking, self.longest)
+            return torch.cat([committed, ancestors_BQN], dim=2)
+        node_BS, index_BS = self._nodes(nodes)
+        ancestors_BQS = ancestors_BQN.expand(len(node_BS), -1, -1).gather(
             2, index_BS[:, None, :].expand(-1, asking, -1)
         )
         in_tree_BS = (node_BS >= 0) & (node_BS < nodes)
-        visible_BQS = (node_BS < 0)[:, None, :] | (ancestors_BQS & in_tree_BS[:, None, :])
-        tree_BS = self.lengths_B[:, None] + depths_BN.expand(batch, -1).gather(1, index_BS)
-        return visible_BQS, torch.where(node_BS < 0, slots_S, tree_BS)
+        return (node_BS < 0)[:, None, :] | (ancestors_BQS & in_tree_BS[:, None, :])
+
+    def positions(self, depths_BN: Tensor) -> Tensor:
+        """int64 (B, S): the position that each slot holds, N pending nodes being `depths` behind
+        the first free one.
+        """
+        slots_S = self._slots_S[: self.span]
+        if self.uniform:
+            prefix = slots_S[None, : self.longest].expand(len(depths_BN), -1)
+            return torch.cat([prefix, self.longest + depths_BN], dim=1)
+        node_BS, index_BS = self._nodes(depths_BN.shape[1])
+        depths_BS = depths_BN.expand(len(node_BS), -1).gather(1, index_BS)
+        return torch.where(node_BS < 0, slots_S, self.lengths_B[:, None] + depths_BS)
+
+    def _nodes(self, nodes: int) -> tuple[Tensor, Tensor]:
+        """For each slot: its node number (negative: committed; `nodes` or more: free), and that
+        number cut to those that exist.
+        """
+        node_BS = self._slots_S[: self.span] - self.lengths_B[:, None]
+        return node_BS, node_BS.clamp(0, nodes - 1)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]

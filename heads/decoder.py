@@ -151,15 +151,25 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(in_width, narrow, bias=False)
         self.v_proj = nn.Linear(in_width, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
+        self._stack: tuple[tuple[tuple[int, int], ...], Tensor] | None = None
 
     def forward(self, x_BQE: Tensor, angles: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        split = (-1, self.shape.head_dim)
-        q = self.q_proj(x_BQE).unflatten(-1, split).transpose(1, 2)
-        k = self.k_proj(x_BQE).unflatten(-1, split).transpose(1, 2)
-        v = self.v_proj(x_BQE).unflatten(-1, split).transpose(1, 2)
-        q, k = rotate(q, angles).to(v.dtype), rotate(k, angles).to(v.dtype)  # angles are float32
-        out_BHQW = memory.attend(q, k, v)
+        heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
+        qkv = F.linear(x_BQE, self._weight())
+        qkv = qkv.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+        qk = rotate(qkv[:, :turned], angles).to(qkv.dtype)  # angles are float32
+        out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], qkv[:, turned:])
         return self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
+
+    def _weight(self) -> Tensor:
+        """The three projections in one; kept for as long as nothing is trained."""
+        parts = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        if torch.is_grad_enabled():
+            return torch.cat(parts)
+        version = tuple((part.data_ptr(), part._version) for part in parts)
+        if self._stack is None or self._stack[0] != version:
+            self._stack = (version, torch.cat(parts))
+        return self._stack[1]
 
 
 class GatedMlp(nn.Module):

@@ -65,9 +65,8 @@ class DynamicGrowth:
     def add(self, logits_BFv: Tensor) -> bool:
         """Every node of the frontier brings its `top_k` best children."""
         top_k = min(self.limits.top_k, logits_BFv.shape[-1])
-        best = logits_BFv.topk(top_k)
-        normaliser_BF1 = logits_BFv.logsumexp(-1, keepdim=True)
-        scores_BFk = best.values - normaliser_BF1
+        best = torch.log_softmax(logits_BFv, dim=-1).topk(top_k)
+        scores_BFk = best.values
         if self.frontier_BF is None:
             self.parents.append(best.indices.new_full((len(logits_BFv), top_k), -1))
         else:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from draftheads.heads.autoregressive import AutoregressiveHead
 from draftheads.heads.base import Committed
-from draftheads.heads.cache import SlotCache, SlotLayer
-from draftheads.heads.growth import Growth, planner
+from draftheads.heads.cache import SlotCache, SlotLayer, SlotTable
+from draftheads.heads.growth import planner
 from draftheads.heads.shape import Tree
 from draftheads.heads.target import PREFILL_CHUNK, Target
 from draftheads.heads.tree import TokenTree
@@ -40,9 +40,13 @@ class Rollout:
     def propose(self, committed: Committed) -> TokenTree:
         """The tree on each row's newest committed token."""
         hidden_BFH = self._commit(committed)
-        growth, level = self._new_growth(), Level(self.target.device)
+        growth, level = self._new_growth(), Level(self._angles(self.tree.depth))
         while growth.add(self._logits(hidden_BFH)):
-            hidden_BFH = self._expand(growth, level, hidden_BFH)
+            index_BFH = growth.parents_BF[:, :, None].expand(-1, -1, hidden_BFH.shape[2])
+            before = level.seen_BFP.shape[2]
+            level.descend(growth.parents_BF)
+            self._table.reserve(growth.parents_BF.shape[1], after=before)
+            hidden_BFH = self._advance(growth.tokens_BF, hidden_BFH.gather(1, index_BFH), level)
         return growth.tree(committed.last_tokens_B())
 
     def _commit(self, committed: Committed) -> Tensor:
@@ -68,46 +72,37 @@ class Rollout:
         return hidden_BAH.gather(1, last_B[:, None, None].expand(-1, 1, hidden_BAH.shape[2]))
 
     def _append(self, tokens_BA: Tensor, features_BAD: Tensor, counts: list[int]) -> Tensor:
-        length, table = tokens_BA.shape[1], self._table
-        depths_1A = torch.arange(length, device=tokens_BA.device)[None]
-        chain_1AA = torch.ones(1, length, length, dtype=torch.bool, device=tokens_BA.device).tril_()
-        table.reserve(length)
+        """One chunk of pairs, of which `counts` are real in each row; the states after them."""
+        chunk = Chain(self._angles(tokens_BA.shape[1]))
+        self._table.reserve(tokens_BA.shape[1])
         hidden_BAH = self.head.fuse(features_BAD.to(self.dtype))
-        hidden_BAH = self._advance(tokens_BA, hidden_BAH, chain_1AA, depths_1A)
-        table.advance(counts)
+        hidden_BAH = self._advance(tokens_BA, hidden_BAH, chunk)
+        self._table.advance(counts)
         return hidden_BAH
 
-    def _expand(self, growth: Growth, level: Level, hidden_BFH: Tensor) -> Tensor:
-        """States after the frontier's nodes, from those of their parents."""
-        index_BFH = growth.parents_BF[:, :, None].expand(-1, -1, hidden_BFH.shape[2])
-        hidden_BFH = hidden_BFH.gather(1, index_BFH)
-        before = level.depths_1P.shape[1]
-        level.descend(growth.parents_BF)
-        self._table.reserve(level.depths_1P.shape[1] - before, after=before)
-        return self._advance(growth.tokens_BF, hidden_BFH, level.seen_BFP, level.depths_1P)
-
-    def _advance(
-        self, tokens_BF: Tensor, hidden_BFH: Tensor, seen_BFP: Tensor, depths_1P: Tensor
-    ) -> Tensor:
+    def _advance(self, tokens_BF: Tensor, hidden_BFH: Tensor, nodes: Level | Chain) -> Tensor:
         table = self._table
-        visible_BFS, key_positions_BS = table.visibility(seen_BFP, depths_1P)
-        positions_BF = table.lengths_B[:, None] + depths_1P[:, -tokens_BF.shape[1] :]
+        visible_BFS = table.visible(nodes.seen_BFP)
         if self.head.window is not None:
-            distance_BFS = positions_BF[:, :, None] - key_positions_BS[:, None, :]
+            asking_BF = table.lengths_B[:, None] + nodes.depths_1P[:, -tokens_BF.shape[1] :]
+            distance_BFS = asking_BF[:, :, None] - table.positions(nodes.depths_1P)[:, None, :]
             visible_BFS = visible_BFS & (distance_BFS < self.head.window)
         for memory in self.memories:
             memory.visible_B1FS = visible_BFS[:, None]
         embedded_BFD = self.target.embed(tokens_BF).to(self.dtype)
-        return self.head.advance(
-            embedded_BFD, hidden_BFH, self.head.rope(positions_BF), self.memories
-        )
+        return self.head.advance(embedded_BFD, hidden_BFH, nodes.angles, self.memories)
+
+    def _angles(self, count: int) -> tuple[Tensor, Tensor]:
+        """RoPE of the `count` positions behind each row's newest pair."""
+        lengths_B1 = self._table.lengths_B[:, None]
+        return self.head.rope(lengths_B1 + torch.arange(count, device=lengths_B1.device))
 
     def _logits(self, hidden_BFH: Tensor) -> Tensor:
         states_BFD = self.head.states(hidden_BFH).to(self.weight_vD.dtype)
         return F.linear(states_BFD, self.weight_vD).float()
 
     @property
-    def _table(self):  # type: ignore[no-untyped-def]
+    def _table(self) -> SlotTable:
         assert self._cache is not None
         return self._cache.table
 
@@ -117,27 +112,41 @@ class Rollout:
             memory.layer = layer
 
 
-class Level:
-    """Which nodes of a growing tree see which: those expanded so far, P, seen by the newest F.
-
-    depths_1P: how far behind the newest committed pair each of them stands.
+class Chain:
+    """Pairs one behind the other: which see which, how far each stands behind the newest committed
+    pair, and their angles.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, angles: tuple[Tensor, Tensor]) -> None:
+        length, device = angles[0].shape[2], angles[0].device
+        self.angles = angles
+        self.depths_1P = torch.arange(length, device=device)[None]
+        self.seen_BFP = torch.ones(1, length, length, dtype=torch.bool, device=device).tril_()
+
+
+class Level:
+    """The newest level of a growing tree: which of the P nodes expanded so far its F nodes see, how
+    far each of the P stands behind the newest committed pair, and the angles of the F.
+    """
+
+    def __init__(self, angles_of_levels: tuple[Tensor, Tensor]) -> None:
+        self.angles_of_levels, self.number = angles_of_levels, -1
+        device = angles_of_levels[0].device
         self.depths_1P = torch.zeros(1, 0, dtype=torch.long, device=device)
         self.seen_BFP = torch.zeros(1, 1, 0, dtype=torch.bool, device=device)
-        self.number = 0
 
     def descend(self, parents_BF: Tensor) -> None:
-        """The next level: a node sees what its parent saw, and itself."""
-        seen_BFP = self.seen_BFP.expand(len(parents_BF), -1, -1)
+        """To the next level: a node sees what its parent saw, and itself."""
+        self.number += 1
+        rows, nodes = parents_BF.shape
+        seen_BFP = self.seen_BFP.expand(rows, -1, -1)
         index_BFP = parents_BF[:, :, None].expand(-1, -1, seen_BFP.shape[2])
-        nodes = parents_BF.shape[1]
         own_FF = torch.eye(nodes, dtype=torch.bool, device=parents_BF.device)
-        own_BFF = own_FF.expand(len(parents_BF), -1, -1)
+        own_BFF = own_FF.expand(rows, -1, -1)
         self.seen_BFP = torch.cat([seen_BFP.gather(1, index_BFP), own_BFF], dim=2)
         self.depths_1P = F.pad(self.depths_1P, (0, nodes), value=self.number)
-        self.number += 1
+        cos, sin = (each[:, :, self.number : self.number + 1] for each in self.angles_of_levels)
+        self.angles = cos, sin
 
 
 class CachedMemory:

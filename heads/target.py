@@ -260,7 +260,7 @@ class Target:
     ) -> Decoded:
         table = cache.table
         table.reserve(tokens_BN.shape[1])
-        visible_BNS, key_positions_BS = table.visibility(ancestors_BNN, depths_BN)
+        visible_BNS, key_positions_BS = table.visible(ancestors_BNN), table.positions(depths_BN)
         positions_BN = table.lengths_B[:, None] + depths_BN
         arguments: dict[str, Any] = {}
         if layers:

@@ -1,4 +1,6 @@
-"""The promise: the chunked loss is the plain one; head k learns tokens[i + k] from features[i]."""
+"""The promise: the chunked loss is the plain one, for every objective; Medusa's head k learns
+tokens[i + k] from features[i].
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,14 @@ from tiny_training import VOCABULARY, random_answers, tiny_target
 
 from draftheads.heads import losses
 from draftheads.heads.base import RANKS, Batch
+from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
+from draftheads.train.answers import Answer
 from draftheads.train.batches import Documents, Rows
 
 DEPTH = 3
+OBJECTIVES = ["ce", "tv", "lk", "hybrid"]
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +28,15 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    documents = Documents.read(random_answers(12))
+    two_turns = Answer(list(range(20)), [(3, 9), (11, 16)])
+    documents = Documents.read([*random_answers(12), two_turns])
     rows = Rows(documents, documents.spans, 64, pack=True, seed=0)
     return rows.batch(range(len(rows)))
+
+
+@pytest.fixture
+def five_rows_at_a_time(monkeypatch):
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 5 * VOCABULARY)
 
 
 def make_head(target: Target, **choices) -> MedusaHead:
@@ -44,7 +55,7 @@ def judged(batch: Batch):
         for k in range(1, DEPTH + 1):
             for i in range(length - k):
                 same = batch.documents_BT[row, i] == batch.documents_BT[row, i + k]
-                if same and batch.learn_BT[row, i] and batch.learn_BT[row, i + k]:
+                if same and all(batch.learn_BT[row, i : i + k + 1]):
                     yield row, i, k
 
 
@@ -65,25 +76,30 @@ def plain(head: MedusaHead, target: Target, batch: Batch, features_BTD):
     counts = torch.zeros(DEPTH, RANKS + 1, dtype=torch.long)
     for row, i, k in judged(batch):
         token = int(batch.tokens_BT[row, i + k])
-        if token not in vocabulary:
-            counts[k - 1, RANKS] += 1
-            continue
         logits = plain_logits(head, target, features_BTD[row, i], k)
-        place = vocabulary.index(token)
-        wanted = F.one_hot(torch.tensor(place), len(vocabulary)).float()
+        if token in vocabulary:
+            place = vocabulary.index(token)
+            counts[k - 1, min(int((logits > logits[place]).sum()), RANKS)] += 1
+        else:
+            counts[k - 1, RANKS] += 1
         if head.labels == "soft":
             teacher = target.model.lm_head(features_BTD[row, i + k])
+            if int(teacher.argmax()) not in vocabulary:
+                continue
             wanted = teacher[torch.tensor(vocabulary)].softmax(-1)
+        elif token in vocabulary:
+            wanted = F.one_hot(torch.tensor(place), len(vocabulary)).float()
+        else:
+            continue
         loss = loss - head.decay**k * (wanted * logits.log_softmax(-1)).sum()
-        counts[k - 1, min(int((logits > logits[place]).sum()), RANKS)] += 1
     return loss, counts
 
 
 @pytest.mark.parametrize("labels", ["hard", "soft"])
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 @pytest.mark.parametrize("vocabulary", [None, list(range(0, VOCABULARY, 2))])
-def test_chunked_loss_equals_the_plain_one(target, batch, labels, lm_head, vocabulary, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", 5 * VOCABULARY)  # five positions at a time
+@pytest.mark.usefixtures("five_rows_at_a_time")
+def test_chunked_loss_equals_the_plain_one(target, batch, labels, lm_head, vocabulary):
     head = make_head(target, labels=labels, lm_head=lm_head, vocabulary=vocabulary)
     features_BTD = target.features(batch, head.feature_layers)
     got = head(batch, features_BTD, target)
@@ -122,3 +138,122 @@ def test_a_batch_without_learned_tokens_still_has_gradients(target, batch):
     out.loss.backward()
     assert float(out.loss.detach()) == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
+
+
+def rows_to_judge(rows: int, states: int, width: int):
+    """Hidden rows, a draft vocabulary of every third token, a teacher for every few rows, the
+    tokens that came, and weights.
+    """
+    torch.manual_seed(2)
+    hidden_RD = torch.randn(rows, width, requires_grad=True)
+    token_map = torch.arange(1, VOCABULARY, 3)
+    weight_vD = torch.randn(len(token_map), width, requires_grad=True)
+    logits_UV = 3 * torch.randn(states, VOCABULARY)
+    logits_UV[1::3, token_map[5]] = 12.0  # sure, and in the draft vocabulary
+    states_R = torch.randint(states, (rows,)).sort().values
+    labels_R = torch.randint(-1, len(token_map), (rows,))
+    weights_R = torch.rand(rows) + 0.1
+    return hidden_RD, weight_vD, token_map, logits_UV, states_R, labels_R, weights_R
+
+
+def plain_row_loss(log_q_v, teacher_V, vocabulary: list[int], objective: str):
+    """One row, as the formulas stand in the papers, left to autograd."""
+    if int(teacher_V.argmax()) not in vocabulary:
+        return log_q_v.sum() * 0.0
+    p_v = teacher_V[vocabulary].exp() / teacher_V[vocabulary].exp().sum()
+    accepted = torch.minimum(p_v, log_q_v.exp()).sum()
+    ce = -sum(p * log_q for p, log_q in zip(p_v, log_q_v, strict=True))
+    share = torch.exp(-3 * accepted).detach()
+    return {
+        "ce": ce,
+        "tv": 1 - accepted,
+        "lk": -torch.log(accepted),
+        "hybrid": share * ce + (1 - share) * (1 - accepted),
+    }[objective]
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, monkeypatch):
+    hidden, weight, token_map, logits_UV, states_R, labels, weights_R = rows_to_judge(23, 9, 8)
+    if not reduced:
+        logits_UV, token_map = logits_UV[:, token_map], torch.arange(len(token_map))
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 4 * len(token_map))
+    given = token_map if reduced else None
+    teacher = Teacher(states_R, lambda states: logits_UV[states], given, objective)
+    got, _ = linear_cross_entropy(hidden, weight, labels, weights_R=weights_R, teacher=teacher)
+
+    vocabulary = token_map.tolist()
+    wide_hidden, wide_weight = hidden.double(), weight.double()
+    expected = torch.zeros((), dtype=torch.float64)
+    for row in range(len(hidden)):
+        logits_v = wide_weight @ wide_hidden[row]
+        log_q_v = logits_v - logits_v.exp().sum().log()
+        teacher_V = logits_UV[states_R[row]].double()
+        row_loss = plain_row_loss(log_q_v, teacher_V, vocabulary, objective)
+        expected = expected + weights_R[row] * row_loss
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad(expected, [hidden, weight])
+    for left, right in zip(
+        torch.autograd.grad(got / 2, [hidden, weight]), wanted, strict=True
+    ):  # the outer factor must reach the gradients, too
+        torch.testing.assert_close(left, right / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_states_are_asked_once_per_chunk(monkeypatch):
+    hidden, weight, token_map, logits_UV, _, labels, _ = rows_to_judge(12, 3, 4)
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 6 * len(token_map))
+    asked = []
+
+    def logits(states_U):
+        asked.append(states_U.tolist())
+        return logits_UV[states_U]
+
+    states_R = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2])
+    teacher = Teacher(states_R, logits, token_map)
+    linear_cross_entropy(hidden, weight, labels, teacher=teacher)
+    assert asked == [[0, 1], [1, 2]]
+
+
+def test_ranks_equal_those_of_a_stable_sort(monkeypatch):
+    """Small whole numbers, so that many logits are exactly equal: the lower index comes first."""
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 7 * 14)
+    torch.manual_seed(3)
+    hidden_RD = torch.randint(-1, 2, (60, 3)).float()
+    weight_vD = torch.randint(-1, 2, (14, 3)).float()
+    labels_R = torch.randint(-1, 14, (60,))
+    expected = []
+    for hidden_D, label in zip(hidden_RD, labels_R.tolist(), strict=True):
+        logits = [float(hidden_D @ row) for row in weight_vD]
+        order = sorted(range(14), key=lambda index, logits=logits: (-logits[index], index))
+        expected.append(min(order.index(label), RANKS) if label >= 0 else RANKS)
+    assert {0, 1, RANKS} < set(expected)
+    assert chunked_ranks(hidden_RD, weight_vD, labels_R).tolist() == expected
+    _, ranks_R = linear_cross_entropy(hidden_RD, weight_vD, labels_R)
+    assert ranks_R.tolist() == expected
+
+
+@pytest.mark.parametrize("objective", [None, *OBJECTIVES])
+def test_no_rows_cost_nothing_and_leave_zero_gradients(objective):
+    hidden_RD = torch.zeros(0, 4, requires_grad=True)
+    weight_vD = torch.randn(6, 4, requires_grad=True)
+    none_R = torch.zeros(0, dtype=torch.long)
+    teacher = Teacher(none_R, lambda states: torch.zeros(len(states), 6), None, objective or "ce")
+    loss, ranks_R = linear_cross_entropy(
+        hidden_RD, weight_vD, none_R, teacher=teacher if objective else None
+    )
+    loss.backward()
+    assert (float(loss.detach()), ranks_R.tolist()) == (0.0, [])
+    assert weight_vD.grad is not None and not weight_vD.grad.any()
+    assert chunked_ranks(hidden_RD, weight_vD, none_R).tolist() == []
+
+
+def test_a_frozen_matrix_still_passes_gradients_on():
+    hidden, weight, _, _, _, labels, _ = rows_to_judge(9, 3, 4)
+    frozen = weight.detach()
+    loss, _ = linear_cross_entropy(hidden, frozen, labels)
+    kept = labels >= 0
+    expected = F.cross_entropy(hidden[kept] @ frozen.T, labels[kept], reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    wanted = torch.autograd.grad(expected, hidden)
+    torch.testing.assert_close(torch.autograd.grad(loss, hidden), wanted)

@@ -53,7 +53,8 @@ def test_visibility_of_rows_with_different_lengths():
     table.set_lengths([3, 1])
     table.reserve(3)
     topology = Topology(torch.tensor([[-1, 0, 0]]))
-    visible_BNS, positions_BS = table.visibility(topology.ancestors_BNN, topology.depths_BN)
+    visible_BNS = table.visible(topology.ancestors_BNN)
+    positions_BS = table.positions(topology.depths_BN)
     assert visible_BNS[0].tolist() == drawn("T T T T F F \n T T T T T F \n T T T T F T")
     assert visible_BNS[1].tolist() == drawn("T T F F F F \n T T T F F F \n T T F T F F")
     assert positions_BS[0].tolist() == [0, 1, 2, 3, 4, 4]
@@ -67,12 +68,10 @@ def test_uniform_rows_take_the_short_way_to_the_same_mask():
         table.set_lengths([4, 4])
         table.reserve(7)
     long.uniform = False
-    for got, expected in zip(
-        short.visibility(topology.ancestors_BNN, topology.depths_BN),
-        long.visibility(topology.ancestors_BNN, topology.depths_BN),
-        strict=True,
-    ):
-        assert torch.equal(got.expand_as(expected), expected)
+    visible = long.visible(topology.ancestors_BNN)
+    assert torch.equal(short.visible(topology.ancestors_BNN).expand_as(visible), visible)
+    positions = long.positions(topology.depths_BN)
+    assert torch.equal(short.positions(topology.depths_BN).expand_as(positions), positions)
 
 
 def test_expansion():

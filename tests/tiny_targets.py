@@ -100,7 +100,10 @@ def tiny_target(name: str = "llama") -> Target:
 
 def greedy(target: Target, prompt: list[int], new: int) -> list[int]:
     """What transformers' own generate writes."""
-    out = target.model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)
+    ids = torch.tensor([prompt])
+    out = target.model.generate(  # without a mask, it would take token 0 for padding
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False
+    )
     return out[0, len(prompt) :].tolist()
 
 

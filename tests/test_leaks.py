@@ -1,0 +1,122 @@
+"""The promise: in training, nobody sees what a drafter could not: no other document, no feature
+behind the root, no first token of a text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_targets import tiny_target
+
+from draftheads.heads.base import Batch
+from draftheads.heads.eagle import EagleHead
+from draftheads.heads.eagle3 import Eagle3Head
+from draftheads.heads.unroll import unroll, visible
+
+# Two documents, A and B, and one token of padding; l marks what is learned.
+#     A  A  A  A  A  B  B  B  B  -
+#           l  l  l     l  l  l
+BATCH = Batch(
+    torch.tensor([[3, 5, 7, 9, 11, 4, 6, 8, 10, 0]]),
+    torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1, 0]]).bool(),
+    torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0]]),
+    torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, -1]]),
+)
+VISIBLE = """
+    T F F F F F F F F F
+    F T F F F F F F F F
+    F T T F F F F F F F
+    F T T T F F F F F F
+    F T T T T F F F F F
+    F F F F F T F F F F
+    F F F F F F T F F F
+    F F F F F F T T F F
+    F F F F F F T T T F
+    F F F F F F F F F T
+"""
+VISIBLE_IN_A_WINDOW_OF_2 = """
+    T F F F F F F F F F
+    F T F F F F F F F F
+    F T T F F F F F F F
+    F F T T F F F F F F
+    F F F T T F F F F F
+    F F F F F T F F F F
+    F F F F F F T F F F
+    F F F F F F T T F F
+    F F F F F F F T T F
+    F F F F F F F F F T
+"""
+
+# Everything that is judged, as (root, step); which features and which tokens change it.
+JUDGED = [(2, 0), (2, 1), (3, 0), (6, 0), (6, 1), (7, 0)]
+FEATURES = """
+    F T T F F F F F F F
+    F T T F F F F F F F
+    F T T T F F F F F F
+    F F F F F F T F F F
+    F F F F F F T F F F
+    F F F F F F T T F F
+"""
+TOKENS = """
+    F T T F F F F F F F
+    F T T T F F F F F F
+    F T T T F F F F F F
+    F F F F F F T F F F
+    F F F F F F T T F F
+    F F F F F F T T F F
+"""
+
+
+def drawn(table: str) -> list[list[bool]]:
+    return [[letter == "T" for letter in line.split()] for line in table.strip().splitlines()]
+
+
+def test_step_0_sees_what_is_drawn():
+    assert visible(BATCH, None)[0].tolist() == drawn(VISIBLE)
+    assert visible(BATCH, 2)[0].tolist() == drawn(VISIBLE_IN_A_WINDOW_OF_2)
+
+
+@pytest.fixture(params=[Eagle3Head, EagleHead], ids=lambda kind: kind.kind)
+def said(request):
+    """A function: (tokens_BT, hidden_BTH) -> hidden states (R, H) in the order of JUDGED."""
+    head = request.param.create(tiny_target(), layers=2)
+
+    def say(tokens_BT, hidden_BTH):
+        unrolled = unroll(head, replace(BATCH, tokens_BT=tokens_BT), hidden_BTH, tiny_target(), 4)
+        roots_R = unrolled.places_R - unrolled.steps_R - 1
+        rows = list(zip(roots_R.tolist(), unrolled.steps_R.tolist(), strict=True))
+        assert sorted(rows) == JUDGED
+        return unrolled.hidden_RH[[rows.index(each) for each in JUDGED]]
+
+    with torch.no_grad():
+        yield say
+
+
+def influence(said, changes) -> list[list[bool]]:
+    """Line per thing judged, column per change: whether it made a difference."""
+    torch.manual_seed(7)
+    tokens_BT, hidden_BTH = BATCH.tokens_BT, torch.randn(1, 10, 32)
+    before_RH = said(tokens_BT, hidden_BTH)
+    columns = []
+    for place in range(10):
+        after_RH = said(*changes(place, tokens_BT.clone(), hidden_BTH.clone()))
+        columns.append((after_RH - before_RH).abs().amax(1) > 1e-5)
+    return torch.stack(columns, dim=1).tolist()
+
+
+def test_features_reach_what_is_drawn(said):
+    def change(place, tokens_BT, hidden_BTH):
+        hidden_BTH[0, place] = -hidden_BTH[0, place]
+        return tokens_BT, hidden_BTH
+
+    assert influence(said, change) == drawn(FEATURES)
+
+
+def test_tokens_reach_what_is_drawn(said):
+    def change(place, tokens_BT, hidden_BTH):
+        tokens_BT[0, place] = 15
+        return tokens_BT, hidden_BTH
+
+    assert influence(said, change) == drawn(TOKENS)

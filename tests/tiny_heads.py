@@ -1,0 +1,105 @@
+"""Heads for the tiny targets: random ones that seldom guess right, and ones that know a text by
+heart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tiny_targets import greedy
+
+from draftheads.heads.base import Batch, Committed, Drafter, DraftHead
+from draftheads.heads.hub import HEADS
+from draftheads.heads.shape import Tree
+from draftheads.heads.target import Target
+from draftheads.heads.tree import TokenTree
+from draftheads.infer.engine import Speculator, Statistics
+
+SMALL = {"depth": 4, "nodes": 24, "top_k": 3, "labels": "hard"}
+"""Choices, of whatever kind has them, of a head that drafts little and stands on any target."""
+BY_HEART = {"labels": "hard", "noise": 0.0, "steps": 8, "classification": 1.0, "regression": 0.0}
+"""Choices, of whatever kind has them, with which a head learns the very tokens of a batch."""
+
+
+def random_head(kind: str, target: Target, **choices: Any) -> DraftHead:
+    """Behind the target's own last matrix, everything is drawn."""
+    torch.manual_seed(1)
+    head = HEADS[kind].create(target, **{**SMALL, **choices})
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "lm_head" not in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return head.eval()
+
+
+def written_by(target: Target, prompts: Sequence[list[int]], new: int) -> Batch:
+    """What a target writes after prompts of one length, one document per row."""
+    tokens_BT = torch.tensor([prompt + greedy(target, prompt, new) for prompt in prompts])
+    learn_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    learn_BT[:, : len(prompts[0])] = False
+    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+    return Batch(tokens_BT, learn_BT, positions_BT, torch.zeros_like(tokens_BT))
+
+
+def overfitted(
+    kind: str, target: Target, batch: Batch, *, steps: int = 150, **choices: Any
+) -> DraftHead:
+    """A head that knows one batch by heart."""
+    torch.manual_seed(0)
+    head = HEADS[kind].create(target, **{**BY_HEART, **choices})
+    features_BTD = target.features(batch, head.training_layers)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(steps):
+        head(batch, features_BTD, target).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return head.eval()
+
+
+class Recorder:
+    """A drafter that notes what another one proposes."""
+
+    def __init__(self, drafter: Drafter, trees: list[TokenTree]) -> None:
+        self.drafter, self.trees = drafter, trees
+        self.feature_layers = drafter.feature_layers
+
+    def propose(self, committed: Committed) -> TokenTree:
+        self.trees.append(self.drafter.propose(committed))
+        return self.trees[-1]
+
+
+def decode(
+    target: Target, drafts: Any, prompts: Sequence[Sequence[int]], **choices: Any
+) -> tuple[list[list[int]], list[Statistics]]:
+    """Rows of output tokens, and the statistics of each row. tree: as of `Speculator`."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    statistics = [Statistics() for _ in prompts]
+    speculator = Speculator(target, drafts, tree=choices.pop("tree", None))
+    for steps in speculator.generate_batch(prompts, **choices):
+        for row, step in enumerate(steps):
+            if step is not None:
+                rows[row] += step.tokens
+                statistics[row].add(step)
+    return rows, statistics
+
+
+def drafts_of(
+    head: DraftHead,
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    tree: Tree | None = None,
+) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Every tree that a greedy generation of `new` tokens verifies: (its tokens, its parents)."""
+    trees: list[TokenTree] = []
+    tree = tree or head.tree
+    decode(
+        target,
+        lambda: Recorder(head.drafter(target, tree), trees),
+        prompts,
+        tree=tree,
+        max_new_tokens=new,
+    )
+    return [(tree.tokens_BN.tolist(), tree.topology.parents_BN.tolist()) for tree in trees]
