@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftheads.heads.base import Drafter, DraftHead
 from draftheads.heads.decoder import Memory, Rope
-from draftheads.heads.shape import Tree
+from draftheads.heads.shape import DynamicTree, Tree
 from draftheads.heads.target import Target
 
 
@@ -81,3 +82,9 @@ class AutoregressiveHead(DraftHead):
             return features_BTD
         width = self.noise * 512 / features_BTD.shape[1]
         return features_BTD + (torch.rand_like(features_BTD) - 0.5) * width
+
+
+def chosen_tree(choices: dict[str, Any]) -> DynamicTree:
+    """The dynamic tree that a recipe asks for by nodes, depth and top_k."""
+    names = {"nodes": "draft_nodes", "depth": "depth", "top_k": "top_k"}
+    return DynamicTree(**{names[key]: value for key, value in choices.items() if key in names})

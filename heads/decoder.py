@@ -140,6 +140,13 @@ def rotate(x_BHQW: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return torch.addcmul(x_BHQW * cos, swapped, signed_sin)
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's, with the weight in the input's dtype: mixed ones have no fast kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Grouped-query attention whose input may be wider than its output."""
 
@@ -156,10 +163,11 @@ class Attention(nn.Module):
     def forward(self, x_BQE: Tensor, angles: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
         qkv = F.linear(x_BQE, self._weight())
-        qkv = qkv.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+        qkv = qkv.view(*qkv.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
         qk = rotate(qkv[:, :turned], angles).to(qkv.dtype)  # angles are float32
         out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], qkv[:, turned:])
-        return self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
+        out_BQD: Tensor = self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
+        return out_BQD
 
     def _weight(self) -> Tensor:
         """The three projections in one; kept for as long as nothing is trained."""
@@ -182,7 +190,8 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x_BQD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BQD)) * self.up_proj(x_BQD))
+        out_BQD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BQD)) * self.up_proj(x_BQD))
+        return out_BQD
 
 
 class DecoderLayer(nn.Module):
@@ -193,14 +202,15 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(shape, shape.hidden_size)
         self.mlp = GatedMlp(shape)
         if input_norm:
-            self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.eps)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.eps)
+            self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
         self.input_norm = input_norm
 
     def forward(self, hidden_BQD: Tensor, angles: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         x = self.input_layernorm(hidden_BQD) if self.input_norm else hidden_BQD
         hidden_BQD = hidden_BQD + self.self_attn(x, angles, memory)
-        return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
+        out_BQD: Tensor = hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
+        return out_BQD
 
 
 class FusingLayer(nn.Module):
@@ -214,9 +224,9 @@ class FusingLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(shape, 2 * shape.hidden_size)
         self.mlp = GatedMlp(shape)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.eps)
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.eps)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.eps)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
         self.norm_before_residual = norm_before_residual
 
     def forward(
@@ -230,7 +240,8 @@ class FusingLayer(nn.Module):
         x_BQE = torch.cat([self.input_layernorm(embedded_BQD), normed_BQD], dim=-1)
         residual_BQD = normed_BQD if self.norm_before_residual else hidden_BQD
         hidden_BQD = residual_BQD + self.self_attn(x_BQE, angles, memory)
-        return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
+        out_BQD: Tensor = hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
+        return out_BQD
 
 
 def default_rope(target: Target, choices: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

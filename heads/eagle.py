@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.autoregressive import AutoregressiveHead
+from draftheads.heads.autoregressive import AutoregressiveHead, chosen_tree
 from draftheads.heads.base import Batch, HeadLoss
 from draftheads.heads.decoder import (
     DecoderLayer,
@@ -93,8 +93,7 @@ class EagleHead(AutoregressiveHead):
         )
         for name in ("steps", "decay", "noise", "labels", "regression", "classification"):
             setattr(head, name, choices.get(name, getattr(head, name)))
-        limits = ("nodes", 59), ("depth", 8), ("top_k", 10)
-        head.tree = DynamicTree(*(choices.get(name, default) for name, default in limits))
+        head.tree = chosen_tree(choices)
         return head
 
     @property
@@ -119,7 +118,8 @@ class EagleHead(AutoregressiveHead):
         memories: Sequence[Memory],
     ) -> Tensor:
         """The next feature."""
-        hidden_BQH = self.fc(torch.cat([embedded_BQD, hidden_BQH], dim=-1))
+        dtype = hidden_BQH.dtype  # autocast must not narrow the residual stream
+        hidden_BQH = self.fc(torch.cat([embedded_BQD, hidden_BQH], dim=-1)).to(dtype)
         for layer, memory in zip(self.layers, memories, strict=True):
             hidden_BQH = layer(hidden_BQH, angles, memory)
         return hidden_BQH

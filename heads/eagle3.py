@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftheads.heads.autoregressive import AutoregressiveHead
+from draftheads.heads.autoregressive import AutoregressiveHead, chosen_tree
 from draftheads.heads.base import Batch, HeadLoss
 from draftheads.heads.decoder import (
     DecoderLayer,
     FusingLayer,
     LayerShape,
     Memory,
+    RMSNorm,
     Rope,
     check_embeddings,
     default_rope,
     read_rope,
 )
-from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import Objective, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.shape import DynamicTree
 from draftheads.heads.target import Target
 from draftheads.heads.unroll import step_weights, unroll
@@ -61,12 +62,14 @@ class Eagle3Design:
 
 class Eagle3Head(AutoregressiveHead):
     """The head. steps: of training-time test. decay: step k weighs decay^k. labels: "soft" (the
-    target's distribution) or "hard" (the token that came). objective: as in `heads.losses`. noise:
+    target's distribution) or "hard" (the token that came). loss: an `Objective` of `heads.losses`. noise:
     width of the uniform noise on features in training.
     """
 
     kind = "eagle3"
     architecture = "LlamaForCausalLMEagle3"
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, design: Eagle3Design) -> None:
         super().__init__()
@@ -74,22 +77,22 @@ class Eagle3Head(AutoregressiveHead):
         self.design = design
         self.hidden_size, self.vocab_size = shape.hidden_size, design.vocab_size
         self.layer_count, self.rope, self.window = design.layers, design.rope, design.window
-        self.steps, self.decay, self.labels, self.objective = 7, 0.8, "soft", "ce"
-        self.noise = 0.0
+        self.steps, self.decay, self.noise, self.labels = 7, 0.8, 0.0, "soft"
+        self.loss: Objective = "ce"
         self.tree = DynamicTree()
         count, width = len(design.feature_layers), shape.hidden_size
         self.fc = nn.Linear(count * width, width, bias=False)
         if design.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(width, shape.eps) for _ in range(count))
+            self.fc_norm = nn.ModuleList(RMSNorm(width, shape.eps) for _ in range(count))
         if design.norm_before_fc:
-            self.input_norm = nn.RMSNorm(count * width, shape.eps)
+            self.input_norm = RMSNorm(count * width, shape.eps)
         first = FusingLayer(shape, norm_before_residual=design.norm_before_residual)
         if design.layers == 1:  # the name that single-layer checkpoints have in the field
             self.midlayer = first
         else:
             others = [DecoderLayer(shape) for _ in range(design.layers - 1)]
             self.layers = nn.ModuleList([first, *others])
-        self.norm = nn.RMSNorm(width, shape.eps)
+        self.norm = RMSNorm(width, shape.eps)
         self.lm_head = nn.Linear(width, design.draft_vocab_size, bias=False)
         if design.draft_vocab_size < design.vocab_size:
             ids = torch.arange(design.draft_vocab_size)
@@ -124,11 +127,9 @@ class Eagle3Head(AutoregressiveHead):
                 **{name: bool(choices.get(name)) for name in SWITCHES},
             )
         )
-        head.steps, head.decay = choices.get("steps", 7), choices.get("decay", 0.8)
-        head.labels, head.objective = choices.get("labels", "soft"), choices.get("loss", "ce")
-        head.noise = choices.get("noise", 0.0)
-        limits = ("nodes", 59), ("depth", 8), ("top_k", 10)
-        head.tree = DynamicTree(*(choices.get(name, default) for name, default in limits))
+        for name in ("steps", "decay", "labels", "loss", "noise"):
+            setattr(head, name, choices.get(name, getattr(head, name)))
+        head.tree = chosen_tree(choices)
         if head.labels == "soft":  # raise here, with the reason, rather than in the first step
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
         weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
@@ -149,22 +150,22 @@ class Eagle3Head(AutoregressiveHead):
         return (*self.feature_layers, -1) if self.labels == "soft" else self.feature_layers
 
     @property
-    def token_map(self) -> Tensor | None:  # type: ignore[override]
+    def token_map(self) -> Tensor | None:
         """int64 (v,), from `d2t`."""
         if self.design.draft_vocab_size == self.vocab_size:
             return None
-        offsets: Tensor = self.d2t
-        return offsets + torch.arange(len(offsets), device=offsets.device)
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def fuse(self, features_BQD: Tensor) -> Tensor:
         """fc of all features, normed before where the design says so."""
         if self.design.fc_norm:
-            parts = features_BQD.split(self.hidden_size, dim=-1)
+            parts = features_BQD.chunk(len(self.fc_norm), dim=-1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             features_BQD = torch.cat(normed, dim=-1)
         if self.design.norm_before_fc:
             features_BQD = self.input_norm(features_BQD)
-        return self.fc(features_BQD)  # type: ignore[no-any-return]
+        fused_BQH: Tensor = self.fc(features_BQD)
+        return fused_BQH
 
     def advance(
         self,
@@ -174,7 +175,7 @@ class Eagle3Head(AutoregressiveHead):
         memories: Sequence[Memory],
     ) -> Tensor:
         """The decoder layers; normed where the design says that the head feeds on that."""
-        first, *others = [self.midlayer] if self.layer_count == 1 else self.layers
+        first, *others = [self.midlayer] if self.layer_count == 1 else list(self.layers)
         hidden_BQH = first(embedded_BQD, hidden_BQH, angles, memories[0])
         for layer, memory in zip(others, memories[1:], strict=True):
             hidden_BQH = layer(hidden_BQH, angles, memory)
@@ -182,7 +183,8 @@ class Eagle3Head(AutoregressiveHead):
 
     def states(self, hidden_BQH: Tensor) -> Tensor:
         """The final norm, where `advance` has not done it."""
-        return hidden_BQH if self.design.norm_output else self.norm(hidden_BQH)
+        normed_BQH: Tensor = hidden_BQH if self.design.norm_output else self.norm(hidden_BQH)
+        return normed_BQH
 
     def unembed_weight(self, target: Target) -> Tensor:
         """The head's own."""
@@ -202,7 +204,8 @@ class Eagle3Head(AutoregressiveHead):
                 unrolled.places_R,
                 lambda places: target.unembed(last_PD[places]),
                 self.token_map,
-                self.objective,
+                self.loss,
+                self.vocab_size,
             )
         loss, ranks_R = linear_cross_entropy(
             self.states(unrolled.hidden_RH),

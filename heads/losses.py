@@ -36,13 +36,14 @@ class Teacher:
     states_R: int64, which target state judges each row; equal ones side by side are computed once.
     logits: maps states (U,) to the target's logits (U, V). token_map: int64 (v,), target ids of the
     draft vocabulary, on which the softmax is taken; None: all. A row whose most probable token is
-    outside it teaches nothing.
+    outside it teaches nothing. vocab_size: V, which bounds the rows of a chunk; 0: v does.
     """
 
     states_R: Tensor
     logits: Callable[[Tensor], Tensor]
     token_map: Tensor | None = None
     objective: Objective = "ce"
+    vocab_size: int = 0
 
 
 def linear_cross_entropy(
@@ -61,7 +62,8 @@ def linear_cross_entropy(
     """
     if weights_R is None:
         weights_R = hidden_RD.new_ones((), dtype=torch.float32).expand(len(labels_R))
-    loss, ranks_R = _LinearLoss.apply(hidden_RD, weight_vD, _Labels(labels_R, weights_R, teacher))
+    labels = _Labels(labels_R, weights_R, teacher)
+    loss, ranks_R = _LinearLoss.apply(hidden_RD, weight_vD, labels)  # type: ignore[no-untyped-call]
     return loss, ranks_R
 
 
@@ -110,7 +112,8 @@ class _LinearLoss(torch.autograd.Function):
         grad_vD = torch.zeros_like(weight_vD) if wants_weight else None
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
         ranks = [labels.labels_R[:0]]
-        size = _chunk_size(hidden_RD, len(weight_vD))
+        widest = labels.teacher.vocab_size if labels.teacher else 0
+        size = _chunk_size(hidden_RD, max(widest, len(weight_vD)))
         for start in range(0, len(hidden_RD), size):
             part = slice(start, start + size)
             hidden_CD = hidden_RD[part].to(weight_vD.dtype)
@@ -196,7 +199,8 @@ def _distribution(teacher: Teacher, part: slice) -> tuple[Tensor, Tensor]:
 
 
 def _dot(left_Cv: Tensor, right_Cv: Tensor) -> Tensor:
-    return torch.linalg.vecdot(left_Cv, right_Cv)
+    product_C: Tensor = torch.linalg.vecdot(left_Cv, right_Cv)
+    return product_C
 
 
 def _ranks(logits_Cv: Tensor, labels_C: Tensor) -> Tensor:

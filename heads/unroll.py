@@ -91,7 +91,7 @@ class UnrolledMemory:
         """Attention to a root's own entries alone: (its output, the log-sum-exp of its scores)."""
         first = max(0, len(self.keys) - (self.window or len(self.keys)))
         groups = self.keys[0].shape[1]
-        grouped = q_BHQW.unflatten(1, (groups, -1))  # (B, G, H / G, Q, W)
+        grouped = q_BHQW.view(len(q_BHQW), groups, -1, *q_BHQW.shape[2:])  # (B, G, H / G, Q, W)
         scores = [
             (grouped * key[:, :, None]).sum(-1, dtype=torch.float32) for key in self.keys[first:]
         ]
@@ -138,7 +138,8 @@ def unroll(
     roots_BQ, real_BQ = _packed(masks[0])
     visible_BTT = visible(batch, head.window)
     memories = [UnrolledMemory(visible_BTT, roots_BQ, head.window) for _ in range(head.layer_count)]
-    dtype = hidden_BTH.dtype
+    dtype = next(head.parameters()).dtype  # of the residual stream, under autocast as well
+    hidden_BTH = hidden_BTH.to(dtype)
     angles = head.rope(batch.positions_BT)
     all_BTH = head.advance(target.embed(batch.tokens_BT).to(dtype), hidden_BTH, angles, memories)
     hidden_BQH = all_BTH.gather(1, roots_BQ[:, :, None].expand(-1, -1, all_BTH.shape[-1]))

@@ -119,7 +119,13 @@ def bench(
     nodes: Annotated[
         list[int] | None, typer.Option(min=1, help="draft nodes to try; repeatable")
     ] = None,
-    tree: Annotated[str | None, typer.Option(help="a tree: 4,2,1 or [[0],[0,0]]")] = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a tree instead of the head's own: 4,2,1 or [[0],[0,0]] or "
+            "nodes=16,depth=5,top_k=4 (EAGLE); repeatable"
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="use only the first N prompts")] = 16,
     repetitions: Annotated[int, typer.Option(min=1, help="runs of every prompt")] = 3,
     prompt_words: PromptWords = None,
@@ -138,7 +144,7 @@ def bench(
     seed: Seed = 0,
 ) -> None:
     """Measure heads against `generate` and against this engine without drafts, in one process."""
-    from draftheads.heads.shape import parse_tree
+    from draftheads.heads.shape import Tree, parse_tree
     from draftheads.infer.bench import bench as run
     from draftheads.infer.race import BenchOptions
     from draftheads.infer.report import print_report
@@ -147,11 +153,12 @@ def bench(
     set_threads(threads)
     check_outputs([json_out, plot], head if card else [])
     model = load_target(target, dtype, device)
-    shape = parse_tree(tree) if tree else None
+    trees: dict[str, Tree | None] = {f"@{text}": parse_tree(text) for text in tree or ()}
     names = head_names(head)
     heads = {
-        name: (drafts, shape or drafts.tree)
+        f"{name}{at}": (drafts, shape or drafts.tree)
         for name, drafts in zip(names, (load_head(source, model) for source in head), strict=True)
+        for at, shape in (trees or {"": None}).items()
     }
     options = BenchOptions(
         max_new_tokens=max_new_tokens,
@@ -177,6 +184,7 @@ def chat(
     top_k: TopK = 0,
     typical: IsTypical = False,
     nodes: Annotated[int | None, typer.Option(min=1, help="draft nodes per step")] = None,
+    tree: Annotated[str | None, typer.Option(help="a tree instead of the head's own")] = None,
     show_accepted: Annotated[
         bool, typer.Option("--show-accepted", help="colour accepted drafts")
     ] = False,
@@ -187,6 +195,7 @@ def chat(
 ) -> None:
     """Talk with the target, its answers sped up by the heads."""
     from draftheads.heads.hub import head_target
+    from draftheads.heads.shape import parse_tree
     from draftheads.infer.chat import ChatOptions
     from draftheads.infer.chat import chat as run
     from draftheads.infer.engine import Speculator
@@ -195,8 +204,9 @@ def chat(
     name, revision = (target, None) if target else head_target(head)
     model = load_target(name, dtype, device, revision)
     drafts = load_head(head, model)
+    shape = parse_tree(tree) if tree else drafts.tree
     run(
-        Speculator(model, drafts, tree=drafts.tree.head(nodes) if nodes else None),
+        Speculator(model, drafts, tree=shape.head(nodes) if nodes else shape),
         ChatOptions(
             system=system,
             sampling=rule(temperature, top_p, top_k, typical, seed),

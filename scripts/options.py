@@ -82,11 +82,11 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 
 def spread(arguments: list[str]) -> list[str]:
-    """`--head A B` as `--head A --head B`, likewise --nodes: click options take one value each."""
+    """`--head A B` as `--head A --head B`, likewise --nodes and --tree, for click."""
     spreading, out = "", []
     for argument in arguments:
         if argument.startswith("-"):
-            spreading = argument if argument in ("--head", "--nodes") else ""
+            spreading = argument if argument in ("--head", "--nodes", "--tree") else ""
             out += [] if spreading else [argument]
         else:
             out += [spreading, argument] if spreading else [argument]

@@ -33,6 +33,7 @@ from draftheads.scripts.step_trial import Setup, Trial, create_batch, create_tar
 
 MEMORY_STEPS = (1, 3, 5, 7)
 SQUARE = 1024
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Clock:
@@ -45,6 +46,7 @@ class Clock:
         tokens, width = setup.rows * setup.length, setup.hidden_size
         shapes = (SQUARE, SQUARE, SQUARE), (tokens, width, setup.intermediate_size)
         self.device = device
+        self.now = CLOCKS[setup.clock]
         self.factors = {
             f"{n} x {k} x {m}": (
                 torch.randn(n, k, device=device, dtype=dtype),
@@ -73,10 +75,10 @@ class Clock:
 
     def _time(self, function: Callable[..., Any], *arguments: Tensor) -> float:
         self._wait()
-        began = time.perf_counter()
+        began = self.now()
         function(*arguments)
         self._wait()
-        return time.perf_counter() - began
+        return self.now() - began
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -229,7 +231,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
         f"floor: FLOP / {rate['flop_per_second'] / 1e9:.0f} GFLOP/s, the median rate of "
         f"{rate['shape']} products between the steps. x frozen: multiples of the frozen forward.",
         f"{setup['rows']} rows x {setup['length']} tokens, {setup['documents']} documents in each; "
-        f"medians of {setup['repetitions']} interleaved repetitions.",
+        f"medians of {setup['repetitions']} interleaved repetitions, "
+        f"{setup['clock']} time.",
         *(
             f"{kind}: linear layers by formula {_giga(sum(check['formula']))} GFLOP, torch counts "
             f"{_giga(sum(check['counted']))}; more is work that the floor does not ask for."

@@ -28,7 +28,8 @@ class Setup:
 
     documents: packed into each row of `length` tokens. depth: Medusa's heads. ttt: EAGLE-3's steps
     of training-time test. threads: 0 leaves torch's number. dtype: of the target and of matrix
-    products; the heads' weights are float32, as in training.
+    products; the heads' weights are float32, as in training. clock: "wall", or "cpu": time that all
+    threads together had, which on a busy machine is fairer where there is one thread.
     """
 
     hidden_size: int = 512
@@ -48,6 +49,7 @@ class Setup:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+    clock: str = "wall"
 
     def arguments(self) -> list[str]:
         """The command line that says the same."""

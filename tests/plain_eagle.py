@@ -18,6 +18,17 @@ from draftheads.heads.target import Target
 Memories = list[list[tuple[int, Tensor, Tensor]]]  # one list of entries per layer
 
 
+def awake(head: Any) -> Any:
+    """The head with weights that all matter, the norms' too."""
+    torch.manual_seed(5)
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+        elif "lm_head" not in name:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return head
+
+
 class PlainHead:
     """What both kinds share. `weights` are float64 copies of the head's, which want gradients."""
 

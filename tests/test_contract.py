@@ -4,18 +4,19 @@ own.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+from tiny_heads import decode, overfitted, written_by
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.base import RANKS, Batch
 from draftheads.heads.hub import HEADS, load_head, save_head
 from draftheads.infer.accept import Sampled
-from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.engine import Speculator
 
 NEW = 24
-BY_HEART = {"labels": "hard", "noise": 0.0, "steps": 8, "classification": 1.0, "regression": 0.0}
-"""Choices, of whatever kind has them, with which a head learns the very tokens of a batch."""
 
 
 @pytest.fixture(params=HEADS)
@@ -29,33 +30,13 @@ def head(kind):
     return HEADS[kind].create(tiny_target())
 
 
-def written_by_the_target(rows: int = 2) -> Batch:
-    """What the target writes after some prompts, one document per row."""
-    prompts = some_prompts(*([6] * rows))
-    texts = [prompt + greedy(tiny_target(), prompt, NEW) for prompt in prompts]
-    tokens_BT = torch.tensor(texts)
-    learn_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
-    learn_BT[:, :6] = False
-    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
-    return Batch(tokens_BT, learn_BT, positions_BT, torch.zeros_like(tokens_BT))
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return written_by(tiny_target(), some_prompts(6, 6), NEW)
 
 
-def overfitted(kind: str):
-    """A head that knows one batch by heart."""
-    batch, target = written_by_the_target(), tiny_target()
-    torch.manual_seed(0)
-    head = HEADS[kind].create(target, **BY_HEART)
-    features_BTD = target.features(batch, head.training_layers)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(150):
-        head(batch, features_BTD, target).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return head, batch
-
-
-def test_the_loss_reaches_every_parameter_of_the_head_and_none_of_the_target(head):
-    batch, target = written_by_the_target(), tiny_target()
+def test_the_loss_reaches_every_parameter_of_the_head_and_none_of_the_target(head, batch):
+    target = tiny_target()
     out = head(batch, target.features(batch, head.training_layers), target)
     out.loss.backward()
     assert out.loss.isfinite() and out.loss.dim() == 0
@@ -77,10 +58,7 @@ def test_the_target_is_no_part_of_the_head(head):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_greedy_output_is_the_targets_own(head, rows):
     target, prompts = tiny_target(), some_prompts(17, 9, 4)[:rows]
-    written = [[] for _ in prompts]
-    for steps in Speculator(target, head).generate_batch(prompts, max_new_tokens=NEW):
-        for row, step in enumerate(steps):
-            written[row] += step.tokens if step else []
+    written, _ = decode(target, head, prompts, max_new_tokens=NEW)
     assert written == [greedy(target, prompt, NEW) for prompt in prompts]
 
 
@@ -96,36 +74,34 @@ def test_sampling_has_the_plain_engines_first_tokens(head):
     assert first[0] == first[1]
 
 
-def test_overfitted_saved_and_loaded_every_draft_is_accepted(kind, tmp_path):
-    head, batch = overfitted(kind)
-    save_head(head, tmp_path / "head", target=tiny_target())
-    loaded = load_head(tmp_path / "head", target=tiny_target())
+@pytest.fixture(scope="module")
+def learned(batch):
+    """The head of a kind that knows the batch by heart."""
+    return cache(lambda kind: overfitted(kind, tiny_target(), batch))
+
+
+def test_overfitted_saved_and_loaded_every_draft_is_accepted(kind, learned, batch, tmp_path):
+    head, target = learned(kind), tiny_target()
+    save_head(head, tmp_path / "head", target=target)
+    loaded = load_head(tmp_path / "head", target=target)
     prompt = batch.tokens_BT[0, :6].tolist()
-    statistics, written = Statistics(), []
     new = 1 + 2 * (head.tree.depth + 1)  # the prefill's token and two full steps
-    for step in Speculator(tiny_target(), loaded).generate(prompt, max_new_tokens=new):
-        statistics.add(step)
-        written += step.tokens
-    assert written == batch.tokens_BT[0, 6 : 6 + new].tolist()
+    written, (statistics,) = decode(target, loaded, [prompt], max_new_tokens=new)
+    assert written == [batch.tokens_BT[0, 6 : 6 + new].tolist()]
     assert statistics.tokens_per_step == head.tree.depth + 1
 
 
-def test_rows_of_different_lengths_draft_as_well_as_one_alone(kind):
+def test_rows_of_different_lengths_draft_as_well_as_one_alone(kind, learned, batch):
     """Wrong features would not change the output, only accept less: here everything is accepted."""
-    head, batch = overfitted(kind)
-    lengths = (6, 9)
+    head, lengths = learned(kind), (6, 9)
     prompts = [batch.tokens_BT[row, :n].tolist() for row, n in enumerate(lengths)]
     new = 1 + 2 * (head.tree.depth + 1)
-    statistics = [Statistics() for _ in prompts]
-    for steps in Speculator(tiny_target(), head).generate_batch(prompts, max_new_tokens=new):
-        for row, step in enumerate(steps):
-            if step:
-                statistics[row].add(step)
+    _, statistics = decode(tiny_target(), head, prompts, max_new_tokens=new)
     assert [row.tokens_per_step for row in statistics] == [head.tree.depth + 1] * 2
 
 
-def test_observed_ranks_are_those_of_the_loss(head):
-    batch, target = written_by_the_target(), tiny_target()
+def test_observed_ranks_are_those_of_the_loss(head, batch):
+    target = tiny_target()
     head.eval()  # no noise
     features_BTD = target.features(batch, head.training_layers)
     counts_KR = head(batch, features_BTD, target).ranks_KR

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_heads import decode, drafts_of, random_head
 from tiny_targets import (
     CONFIGS,
     CONTEXT,
@@ -17,11 +18,10 @@ from tiny_targets import (
     tiny_target,
 )
 
-from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.hub import HEADS
 from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
 from draftheads.infer.drafters import Oracle
-from draftheads.infer.engine import Speculator, Statistics
 
 NEW = 31  # one token from the prefill and six steps of depth 4 + 1
 SHAPES = {
@@ -32,27 +32,11 @@ SHAPES = {
     ),
 }
 LENGTHS = (19, 11, 5)
-
-
-def decode(target, drafts, prompts, **choices):
-    """Rows of output tokens, and the statistics of each row."""
-    rows = [[] for _ in prompts]
-    statistics = [Statistics() for _ in prompts]
-    for steps in Speculator(target, drafts).generate_batch(prompts, **choices):
-        for row, step in enumerate(steps):
-            if step is not None:
-                rows[row] += step.tokens
-                statistics[row].add(step)
-    return rows, statistics
-
-
-def random_head(target: Target, depth: int = 4) -> MedusaHead:
-    """Heads that sometimes guess right: the target's own lm_head behind untrained random blocks."""
-    head = MedusaHead.create(target, depth=depth)
-    torch.manual_seed(1)
-    for parameter in head.blocks.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return head
+CAPPED = "gemma2-window"
+PAIRS = [(name, kind) for name in CONFIGS for kind in HEADS if (name, kind) != (CAPPED, "eagle")]
+"""An EAGLE-1 head has no last matrix of its own, and the target's gives no logits where they are
+capped.
+"""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -82,12 +66,13 @@ def test_output_equals_greedy_decoding_with_noisy_drafts(name, shape, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", [*CONFIGS])
-def test_output_equals_greedy_decoding_with_real_heads(name, rows):
+@pytest.mark.parametrize("tree", [None, SHAPES["ragged"]], ids=["own", "fixed"])
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_output_equals_greedy_decoding_with_real_heads(name, kind, tree, rows):
     target, prompts = tiny_target(name), some_prompts(*LENGTHS[:rows])
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
-    tokens, _ = decode(target, random_head(target), prompts, max_new_tokens=NEW)
-    assert tokens == truth
+    head = random_head(kind, target)
+    assert decode(target, head, prompts, tree=tree, max_new_tokens=NEW)[0] == truth
 
 
 def test_output_is_right_where_token_zero_is_the_commonest():
@@ -105,7 +90,9 @@ def test_output_is_right_where_token_zero_is_the_commonest():
     )
     truth = greedy(target, prompt, 80)
     assert truth.count(0) == text.count(commonest) >= 8
-    assert decode(target, random_head(target), [prompt], max_new_tokens=80)[0] == [truth]
+    for kind in HEADS:
+        head = random_head(kind, target)
+        assert decode(target, head, [prompt], max_new_tokens=80)[0] == [truth]
     oracle = lambda: Oracle(SHAPES["ragged"], [truth], vocab_size=VOCABULARY, noise=0.4)  # noqa: E731
     assert decode(target, oracle, [prompt], max_new_tokens=80)[0] == [truth]
 
@@ -133,21 +120,45 @@ def test_output_is_right_up_to_the_last_position_of_the_context(name):
     truth = greedy(target, prompt, 13)
     oracle = lambda: Oracle(SHAPES["wide"], [truth + [0] * 5], vocab_size=VOCABULARY)  # noqa: E731
     assert decode(target, oracle, [prompt])[0] == [truth]
+    for kind in HEADS:
+        assert decode(target, random_head(kind, target), [prompt])[0] == [truth]
 
 
-def test_prompt_longer_than_a_prefill_chunk(monkeypatch):
-    monkeypatch.setattr("draftheads.heads.target.PREFILL_CHUNK", 7)
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_prompt_longer_than_a_prefill_chunk_changes_no_draft(monkeypatch, kind):
     target, prompts = tiny_target("mistral-window"), some_prompts(40, 23, 7)
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
-    assert decode(target, random_head(target), prompts, max_new_tokens=NEW)[0] == truth
+    head = random_head(kind, target, layers=2, sliding_window=9)
+    before = drafts_of(head, target, prompts, NEW)
+    for place in ("target", "rollout"):  # the target's own prompt, and the head's
+        monkeypatch.setattr(f"draftheads.heads.{place}.PREFILL_CHUNK", 7)
+    assert decode(target, head, prompts, max_new_tokens=NEW)[0] == truth
+    assert drafts_of(head, target, prompts, NEW) == before
 
 
-def test_a_cache_that_is_too_small_grows(monkeypatch):
+@pytest.mark.parametrize("kind", HEADS)
+def test_caches_that_are_too_small_grow_and_change_no_draft(monkeypatch, kind):
     target, prompts = tiny_target(), some_prompts(*LENGTHS)
+    truth = [greedy(target, prompt, NEW) for prompt in prompts]
+    head = random_head(kind, target, layers=2)
+    before = drafts_of(head, target, prompts, NEW)
     make = target.new_cache
     monkeypatch.setattr(target, "new_cache", lambda batch, capacity: make(batch, 4))
-    truth = [greedy(target, prompt, NEW) for prompt in prompts]
-    assert decode(target, random_head(target), prompts, max_new_tokens=NEW)[0] == truth
+    monkeypatch.setattr("draftheads.heads.rollout.ROOM", 1)
+    assert decode(target, head, prompts, max_new_tokens=NEW)[0] == truth
+    assert drafts_of(head, target, prompts, NEW) == before
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_rows_draft_in_a_batch_what_they_draft_alone(kind):
+    target, prompts = tiny_target(), some_prompts(*LENGTHS)
+    head = random_head(kind, target, layers=2, sliding_window=9)
+    together = drafts_of(head, target, prompts, NEW)
+    for row, prompt in enumerate(prompts):
+        alone = drafts_of(head, target, [prompt], NEW)
+        for (tokens, parents), (own_tokens, own_parents) in zip(together, alone, strict=False):
+            assert tokens[row] == own_tokens[0]
+            assert parents[row if len(parents) > 1 else 0] == own_parents[0]
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -157,8 +168,20 @@ def test_targets_that_cannot_roll_back_are_refused(name):
 
 
 def test_unembed_refuses_capped_logits_with_the_reason():
-    target = tiny_target("gemma2-window")
     with pytest.raises(ValueError, match="final_logit_softcapping"):
-        target.unembed(torch.zeros(1, 32))
-    with pytest.raises(ValueError, match="final_logit_softcapping"):
-        MedusaHead.create(target, lm_head="shared")
+        tiny_target(CAPPED).unembed(torch.zeros(1, 32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "choices"),
+    [
+        ("medusa", {"lm_head": "shared"}),
+        ("medusa", {"labels": "soft"}),
+        ("eagle3", {"labels": "soft"}),
+        ("eagle", {}),
+        ("eagle", {"labels": "hard"}),
+    ],
+)
+def test_heads_that_need_uncapped_logits_are_refused_at_once_with_the_reason(kind, choices):
+    with pytest.raises(ValueError, match=r"final_logit_softcapping.*own lm_head and hard labels"):
+        HEADS[kind].create(tiny_target(CAPPED), **choices)
