@@ -18,10 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.heads.base import Drafter, DraftHead
+from draftheads.heads.base import Batch, Drafter, DraftHead
 from draftheads.heads.decoder import Memory, Rope
+from draftheads.heads.losses import chunked_ranks
+from draftheads.heads.rollout import Rollout
 from draftheads.heads.shape import DynamicTree, Tree
 from draftheads.heads.target import Target
+from draftheads.heads.unroll import unroll
+from draftheads.heads.vocabulary import draft_index
 
 
 class AutoregressiveHead(DraftHead):
@@ -72,9 +76,21 @@ class AutoregressiveHead(DraftHead):
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A drafter that fills `tree` (default: the head's own)."""
-        from draftheads.heads.rollout import Rollout  # it needs this class
-
         return Rollout(self, target, tree or self.tree)
+
+    @torch.no_grad()
+    def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
+        """ranks_MK down to the depth of the tree, along the text that the target wrote."""
+        width = len(self.feature_layers) * target.hidden_size
+        features_BTD = features_BTD[..., :width].to(next(self.parameters()).dtype)
+        unrolled = unroll(self, batch, self.fuse(features_BTD), target, self.depth)
+        labels_R = batch.tokens_BT.flatten()[unrolled.places_R]
+        ranks_R = chunked_ranks(
+            self.states(unrolled.hidden_RH),
+            self.unembed_weight(target),
+            draft_index(labels_R, self.token_map),
+        )
+        return unrolled.observed(ranks_R, self.depth, batch)
 
     def noisy(self, features_BTD: Tensor) -> Tensor:
         """In training, features with EAGLE's uniform noise: (u - 0.5) noise 512 / T."""

@@ -26,7 +26,7 @@ from draftheads.heads.decoder import (
     default_rope,
     read_rope,
 )
-from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import Teacher, linear_cross_entropy
 from draftheads.heads.shape import DynamicTree
 from draftheads.heads.target import Target
 from draftheads.heads.unroll import step_weights, unroll
@@ -156,15 +156,6 @@ class EagleHead(AutoregressiveHead):
             self.regression * regression + self.classification * loss,
             unrolled.counts(ranks_R, self.steps),
         )
-
-    @torch.no_grad()
-    def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        """ranks_MK down to the depth of the tree."""
-        features_BTD = features_BTD.to(self.fc.weight.dtype)
-        unrolled = unroll(self, batch, features_BTD, target, self.depth)
-        labels_R = batch.tokens_BT.flatten()[unrolled.places_R]
-        ranks_R = chunked_ranks(unrolled.hidden_RH, self.unembed_weight(target), labels_R)
-        return unrolled.observed(ranks_R, self.depth, batch)
 
     def config(self) -> dict[str, Any]:
         """config.json as SGLang reads it; other engines differ in `architectures` alone."""

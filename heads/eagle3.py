@@ -27,7 +27,7 @@ from draftheads.heads.decoder import (
     default_rope,
     read_rope,
 )
-from draftheads.heads.losses import Objective, Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import Objective, Teacher, linear_cross_entropy
 from draftheads.heads.shape import DynamicTree
 from draftheads.heads.target import Target
 from draftheads.heads.unroll import step_weights, unroll
@@ -62,8 +62,8 @@ class Eagle3Design:
 
 class Eagle3Head(AutoregressiveHead):
     """The head. steps: of training-time test. decay: step k weighs decay^k. labels: "soft" (the
-    target's distribution) or "hard" (the token that came). loss: an `Objective` of `heads.losses`. noise:
-    width of the uniform noise on features in training.
+    target's distribution) or "hard" (the token that came). loss: an `Objective` of `heads.losses`.
+    noise: width of the uniform noise on features in training.
     """
 
     kind = "eagle3"
@@ -215,18 +215,6 @@ class Eagle3Head(AutoregressiveHead):
             teacher=teacher,
         )
         return HeadLoss(loss, unrolled.counts(ranks_R, self.steps))
-
-    @torch.no_grad()
-    def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        """ranks_MK down to the depth of the tree."""
-        features_BTD = features_BTD[..., : self.fc.in_features].to(self.fc.weight.dtype)
-        unrolled = unroll(self, batch, self.fuse(features_BTD), target, self.depth)
-        labels_R = batch.tokens_BT.flatten()[unrolled.places_R]
-        states_RD = self.states(unrolled.hidden_RH)
-        ranks_R = chunked_ranks(
-            states_RD, self.lm_head.weight, draft_index(labels_R, self.token_map)
-        )
-        return unrolled.observed(ranks_R, self.depth, batch)
 
     def config(self) -> dict[str, Any]:
         """config.json as vLLM and SGLang read it; layers are HF's indices, `eagle_config` has

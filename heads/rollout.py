@@ -7,17 +7,21 @@ far, H hidden width.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.autoregressive import AutoregressiveHead
 from draftheads.heads.base import Committed
 from draftheads.heads.cache import SlotCache, SlotLayer, SlotTable
 from draftheads.heads.growth import planner
 from draftheads.heads.shape import Tree
 from draftheads.heads.target import PREFILL_CHUNK, Target
 from draftheads.heads.tree import TokenTree
+
+if TYPE_CHECKING:
+    from draftheads.heads.autoregressive import AutoregressiveHead
 
 ROOM = 1024
 """Slots that a cache has behind its first commit, before it must grow."""

@@ -13,14 +13,17 @@ else's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.autoregressive import AutoregressiveHead
 from draftheads.heads.base import RANKS, Batch
 from draftheads.heads.target import Target
+
+if TYPE_CHECKING:
+    from draftheads.heads.autoregressive import AutoregressiveHead
 
 SPARE = 8
 """Columns added to each head for the merge: two are used, and kernels like widths to be a multiple
