@@ -22,7 +22,7 @@ from draftheads.heads.base import Batch, Drafter, DraftHead
 from draftheads.heads.decoder import Memory, Rope
 from draftheads.heads.losses import chunked_ranks
 from draftheads.heads.rollout import Rollout
-from draftheads.heads.shape import DynamicTree, Tree
+from draftheads.heads.shape import DynamicTree, Tree, TreeShape
 from draftheads.heads.target import Target
 from draftheads.heads.unroll import unroll
 from draftheads.heads.vocabulary import draft_index
@@ -72,7 +72,9 @@ class AutoregressiveHead(DraftHead):
         """The last matrix, (v, D)."""
 
     def check_tree(self, tree: Tree) -> None:
-        """Any tree will do: the head can go on for as long as it is asked."""
+        """Refuse fixed trees wider than the draft vocabulary; any depth will do."""
+        if isinstance(tree, TreeShape):
+            tree.check_width(self.vocab_size if self.token_map is None else len(self.token_map))
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A drafter that fills `tree` (default: the head's own)."""

@@ -170,9 +170,9 @@ class Attention(nn.Module):
         return out_BQD
 
     def _weight(self) -> Tensor:
-        """The three projections in one; kept for as long as nothing is trained."""
+        """The three projections in one; kept for drafting, once nothing is trained any more."""
         parts = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-        if torch.is_grad_enabled():
+        if self.training or torch.is_grad_enabled():
             return torch.cat(parts)
         version = tuple((part.data_ptr(), part._version) for part in parts)
         if self._stack is None or self._stack[0] != version:

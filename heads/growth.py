@@ -64,33 +64,30 @@ class DynamicGrowth:
 
     def add(self, logits_BFv: Tensor) -> bool:
         """Every node of the frontier brings its `top_k` best children."""
-        top_k = min(self.limits.top_k, logits_BFv.shape[-1])
-        best = torch.log_softmax(logits_BFv, dim=-1).topk(top_k)
+        children = min(self.limits.top_k, logits_BFv.shape[-1])
+        best = torch.log_softmax(logits_BFv, dim=-1).topk(children)
         scores_BFk = best.values
         if self.frontier_BF is None:
-            self.parents.append(best.indices.new_full((len(logits_BFv), top_k), -1))
+            self.parents.append(best.indices.new_full((len(logits_BFv), children), -1))
         else:
             scores_BFk = scores_BFk + self.scores_BF[:, :, None]
-            self.parents.append(self.frontier_BF.repeat_interleave(top_k, dim=1))
+            self.parents.append(self.frontier_BF.repeat_interleave(children, dim=1))
         ids_BFk = best.indices if self.token_map is None else self.token_map[best.indices]
         self.tokens.append(ids_BFk.flatten(1))
         self.scores.append(scores_BFk.flatten(1))
         self.levels += 1
         if self.levels == self.limits.depth:
             return False
-        self._choose(top_k)
+        self._choose(children)
         return True
 
-    def _choose(self, top_k: int) -> None:
+    def _choose(self, children: int) -> None:
         """The best `top_k` candidates of the newest level are expanded."""
         tokens_BC, scores_BC = self.tokens[-1], self.scores[-1]
-        if scores_BC.shape[1] > top_k:
-            self.scores_BF, chosen_BF = scores_BC.topk(top_k)
-            self.tokens_BF = tokens_BC.gather(1, chosen_BF)
-        else:
-            self.scores_BF, self.tokens_BF = scores_BC, tokens_BC
-            chosen_BF = torch.arange(top_k, device=tokens_BC.device).expand_as(tokens_BC)
-        self.parents_BF = chosen_BF // top_k
+        width = min(self.limits.top_k, scores_BC.shape[1])
+        self.scores_BF, chosen_BF = scores_BC.topk(width)
+        self.tokens_BF = tokens_BC.gather(1, chosen_BF)
+        self.parents_BF = chosen_BF // children
         self.frontier_BF = self.candidates + chosen_BF
         self.candidates += tokens_BC.shape[1]
 

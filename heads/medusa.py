@@ -186,6 +186,7 @@ class MedusaHead(DraftHead):
                 "give widths like 4,2,1 or a list of paths"
             )
         tree.check_depth(self.depth)
+        tree.check_width(self.vocab_size if self.token_map is None else len(self.token_map))
 
     def logits(self, features_BD: Tensor, target: Target, depth: int) -> Tensor:
         """Logits (depth, B, v) of the first `depth` heads over the draft vocabulary."""

@@ -149,6 +149,14 @@ class TreeShape:
         """Tokens verified per step, root included."""
         return len(self.paths) + 1
 
+    def check_width(self, vocabulary: int) -> None:
+        """Raise ValueError when the tree wants more guesses than a head has words."""
+        if self.width > vocabulary:
+            raise ValueError(
+                f"the tree uses the {self.width} best guesses, the head knows only {vocabulary} "
+                "words; use a narrower tree"
+            )
+
     def check_depth(self, depth: int) -> None:
         """Raise ValueError when the tree is deeper than `depth`, the number of tokens a head can
         guess.

@@ -1,4 +1,5 @@
-"""Started by torchrun: one process of a run, which leaves its weights behind for comparison."""
+"""Started by torchrun: one process of a run, which leaves its weights, and what it would draw
+next, behind for comparison."""
 
 from __future__ import annotations
 
@@ -16,5 +17,6 @@ if __name__ == "__main__":
     accelerator = make_accelerator(recipe := load_recipe(folder / "recipe.yaml", sys.argv[2:]))
     trainer = Trainer(recipe, accelerator)
     trainer.run(StopRequest(), None)
-    torch.save(trainer.head.state_dict(), folder / f"rank-{accelerator.process_index}.pt")
+    left = {"head": trainer.head.state_dict(), "drawn": torch.rand(()).item()}
+    torch.save(left, folder / f"rank-{accelerator.process_index}.pt")
     accelerator.end_training()

@@ -95,7 +95,7 @@ class PlainHead:
 
     def layer(self, name: str, x_D: Tensor, position: int, memory: list[Any]) -> Tensor:
         """A Llama layer; EAGLE-1's first one has no input norm."""
-        bare = f"{name}.input_layernorm.weight" not in self.weights
+        bare = self.head.kind == "eagle" and name == "layers.0"
         normed = x_D if bare else self.norm(f"{name}.input_layernorm", x_D)
         x_D = x_D + self.attention(f"{name}.self_attn", normed, position, memory)
         return x_D + self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", x_D))
@@ -177,7 +177,9 @@ def plain_rank(logits_v: Tensor, token: int, vocabulary: list[int]) -> int:
     return min(int((logits_v > logits_v[vocabulary.index(token)]).sum()), RANKS)
 
 
-def plain_loss(head: Any, logits_v: Tensor, teacher_V: Tensor | int, vocabulary: list[int]):
+def plain_loss(
+    objective: str, logits_v: Tensor, teacher_V: Tensor | int, vocabulary: list[int]
+) -> Tensor:
     """Of one row. teacher_V: the target's logits, or the token that came (hard labels)."""
     log_q_v = logits_v - logits_v.exp().sum().log()
     if isinstance(teacher_V, int):
@@ -187,8 +189,9 @@ def plain_loss(head: Any, logits_v: Tensor, teacher_V: Tensor | int, vocabulary:
         return 0.0 * logits_v[0]
     p_v = F.softmax(teacher_V[vocabulary], dim=0)
     ce = -(p_v * log_q_v).sum()
-    if getattr(head, "objective", "ce") == "ce":
+    if objective == "ce":
         return ce
+    assert objective == "hybrid"
     accepted = torch.minimum(p_v, log_q_v.exp()).sum()
     share = torch.exp(-3 * accepted).detach()
     return share * ce + (1 - share) * (1 - accepted)

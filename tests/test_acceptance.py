@@ -10,7 +10,8 @@ from itertools import product
 
 import pytest
 import torch
-from tiny_targets import VOCABULARY, some_prompts, tiny_target
+from tiny_heads import decode, random_head
+from tiny_targets import random_model, some_prompts, tiny_target
 from transformers import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -18,10 +19,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftheads.heads.shape import TreeShape
+from draftheads.heads.base import DraftHead
+from draftheads.heads.growth import DynamicGrowth
+from draftheads.heads.hub import HEADS
+from draftheads.heads.shape import DynamicTree, Tree, TreeShape
+from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree, Topology
 from draftheads.infer.accept import Greedy, Sampled, Typical, filtered_logits
-from draftheads.infer.drafters import Oracle
 from draftheads.infer.engine import Speculator
 
 WORDS = 6
@@ -99,28 +103,61 @@ def test_the_chi_square_test_notices_a_bias():
     assert statistic > surely_below(freedom)
 
 
-def test_sampled_output_of_the_whole_engine_has_the_plain_engines_law():
-    target, (prompt,) = tiny_target(), some_prompts(7)
-    truth = torch.randint(0, VOCABULARY, (9,), generator=torch.Generator().manual_seed(5)).tolist()
+@pytest.fixture(scope="module")
+def small_target() -> Target:
+    model = random_model("llama")
+    model.resize_token_embeddings(WORDS, mean_resizing=False)
+    return Target(model, name="six-words")
 
-    def sample(drafts, seed: int) -> Counter:
-        rule = Sampled(temperature=4.0, top_k=4)
-        rule.seed(seed)
-        rows = [[] for _ in range(1500)]
-        run = Speculator(target, drafts).generate_batch(
-            [prompt] * len(rows), sampling=rule, max_new_tokens=2
-        )
-        for steps in run:
-            for row, step in enumerate(steps):
-                rows[row] += step.tokens if step else []
-        return Counter(map(tuple, rows))
 
-    shape = TreeShape.from_widths((3, 2))
-    plain = sample(None, seed=1)
-    drafted = sample(lambda: Oracle(shape, [truth] * 1500, vocab_size=VOCABULARY), seed=2)
-    both = {key: (plain[key] + drafted[key]) / 3000 for key in plain | drafted}
-    statistic, freedom = chi_square(drafted, both)
-    assert statistic < surely_below(freedom)
+def whole_law(target: Target, prompt: list[int], new: int, rule: Sampled) -> dict:
+    """The exact probability of every text of `new` tokens after a prompt."""
+    texts_MA = torch.cartesian_prod(*[torch.arange(WORDS)] * new)
+    prompt_MT = torch.tensor([prompt]).expand(len(texts_MA), -1)
+    with torch.no_grad():
+        logits = target.model(torch.cat([prompt_MT, texts_MA], dim=1)).logits[:, -new - 1 : -1]
+    filtered = filtered_logits(logits, rule.temperature, rule.top_p, rule.top_k)
+    p_MA = torch.softmax(filtered, -1).gather(2, texts_MA[:, :, None])[..., 0]
+    return {tuple(text): float(p) for text, p in zip(texts_MA.tolist(), p_MA.prod(1), strict=True)}
+
+
+def whole_engine_statistic(target: Target, head: DraftHead, tree: Tree) -> tuple[float, int]:
+    """Four tokens: the prefill's, and those of one to three steps, on trees that differ by row."""
+    prompt, rule = [3, 1, 4, 1, 5], Sampled(temperature=4.0, top_k=4)
+    rule.seed(2)
+    choices = {"tree": tree, "sampling": rule, "max_new_tokens": 4}
+    rows, statistics = decode(target, head, [prompt] * (RUNS // 2), **choices)
+    assert {row.steps for row in statistics} == {1, 2, 3}, "drafts are accepted and refused"
+    return chi_square(Counter(map(tuple, rows)), whole_law(target, prompt, 4, rule))
+
+
+def small_head(kind: str, target: Target, vocabulary: list[int] | None = None) -> DraftHead:
+    return random_head(kind, target, depth=3, nodes=6, top_k=2, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_sampled_output_of_the_whole_engine_has_the_targets_law(small_target, kind):
+    head, fixed = small_head(kind, small_target, [0, 2, 3, 5]), TreeShape.from_widths((3, 2))
+    for tree in [fixed, head.tree] if isinstance(head.tree, DynamicTree) else [fixed]:
+        statistic, freedom = whole_engine_statistic(small_target, head, tree)
+        assert statistic < surely_below(freedom)
+
+
+def test_the_test_of_the_whole_engine_notices_siblings_that_are_not_distinct(
+    small_target, monkeypatch
+):
+    """Children with one token are several draws, of which the luckiest would be kept."""
+    head = small_head("eagle3", small_target)
+    right = DynamicGrowth.tree
+
+    def twins(growth, roots_B) -> TokenTree:
+        tree = right(growth, roots_B)
+        tree.tokens_BN[:, 2:] = tree.tokens_BN[:, 1:2]
+        return tree
+
+    monkeypatch.setattr(DynamicGrowth, "tree", twins)
+    statistic, freedom = whole_engine_statistic(small_target, head, head.tree)
+    assert statistic > surely_below(freedom)
 
 
 @pytest.mark.parametrize("rule", RULES)

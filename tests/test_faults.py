@@ -1,5 +1,5 @@
-"""The promise: a fault in a head, or in what it is fed, never changes the output, and is seen in the
-tokens per step.
+"""The promise: a fault in a head, or in what it is fed, never changes the output, and is seen in
+the tokens per step.
 
 Each fault is planted in the saved folder of a head that knows a text by heart, whose drafts are all
 accepted without it.
@@ -50,7 +50,7 @@ def good(tmp_path_factory, target, texts) -> Path:
         "eagle3",
         target,
         texts,
-        steps=60,
+        updates=60,
         vocabulary=words,
         feature_layers=[0, 1, 2],
         rope_theta=500000.0,

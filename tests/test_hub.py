@@ -4,51 +4,85 @@ unchanged.
 
 from __future__ import annotations
 
-import json
+import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from tiny_targets import VOCABULARY, random_model, tiny_target
+from tiny_heads import drafts_of, random_head
+from tiny_targets import VOCABULARY, random_model, some_prompts, tiny_target
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftheads.heads.hub import find_head, head_target, load_head, record_measured, save_head
+from draftheads.heads.base import DraftHead
+from draftheads.heads.hub import (
+    HEADS,
+    find_head,
+    head_target,
+    load_head,
+    record_measured,
+    save_head,
+)
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.shape import TreeShape
+from draftheads.heads.shape import DynamicTree, TreeShape
 from draftheads.heads.target import Target
 from draftheads.scripts.publish import publish
 
-CHOICES = {
-    "own": {"depth": 3, "layers": 2},
-    "shared": {"lm_head": "shared"},
-    "reduced": {"vocabulary": [5, 3, 11, 0]},
-    "shared-reduced": {"lm_head": "shared", "vocabulary": [5, 3, 11, 0]},
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
+FEW = [5, 3, 11, 0, 8, 18]
+CHOICES = {
+    "medusa-own": {"depth": 3, "layers": 2},
+    "medusa-shared": {"lm_head": "shared"},
+    "medusa-reduced": {"vocabulary": FEW},
+    "medusa-shared-reduced": {"lm_head": "shared", "vocabulary": FEW},
+    "eagle3-plain": {},
+    "eagle3-reduced": {"vocabulary": FEW, "feature_layers": [0, 2], "rope_theta": 500000.0},
+    "eagle3-deep": {"layers": 2, "sliding_window": 5, "rope_scaling": SCALED},
+    "eagle3-norms": {"fc_norm": True, "norm_output": True, "vocabulary": FEW},
+    "eagle3-other-norms": {"norm_before_fc": True, "norm_before_residual": True},
+    "eagle3-sizes": {"heads": 2, "kv_heads": 1, "head_dim": 24, "intermediate_size": 40},
+    "eagle-plain": {},
+    "eagle-deep": {"layers": 3, "sliding_window": 5, "rope_theta": 500000.0},
+    "eagle-scaled": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "kv_heads": 4},
+}
+TREES = {"medusa": TreeShape(((0,), (0, 0), (2,)))}
 
 
-def trained(choices) -> MedusaHead:
-    """Heads with every parameter moved away from its start."""
-    head = MedusaHead.create(tiny_target(), **choices)
+def trained(name: str = "medusa-plain", **choices: Any) -> DraftHead:
+    """A head with every parameter moved away from its start, and a tree that no head starts with.
+    name: of one of `CHOICES`, or a kind and nothing but `choices`.
+    """
+    kind = name.partition("-")[0]
+    head = HEADS[kind].create(tiny_target(), **{**CHOICES.get(name, {}), **choices})
     torch.manual_seed(2)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
-    head.tree = TreeShape(((0,), (0, 0), (2,)))
-    return head
+    head.tree = TREES.get(kind, DynamicTree(9, 3, 3))
+    return head.eval()
 
 
-@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
-def test_saved_and_loaded_is_the_same_head(tmp_path, choices):
-    head = trained(choices)
-    save_head(head, tmp_path / "head", target=tiny_target(), training={"steps": 3})
-    again = load_head(tmp_path / "head", target=tiny_target())
+@pytest.mark.parametrize("name", CHOICES)
+def test_saved_and_loaded_is_the_same_head(tmp_path, name):
+    head, target = trained(name), tiny_target()
+    save_head(head, tmp_path / "head", target=target, training={"steps": 3})
+    again = load_head(tmp_path / "head", target=target)
     assert again.tree == head.tree
+    assert again.feature_layers == head.feature_layers
     state = again.state_dict()
     assert list(state) == list(head.state_dict())
     assert all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
-    features = torch.randn(2, 32)
-    got, expected = (h.logits(features, tiny_target(), 3) for h in (again, head))
-    assert torch.equal(got, expected)
+    prompts = some_prompts(11, 6)
+    drafted = drafts_of(head, target, prompts, 12)
+    assert drafts_of(again, target, prompts, 12) == drafted
+    assert drafted != drafts_of(random_head(head.kind, target), target, prompts, 12, head.tree)
 
 
 def test_untrained_heads_compute_the_targets_own_logits():
@@ -62,7 +96,7 @@ def test_untrained_heads_compute_the_targets_own_logits():
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_stacked_heads_compute_the_same(layers):
-    head, features = trained({"layers": layers}), torch.randn(3, 32)
+    head, features = trained(layers=layers), torch.randn(3, 32)
     before = head.stacked()(features, 3)
     with torch.no_grad():
         for parameter in head.parameters():  # the stack must notice that weights have changed
@@ -80,66 +114,40 @@ def test_layers_are_distinct_modules():
     assert len(set(layers)) == len(layers) == 4 * 3
 
 
-def test_tensor_and_config_names_are_those_of_vllm(tmp_path):
-    save_head(trained(CHOICES["own"]), tmp_path / "head", target=tiny_target())
-    names = set(load_file(tmp_path / "head" / "model.safetensors"))
-    assert names == {f"lm_heads.{k}.weight" for k in range(3)} | {
-        f"blocks.{k}.layers.{j}.{part}"
-        for k in range(3)
-        for j in range(2)
-        for part in ("weight", "bias")
-    }
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
-    expected = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "num_heads": 3,
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "vocab_size": VOCABULARY,
-        "medusa_fc_bias": True,
-        "original_lm_head": False,
-    }
-    assert {key: config[key] for key in expected} == expected
-
-
-def test_shape_comes_from_the_tensors_not_from_a_lying_config(tmp_path):
-    save_head(trained(CHOICES["own"]), tmp_path / "head", target=tiny_target())
-    path = tmp_path / "head" / "config.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "num_heads": 7, "num_hidden_layers": 1})
-    )
-    head = load_head(tmp_path / "head")
-    assert (head.depth, head.layers) == (3, 2)
-
-
 @pytest.mark.parametrize("change", ["missing", "extra"])
-def test_loading_is_strict(tmp_path, change):
-    save_head(trained(CHOICES["own"]), tmp_path / "head", target=tiny_target())
+@pytest.mark.parametrize("kind", HEADS)
+def test_loading_is_strict(tmp_path, kind, change):
+    save_head(trained(kind), tmp_path / "head", target=tiny_target())
     weights = tmp_path / "head" / "model.safetensors"
     tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith((".bias", "layernorm.weight")))
     if change == "missing":
-        del tensors["blocks.1.layers.0.bias"]
+        del tensors[name]
     else:
-        tensors["blocks.1.layers.0.scale"] = torch.ones(1)
+        tensors[f"{name}.scale"] = torch.ones(1)
     save_file(tensors, weights)
-    with pytest.raises(ValueError, match=r"blocks\.1\.layers\.0\.(bias|scale)"):
+    with pytest.raises(ValueError, match=re.escape(name)):
         load_head(tmp_path / "head")
 
 
-def test_a_head_of_another_size_is_refused_naming_both(tmp_path):
-    save_head(trained({}), tmp_path / "head", target=tiny_target())
+@pytest.mark.parametrize("name", ["medusa", "medusa-reduced", "eagle3", "eagle3-reduced", "eagle"])
+def test_a_head_of_another_size_is_refused_naming_both(tmp_path, name):
+    save_head(trained(name), tmp_path / "head", target=tiny_target())
     model = random_model("llama")
     model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
-    other = Target(model, name="other/model")
-    with pytest.raises(
-        ValueError, match=r"vocabulary 19 \(tiny-llama\), target has 23 \(other/model\)"
-    ):
-        load_head(tmp_path / "head", target=other)
+    larger = Target(model, name="other/model")
+    message = r"vocabulary 19 \(tiny-llama\), target has 23 \(other/model\)"
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path / "head", target=larger)
+    config = LlamaConfig(vocab_size=19, hidden_size=64, intermediate_size=48, num_hidden_layers=3)
+    wider = Target(LlamaForCausalLM(config), name="wide/model")
+    message = r"hidden size 32 \(tiny-llama\), target has 64 \(wide/model\)"
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path / "head", target=wider)
 
 
 def test_a_head_of_other_weights_warns(tmp_path):
-    save_head(trained({}), tmp_path / "head", target=tiny_target())
+    save_head(trained(), tmp_path / "head", target=tiny_target())
     model = random_model("llama")
     model.model.norm.weight.data.mul_(1.5)
     with pytest.warns(UserWarning, match="trained on other weights"):
@@ -152,7 +160,7 @@ def test_fingerprint_survives_a_change_of_dtype():
 
 
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):
-    save_head(trained({}), tmp_path / "head", target=tiny_target())
+    save_head(trained(), tmp_path / "head", target=tiny_target())
     before = (tmp_path / "head" / "model.safetensors").read_bytes()
 
     def full_disk(*args):
@@ -160,14 +168,14 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
 
     monkeypatch.setattr("draftheads.heads.hub.render_card", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        save_head(trained({"depth": 2}), tmp_path / "head", target=tiny_target())
+        save_head(trained(depth=2), tmp_path / "head", target=tiny_target())
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
 
 
 def test_a_run_folder_stands_for_its_best_or_newest_step(tmp_path):
     for step in (20, 100):
-        save_head(trained({}), tmp_path / f"step-{step:06d}", target=tiny_target())
+        save_head(trained(), tmp_path / f"step-{step:06d}", target=tiny_target())
     assert find_head(tmp_path).name == "step-000100"
     (tmp_path / "best").symlink_to("step-000020")
     assert find_head(tmp_path).resolve().name == "step-000020"
@@ -180,22 +188,27 @@ def test_missing_heads_are_named(tmp_path):
         load_head(tmp_path)
 
 
-def test_the_card_says_what_the_head_is(tmp_path):
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_card_says_what_the_head_is(tmp_path, kind):
     measured = [{"nodes": 16, "tokens_per_step": 2.7, "speedup": 2.1, "speedup_ci95": [2.0, 2.2],
                  "lossless": True, "machine": "a | b"}]  # fmt: skip
     target = Target(random_model("llama"), name="user/model")
     save_head(
-        trained({}), tmp_path / "head", target=target, training={"tokens": 9}, measured=measured
+        trained(kind), tmp_path / "head", target=target, training={"tokens": 9}, measured=measured
     )
     card = ModelCard.load(tmp_path / "head" / "README.md")
     assert card.data.base_model == "user/model"
     assert card.data.library_name == "draftheads"
+    assert card.data.tags[-1] == kind
+    tree = {"medusa": "3 draft nodes, 2 deep, fixed"}
+    dynamic = "9 draft nodes, 3 deep, chosen anew in each step"
+    assert f"| tree | {tree.get(kind, dynamic)} |" in card.text
     assert "| tokens | 9 |" in card.text
     assert "| 16 | 2.70 | 2.10 | 2.00 to 2.20 | True | a \\| b |" in card.text
 
 
 def test_measurements_are_added_without_touching_the_rest(tmp_path):
-    folder = save_head(trained({}), tmp_path / "head", target=tiny_target(), training={"a": 1})
+    folder = save_head(trained(), tmp_path / "head", target=tiny_target(), training={"a": 1})
     (folder / "trainer").mkdir()
     row = {"nodes": 4, "tokens_per_step": 2.0, "speedup": 1.5, "speedup_ci95": [1.4, 1.6]}
     record_measured(folder, [{**row, "lossless": True}])
@@ -207,7 +220,7 @@ def test_measurements_are_added_without_touching_the_rest(tmp_path):
 
 
 def test_published_and_loaded_by_id(hub, tmp_path):
-    head = trained({})
+    head = trained()
     save_head(head, tmp_path / "run" / "step-000010", target=tiny_target())
     (tmp_path / "run" / "step-000010" / "trainer").mkdir()
     (tmp_path / "run" / "step-000010" / "trainer" / "optimizer.pt").write_bytes(b"private")
@@ -222,7 +235,7 @@ def test_published_and_loaded_by_id(hub, tmp_path):
 
 
 def test_an_unfit_folder_is_not_published(hub, tmp_path):
-    save_head(trained({}), tmp_path / "head", target=tiny_target())
+    save_head(trained(), tmp_path / "head", target=tiny_target())
     (tmp_path / "head" / "README.md").unlink()
     with pytest.raises(ValueError, match=r"README\.md missing"):
         publish(tmp_path / "head", "me/heads")

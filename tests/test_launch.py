@@ -25,7 +25,8 @@ from tiny_training import (
     write_target,
 )
 
-from draftheads.train.launch import check_environment
+from draftheads.heads.hub import HEADS
+from draftheads.train.launch import check_environment, right_command
 from draftheads.train.progress import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -59,22 +60,22 @@ def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[s
     )
 
 
-def test_two_processes_train_as_one(made, tmp_path):
-    assert run(made, tmp_path / "one", "data.rows_per_batch=1") == 0
-    result = torchrun(
-        str(ROOT / "tests" / "ddp_worker.py"),
-        str(tmp_path),
-        f"run.output={tmp_path / 'two'}",
-        "data.rows_per_batch=1",
-    )
+@pytest.mark.parametrize("kind", HEADS)
+def test_two_processes_train_as_one(made, tmp_path, kind):
+    choices = ["data.rows_per_batch=1"] + ["head.noise=0"] * (kind == "eagle")
+    assert run(made, tmp_path / "one", *choices, kind=kind) == 0
+    worker = str(ROOT / "tests" / "ddp_worker.py")
+    result = torchrun(worker, str(tmp_path), f"run.output={tmp_path / 'two'}", *choices)
     assert result.returncode == 0, result.stderr[-2000:]
-    first, second = (torch.load(tmp_path / f"rank-{n}.pt", weights_only=True) for n in (0, 1))
+    left, right = (torch.load(tmp_path / f"rank-{n}.pt", weights_only=True) for n in (0, 1))
+    first, second = left["head"], right["head"]
     assert_same(first, second)
+    assert left["drawn"] != right["drawn"], "each process draws noise of its own"
     one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
-    for left, right in zip(one, two, strict=True):
-        assert left["step"] == right["step"]
-        for key in left.keys() & {"loss", "gradient_norm", "top1", "chain", "heldout_top5"}:
-            assert right[key] == pytest.approx(left[key], rel=1e-4), (left["step"], key)
+    for alone, shared in zip(one, two, strict=True):
+        assert alone["step"] == shared["step"]
+        for key in alone.keys() & {"loss", "gradient_norm", "top1", "chain", "heldout_top5"}:
+            assert shared[key] == pytest.approx(alone[key], rel=1e-4), (alone["step"], key)
     single = weights(tmp_path / "one", 6)
     assert all(torch.allclose(single[name], first[name], atol=1e-4) for name in single)
 
@@ -84,12 +85,13 @@ def test_processes_that_do_not_know_each_other_are_refused(made, tmp_path):
         pytest.skip("with a GPU accelerate joins the processes")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"))))
-    result = torchrun(str(ROOT / "train" / "medusa.py"), str(recipe), cpu=False)
+    script = str(ROOT / "train" / "eagle.py")
+    result = torchrun(script, str(recipe), cpu=False)
     assert result.returncode != 0
     assert "exitcode  : 2" in result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
-    assert "ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 train/medusa.py" in lines[0]
+    assert f"`ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 {script} {recipe}`" in lines[0]
     assert not (tmp_path / "run").exists()
 
 
@@ -99,3 +101,15 @@ def test_accelerate_launch_on_cpu_with_several_processes_is_refused():
         check_environment(by_launch, has_gpu=False)
     check_environment({**by_launch, "WORLD_SIZE": "2"}, has_gpu=False)
     check_environment({"ACCELERATE_MIXED_PRECISION": "no"}, has_gpu=False)
+
+
+@pytest.mark.parametrize(
+    "started", [["train/eagle.py", "r.yaml", "run.steps=2"], [".venv/bin/draftheads", "train", "r"]]
+)
+def test_the_right_command_starts_what_was_started(monkeypatch, started):
+    monkeypatch.setattr("sys.argv", started)
+    words = " ".join(started)
+    assert right_command(False, "2") == (
+        f"ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 {words}"
+    )
+    assert right_command(True, "2") == f"accelerate launch --multi_gpu --num_processes 2 {words}"

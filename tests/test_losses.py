@@ -200,7 +200,11 @@ def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, 
         torch.testing.assert_close(left, right / 2, rtol=1e-4, atol=1e-5)
 
 
-def test_equal_states_are_asked_once_per_chunk(monkeypatch):
+@pytest.mark.parametrize(
+    ("times", "expected"), [(1, [[0, 1], [1, 2]]), (2, [[0], [1], [1, 2], [2]])]
+)
+def test_equal_states_are_asked_once_per_chunk(times, expected, monkeypatch):
+    """A chunk has as many rows as the wider of both vocabularies allows."""
     hidden, weight, token_map, logits_UV, _, labels, _ = rows_to_judge(12, 3, 4)
     monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 6 * len(token_map))
     asked = []
@@ -210,9 +214,9 @@ def test_equal_states_are_asked_once_per_chunk(monkeypatch):
         return logits_UV[states_U]
 
     states_R = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2])
-    teacher = Teacher(states_R, logits, token_map)
+    teacher = Teacher(states_R, logits, token_map, vocab_size=times * len(token_map))
     linear_cross_entropy(hidden, weight, labels, teacher=teacher)
-    assert asked == [[0, 1], [1, 2]]
+    assert asked == expected
 
 
 def test_ranks_equal_those_of_a_stable_sort(monkeypatch):

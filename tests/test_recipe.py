@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from draftheads.heads.hub import HEADS
+from draftheads.train.choices import HEAD_MODELS
 from draftheads.train.recipe import Recipe, differences, load_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -169,6 +171,10 @@ def test_the_kind_is_the_entry_points_where_the_recipe_leaves_it_open(path):
     path.write_text(MINIMAL + "head:\n  kind: eagle\n")
     assert load_recipe(path, kind="eagle3").head.kind == "eagle"
     assert load_recipe(path, ["head.kind=medusa"], kind="eagle3").head.kind == "medusa"
+
+
+def test_every_kind_of_head_has_a_section():
+    assert set(HEAD_MODELS) == set(HEADS)
 
 
 def test_a_wrong_kind_lists_the_kinds(path):

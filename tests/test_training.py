@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
+from tiny_heads import decode
 from tiny_training import (
     assert_same,
     conversation,
@@ -23,13 +24,21 @@ from tiny_training import (
     write_target,
 )
 
-from draftheads.heads.hub import load_head
+from draftheads.heads.hub import HEADS, load_head
 from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator
 from draftheads.train.loop import Trainer, fit, learning_rate
 from draftheads.train.progress import Progress, read_metrics
 from draftheads.train.recipe import OptimChoices
+
+DRAWN = {"eagle3": ["head.noise=0.1"], "eagle": ["head.noise=0.2"]}
+"""Choices that make a step random."""
+BY_HEART = {
+    "eagle3": {"labels": "hard"},
+    "eagle": {"noise": 0.0, "steps": 3, "regression": 0.0, "classification": 1.0, "layers": 2},
+}
+"""Choices with which a head learns a text to the last token."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +58,11 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(params=HEADS)
+def kind(request) -> str:
+    return request.param
+
+
 def interrupt_at(monkeypatch, step: int) -> None:
     """Ctrl-C in the middle of a step."""
     original = Progress.step
@@ -61,33 +75,37 @@ def interrupt_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(Progress, "step", step_and_interrupt)
 
 
-def test_the_loss_falls_and_a_checkpoint_says_how_it_was_made(made, tmp_path):
-    assert run(made, tmp_path / "run", "run.steps=30", "optim.lr=1e-2") == 0
+def test_the_loss_falls_and_a_checkpoint_says_how_it_was_made(made, tmp_path, kind):
+    assert run(made, tmp_path / "run", "run.steps=30", "optim.lr=1e-2", kind=kind) == 0
     losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert len(losses) == 30
     assert losses[-1] < 0.8 * losses[0]
     config = json.loads((tmp_path / "run" / "step-000030" / "config.json").read_text())
     training = config["draftheads"]["training"]
+    assert config["draftheads"]["kind"] == kind
     assert training["steps"] == 30
     assert training["recipe"]["optim"]["lr"] == 1e-2
     assert len(training["heldout_top1"]) == 3
     assert training["predicted_tokens_per_step"] >= 1
     assert training["data"]["documents"] == 60
-    assert len(config["draftheads"]["tree"]) <= 7
+    assert load_head(tmp_path / "run").tree.draft_nodes <= 7
 
 
 @pytest.mark.parametrize("cache", ["data.cache_gb=0", "data.cache_gb=1"])
-def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache):
+def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
     whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
     whole.parent.mkdir()
     parts.parent.mkdir()
-    assert run(made, whole, "run.steps=9", cache) == 0
+    choices = ["run.steps=9", cache, *DRAWN.get(kind, [])]
+    assert run(made, whole, *choices, kind=kind) == 0
+    torch.manual_seed(99)  # what a process drew before a step must not matter
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5)
-        assert run(made, parts, "run.steps=9", cache) == 130
+        assert run(made, parts, *choices, kind=kind) == 130
     # the interrupt arrives after the step's check: one more step is finished, then saved
     assert [path.name for path in sorted(parts.glob("step-*"))] == ["step-000006"]
-    assert run(made, parts, "run.steps=9", cache) == 0
+    torch.manual_seed(98)
+    assert run(made, parts, *choices, kind=kind) == 0
     assert_same(weights(whole, 9), weights(parts, 9))
     saved = [
         torch.load(folder / "step-000009" / "trainer" / "optimizer.pt", weights_only=True)
@@ -100,6 +118,17 @@ def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache):
         for out in (whole, parts)
     ]
     assert [x for x in timeless[1] if "loss" in x] == [x for x in timeless[0] if "loss" in x]
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_noise_on_features_is_drawn_from_the_seed(made, tmp_path, kind):
+    def first_loss(name: str, *overrides: str) -> float:
+        assert run(made, tmp_path / name, "run.steps=1", *overrides, kind=kind) == 0
+        return read_metrics(tmp_path / name)[0]["loss"]
+
+    noisy = first_loss("noisy", *DRAWN[kind])
+    assert noisy == first_loss("again", *DRAWN[kind])
+    assert noisy != first_loss("quiet", "head.noise=0")
 
 
 def test_a_finished_run_says_so_and_may_be_lengthened(made, tmp_path, capsys):
@@ -143,45 +172,52 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("kind", "overrides"),
     [
-        ["run.precision=bf16"],
-        ["head.labels=soft", "head.layers=2"],
-        ["head.lm_head=shared"],
-        ["head.vocabulary=40"],
-        ["data.pack=false", "optim.weight_decay=0.1"],
-        ["run.epochs=0.5", "run.steps=null"],
+        ("medusa", ["run.precision=bf16"]),
+        ("medusa", ["head.labels=soft", "head.layers=2"]),
+        ("medusa", ["head.lm_head=shared"]),
+        ("medusa", ["head.vocabulary=40"]),
+        ("medusa", ["data.pack=false", "optim.weight_decay=0.1"]),
+        ("medusa", ["run.epochs=0.5", "run.steps=null"]),
+        ("eagle3", ["run.precision=bf16"]),
+        ("eagle3", ["head.labels=hard", "head.layers=2"]),
+        ("eagle3", ["head.loss=hybrid", "head.norm_output=true", "head.fc_norm=true"]),
+        ("eagle3", ["head.norm_before_fc=true", "head.norm_before_residual=true"]),
+        ("eagle3", ["head.sliding_window=5", "head.vocabulary=null", "data.pack=false"]),
+        ("eagle3", ["head.feature_layers=[1]", "head.heads=2", "head.head_dim=24"]),
+        ("eagle", ["run.precision=bf16"]),
+        ("eagle", ["head.layers=2", "head.sliding_window=5", "head.steps=1"]),
+        ("eagle", ["head.regression=0", "head.rope_theta=500000"]),
     ],
-    ids=lambda overrides: overrides[0],
+    ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_every_choice_trains_a_head_that_decodes(made, tmp_path, overrides):
-    assert run(made, tmp_path / "run", "run.steps=2", *overrides) == 0
+def test_every_choice_trains_a_head_that_decodes(made, tmp_path, kind, overrides):
+    assert run(made, tmp_path / "run", "run.steps=2", *overrides, kind=kind) == 0
     target = Target.load(made / "target")
     head = load_head(tmp_path / "run", target=target)
     assert all(torch.isfinite(parameter).all() for parameter in head.parameters())
-    plain, drafted = (
-        [
-            token
-            for step in Speculator(target, drafts).generate([5, 6, 7], max_new_tokens=20)
-            for token in step.tokens
-        ]
-        for drafts in (None, head)
+    (plain, _), (drafted, _) = (
+        decode(target, drafts, [[5, 6, 7]], max_new_tokens=20) for drafts in (None, head)
     )
     assert drafted == plain
 
 
-def test_only_the_head_is_trained(made, tmp_path, monkeypatch, capsys):
+def test_only_the_head_is_trained(made, tmp_path, monkeypatch, capsys, kind):
     before = load_file(made / "target" / "model.safetensors")
     seen: list[Trainer] = []
     original = Trainer.run
     monkeypatch.setattr(
         Trainer, "run", lambda self, *rest: seen.append(self) or original(self, *rest)
     )
-    assert run(made, tmp_path / "run") == 0
+    assert run(made, tmp_path / "run", kind=kind) == 0
     after = seen[0].target.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert "3 x blocks.*.layers.*.weight [32, 32]" in capsys.readouterr().out
-    assert all(name.startswith(("blocks.", "lm_heads.")) for name in weights(tmp_path / "run", 6))
+    said = capsys.readouterr().out
+    assert f"parameters of the {kind} head; the target's" in said
+    expected = {"medusa": "3 x blocks.*.layers.*.weight [32, 32]"}
+    assert expected.get(kind, "1 x fc.weight [32, ") in said
+    assert set(weights(tmp_path / "run", 6)) == set(seen[0].head.state_dict())
 
 
 def test_a_loss_that_is_not_finite_is_skipped_then_fatal(made, tmp_path, capsys):
@@ -210,17 +246,17 @@ def test_data_that_teaches_nothing_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_heads_trained_on_a_conversation_are_right_about_it(tmp_path):
+def test_heads_trained_on_a_conversation_are_right_about_it(tmp_path, kind):
     """Training and decoding obey one alignment law: what was learned by heart is accepted whole."""
     target = Target.load(write_target(tmp_path / "target"))
     answer = conversation(target, [3, 14, 15, 92], 60)
     assert len(set(answer.tokens)) > 15, "the text must not be a loop"
     write_answers(tmp_path / "data", [answer], target.fingerprint())
-    values = tiny_recipe(tmp_path, steps=150, tokens_per_step=256, log_every=50)
+    values = tiny_recipe(tmp_path, kind, steps=150, tokens_per_step=64, log_every=50)
     values["optim"] = {"lr": 1e-2}
     values["data"]["rows_per_batch"] = 1
-    outcome = fit(recipe_of({**values, "run": {**values["run"], "tokens_per_step": 64}}))
-    assert outcome.finished
+    values["head"] |= BY_HEART.get(kind, {}) | {"nodes": 10}  # all candidates of a dynamic tree
+    assert fit(recipe_of(values)).finished
     head = load_head(tmp_path / "run", target=target)
     for tree in (None, TreeShape.from_widths([1, 1, 1])):
         steps = list(

@@ -4,6 +4,7 @@ position: loss, ranks and every gradient.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from draftheads.heads.decoder import Rope, rotate
 from draftheads.heads.eagle import EagleHead
 from draftheads.heads.eagle3 import SWITCHES, Eagle3Head
 from draftheads.heads.target import Target
+from draftheads.heads.unroll import UnrolledMemory
 from draftheads.train.answers import Answer
 from draftheads.train.batches import Documents, Rows
 
@@ -79,7 +81,7 @@ def eagle3_by_hand(head: Eagle3Head, batch: Batch, features_BTD, target: Target)
             target.model.lm_head.weight.double() @ last_state if head.labels == "soft" else token
         )
         weight = head.decay**step / sum(head.decay**k for k in range(steps))
-        loss = loss + weight * plain_loss(head, logits, teacher, vocabulary)
+        loss = loss + weight * plain_loss(head.loss, logits, teacher, vocabulary)
     return loss, ranks_KR, plain.weights
 
 
@@ -98,7 +100,7 @@ def eagle_by_hand(head: EagleHead, batch: Batch, features_BTD, noisy_BTD, target
         gap = (hidden - feature).abs()
         regression = torch.where(gap < 1, gap * gap / 2, gap - 0.5).sum() / len(gap)
         teacher = lm_head_VD @ feature if head.labels == "soft" else token
-        classification = plain_loss(head, logits, teacher, everything)
+        classification = plain_loss("ce", logits, teacher, everything)
         weight = head.decay**step / sum(head.decay**k for k in range(steps))
         part = head.regression * regression + head.classification * classification
         loss = loss + weight * part
@@ -171,6 +173,35 @@ def test_noise_is_uniform_and_ends_with_training(target):
     assert float(noise.mean()) == pytest.approx(0.0, abs=reach / 20)
     assert float(noise.std()) == pytest.approx(reach / 3**0.5, rel=0.05)
     assert torch.equal(head.eval().noisy(features_BTD), features_BTD)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_attention_equals_one_softmax_over_both_lists_of_entries(dtype, rounding):
+    """In bfloat16 up to its rounding, even of scores as large as 30."""
+    torch.manual_seed(8)
+    heads, groups, width, places, steps = 4, 2, 16, 9, 3
+    roots = [2, 5, 8]
+    causal_BTT = torch.ones(1, places, places, dtype=torch.bool).tril()
+    memory = UnrolledMemory(causal_BTT, torch.tensor([roots]), None)
+
+    def drawn(*shape):
+        return torch.randn(1, *shape, width).to(dtype)
+
+    first_k, first_v = drawn(groups, places), drawn(groups, places)
+    memory.attend(drawn(heads, places), first_k, first_v)
+    keys, values = [], []
+    for _ in range(steps):
+        q = 3 * drawn(heads, len(roots))
+        keys.append(3 * drawn(groups, len(roots)))
+        values.append(drawn(groups, len(roots)))
+        got = memory.attend(q, keys[-1], values[-1])[0].double()
+        for head, (number, root) in product(range(heads), enumerate(roots)):
+            group = head * groups // heads
+            k = [*first_k[0, group, : root + 1], *(each[0, group, number] for each in keys)]
+            v = [*first_v[0, group, : root + 1], *(each[0, group, number] for each in values)]
+            scores = torch.stack(k).double() @ q[0, head, number].double() / width**0.5
+            expected = scores.softmax(0) @ torch.stack(v).double()
+            torch.testing.assert_close(got[head, number], expected, rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])

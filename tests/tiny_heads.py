@@ -44,14 +44,14 @@ def written_by(target: Target, prompts: Sequence[list[int]], new: int) -> Batch:
 
 
 def overfitted(
-    kind: str, target: Target, batch: Batch, *, steps: int = 150, **choices: Any
+    kind: str, target: Target, batch: Batch, *, updates: int = 150, **choices: Any
 ) -> DraftHead:
     """A head that knows one batch by heart."""
     torch.manual_seed(0)
     head = HEADS[kind].create(target, **{**BY_HEART, **choices})
     features_BTD = target.features(batch, head.training_layers)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(steps):
+    for _ in range(updates):
         head(batch, features_BTD, target).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -98,7 +98,15 @@ def write_answers(folder: Path, answers: Sequence[Answer], fingerprint: str | No
     return folder
 
 
-def tiny_recipe(folder: Path, **run: Any) -> dict[str, Any]:
+HEAD_SECTIONS: dict[str, dict[str, Any]] = {
+    "medusa": {"depth": 3, "nodes": 7},
+    "eagle3": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 3, "vocabulary": 60},
+    "eagle": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 2},
+}
+"""A tiny head of each kind."""
+
+
+def tiny_recipe(folder: Path, kind: str = "medusa", **run: Any) -> dict[str, Any]:
     """A recipe of seconds; the folder holds `target` and `data`."""
     return {
         "target": str(folder / "target"),
@@ -108,7 +116,7 @@ def tiny_recipe(folder: Path, **run: Any) -> dict[str, Any]:
             "rows_per_batch": 2,
             "heldout": 0.1,
         },
-        "head": {"kind": "medusa", "depth": 3, "nodes": 7},
+        "head": {"kind": kind, **HEAD_SECTIONS[kind]},
         "optim": {"lr": 3e-3},
         "run": {
             "output": str(folder / "run"),
@@ -125,10 +133,10 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def run(made: Path, output: Path, *overrides: str) -> int:
-    """`train/medusa.py` in this process."""
+def run(made: Path, output: Path, *overrides: str, kind: str = "medusa") -> int:
+    """A training script in this process."""
     recipe = output.parent / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(output))))
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, kind, output=str(output))))
     return main([str(recipe), *overrides])
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import sys
 from collections.abc import Mapping
 from types import FrameType
 
@@ -85,10 +87,11 @@ def check_processes(accelerator: Accelerator, environ: Mapping[str, str]) -> Non
 
 
 def right_command(has_gpu: bool, world: str) -> str:
-    """The launch line that starts `world` processes that train together."""
+    """The launch line that starts what runs here as `world` processes that train together."""
+    started = shlex.join(sys.argv)
     if has_gpu:
-        return f"accelerate launch --multi_gpu --num_processes {world} train/medusa.py RECIPE.yaml"
-    return f"ACCELERATE_USE_CPU=true torchrun --nproc-per-node {world} train/medusa.py RECIPE.yaml"
+        return f"accelerate launch --multi_gpu --num_processes {world} {started}"
+    return f"ACCELERATE_USE_CPU=true torchrun --nproc-per-node {world} {started}"
 
 
 def prepare_deepspeed(
