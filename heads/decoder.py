@@ -32,7 +32,9 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a decoder layer, in the words of a Llama config."""
+    """Sizes of a decoder layer, in the words of a Llama config. context: the target's, which other
+    engines want to know; RoPE itself has no end.
+    """
 
     hidden_size: int
     heads: int
@@ -40,6 +42,7 @@ class LayerShape:
     head_dim: int
     intermediate_size: int
     eps: float = 1e-5
+    context: int = 2048
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads or self.head_dim % 2:
@@ -66,6 +69,7 @@ class LayerShape:
             size("head_dim", "head_dim", width // heads),
             size("intermediate_size", "intermediate_size", 4 * width),
             getattr(config, "rms_norm_eps", None) or 1e-5,
+            target.context,
         )
 
     @classmethod
@@ -79,6 +83,7 @@ class LayerShape:
             int(config.get("head_dim") or config["hidden_size"] // heads),
             int(config["intermediate_size"]),
             float(config.get("rms_norm_eps", 1e-5)),
+            int(config.get("max_position_embeddings", 2048)),
         )
 
     def config(self) -> dict[str, Any]:
@@ -90,6 +95,7 @@ class LayerShape:
             "head_dim": self.head_dim,
             "intermediate_size": self.intermediate_size,
             "rms_norm_eps": self.eps,
+            "max_position_embeddings": self.context,
             "hidden_act": "silu",
             "attention_bias": False,
         }
@@ -120,7 +126,10 @@ class Rope:
             config = LlamaConfig(
                 hidden_size=head_dim, num_attention_heads=1, rope_parameters=parameters
             )
-            frequencies, self.attention_factor = ROPE_INIT_FUNCTIONS[kind](config, None)
+            try:
+                frequencies, self.attention_factor = ROPE_INIT_FUNCTIONS[kind](config, None)
+            except KeyError as error:  # transformers only warns of what is missing
+                raise ValueError(f"rope_scaling {parameters}: key {error} is missing") from error
         self.frequencies = torch.cat([frequencies, frequencies])
 
     def __call__(self, positions_BQ: Tensor) -> tuple[Tensor, Tensor]:

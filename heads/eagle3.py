@@ -31,7 +31,7 @@ from draftheads.heads.losses import Objective, Teacher, linear_cross_entropy
 from draftheads.heads.shape import DynamicTree
 from draftheads.heads.target import Target
 from draftheads.heads.unroll import step_weights, unroll
-from draftheads.heads.vocabulary import d2t, draft_index, t2d, token_map
+from draftheads.heads.vocabulary import check_map, d2t, draft_index, t2d, token_map
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
@@ -263,6 +263,8 @@ class Eagle3Head(AutoregressiveHead):
                 f"expected fc.weight of ({shape.hidden_size}, {len(layers)} x {shape.hidden_size}) "
                 f"for feature layers {layers}, got ({width}, {wide})"
             )
+        if "d2t" in tensors:
+            check_map(tensors["d2t"], tensors["t2d"])
         numbers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
         draft_size = len(tensors["lm_head.weight"])
         return cls(

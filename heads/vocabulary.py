@@ -42,3 +42,14 @@ def t2d(token_map: Tensor, vocab_size: int) -> Tensor:
     known_V = torch.zeros(vocab_size, dtype=torch.bool, device=token_map.device)
     known_V[token_map] = True
     return known_V
+
+
+def check_map(d2t_v: Tensor, t2d_V: Tensor) -> None:
+    """Raise ValueError unless offsets and mask speak of the same tokens."""
+    ids_v = d2t_v + torch.arange(len(d2t_v), device=d2t_v.device)
+    inside = bool(((ids_v >= 0) & (ids_v < len(t2d_V))).all())
+    if not inside or not bool(t2d_V[ids_v].all()) or int(t2d_V.sum()) != len(ids_v):
+        raise ValueError(
+            f"expected d2t to hold target id minus draft index of the {int(t2d_V.sum())} tokens in "
+            f"t2d, got ids from {int(ids_v.min())} to {int(ids_v.max())}; were absolute ids stored?"
+        )

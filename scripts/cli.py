@@ -144,22 +144,17 @@ def bench(
     seed: Seed = 0,
 ) -> None:
     """Measure heads against `generate` and against this engine without drafts, in one process."""
-    from draftheads.heads.shape import Tree, parse_tree
     from draftheads.infer.bench import bench as run
     from draftheads.infer.race import BenchOptions
     from draftheads.infer.report import print_report
-    from draftheads.scripts.journey import check_outputs, head_names, opening_ids, write_outputs
+    from draftheads.scripts import journey
 
     set_threads(threads)
-    check_outputs([json_out, plot], head if card else [])
+    journey.check_outputs([json_out, plot], head if card else [])
     model = load_target(target, dtype, device)
-    trees: dict[str, Tree | None] = {f"@{text}": parse_tree(text) for text in tree or ()}
-    names = head_names(head)
-    heads = {
-        f"{name}{at}": (drafts, shape or drafts.tree)
-        for name, drafts in zip(names, (load_head(source, model) for source in head), strict=True)
-        for at, shape in (trees or {"": None}).items()
-    }
+    names = journey.head_names(head)
+    loaded = [load_head(source, model) for source in head]
+    heads = journey.with_trees(dict(zip(names, loaded, strict=True)), tree or ())
     options = BenchOptions(
         max_new_tokens=max_new_tokens,
         sampling=rule(temperature, top_p, top_k, typical, seed),
@@ -167,10 +162,10 @@ def bench(
         nodes=nodes or (),
         seed=seed,
     )
-    report = run(model, heads, opening_ids(model, prompts, prompt_words, limit), options)
+    report = run(model, heads, journey.opening_ids(model, prompts, prompt_words, limit), options)
     print_report(report)
     cards = dict(zip(head, names, strict=True)) if card else {}
-    write_outputs(report, json_out, plot, cards)
+    journey.write_outputs(report, json_out, plot, cards)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from pathlib import Path
 import transformers
 from rich.console import Console
 
+from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import load_head
 from draftheads.heads.target import Target
 from draftheads.infer.bench import bench
@@ -49,35 +50,41 @@ def demo(out: Path) -> BenchReport:
         "standard library. It stays frozen."
     )
     with _stage(
-        console, "1 of 4: distill - the target answers prompts, its tokens become the data"
+        console, "1 of 5: distill - the target answers prompts, its tokens become the data"
     ):
         prompts = read_prompts(recipes() / "demo-prompts.jsonl")
         distill(
             target, prompts, DistillOptions(out=out / "data", max_new_tokens=128, batch_size=64)
         )
-    with _stage(console, "2 of 4: train - five Medusa heads learn to guess the next tokens"):
-        places = {"target": target.name, "data.path": out / "data", "run.output": out / "run"}
-        recipe = recipes() / "demo-medusa.yaml"
-        fit(load_recipe(recipe, [f"{key}={value}" for key, value in places.items()]))
-    with _stage(console, "3 of 4: bench - held-out prompts, against transformers' generate"):
-        head = load_head(out / "run", target=target)
+    with _stage(console, "2 of 5: train - five Medusa heads learn to guess the next tokens"):
+        heads = {"medusa": _trained("medusa", target, out)}
+    with _stage(console, "3 of 5: train - an EAGLE-3 head learns to go on from its own guesses"):
+        heads["eagle3"] = _trained("eagle3", target, out)
+    with _stage(console, "4 of 5: bench - held-out prompts, against transformers' generate"):
         held_out = str(recipes() / "demo-heldout.jsonl")
         ids = opening_ids(target, held_out, None, BENCH_PROMPTS)
-        report = bench(target, {"medusa": head}, ids, BenchOptions(repetitions=2, nodes=NODES))
+        report = bench(target, heads, ids, BenchOptions(repetitions=2, nodes=NODES))
         write_json(report, out / "bench.json")
         print_report(report, console)
     best = max(report.heads, key=lambda result: result.speedup)
-    with _stage(
-        console, f"4 of 4: chat - with {best.nodes} draft nodes; accepted drafts are coloured"
-    ):
-        tree = head.tree.head(best.nodes or head.tree.draft_nodes)
-        sample_chat(Speculator(target, head, tree=tree), QUESTIONS, console=console)
+    kind = best.name.partition("@")[0]
+    with _stage(console, f"5 of 5: chat - with {best.name}; accepted drafts are coloured"):
+        tree = heads[kind].tree.head(best.nodes or heads[kind].tree.draft_nodes)
+        sample_chat(Speculator(target, heads[kind], tree=tree), QUESTIONS, console=console)
     console.print(
-        f"\n{best.speedup:.2f} times as fast as generate, {best.tokens_per_step:.2f} tokens per "
-        f"step, lossless: {best.lossless}. All of it took {time.monotonic() - began:.0f} s.\n"
-        f"Go on:  draftheads chat --head {out / 'run'}"
+        f"\n{best.name}: {best.speedup:.2f} times as fast as generate, {best.tokens_per_step:.2f} "
+        f"tokens per step, lossless: {best.lossless}. All of it took "
+        f"{time.monotonic() - began:.0f} s.\nGo on:  draftheads chat --head {out / kind}"
     )
     return report
+
+
+def _trained(kind: str, target: Target, out: Path) -> DraftHead:
+    """The best head of a finished run of the recipe for this kind."""
+    places = {"target": target.name, "data.path": out / "data", "run.output": out / kind}
+    overrides = [f"{key}={value}" for key, value in places.items()]
+    fit(load_recipe(recipes() / f"demo-{kind}.yaml", overrides))
+    return load_head(out / kind, target=target)
 
 
 @contextmanager

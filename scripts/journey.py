@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import find_head, record_measured
+from draftheads.heads.shape import parse_tree
 from draftheads.heads.target import Target
+from draftheads.infer.bench import Entry
 from draftheads.infer.plot import plot
 from draftheads.infer.report import BenchReport, measured_facts, write_json
 from draftheads.infer.text import encode_prompt
@@ -32,6 +36,18 @@ def head_names(sources: list[str]) -> list[str]:
     """A short name for each head: its folder's, or all that was typed where that is ambiguous."""
     names = [Path(source).name for source in sources]
     return names if len(set(names)) == len(names) else sources
+
+
+def with_trees(heads: dict[str, DraftHead], texts: Sequence[str]) -> dict[str, Entry]:
+    """Each head with its own tree, or with each of the trees that were typed, as "name@tree"."""
+    if not texts:
+        return {name: (head, head.tree) for name, head in heads.items()}
+    trees = {text: parse_tree(text) for text in texts}
+    return {
+        f"{name}@{text}": (head, tree)
+        for name, head in heads.items()
+        for text, tree in trees.items()
+    }
 
 
 def check_outputs(files: list[Path | None], card_heads: list[str]) -> None:

@@ -130,7 +130,9 @@ def _profile(trial: Trial) -> str:
     with profile() as profiler:
         trial.learn()
     trial.optimizer.zero_grad()
-    order = "self_cuda_time_total" if trial.target.device.type == "cuda" else "self_cpu_time_total"
+    order = (
+        "self_device_time_total" if trial.target.device.type == "cuda" else "self_cpu_time_total"
+    )
     operators = profiler.key_averages()
     return str(operators.table(sort_by=order, row_limit=25, max_name_column_width=50))
 

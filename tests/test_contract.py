@@ -8,11 +8,12 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_heads import decode, overfitted, written_by
+from tiny_heads import SMALL, decode, overfitted, written_by
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.base import RANKS, Batch
 from draftheads.heads.hub import HEADS, load_head, save_head
+from draftheads.heads.shape import TreeShape
 from draftheads.infer.accept import Sampled
 from draftheads.infer.engine import Speculator
 
@@ -98,6 +99,27 @@ def test_rows_of_different_lengths_draft_as_well_as_one_alone(kind, learned, bat
     new = 1 + 2 * (head.tree.depth + 1)
     _, statistics = decode(tiny_target(), head, prompts, max_new_tokens=new)
     assert [row.tokens_per_step for row in statistics] == [head.tree.depth + 1] * 2
+
+
+def test_drafts_are_right_where_training_said_so(kind):
+    """A chain of best guesses is accepted as far as `observe` has rank 0 at its root: both see the
+    same features, tokens, positions and windows.
+    """
+    target, prompts, new = tiny_target(), some_prompts(6, 6, 6, 6), 60
+    text = written_by(target, prompts, new)
+    choices = {"steps": 2, "layers": 2, "sliding_window": 3, "norm_output": True, "fc_norm": True}
+    learned = written_by(target, prompts[:2], NEW)
+    head = overfitted(kind, target, learned, updates=20, **{**SMALL, **choices})
+    observed_MK = head.observe(text, target.features(text, head.training_layers), target)
+    chains, accepted = TreeShape.from_widths([1] * head.depth), []
+    for prompt, right_TK in zip(prompts, (observed_MK == 0).long().split(new), strict=True):
+        root = 0
+        steps = Speculator(target, head, tree=chains).generate(prompt, max_new_tokens=new - 4)
+        for step in list(steps)[1:]:
+            assert step.accepted == int(right_TK[root].cumprod(0).sum())
+            accepted.append(step.accepted)
+            root += step.accepted + 1
+    assert {0, 1, head.depth} <= set(accepted)
 
 
 def test_observed_ranks_are_those_of_the_loss(head, batch):

@@ -18,7 +18,6 @@ from accelerate.state import AcceleratorState, GradientState
 from tiny_training import (
     assert_same,
     random_answers,
-    run,
     tiny_recipe,
     weights,
     write_answers,
@@ -27,19 +26,26 @@ from tiny_training import (
 
 from draftheads.heads.hub import HEADS
 from draftheads.train.launch import check_environment, right_command
+from draftheads.train.medusa import main
 from draftheads.train.progress import read_metrics
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def made(tmp_path) -> Iterator[Path]:
-    """target and data."""
-    write_target(tmp_path / "made" / "target")
-    write_answers(tmp_path / "made" / "data", random_answers(60))
-    yield tmp_path / "made"
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """target and data."""
+    folder = tmp_path_factory.mktemp("made")
+    write_target(folder / "target")
+    write_answers(folder / "data", random_answers(60))
+    return folder
 
 
 def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[str]:
@@ -60,23 +66,38 @@ def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_two_processes_train_as_one(made, tmp_path, kind):
-    choices = ["data.rows_per_batch=1"] + ["head.noise=0"] * (kind == "eagle")
-    assert run(made, tmp_path / "one", *choices, kind=kind) == 0
-    worker = str(ROOT / "tests" / "ddp_worker.py")
-    result = torchrun(worker, str(tmp_path), f"run.output={tmp_path / 'two'}", *choices)
+@pytest.fixture(scope="module")
+def by_two(made, tmp_path_factory) -> Path:
+    """A folder for each kind: recipe.yaml, and what two processes made of it."""
+    folder = tmp_path_factory.mktemp("two")
+    recipes = []
+    for kind in HEADS:
+        values = tiny_recipe(made, kind, output=str(folder / kind / "two"))
+        values["data"]["rows_per_batch"] = 1
+        if kind == "eagle":
+            values["head"]["noise"] = 0.0  # which each process draws for itself
+        (folder / kind).mkdir()
+        recipes.append(folder / kind / "recipe.yaml")
+        recipes[-1].write_text(yaml.safe_dump(values))
+    result = torchrun(str(ROOT / "tests" / "ddp_worker.py"), *map(str, recipes))
     assert result.returncode == 0, result.stderr[-2000:]
-    left, right = (torch.load(tmp_path / f"rank-{n}.pt", weights_only=True) for n in (0, 1))
+    return folder
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_two_processes_train_as_one(by_two, kind):
+    folder = by_two / kind
+    assert main([str(folder / "recipe.yaml"), f"run.output={folder / 'one'}"]) == 0
+    left, right = (torch.load(folder / f"rank-{n}.pt", weights_only=True) for n in (0, 1))
     first, second = left["head"], right["head"]
     assert_same(first, second)
     assert left["drawn"] != right["drawn"], "each process draws noise of its own"
-    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
+    one, two = read_metrics(folder / "one"), read_metrics(folder / "two")
     for alone, shared in zip(one, two, strict=True):
         assert alone["step"] == shared["step"]
         for key in alone.keys() & {"loss", "gradient_norm", "top1", "chain", "heldout_top5"}:
             assert shared[key] == pytest.approx(alone[key], rel=1e-4), (alone["step"], key)
-    single = weights(tmp_path / "one", 6)
+    single = weights(folder / "one", 6)
     assert all(torch.allclose(single[name], first[name], atol=1e-4) for name in single)
 
 

@@ -103,7 +103,7 @@ class Eagle3Choices(DecoderChoices):
         description="ce: cross-entropy; tv: total variation = 1 - acceptance; lk: -log acceptance; "
         "hybrid: l * ce + (1 - l) * tv with l = exp(-3 * acceptance)",
     )
-    noise: float = Field(0.0, ge=0, description="amplitude of uniform noise on the features")
+    noise: float = Field(0.0, ge=0, description="uniform noise on the features, as for eagle")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Eagle3Choices:
@@ -129,7 +129,11 @@ class EagleChoices(DecoderChoices):
     kind: Literal["eagle"] = "eagle"
     steps: int = Field(1, ge=1, le=16, description="steps that the head is unrolled in training")
     regression: float = Field(1.0, ge=0, description="weight of the SmoothL1 loss on features")
-    classification: float = Field(0.1, ge=0, description="weight of the soft cross-entropy")
+    classification: float = Field(0.1, ge=0, description="weight of the cross-entropy")
+    labels: Literal["soft", "hard"] = Field(
+        "soft",
+        description="of the cross-entropy: the target's distribution, or the token that came",
+    )
     noise: float = Field(
         0.2,
         ge=0,
