@@ -22,6 +22,9 @@ CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
 sequence length and vocabulary are.
 """
 
+CHUNK_ROWS = 256
+"""Fewer would leave matrix products too thin, however large the vocabulary is."""
+
 Objective = Literal["ce", "tv", "lk", "hybrid"]
 """ce: cross-entropy. The others look at the acceptance a = sum min(p, q) of a draft distribution q
 by the target's p: tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s) tv, where s = exp(-3 a) falls as
@@ -146,9 +149,10 @@ def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> tuple[Tenso
     """`_Labels.judge` with the tokens that came."""
     weights_C = weights_C * (labels_C >= 0)
     index_C1 = labels_C.clamp(min=0)[:, None]
-    normaliser_C1 = logits_Cv.logsumexp(1, keepdim=True)
-    loss = (weights_C * (normaliser_C1 - logits_Cv.gather(1, index_C1))[:, 0]).sum()
-    grad_Cv = logits_Cv.sub_(normaliser_C1).exp_().mul_(weights_C[:, None])
+    label_C1 = logits_Cv.gather(1, index_C1)
+    q_Cv, normaliser_C1 = _softmax(logits_Cv)
+    loss = (weights_C * (normaliser_C1 - label_C1)[:, 0]).sum()
+    grad_Cv = q_Cv.mul_(weights_C[:, None])
     return loss, grad_Cv.scatter_add_(1, index_C1, -weights_C[:, None])
 
 
@@ -158,19 +162,30 @@ def _soft(
     """`_Labels.judge` with the teacher's distribution."""
     p_Cv, known_C = _distribution(teacher, part)
     weights_C = weights_C * known_C
-    normaliser_C1 = logits_Cv.logsumexp(1, keepdim=True)
-    log_q_Cv = logits_Cv.sub_(normaliser_C1)
+    expected_C = _dot(p_Cv, logits_Cv)
+    q_Cv, normaliser_C1 = _softmax(logits_Cv)
+    entropy_C = normaliser_C1[:, 0] - expected_C
     if teacher.objective == "ce":
-        loss_C = -_dot(p_Cv, log_q_Cv)
-        grad_Cv = log_q_Cv.exp_().sub_(p_Cv)
+        loss_C, grad_Cv = entropy_C, q_Cv.sub_(p_Cv)
     else:
-        loss_C, grad_Cv = _acceptance(log_q_Cv, p_Cv, teacher.objective)
+        loss_C, grad_Cv = _acceptance(q_Cv, p_Cv, entropy_C, teacher.objective)
     return (weights_C * loss_C).sum(), grad_Cv.mul_(weights_C[:, None])
 
 
-def _acceptance(log_q_Cv: Tensor, p_Cv: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-    """(loss of each row, its gradient by the logits) of the objectives that look at acceptance."""
-    q_Cv = log_q_Cv.exp()
+def _softmax(logits_Cv: Tensor) -> tuple[Tensor, Tensor]:
+    """(probabilities, made in the logits' place; the logarithm of what they were divided by)."""
+    top_C1 = logits_Cv.amax(1, keepdim=True)
+    q_Cv = logits_Cv.sub_(top_C1).exp_()
+    total_C1 = q_Cv.sum(1, keepdim=True)
+    return q_Cv.div_(total_C1), total_C1.log() + top_C1
+
+
+def _acceptance(
+    q_Cv: Tensor, p_Cv: Tensor, entropy_C: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """(loss of each row, its gradient by the logits) of the objectives that look at acceptance;
+    entropy_C: cross-entropy of each row.
+    """
     accepted_C = torch.minimum(p_Cv, q_Cv).sum(1)
     short_Cv = (q_Cv < p_Cv).float()  # where more probability would be accepted
     tv_Cv = q_Cv * (_dot(q_Cv, short_Cv)[:, None] - short_Cv)
@@ -180,7 +195,7 @@ def _acceptance(log_q_Cv: Tensor, p_Cv: Tensor, objective: Objective) -> tuple[T
         floor_C = accepted_C.clamp(min=torch.finfo(torch.float32).tiny)
         return -floor_C.log(), tv_Cv / floor_C[:, None]
     share_C = torch.exp(-3 * accepted_C)
-    loss_C = share_C * -_dot(p_Cv, log_q_Cv) + (1 - share_C) * (1 - accepted_C)
+    loss_C = share_C * entropy_C + (1 - share_C) * (1 - accepted_C)
     return loss_C, share_C[:, None] * (q_Cv - p_Cv) + (1 - share_C[:, None]) * tv_Cv
 
 
@@ -213,4 +228,4 @@ def _ranks(logits_Cv: Tensor, labels_C: Tensor) -> Tensor:
 
 
 def _chunk_size(rows: Tensor, vocab_size: int) -> int:
-    return max(1, CHUNK_LOGITS.get(rows.device.type, 1 << 25) // vocab_size)
+    return max(CHUNK_ROWS, CHUNK_LOGITS.get(rows.device.type, 1 << 25) // vocab_size)

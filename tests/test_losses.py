@@ -37,6 +37,7 @@ def batch() -> Batch:
 @pytest.fixture
 def five_rows_at_a_time(monkeypatch):
     monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 5 * VOCABULARY)
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
 
 
 def make_head(target: Target, **choices) -> MedusaHead:
@@ -179,6 +180,7 @@ def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, 
     if not reduced:
         logits_UV, token_map = logits_UV[:, token_map], torch.arange(len(token_map))
     monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 4 * len(token_map))
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
     given = token_map if reduced else None
     teacher = Teacher(states_R, lambda states: logits_UV[states], given, objective)
     got, _ = linear_cross_entropy(hidden, weight, labels, weights_R=weights_R, teacher=teacher)
@@ -207,6 +209,7 @@ def test_equal_states_are_asked_once_per_chunk(times, expected, monkeypatch):
     """A chunk has as many rows as the wider of both vocabularies allows."""
     hidden, weight, token_map, logits_UV, _, labels, _ = rows_to_judge(12, 3, 4)
     monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 6 * len(token_map))
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
     asked = []
 
     def logits(states_U):
@@ -222,6 +225,7 @@ def test_equal_states_are_asked_once_per_chunk(times, expected, monkeypatch):
 def test_ranks_equal_those_of_a_stable_sort(monkeypatch):
     """Small whole numbers, so that many logits are exactly equal: the lower index comes first."""
     monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 7 * 14)
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
     torch.manual_seed(3)
     hidden_RD = torch.randint(-1, 2, (60, 3)).float()
     weight_vD = torch.randint(-1, 2, (14, 3)).float()
