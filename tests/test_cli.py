@@ -11,6 +11,7 @@ import yaml
 from tiny_chat import llama
 from tiny_targets import random_model
 
+from draftheads.heads.hub import HEADS as KINDS
 from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.scripts import cli
@@ -51,12 +52,19 @@ def questions(folder: Path, count: int = 12) -> Path:
     return prompt_file(folder, *(json.dumps({"prompt": f"question {n}"}) for n in range(count)))
 
 
-def recipe(folder: Path, target: Path, **run_choices: object) -> Path:
+HEADS = {
+    "medusa": {"kind": "medusa", "depth": 2, "nodes": 6},
+    "eagle3": {"kind": "eagle3", "steps": 2, "depth": 2, "top_k": 3, "nodes": 6},
+    "eagle": {"kind": "eagle", "depth": 2, "top_k": 3, "nodes": 6},
+}
+
+
+def recipe(folder: Path, target: Path, *, kind: str = "medusa", **run_choices: object) -> Path:
     path = folder / "recipe.yaml"
     choices = {
         "target": str(target),
         "data": {"path": str(folder / "data"), "sequence_length": 64, "rows_per_batch": 2},
-        "head": {"kind": "medusa", "depth": 2, "nodes": 6},
+        "head": HEADS[kind],
         "run": {
             "output": str(folder / "run"),
             "steps": 2,
@@ -77,14 +85,15 @@ def failed(answer: tuple[int, str, list[str]], *parts: str) -> None:
         assert part in errors[0]
 
 
-def test_the_whole_journey(run, target, tmp_path):
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_whole_journey(run, target, tmp_path, kind):
     """distill, train, bench with figures in the card, then chat, as a user types them."""
     source = questions(tmp_path)
     made = run("distill", "--target", target, "--prompts", source, "--out", tmp_path / "data",
                "--max-new-tokens", 40, "--temperature", 1.0)  # fmt: skip
     assert made[0] == 0
     assert "12 prompts = 12 done + 0 skipped + 0 failed" in made[1]
-    assert run("train", recipe(tmp_path, target))[0] == 0
+    assert run("train", recipe(tmp_path, target, kind=kind))[0] == 0
     report = tmp_path / "bench.json"
     bench = ["bench", "--target", target, "--head", tmp_path / "run", "--prompts", source]
     code, table, _ = run(*bench, "--limit", 3, "--max-new-tokens", 8, "--repetitions", 1,
@@ -97,6 +106,24 @@ def test_the_whole_journey(run, target, tmp_path):
     ]
     assert "| 4 |" in (tmp_path / "run" / "best" / "README.md").read_text()
     assert load_head(tmp_path / "run").depth == 2
+
+
+def test_trees_of_the_command_line(run, target, tmp_path):
+    """Each head with each tree; a head that cannot fill one says so before anything is measured."""
+    tiny, source = llama(), questions(tmp_path)
+    for kind in ("eagle3", "medusa"):
+        save_head(KINDS[kind].create(tiny), tmp_path / kind, target=tiny)
+    bench = ["bench", "--target", target, "--prompts", source, "--limit", 1, "--repetitions", 1,
+             "--max-new-tokens", 4, "--json", tmp_path / "bench.json"]  # fmt: skip
+    trees = ["nodes=3,depth=2,top_k=2", "2,1"]
+    assert run(*bench, "--head", tmp_path / "eagle3", "--tree", *trees)[0] == 0
+    heads = json.loads((tmp_path / "bench.json").read_text())["heads"]
+    assert [(head["name"], head["nodes"]) for head in heads] == [
+        ("eagle3@nodes=3,depth=2,top_k=2", 3),
+        ("eagle3@2,1", 4),
+    ]
+    answer = run(*bench, "--head", tmp_path / "medusa", "--tree", trees[0])
+    failed(answer, "fixed tree", "nodes=3,depth=2,top_k=2", "4,2,1")
 
 
 def test_broken_line_of_a_prompt_file(run, target, tmp_path):
