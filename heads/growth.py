@@ -71,7 +71,7 @@ class DynamicGrowth:
             self.parents.append(best.indices.new_full((len(logits_BFv), children), -1))
         else:
             scores_BFk = scores_BFk + self.scores_BF[:, :, None]
-            self.parents.append(self.frontier_BF.repeat_interleave(children, dim=1))
+            self.parents.append(self.frontier_BF[:, :, None].expand(-1, -1, children).flatten(1))
         ids_BFk = best.indices if self.token_map is None else self.token_map[best.indices]
         self.tokens.append(ids_BFk.flatten(1))
         self.scores.append(scores_BFk.flatten(1))
