@@ -46,17 +46,17 @@ class UnrolledMemory:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._first: tuple[Tensor, Tensor, Tensor] | None = None
-        places_1T = torch.arange(visible_BTT.shape[-1], device=roots_BQ.device)[None]
-        self.distance_BQT = roots_BQ[:, :, None] - places_1T  # of a root to what it sees
 
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
         """Step 0 at the first call, the next step at every other."""
         if self._first is None:
             mask_B1TT = self.mask_B1TT.to(q_BHQW.dtype)
-            self._first = self._extend(k_BGQW, v_BGQW, mask_B1TT)
-            return F.scaled_dot_product_attention(
-                q_BHQW, k_BGQW, v_BGQW, attn_mask=mask_B1TT, enable_gqa=True
-            )
+            # one key per query head: kernels that take a mask and groups of heads fall back to
+            # making all scores on some devices
+            times = q_BHQW.shape[1] // k_BGQW.shape[1]
+            k_BHTW, v_BHTW = (each.repeat_interleave(times, dim=1) for each in (k_BGQW, v_BGQW))
+            self._first = self._extend(k_BHTW, v_BHTW, mask_B1TT)
+            return F.scaled_dot_product_attention(q_BHQW, k_BHTW, v_BHTW, attn_mask=mask_B1TT)
         self.keys.append(k_BGQW)
         self.values.append(v_BGQW)
         return self._merged(q_BHQW * q_BHQW.shape[-1] ** -0.5)
@@ -77,16 +77,16 @@ class UnrolledMemory:
         assert self._first is not None
         keys, values, mask_B1QT = self._first
         if self.window is not None:  # each step is one position further away
-            gone_BQT = self.distance_BQT + len(self.keys) >= self.window
-            mask_B1QT = mask_B1QT.masked_fill(F.pad(gone_BQT, (1, 0))[:, None], -torch.inf)
+            places_T = torch.arange(mask_B1QT.shape[-1] - 1, device=mask_B1QT.device)
+            distance_BQT = self.roots_BQ[:, :, None] + len(self.keys) - places_T
+            gone_BQT = F.pad(distance_BQT >= self.window, (1, 0))
+            mask_B1QT = mask_B1QT.masked_fill(gone_BQT[:, None], -torch.inf)
         own_BHQW, score_BHQ1 = self._own(q_BHQW)
         high = score_BHQ1.to(q_BHQW.dtype)  # in two parts, so that bfloat16 keeps its digits
         low = (score_BHQ1 - high.float()).to(q_BHQW.dtype)
         query = torch.cat([q_BHQW, high, low], dim=-1)
         query = F.pad(query, (0, SPARE - 2))
-        out = F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask_B1QT, scale=1.0, enable_gqa=True
-        )
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask_B1QT, scale=1.0)
         width = q_BHQW.shape[-1]
         return out[..., :width] + out[..., width : width + 1] * own_BHQW
 

@@ -27,7 +27,7 @@ from draftheads.train.loop import fit
 from draftheads.train.prompts import read_prompts
 from draftheads.train.recipe import load_recipe
 
-NODES = (4, 6, 8, 16)
+NODES = (4, 8, 16)
 BENCH_PROMPTS = 16
 QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json.dumps do?")
 
