@@ -10,16 +10,18 @@ from draftheads.heads.shape import DynamicTree, tree_from_json
 
 LIBRARY = "draftheads"
 PAPERS = {
-    "medusa": "[Medusa](https://arxiv.org/abs/2401.10774)",
-    "eagle": "[EAGLE](https://arxiv.org/abs/2401.15077)",
-    "eagle3": "[EAGLE-3](https://arxiv.org/abs/2503.01840)",
+    "medusa": ("Medusa", "https://arxiv.org/abs/2401.10774"),
+    "eagle": ("EAGLE", "https://arxiv.org/abs/2401.15077"),
+    "eagle3": ("EAGLE-3", "https://arxiv.org/abs/2503.01840"),
 }
+"""What each kind is called, and where it is described."""
 
 
 def render_card(config: dict[str, Any]) -> str:
     """The card: what the head is, how to use it, how it was trained, what was measured."""
     facts = config["draftheads"]
     target = facts["target"]["name"] or "an unnamed target"
+    name, paper = PAPERS[facts["kind"]]
     is_hub_id = target.count("/") == 1 and not target.startswith((".", "/", "~"))
     data = ModelCardData(
         library_name=LIBRARY,
@@ -28,9 +30,9 @@ def render_card(config: dict[str, Any]) -> str:
         tags=["speculative-decoding", "draft-head", facts["kind"]],
     )
     sections = [
-        f"# {facts['kind'].capitalize()} draft heads for `{target}`",
-        f"{PAPERS.get(facts['kind'], facts['kind'])} heads, trained with {LIBRARY} on the frozen "
-        "target. They propose a tree of tokens; the target verifies it in one forward pass, so "
+        f"# {name} draft head for `{target}`",
+        f"{name} ([paper]({paper})), trained with {LIBRARY} on the frozen "
+        "target. It proposes a tree of tokens; the target verifies it in one forward pass, so "
         "greedy and sampled output stay the target's own.",
         _use(target),
         "## Shape\n\n" + _table(_shape(config)),
