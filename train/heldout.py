@@ -27,7 +27,7 @@ them.
 
 @dataclass(frozen=True)
 class Calibration:
-    """tree: the best static tree. tokens_per_step: tau predicted for it, the target's own token
+    """tree: what the head gets. tokens_per_step: tau of the best fixed tree, the target's own token
     included.
 
     top1, top5: share of held-out positions at which the right token had such a rank, one entry
@@ -44,9 +44,9 @@ class Calibration:
         top1 = " ".join(f"{share:.3f}" for share in self.top1)
         top5 = " ".join(f"{share:.3f}" for share in self.top5)
         return (
-            f"held-out: predicted {self.tokens_per_step:.2f} tokens per step with "
-            f"{self.tree.draft_nodes} draft nodes; right by depth: top-1 {top1}, top-5 {top5} "
-            f"({self.positions} positions)"
+            f"held-out: {self.tokens_per_step:.2f} tokens per step predicted for the best fixed "
+            f"tree of {self.tree.draft_nodes} draft nodes; right by depth: top-1 {top1}, "
+            f"top-5 {top5} ({self.positions} positions)"
         )
 
 
