@@ -40,7 +40,9 @@ SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 class Eagle3Design:
     """What an EAGLE-3 head is, without its weights.
 
-    feature_layers: indices into the target's hidden states, 0 = embeddings. vocab_size: of the
+    feature_layers: indices into the target's hidden states, 0 = embeddings; the last one is taken
+    after the final norm here and before it by serving engines, so only our engine can use it.
+    vocab_size: of the
     target; draft_vocab_size: of the head. window: positions that a layer sees, None: all. fc_norm:
     norm each feature before `fc`; norm_before_fc: norm them together; norm_before_residual: the
     residual stream starts from the normed feature; norm_output: the head feeds on its normed
