@@ -63,7 +63,7 @@ def demo(out: Path) -> BenchReport:
     with _stage(console, "4 of 5: bench - held-out prompts, against transformers' generate"):
         held_out = str(recipes() / "demo-heldout.jsonl")
         ids = opening_ids(target, held_out, None, BENCH_PROMPTS)
-        report = bench(target, heads, ids, BenchOptions(repetitions=2, nodes=NODES))
+        report = bench(target, heads, ids, BenchOptions(nodes=NODES))
         write_json(report, out / "bench.json")
         print_report(report, console)
     best = max(report.heads, key=lambda result: result.speedup)
