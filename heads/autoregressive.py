@@ -29,7 +29,9 @@ from draftheads.heads.vocabulary import draft_index
 
 
 class AutoregressiveHead(DraftHead):
-    """Declares what unrolling (`heads.unroll`) and drafting (`heads.rollout`) need of a head."""
+    """What unrolling (`heads.unroll`) and drafting (`heads.rollout`) need of a head, and what every
+    head that has it can do.
+    """
 
     layer_count: int
     """Decoder layers, each with a memory of its own."""

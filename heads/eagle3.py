@@ -265,7 +265,7 @@ class Eagle3Head(AutoregressiveHead):
                 f"expected fc.weight of ({shape.hidden_size}, {len(layers)} x {shape.hidden_size}) "
                 f"for feature layers {layers}, got ({width}, {wide})"
             )
-        if "d2t" in tensors:
+        if "d2t" in tensors and "t2d" in tensors:  # one alone is refused as a missing tensor
             check_map(tensors["d2t"], tensors["t2d"])
         numbers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
         draft_size = len(tensors["lm_head.weight"])

@@ -222,7 +222,12 @@ class MedusaHead(DraftHead):
         if self.labels == "hard":
             return None
         states_M = torch.arange(len(features_MD), device=features_MD.device)
-        return Teacher(states_M, lambda states: target.unembed(features_MD[states]), self.token_map)
+        return Teacher(
+            states_M,
+            lambda states: target.unembed(features_MD[states]),
+            self.token_map,
+            vocab_size=self.vocab_size,
+        )
 
 
 class MedusaDrafter:
