@@ -11,6 +11,7 @@ from draftheads.heads.shape import DynamicTree, tree_from_json
 LIBRARY = "draftheads"
 PAPERS = {
     "medusa": ("Medusa", "https://arxiv.org/abs/2401.10774"),
+    "sequential": ("Sequential Medusa", "https://arxiv.org/abs/2402.05109"),
     "eagle": ("EAGLE", "https://arxiv.org/abs/2401.15077"),
     "eagle3": ("EAGLE-3", "https://arxiv.org/abs/2503.01840"),
 }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftheads.heads.layers import versions
 from draftheads.heads.target import Target
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
@@ -183,7 +184,7 @@ class Attention(nn.Module):
         parts = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
         if self.training or torch.is_grad_enabled():
             return torch.cat(parts)
-        version = tuple((part.data_ptr(), part._version) for part in parts)
+        version = versions(parts)
         if self._stack is None or self._stack[0] != version:
             self._stack = (version, torch.cat(parts))
         return self._stack[1]

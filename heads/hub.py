@@ -25,11 +25,12 @@ from draftheads.heads.card import render_card
 from draftheads.heads.eagle import EagleHead
 from draftheads.heads.eagle3 import Eagle3Head
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.shape import tree_from_json
 from draftheads.heads.target import Target
 
 HEADS: dict[str, type[DraftHead]] = {
-    kind.kind: kind for kind in (MedusaHead, EagleHead, Eagle3Head)
+    kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head)
 }
 """Every head kind. A new one is a new file and a row here."""
 

@@ -5,6 +5,8 @@ Legend: B batch, M tokens, K heads, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,18 +16,27 @@ class ResidualBlock(nn.Module):
     """x + SiLU(W x + b), L times, each with its own W and b; all zero at first, so that it starts
     as the identity.
 
-    Medusa's published code shares one block between the layers and leaves b random. Tensor names
-    `layers.{j}.weight` and `layers.{j}.bias` are those that vLLM loads.
+    in_width: of a wider input; the first layer then narrows it and adds to a linear map of it,
+    which starts as the input's first `width` numbers (Hydra's first block). Medusa's published code
+    shares one block between the layers and leaves b random. Tensor names `layers.{j}.weight` and
+    `layers.{j}.bias` are those that vLLM loads.
     """
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, width: int, layers: int, in_width: int | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        widths = [in_width or width] + [width] * (layers - 1)
+        self.layers = nn.ModuleList(nn.Linear(each, width) for each in widths)
         for parameter in self.layers.parameters():
             nn.init.zeros_(parameter)
+        self.residual = nn.Identity() if in_width is None else nn.Linear(in_width, width)
+        if in_width is not None:
+            nn.init.zeros_(self.residual.bias)
+            nn.init.eye_(self.residual.weight)
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        for layer in self.layers:
+        first, *others = self.layers
+        x_MD = self.residual(x_MD) + F.silu(first(x_MD))
+        for layer in others:
             x_MD = x_MD + F.silu(layer(x_MD))
         return x_MD
 
@@ -41,11 +52,22 @@ class StackedHeads:
         weights = [weight_KDD.transpose(1, 2) for weight_KDD in stacks[0::2]]
         biases = [bias_KD[:, None] for bias_KD in stacks[1::2]]
         self.layers = list(zip(weights, biases, strict=True))
-        self.unembed_KDV = torch.stack(list(lm_heads.parameters())).transpose(1, 2)
+        unembed = [lm_head.weight for lm_head in lm_heads]
+        self.unembed_KDV = torch.stack(unembed).transpose(1, 2) if unembed else None
 
-    def __call__(self, x_BD: Tensor, depth: int) -> Tensor:
-        """Logits (depth, B, V) of the first `depth` heads."""
-        x_KBD = x_BD.to(self.unembed_KDV.dtype).expand(depth, -1, -1)
+    def hidden(self, x_BD: Tensor, depth: int) -> Tensor:
+        """What the first `depth` blocks make of their common input: (depth, B, D)."""
+        x_KBD = x_BD.expand(depth, -1, -1)
         for weight_KDD, bias_K1D in self.layers:
             x_KBD = x_KBD + F.silu(torch.baddbmm(bias_K1D[:depth], x_KBD, weight_KDD[:depth]))
-        return torch.bmm(x_KBD, self.unembed_KDV[:depth])
+        return x_KBD
+
+    def __call__(self, x_BD: Tensor, depth: int) -> Tensor:
+        """Logits (depth, B, V) of the first `depth` heads, which have matrices of their own."""
+        assert self.unembed_KDV is not None
+        return torch.bmm(self.hidden(x_BD, depth), self.unembed_KDV[:depth])
+
+
+def versions(parameters: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Changes whenever one of the parameters does: the key of what was computed from them."""
+    return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)

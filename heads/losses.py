@@ -2,12 +2,12 @@
 a time, so that neither all logits nor a second pass over them is ever needed.
 
 Legend: R rows that are judged, C rows of a chunk, U target states, D width, V target vocabulary,
-v draft vocabulary.
+v draft vocabulary, r width of a low-rank term.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,9 @@ sequence length and vocabulary are.
 
 CHUNK_ROWS = 256
 """Fewer would leave matrix products too thin, however large the vocabulary is."""
+
+LowRank = tuple[Tensor, Tensor]
+"""Rows (R, r) and a matrix (v, r) whose product is added to logits."""
 
 Objective = Literal["ce", "tv", "lk", "hybrid"]
 """ce: cross-entropy. The others look at the acceptance a = sum min(p, q) of a draft distribution q
@@ -54,30 +57,35 @@ def linear_cross_entropy(
     weight_vD: Tensor,
     labels_R: Tensor,
     *,
+    plus: LowRank | None = None,
     weights_R: Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss of the logits `hidden @ weight.T`, summed over rows (scalar, float32), and the rank of
     each row's label (int64 (R,), 0 = best, RANKS for every rank that is worse).
 
-    labels_R: int64 draft indices, -1 for tokens outside the draft vocabulary: they have rank RANKS
-    and, without a teacher, no loss. weights_R: of each row's loss, default 1.
+    plus: a second product, added to the logits. labels_R: int64 draft indices, -1 for tokens
+    outside the draft vocabulary: they have rank RANKS and, without a teacher, no loss. weights_R:
+    of each row's loss, default 1.
     """
     if weights_R is None:
         weights_R = hidden_RD.new_ones((), dtype=torch.float32).expand(len(labels_R))
     labels = _Labels(labels_R, weights_R, teacher)
-    loss, ranks_R = _LinearLoss.apply(hidden_RD, weight_vD, labels)  # type: ignore[no-untyped-call]
+    factors = (hidden_RD, weight_vD, *(plus or ()))
+    loss, ranks_R = _LinearLoss.apply(labels, *factors)  # type: ignore[no-untyped-call]
     return loss, ranks_R
 
 
-def chunked_ranks(hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor) -> Tensor:
+def chunked_ranks(
+    hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor, *, plus: LowRank | None = None
+) -> Tensor:
     """The rank of each label, as in `linear_cross_entropy`, without loss or gradient."""
+    products = _pairs((hidden_RD, weight_vD, *(plus or ())))
     size = _chunk_size(hidden_RD, len(weight_vD))
     ranks = [labels_R[:0]]
     for start in range(0, len(hidden_RD), size):
         part = slice(start, start + size)
-        logits_Cv = F.linear(hidden_RD[part].to(weight_vD.dtype), weight_vD).float()
-        ranks.append(_ranks(logits_Cv, labels_R[part]))
+        ranks.append(_ranks(_logits(products, part), labels_R[part]))
     return torch.cat(ranks)
 
 
@@ -107,42 +115,59 @@ class _LinearLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_RD: Tensor, weight_vD: Tensor, labels: _Labels
-    ) -> tuple[Tensor, Tensor]:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_RD = torch.empty_like(hidden_RD) if wants_hidden else None
-        grad_vD = torch.zeros_like(weight_vD) if wants_weight else None
+    def forward(ctx: Any, labels: _Labels, *factors: Tensor) -> tuple[Tensor, Tensor]:
+        products, hidden_RD = _pairs(factors), factors[0]
+        gradients = [
+            torch.zeros_like(factor) if wanted else None
+            for factor, wanted in zip(factors, ctx.needs_input_grad[1:], strict=True)
+        ]
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
         ranks = [labels.labels_R[:0]]
         widest = labels.teacher.vocab_size if labels.teacher else 0
-        size = _chunk_size(hidden_RD, max(widest, len(weight_vD)))
+        size = _chunk_size(hidden_RD, max(widest, len(factors[1])))
         for start in range(0, len(hidden_RD), size):
             part = slice(start, start + size)
-            hidden_CD = hidden_RD[part].to(weight_vD.dtype)
-            logits_Cv = F.linear(hidden_CD, weight_vD).float()
+            logits_Cv = _logits(products, part)
             ranks.append(_ranks(logits_Cv, labels.labels_R[part]))
             chunk_loss, grad_Cv = labels.judge(logits_Cv, part)
             loss += chunk_loss
-            grad_Cv = grad_Cv.to(weight_vD.dtype)
-            if grad_RD is not None:
-                grad_RD[part] = grad_Cv @ weight_vD
-            if grad_vD is not None:
-                grad_vD += grad_Cv.T @ hidden_CD
-        ctx.save_for_backward(grad_RD, grad_vD)
+            _add_gradients(gradients, products, grad_Cv, part)
+        ctx.save_for_backward(*gradients)
         ranks_R = torch.cat(ranks)
         ctx.mark_non_differentiable(ranks_R)
         return loss, ranks_R
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        grad_RD, grad_vD = ctx.saved_tensors
-        scale = gradients[0]
-        return (
-            None if grad_RD is None else grad_RD * scale.to(grad_RD.dtype),
-            None if grad_vD is None else grad_vD * scale.to(grad_vD.dtype),
-            None,
-        )
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        made = (each if each is None else each * scale.to(each.dtype) for each in ctx.saved_tensors)
+        return None, *made
+
+
+def _pairs(factors: Sequence[Tensor]) -> list[LowRank]:
+    """Rows and matrix of each product."""
+    return list(zip(factors[0::2], factors[1::2], strict=True))
+
+
+def _logits(products: list[LowRank], part: slice) -> Tensor:
+    """float32 (C, v): the sum of the products for these rows."""
+    (rows_RD, weight_vD), *others = products
+    logits_Cv = F.linear(rows_RD[part].to(weight_vD.dtype), weight_vD).float()
+    for rows_Rr, weight_vr in others:
+        logits_Cv += F.linear(rows_Rr[part].to(weight_vr.dtype), weight_vr)
+    return logits_Cv
+
+
+def _add_gradients(
+    gradients: list[Tensor | None], products: list[LowRank], grad_Cv: Tensor, part: slice
+) -> None:
+    """Those of rows and matrices, where they are wanted."""
+    for number, (rows_RD, weight_vD) in enumerate(products):
+        grad_Cv = grad_Cv.to(weight_vD.dtype)
+        grad_RD, grad_vD = gradients[2 * number : 2 * number + 2]
+        if grad_RD is not None:
+            grad_RD[part] = grad_Cv @ weight_vD
+        if grad_vD is not None:
+            grad_vD += grad_Cv.T @ rows_RD[part].to(weight_vD.dtype)
 
 
 def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> tuple[Tensor, Tensor]:

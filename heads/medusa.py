@@ -14,9 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Batch, Committed, DraftHead, HeadLoss
-from draftheads.heads.layers import ResidualBlock, StackedHeads
-from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy, rank_counts
+from draftheads.heads.base import RANKS, Batch, Committed, Drafter, DraftHead, HeadLoss
+from draftheads.heads.layers import ResidualBlock, StackedHeads, versions
+from draftheads.heads.losses import (
+    LowRank,
+    Teacher,
+    chunked_ranks,
+    linear_cross_entropy,
+    rank_counts,
+)
 from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree
@@ -73,25 +79,30 @@ class MedusaHead(DraftHead):
         choices: depth (default 4), layers (1), lm_head "own" | "shared", labels "hard" | "soft",
         decay, vocabulary (target ids of a reduced vocabulary, most frequent first; default all).
         """
-        ids = token_map(choices.get("vocabulary"), target.vocab_size)
-        own = choices.get("lm_head", "own") == "own"
         head = cls(
             target.hidden_size,
             target.vocab_size,
             choices.get("depth", 4),
             choices.get("layers", 1),
-            own_lm_head=own,
-            token_map=ids,
+            own_lm_head=choices.get("lm_head", "own") == "own",
+            token_map=token_map(choices.get("vocabulary"), target.vocab_size),
+            **cls.design(target, choices),
         )
         head.labels, head.decay = choices.get("labels", "hard"), choices.get("decay", 0.8)
-        if not own:  # raise here, with the reason, rather than in the first step
+        if not head.own_lm_head:  # raise here, with the reason, rather than in the first step
             target.unembed_weight()
         if head.labels == "soft":
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
         weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
-        for parameter in head.lm_heads.parameters():
-            parameter.data.copy_(weight_VD if ids is None else weight_VD[ids])
+        ids = head.token_map
+        for lm_head in head.lm_heads:
+            lm_head.weight.data.copy_(weight_VD if ids is None else weight_VD[ids])
         return head
+
+    @classmethod
+    def design(cls, target: Target, choices: dict[str, Any]) -> dict[str, Any]:
+        """What the constructor of a further kind wants to know besides."""
+        return {}
 
     @property
     def depth(self) -> int:
@@ -143,12 +154,15 @@ class MedusaHead(DraftHead):
         """Sum over depths of decay^k times the summed cross-entropy over learned tokens."""
         loss = features_BTD.new_zeros((), dtype=torch.float32)
         counts: list[Tensor] = []
+        inputs_BTD = self.inputs(batch, features_BTD)
         for k, here_BT in enumerate(batch.roots(self.depth), start=1):
             there_BT = here_BT.roll(k, dims=1)
+            hidden_MD, plus = self.states(inputs_BTD[here_BT], _path(batch, here_BT, k), target)
             part, ranks_M = linear_cross_entropy(
-                self.blocks[k - 1](self._input(features_BTD[here_BT])),
-                self._unembed_weight(k, target),
+                hidden_MD,
+                self.unembed_weight(k, target),
                 draft_index(batch.tokens_BT[there_BT], self.token_map),
+                plus=plus,
                 teacher=self._teacher(target, features_BTD[there_BT]),
             )
             loss = loss + self.decay**k * part
@@ -161,17 +175,33 @@ class MedusaHead(DraftHead):
         that came at each depth, -1 where it was worse than RANKS or the document ended.
         """
         ranks_BTK = features_BTD.new_full((*batch.tokens_BT.shape, self.depth), -1).long()
+        inputs_BTD = self.inputs(batch, features_BTD)
         for k, here_BT in enumerate(batch.roots(self.depth), start=1):
-            weight_VD = self._unembed_weight(k, target)
+            hidden_MD, plus = self.states(inputs_BTD[here_BT], _path(batch, here_BT, k), target)
             ranks_M = chunked_ranks(
-                self.blocks[k - 1](self._input(features_BTD[here_BT])),
-                weight_VD,
+                hidden_MD,
+                self.unembed_weight(k, target),
                 draft_index(batch.tokens_BT[here_BT.roll(k, dims=1)], self.token_map),
+                plus=plus,
             )
             ranks_BTK[here_BT, k - 1] = torch.where(ranks_M < RANKS, ranks_M, -1)
         return ranks_BTK[batch.learn_BT]
 
-    def drafter(self, target: Target, tree: Tree | None = None) -> MedusaDrafter:
+    def inputs(self, batch: Batch, features_BTD: Tensor) -> Tensor:
+        """What all heads read at each position, (B, T, D)."""
+        return self.cast(features_BTD)
+
+    def states(
+        self, inputs_MD: Tensor, path_Mk: Tensor, target: Target
+    ) -> tuple[Tensor, LowRank | None]:
+        """What the last matrix of head k multiplies (M, D), and what is added to its logits.
+
+        path_Mk: int64, the tokens from the root to the one before the guess; these heads know k
+        from it and nothing else.
+        """
+        return self.blocks[path_Mk.shape[1] - 1](inputs_MD), None
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A drafter that fills `tree` (default: the head's own), which must be a `TreeShape`."""
         shape = tree or self.tree
         self.check_tree(shape)
@@ -188,12 +218,21 @@ class MedusaHead(DraftHead):
         tree.check_depth(self.depth)
         tree.check_width(self.vocab_size if self.token_map is None else len(self.token_map))
 
-    def logits(self, features_BD: Tensor, target: Target, depth: int) -> Tensor:
+    def hidden(self, x_BD: Tensor, depth: int, stack: StackedHeads | None = None) -> Tensor:
+        """What the first `depth` blocks make of their input (depth, B, D). stack: `stacked()`."""
+        if stack is not None:
+            return stack.hidden(x_BD, depth)
+        return torch.stack([block(x_BD) for block in self.blocks[:depth]])
+
+    def logits(
+        self, x_BD: Tensor, target: Target, depth: int, stack: StackedHeads | None = None
+    ) -> Tensor:
         """Logits (depth, B, v) of the first `depth` heads over the draft vocabulary."""
-        x_BD = self._input(features_BD)
-        hidden_KBD = torch.stack([block(x_BD) for block in self.blocks[:depth]])
+        if stack is not None:
+            return stack(x_BD, depth)
+        hidden_KBD = self.hidden(x_BD, depth)
         if not self.own_lm_head:  # one pass: reading the shared matrix is what drafting costs
-            weight_VD = self._unembed_weight(1, target)
+            weight_VD = self.unembed_weight(1, target)
             return F.linear(hidden_KBD.to(weight_VD.dtype), weight_VD)
         heads = zip(self.lm_heads, hidden_KBD, strict=False)
         return torch.stack([lm_head(hidden_BD) for lm_head, hidden_BD in heads])
@@ -204,15 +243,17 @@ class MedusaHead(DraftHead):
         size = sum(p.numel() * p.element_size() for p in parameters)
         if not self.own_lm_head or size > STACK_BYTES:
             return None
-        version = tuple((p.data_ptr(), p._version) for p in parameters)
+        version = versions(parameters)
         if self._stack is None or self._stack[0] != version:
             self._stack = (version, StackedHeads(self.blocks, self.lm_heads))
         return self._stack[1]
 
-    def _input(self, features: Tensor) -> Tensor:
+    def cast(self, features: Tensor) -> Tensor:
+        """In the dtype of the heads."""
         return features.to(next(self.parameters()).dtype)
 
-    def _unembed_weight(self, k: int, target: Target) -> Tensor:
+    def unembed_weight(self, k: int, target: Target) -> Tensor:
+        """The last matrix of head k, (v, D)."""
         if self.own_lm_head:
             return self.lm_heads[k - 1].weight  # type: ignore[return-value]
         weight_VD = target.unembed_weight()
@@ -228,6 +269,12 @@ class MedusaHead(DraftHead):
             self.token_map,
             vocab_size=self.vocab_size,
         )
+
+
+def _path(batch: Batch, here_BT: Tensor, k: int) -> Tensor:
+    """int64 (M, k): the tokens from each root on, up to the one before the guess of head k."""
+    later = [batch.tokens_BT[here_BT.roll(step, dims=1)] for step in range(k)]
+    return torch.stack(later, dim=1)
 
 
 class MedusaDrafter:
@@ -252,10 +299,8 @@ class MedusaDrafter:
     def guesses(self, features_BD: Tensor) -> Tensor:
         """Target ids (B, depth, width): the best guesses at each depth of the tree, best first."""
         depth, width = self.shape.depth, self.shape.width
-        if self.stack is not None:
-            logits_KBV = self.stack(features_BD, depth)
-        else:
-            logits_KBV = self.head.logits(features_BD, self.target, depth)
+        x_BD = self.head.cast(features_BD)
+        logits_KBV = self.head.logits(x_BD, self.target, depth, self.stack)
         best_BKR = logits_KBV.topk(width).indices.transpose(0, 1)
         token_map = self.head.token_map
         return best_BKR if token_map is None else token_map[best_BKR]

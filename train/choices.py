@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Kind = Literal["medusa", "eagle3", "eagle"]
+Kind = Literal["medusa", "sequential", "eagle3", "eagle"]
 Size = Annotated[int, Field(ge=1)]
 Layer = Annotated[int, Field(ge=0)]
 
@@ -37,14 +37,9 @@ class MedusaChoices(Section):
     nodes: int = Field(63, ge=1, description="draft nodes of the calibrated tree")
 
 
-class DecoderChoices(Section):
-    """What both kinds of EAGLE share: decoder layers that draft from their own output, and the
-    dynamic tree that they fill.
-    """
+class LayerSizes(Section):
+    """Sizes of a decoder layer."""
 
-    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "depth", "top_k"})
-
-    layers: int = Field(1, ge=1, le=8, description="decoder layers")
     heads: Size | None = Field(None, description="attention heads; null: the target's")
     kv_heads: Size | None = Field(None, description="key and value heads; null: the target's")
     head_dim: Size | None = Field(None, description="width of a head; null: the target's")
@@ -55,6 +50,52 @@ class DecoderChoices(Section):
     rope_scaling: dict[str, Any] | None = Field(
         None, description="as in a model's config, e.g. {rope_type: llama3, factor: 8.0, ...}"
     )
+
+
+class SequentialChoices(MedusaChoices, LayerSizes):
+    """Medusa heads that know the token before (Hydra, arXiv 2402.05109). The sizes are those of the
+    prefix layer.
+    """
+
+    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "top_k"})
+
+    kind: Literal["sequential"] = "sequential"  # type: ignore[assignment]
+    conditioning: Literal["markov", "state", "hydra"] = Field(
+        "state",
+        description="markov: the token before changes logits; state: it changes the hidden state; "
+        "hydra: all tokens since the root enter the head",
+    )
+    rank: Size | None = Field(
+        None, description="inner width of markov (null: 64) and state (null: the target's width)"
+    )
+    prefix: bool = Field(False, description="a decoder layer reads the whole text first (Hydra++)")
+    top_k: Size | None = Field(
+        None,
+        description="nodes expanded per level of a dynamic tree; null: a fixed, calibrated tree",
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> SequentialChoices:
+        if self.conditioning == "hydra" and self.rank is not None:
+            raise ValueError("rank: null with conditioning: hydra, which has none; remove rank")
+        sizes = [name for name in LayerSizes.model_fields if getattr(self, name) is not None]
+        if sizes and not self.prefix:
+            raise ValueError(
+                f"prefix: true with {sizes[0]}, a size of the prefix layer; set prefix or remove it"
+            )
+        if self.top_k is not None:
+            check_candidates(self.nodes, self.depth, self.top_k)
+        return self
+
+
+class DecoderChoices(LayerSizes):
+    """What both kinds of EAGLE share: decoder layers that draft from their own output, and the
+    dynamic tree that they fill.
+    """
+
+    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "depth", "top_k"})
+
+    layers: int = Field(1, ge=1, le=8, description="decoder layers")
     sliding_window: Size | None = Field(
         None, description="newest tokens that the draft layers see; null: all"
     )
@@ -67,12 +108,7 @@ class DecoderChoices(Section):
 
     @model_validator(mode="after")
     def _enough_candidates(self) -> DecoderChoices:
-        most = self.top_k + (self.depth - 1) * self.top_k**2
-        if self.nodes > most:
-            raise ValueError(
-                f"nodes of at most {most}, as many as a tree of depth {self.depth} with top_k "
-                f"{self.top_k} has candidates (top_k + (depth - 1) * top_k^2), got {self.nodes}"
-            )
+        check_candidates(self.nodes, self.depth, self.top_k)
         return self
 
 
@@ -147,10 +183,23 @@ class EagleChoices(DecoderChoices):
         return self
 
 
-HeadChoices = Annotated[MedusaChoices | Eagle3Choices | EagleChoices, Field(discriminator="kind")]
+def check_candidates(nodes: int, depth: int, top_k: int) -> None:
+    """Raise ValueError for a dynamic tree of more nodes than it has candidates."""
+    most = top_k + (depth - 1) * top_k**2
+    if nodes > most:
+        raise ValueError(
+            f"nodes of at most {most}, as many as a tree of depth {depth} with top_k {top_k} has "
+            f"candidates (top_k + (depth - 1) * top_k^2), got {nodes}"
+        )
+
+
+HeadChoices = Annotated[
+    MedusaChoices | SequentialChoices | Eagle3Choices | EagleChoices, Field(discriminator="kind")
+]
 
 HEAD_MODELS: dict[str, type[MedusaChoices] | type[DecoderChoices]] = {
     "medusa": MedusaChoices,
+    "sequential": SequentialChoices,
     "eagle3": Eagle3Choices,
     "eagle": EagleChoices,
 }

@@ -1,0 +1,280 @@
+"""Medusa heads that know the token before: EAGLE's acceptance at Medusa's price.
+
+Legend: B batch, M learned positions, F nodes that are expanded together, K heads, k tokens on the
+way from the root to a node (the root included), D hidden width, r rank, V vocabulary, v draft
+vocabulary.
+
+One state of the target still feeds all heads, but head k also sees what was drafted before its
+guess. `conditioning` says how:
+
+    markov   logits = lm_head(h) + up(SiLU(down(e)))                       e: the token before
+    state    logits = lm_head(h + up(SiLU(down([h; e]))))                  e: the token before
+    hydra    h = block_k([feature; e_1; ..; e_k]), as published            e_1: the root
+
+where h = block_k(feature) as in Medusa and e is the target's own embedding of a token. Sources:
+Hydra, arXiv 2402.05109; low-rank Markov heads as in DSpark. With `prefix`, the feature goes through
+a decoder layer over the whole text first (Hydra++).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftheads.heads.base import Batch, Committed, Drafter
+from draftheads.heads.decoder import LayerShape, Rope, check_embeddings, default_rope, read_rope
+from draftheads.heads.growth import planner
+from draftheads.heads.history import History
+from draftheads.heads.layers import ResidualBlock, versions
+from draftheads.heads.losses import LowRank
+from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.prefix import PrefixLayer
+from draftheads.heads.shape import DynamicTree, Tree, TreeShape
+from draftheads.heads.target import Target
+from draftheads.heads.tree import TokenTree
+
+CONDITIONINGS = ("markov", "state", "hydra")
+MARKOV_RANK = 64
+TABLE_BYTES, TABLE_ROWS = 1 << 28, 1 << 13
+"""What all tokens' embeddings become in the heads is kept up to this size (256 MiB), and made so
+many tokens at a time.
+"""
+
+
+class SequentialHead(MedusaHead):
+    """K Medusa heads, each of which sees the draft tokens before its guess.
+
+    conditioning: one of CONDITIONINGS. rank: r, not used by hydra. normed: embeddings are brought
+    to unit mean square first (targets differ in their scale a hundredfold; Hydra does not do it).
+    prefix: a decoder layer in front of all heads, or None. Others as of `MedusaHead`.
+    """
+
+    kind = "sequential"
+    architecture = "SequentialMedusaModel"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        depth: int,
+        layers: int,
+        *,
+        conditioning: str = "state",
+        rank: int | None = None,
+        normed: bool = True,
+        prefix: PrefixLayer | None = None,
+        **choices: Any,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, depth, layers, **choices)
+        self.conditioning, self.normed, self.prefix = conditioning, normed, prefix
+        self._tables: tuple[tuple[tuple[int, int], ...], list[Tensor]] | None = None
+        rows = vocab_size if self.token_map is None else len(self.token_map)
+        if conditioning == "hydra":
+            widths = [(k + 1) * hidden_size for k in range(1, depth + 1)]
+            self.blocks = nn.ModuleList(ResidualBlock(hidden_size, layers, w) for w in widths)
+            biases = depth if self.own_lm_head else 0
+            self.biases = nn.ParameterList(torch.zeros(rows) for _ in range(biases))
+            return
+        rank = rank or (MARKOV_RANK if conditioning == "markov" else hidden_size)
+        wide, out = (1, rows) if conditioning == "markov" else (2, hidden_size)
+        self.down = nn.ModuleList(nn.Linear(wide * hidden_size, rank) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(rank, out, bias=False) for _ in range(depth))
+        for parameter in self.up.parameters():
+            nn.init.zeros_(parameter)  # Medusa's heads, at first
+
+    @classmethod
+    def design(cls, target: Target, choices: dict[str, Any]) -> dict[str, Any]:
+        """Further keys of a recipe: conditioning, rank, prefix and the sizes of its layer."""
+        check_embeddings(target)
+        prefix = None
+        if choices.get("prefix"):
+            shape = LayerShape.of(target, choices)
+            prefix = PrefixLayer(shape, Rope(shape.head_dim, *default_rope(target, choices)))
+        return {
+            "conditioning": choices.get("conditioning", "state"),
+            "rank": choices.get("rank"),
+            "prefix": prefix,
+        }
+
+    @classmethod
+    def create(cls, target: Target, **choices: Any) -> SequentialHead:
+        """As for Medusa, with `design`'s choices; top_k: of the dynamic tree, or None for a fixed
+        one, chosen from what was right on held-out text.
+        """
+        head = super().create(target, **choices)
+        assert isinstance(head, cls)
+        if choices.get("top_k"):
+            head.tree = DynamicTree(choices.get("nodes", 59), head.depth, choices["top_k"])
+        return head
+
+    def config(self) -> dict[str, Any]:
+        """Medusa's words and what is conditioned on what."""
+        return {
+            **super().config(),
+            "model_type": "sequential_medusa",
+            "conditioning": self.conditioning,
+            "norm_embeddings": self.normed,
+            "prefix_layer": self.prefix.config() if self.prefix else None,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> SequentialHead:
+        """Shapes are those of the tensors; the prefix layer's sizes and what the embeddings are
+        are the config's.
+        """
+        plain = MedusaHead.from_config(config, tensors)
+        conditioning, rank = "hydra", None
+        if "down.0.weight" in tensors:
+            rank, width = tensors["down.0.weight"].shape
+            conditioning = "markov" if width == plain.hidden_size else "state"
+        prefix = None
+        if "prefix.norm.weight" in tensors:
+            sizes = config["prefix_layer"]
+            prefix = PrefixLayer(LayerShape.read(sizes), read_rope(sizes))
+        return cls(
+            plain.hidden_size,
+            plain.vocab_size,
+            plain.depth,
+            plain.layers,
+            conditioning=conditioning,
+            rank=rank,
+            normed=config.get("norm_embeddings", True),
+            prefix=prefix,
+            own_lm_head=plain.own_lm_head,
+            token_map=plain.token_map,
+        )
+
+    def check_tree(self, tree: Tree) -> None:
+        """Refuse trees deeper than there are heads, and fixed ones wider than their vocabulary."""
+        if isinstance(tree, TreeShape):
+            super().check_tree(tree)
+        elif tree.depth > self.depth:
+            raise ValueError(
+                f"the tree is {tree.depth} deep, the head guesses only {self.depth} tokens ahead; "
+                f"ask for nodes=..,depth={self.depth}, or train a head with more depth"
+            )
+
+    def inputs(self, batch: Batch, features_BTD: Tensor) -> Tensor:
+        """The target's states, through the prefix layer where there is one."""
+        features_BTD = self.cast(features_BTD)
+        return self.prefix(batch, features_BTD) if self.prefix else features_BTD
+
+    def states(
+        self, inputs_MD: Tensor, path_Mk: Tensor, target: Target
+    ) -> tuple[Tensor, LowRank | None]:
+        """As `MedusaHead.states`: here the tokens of the path count, too."""
+        k = path_Mk.shape[1]
+        if self.conditioning == "hydra":
+            embedded_MkD = self.embed(path_Mk, target)
+            hidden_MD = self.blocks[k - 1](torch.cat([inputs_MD, embedded_MkD.flatten(1)], dim=1))
+            if not self.own_lm_head:
+                return hidden_MD, None
+            bias_v1 = self.biases[k - 1][:, None]
+            return hidden_MD, (bias_v1.new_ones(len(hidden_MD), 1), bias_v1)
+        hidden_MD, embedded_MD = self.blocks[k - 1](inputs_MD), self.embed(path_Mk[:, -1], target)
+        down, up = self.down[k - 1], self.up[k - 1]
+        if self.conditioning == "markov":
+            return hidden_MD, (F.silu(down(embedded_MD)), up.weight)
+        return hidden_MD + up(F.silu(down(torch.cat([hidden_MD, embedded_MD], dim=1)))), None
+
+    def embed(self, tokens: Tensor, target: Target) -> Tensor:
+        """The target's embedding of tokens (..., D), as the heads read it."""
+        embedded = self.cast(target.embed(tokens))
+        return F.rms_norm(embedded, embedded.shape[-1:]) if self.normed else embedded
+
+    def codes(self, k: int, tokens: Tensor, target: Target) -> Tensor:
+        """What head k knows of the token before its guess, (..., r); not for hydra."""
+        weight_rD = self.down[k - 1].weight[:, -self.hidden_size :]
+        codes = F.linear(self.embed(tokens, target), weight_rD, self.down[k - 1].bias)
+        return F.silu(codes) if self.conditioning == "markov" else codes
+
+    def code_tables(self, target: Target) -> list[Tensor] | None:
+        """`codes` of the whole vocabulary, (V, r) for each head; None where they would be large."""
+        if self.conditioning == "hydra":
+            return None
+        size = self.depth * self.vocab_size * self.down[0].weight[:, :1].numel()
+        if size * self.down[0].weight.element_size() > TABLE_BYTES:
+            return None
+        version = versions(self.down.parameters())
+        if self._tables is None or self._tables[0] != version:
+            ids = torch.arange(self.vocab_size, device=target.device).split(TABLE_ROWS)
+            tables = [
+                torch.cat([self.codes(k, part, target) for part in ids])
+                for k in range(1, self.depth + 1)
+            ]
+            self._tables = (version, tables)
+        return self._tables[1]
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
+        """A drafter that fills `tree` (default: the head's own), fixed or dynamic."""
+        tree = tree or self.tree
+        self.check_tree(tree)
+        return SequentialDrafter(self, target, tree)
+
+
+class SequentialDrafter:
+    """Grows a tree level by level: the state is read once, a level costs one small correction for
+    all of its nodes together.
+    """
+
+    def __init__(self, head: SequentialHead, target: Target, tree: Tree) -> None:
+        self.head, self.target, self.tree = head, target, tree
+        self.feature_layers = head.feature_layers
+        self.history = History(head.prefix, target.device) if head.prefix else None
+        self.stack = None if head.conditioning == "hydra" else head.stacked()
+        self.tables = head.code_tables(target)
+        matrices = range(1, 1 + (head.depth if head.own_lm_head else 1))
+        self.weights = [head.unembed_weight(k, target) for k in matrices]
+        self._new_growth = planner(tree, head.token_map, target.device)
+
+    def propose(self, committed: Committed) -> TokenTree:
+        """The tree on each row's newest committed token."""
+        if self.history is None:
+            inputs_BD = self.head.cast(committed.last_features_BD())
+        else:
+            inputs_BD = self.history.commit(committed)[:, 0]
+        given = self._given(inputs_BD)
+        growth, path_BFk = self._new_growth(), committed.last_tokens_B()[:, None, None]
+        while growth.add(self._logits(given, path_BFk)):
+            index_BFk = growth.parents_BF[:, :, None].expand(-1, -1, path_BFk.shape[2])
+            before_BFk = path_BFk.gather(1, index_BFk)
+            path_BFk = torch.cat([before_BFk, growth.tokens_BF[:, :, None]], dim=2)
+        return growth.tree(committed.last_tokens_B())
+
+    def _given(self, inputs_BD: Tensor) -> Tensor:
+        """(K, B, ..): what no draft can change. Logits for markov, hidden states for state, the
+        input itself for hydra.
+        """
+        head, depth = self.head, self.tree.depth
+        if head.conditioning == "hydra":
+            return inputs_BD.expand(depth, -1, -1)
+        if head.conditioning == "markov":
+            return head.logits(inputs_BD, self.target, depth, self.stack)
+        return head.hidden(inputs_BD, depth, self.stack)
+
+    def _logits(self, given_KBX: Tensor, path_BFk: Tensor) -> Tensor:
+        """(B, F, v), float32: what head k says after each path."""
+        head, k = self.head, path_BFk.shape[2]
+        given_B1X = given_KBX[k - 1][:, None]
+        weight_vD = self.weights[k - 1 if head.own_lm_head else 0]
+        if head.conditioning == "markov":
+            return given_B1X + F.linear(self._codes(path_BFk), head.up[k - 1].weight)
+        if head.conditioning == "state":
+            down, up = head.down[k - 1], head.up[k - 1]
+            mixed_B1r = F.linear(given_B1X, down.weight[:, : head.hidden_size])
+            states_BFD = given_B1X + up(F.silu(mixed_B1r + self._codes(path_BFk)))
+            return F.linear(states_BFD.to(weight_vD.dtype), weight_vD).float()
+        embedded_BFE = head.embed(path_BFk, self.target).flatten(2)
+        inputs_BFD = given_B1X.expand(-1, path_BFk.shape[1], -1)
+        states_BFD = head.blocks[k - 1](torch.cat([inputs_BFD, embedded_BFE], dim=2))
+        bias_v = head.biases[k - 1] if head.own_lm_head else None
+        return F.linear(states_BFD.to(weight_vD.dtype), weight_vD, bias_v).float()
+
+    def _codes(self, path_BFk: Tensor) -> Tensor:
+        tokens_BF, k = path_BFk[:, :, -1], path_BFk.shape[2]
+        if self.tables is None:
+            return self.head.codes(k, tokens_BF, self.target)
+        return F.embedding(tokens_BF, self.tables[k - 1])
