@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftheads.heads.layers import versions
+from draftheads.heads.layers import Kept
 from draftheads.heads.target import Target
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
@@ -168,7 +168,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(in_width, narrow, bias=False)
         self.v_proj = nn.Linear(in_width, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
-        self._stack: tuple[tuple[tuple[int, int], ...], Tensor] | None = None
+        self._stack: Kept[Tensor] = Kept()
 
     def forward(self, x_BQE: Tensor, angles: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
@@ -184,10 +184,7 @@ class Attention(nn.Module):
         parts = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
         if self.training or torch.is_grad_enabled():
             return torch.cat(parts)
-        version = versions(parts)
-        if self._stack is None or self._stack[0] != version:
-            self._stack = (version, torch.cat(parts))
-        return self._stack[1]
+        return self._stack.get(parts, lambda: torch.cat(parts))
 
 
 class GatedMlp(nn.Module):

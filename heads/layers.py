@@ -5,11 +5,14 @@ Legend: B batch, M tokens, K heads, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 class ResidualBlock(nn.Module):
@@ -28,10 +31,11 @@ class ResidualBlock(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(each, width) for each in widths)
         for parameter in self.layers.parameters():
             nn.init.zeros_(parameter)
-        self.residual = nn.Identity() if in_width is None else nn.Linear(in_width, width)
+        self.residual: nn.Module = nn.Identity()
         if in_width is not None:
-            nn.init.zeros_(self.residual.bias)
-            nn.init.eye_(self.residual.weight)
+            self.residual = wide = nn.Linear(in_width, width)
+            nn.init.zeros_(wide.bias)
+            nn.init.eye_(wide.weight)
 
     def forward(self, x_MD: Tensor) -> Tensor:
         first, *others = self.layers
@@ -52,7 +56,7 @@ class StackedHeads:
         weights = [weight_KDD.transpose(1, 2) for weight_KDD in stacks[0::2]]
         biases = [bias_KD[:, None] for bias_KD in stacks[1::2]]
         self.layers = list(zip(weights, biases, strict=True))
-        unembed = [lm_head.weight for lm_head in lm_heads]
+        unembed: list[Tensor] = list(lm_heads.parameters())  # none has a bias
         self.unembed_KDV = torch.stack(unembed).transpose(1, 2) if unembed else None
 
     def hidden(self, x_BD: Tensor, depth: int) -> Tensor:
@@ -68,6 +72,20 @@ class StackedHeads:
         return torch.bmm(self.hidden(x_BD, depth), self.unembed_KDV[:depth])
 
 
-def versions(parameters: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Changes whenever one of the parameters does: the key of what was computed from them."""
-    return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
+def linear(layers: nn.ModuleList, number: int) -> nn.Linear:
+    """One of several matrices."""
+    return cast(nn.Linear, layers[number])
+
+
+class Kept(Generic[T]):
+    """Something computed from parameters, and made anew when one of them has changed."""
+
+    def __init__(self) -> None:
+        self._made: tuple[tuple[tuple[int, int], ...], T] | None = None
+
+    def get(self, parameters: Iterable[Tensor], make: Callable[[], T]) -> T:
+        """What `make` returns for these parameters as they are now."""
+        versions = tuple((each.data_ptr(), each._version) for each in parameters)
+        if self._made is None or self._made[0] != versions:
+            self._made = (versions, make())
+        return self._made[1]

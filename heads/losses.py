@@ -56,8 +56,8 @@ def linear_cross_entropy(
     hidden_RD: Tensor,
     weight_vD: Tensor,
     labels_R: Tensor,
-    *,
     plus: LowRank | None = None,
+    *,
     weights_R: Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def linear_cross_entropy(
 
 
 def chunked_ranks(
-    hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor, *, plus: LowRank | None = None
+    hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor, plus: LowRank | None = None
 ) -> Tensor:
     """The rank of each label, as in `linear_cross_entropy`, without loss or gradient."""
     products = _pairs((hidden_RD, weight_vD, *(plus or ())))

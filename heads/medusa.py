@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, Batch, Committed, Drafter, DraftHead, HeadLoss
-from draftheads.heads.layers import ResidualBlock, StackedHeads, versions
+from draftheads.heads.layers import Kept, ResidualBlock, StackedHeads, linear
 from draftheads.heads.losses import (
     LowRank,
     Teacher,
@@ -63,7 +63,7 @@ class MedusaHead(DraftHead):
         self.hidden_size, self.vocab_size, self.layers = hidden_size, vocab_size, layers
         self.own_lm_head = own_lm_head
         self.labels, self.decay = "hard", 0.8
-        self._stack: tuple[tuple[tuple[int, int], ...], StackedHeads] | None = None
+        self._stack: Kept[StackedHeads] = Kept()
         self.tree = default_tree(depth, DEFAULT_NODES)
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size, layers) for _ in range(depth))
         self.register_buffer("token_map", token_map)
@@ -95,8 +95,8 @@ class MedusaHead(DraftHead):
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
         weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
         ids = head.token_map
-        for lm_head in head.lm_heads:
-            lm_head.weight.data.copy_(weight_VD if ids is None else weight_VD[ids])
+        for parameter in head.lm_heads.parameters():
+            parameter.data.copy_(weight_VD if ids is None else weight_VD[ids])
         return head
 
     @classmethod
@@ -133,7 +133,7 @@ class MedusaHead(DraftHead):
         heads is used.
         """
         parts = [name.split(".") for name in tensors]
-        blocks = [part for part in parts if part[0] == "blocks"]
+        blocks = [part for part in parts if part[0] == "blocks" and part[2] == "layers"]
         if not blocks:
             raise ValueError(
                 f"expected Medusa tensors blocks.0.layers.0.weight, ..., got {sorted(tensors)[:3]}"
@@ -156,34 +156,20 @@ class MedusaHead(DraftHead):
         counts: list[Tensor] = []
         inputs_BTD = self.inputs(batch, features_BTD)
         for k, here_BT in enumerate(batch.roots(self.depth), start=1):
-            there_BT = here_BT.roll(k, dims=1)
-            hidden_MD, plus = self.states(inputs_BTD[here_BT], _path(batch, here_BT, k), target)
-            part, ranks_M = linear_cross_entropy(
-                hidden_MD,
-                self.unembed_weight(k, target),
-                draft_index(batch.tokens_BT[there_BT], self.token_map),
-                plus=plus,
-                teacher=self._teacher(target, features_BTD[there_BT]),
-            )
+            teacher = self._teacher(target, features_BTD[here_BT.roll(k, dims=1)])
+            factors = self._factors(k, here_BT, batch, inputs_BTD, target)
+            part, ranks_M = linear_cross_entropy(*factors, teacher=teacher)
             loss = loss + self.decay**k * part
             counts.append(rank_counts(ranks_M))
         return HeadLoss(loss, torch.stack(counts))
 
     @torch.no_grad()
     def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        """ranks_MK for `TreeShape.most_frequent`: at each learned position, the rank of the token
-        that came at each depth, -1 where it was worse than RANKS or the document ended.
-        """
+        """ranks_MK for `TreeShape.most_frequent`."""
         ranks_BTK = features_BTD.new_full((*batch.tokens_BT.shape, self.depth), -1).long()
         inputs_BTD = self.inputs(batch, features_BTD)
         for k, here_BT in enumerate(batch.roots(self.depth), start=1):
-            hidden_MD, plus = self.states(inputs_BTD[here_BT], _path(batch, here_BT, k), target)
-            ranks_M = chunked_ranks(
-                hidden_MD,
-                self.unembed_weight(k, target),
-                draft_index(batch.tokens_BT[here_BT.roll(k, dims=1)], self.token_map),
-                plus=plus,
-            )
+            ranks_M = chunked_ranks(*self._factors(k, here_BT, batch, inputs_BTD, target))
             ranks_BTK[here_BT, k - 1] = torch.where(ranks_M < RANKS, ranks_M, -1)
         return ranks_BTK[batch.learn_BT]
 
@@ -219,7 +205,7 @@ class MedusaHead(DraftHead):
         tree.check_width(self.vocab_size if self.token_map is None else len(self.token_map))
 
     def hidden(self, x_BD: Tensor, depth: int, stack: StackedHeads | None = None) -> Tensor:
-        """What the first `depth` blocks make of their input (depth, B, D). stack: `stacked()`."""
+        """What the first blocks make of their input, (depth, B, D). stack: of `stacked`."""
         if stack is not None:
             return stack.hidden(x_BD, depth)
         return torch.stack([block(x_BD) for block in self.blocks[:depth]])
@@ -243,10 +229,7 @@ class MedusaHead(DraftHead):
         size = sum(p.numel() * p.element_size() for p in parameters)
         if not self.own_lm_head or size > STACK_BYTES:
             return None
-        version = versions(parameters)
-        if self._stack is None or self._stack[0] != version:
-            self._stack = (version, StackedHeads(self.blocks, self.lm_heads))
-        return self._stack[1]
+        return self._stack.get(parameters, lambda: StackedHeads(self.blocks, self.lm_heads))
 
     def cast(self, features: Tensor) -> Tensor:
         """In the dtype of the heads."""
@@ -255,9 +238,18 @@ class MedusaHead(DraftHead):
     def unembed_weight(self, k: int, target: Target) -> Tensor:
         """The last matrix of head k, (v, D)."""
         if self.own_lm_head:
-            return self.lm_heads[k - 1].weight  # type: ignore[return-value]
+            return linear(self.lm_heads, k - 1).weight
         weight_VD = target.unembed_weight()
         return weight_VD if self.token_map is None else weight_VD[self.token_map]
+
+    def _factors(
+        self, k: int, here_BT: Tensor, batch: Batch, inputs_BTD: Tensor, target: Target
+    ) -> tuple[Tensor, Tensor, Tensor, LowRank | None]:
+        """What head k is judged by, from the roots `here_BT` on: for `linear_cross_entropy`."""
+        *path, guessed_M = (batch.tokens_BT[here_BT.roll(step, dims=1)] for step in range(k + 1))
+        hidden_MD, plus = self.states(inputs_BTD[here_BT], torch.stack(path, dim=1), target)
+        labels_M = draft_index(guessed_M, self.token_map)
+        return hidden_MD, self.unembed_weight(k, target), labels_M, plus
 
     def _teacher(self, target: Target, features_MD: Tensor) -> Teacher | None:
         if self.labels == "hard":
@@ -269,12 +261,6 @@ class MedusaHead(DraftHead):
             self.token_map,
             vocab_size=self.vocab_size,
         )
-
-
-def _path(batch: Batch, here_BT: Tensor, k: int) -> Tensor:
-    """int64 (M, k): the tokens from each root on, up to the one before the guess of head k."""
-    later = [batch.tokens_BT[here_BT.roll(step, dims=1)] for step in range(k)]
-    return torch.stack(later, dim=1)
 
 
 class MedusaDrafter:

@@ -28,7 +28,7 @@ from draftheads.heads.base import Batch, Committed, Drafter
 from draftheads.heads.decoder import LayerShape, Rope, check_embeddings, default_rope, read_rope
 from draftheads.heads.growth import planner
 from draftheads.heads.history import History
-from draftheads.heads.layers import ResidualBlock, versions
+from draftheads.heads.layers import Kept, ResidualBlock, linear
 from draftheads.heads.losses import LowRank
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.prefix import PrefixLayer
@@ -70,7 +70,7 @@ class SequentialHead(MedusaHead):
     ) -> None:
         super().__init__(hidden_size, vocab_size, depth, layers, **choices)
         self.conditioning, self.normed, self.prefix = conditioning, normed, prefix
-        self._tables: tuple[tuple[tuple[int, int], ...], list[Tensor]] | None = None
+        self._tables: Kept[list[Tensor]] = Kept()
         rows = vocab_size if self.token_map is None else len(self.token_map)
         if conditioning == "hydra":
             widths = [(k + 1) * hidden_size for k in range(1, depth + 1)]
@@ -175,7 +175,7 @@ class SequentialHead(MedusaHead):
             bias_v1 = self.biases[k - 1][:, None]
             return hidden_MD, (bias_v1.new_ones(len(hidden_MD), 1), bias_v1)
         hidden_MD, embedded_MD = self.blocks[k - 1](inputs_MD), self.embed(path_Mk[:, -1], target)
-        down, up = self.down[k - 1], self.up[k - 1]
+        down, up = linear(self.down, k - 1), linear(self.up, k - 1)
         if self.conditioning == "markov":
             return hidden_MD, (F.silu(down(embedded_MD)), up.weight)
         return hidden_MD + up(F.silu(down(torch.cat([hidden_MD, embedded_MD], dim=1)))), None
@@ -187,26 +187,25 @@ class SequentialHead(MedusaHead):
 
     def codes(self, k: int, tokens: Tensor, target: Target) -> Tensor:
         """What head k knows of the token before its guess, (..., r); not for hydra."""
-        weight_rD = self.down[k - 1].weight[:, -self.hidden_size :]
-        codes = F.linear(self.embed(tokens, target), weight_rD, self.down[k - 1].bias)
+        down = linear(self.down, k - 1)
+        weight_rD = down.weight[:, -self.hidden_size :]
+        codes = F.linear(self.embed(tokens, target), weight_rD, down.bias)
         return F.silu(codes) if self.conditioning == "markov" else codes
 
     def code_tables(self, target: Target) -> list[Tensor] | None:
         """`codes` of the whole vocabulary, (V, r) for each head; None where they would be large."""
         if self.conditioning == "hydra":
             return None
-        size = self.depth * self.vocab_size * self.down[0].weight[:, :1].numel()
-        if size * self.down[0].weight.element_size() > TABLE_BYTES:
+        bias_r = linear(self.down, 0).bias
+        if self.depth * self.vocab_size * bias_r.numel() * bias_r.element_size() > TABLE_BYTES:
             return None
-        version = versions(self.down.parameters())
-        if self._tables is None or self._tables[0] != version:
-            ids = torch.arange(self.vocab_size, device=target.device).split(TABLE_ROWS)
-            tables = [
-                torch.cat([self.codes(k, part, target) for part in ids])
-                for k in range(1, self.depth + 1)
-            ]
-            self._tables = (version, tables)
-        return self._tables[1]
+        return self._tables.get(self.down.parameters(), lambda: self._make_tables(target))
+
+    @torch.no_grad()
+    def _make_tables(self, target: Target) -> list[Tensor]:
+        parts = torch.split(torch.arange(self.vocab_size, device=target.device), TABLE_ROWS)
+        depths = range(1, self.depth + 1)
+        return [torch.cat([self.codes(k, part, target) for part in parts]) for k in depths]
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A drafter that fills `tree` (default: the head's own), fixed or dynamic."""
@@ -261,9 +260,9 @@ class SequentialDrafter:
         given_B1X = given_KBX[k - 1][:, None]
         weight_vD = self.weights[k - 1 if head.own_lm_head else 0]
         if head.conditioning == "markov":
-            return given_B1X + F.linear(self._codes(path_BFk), head.up[k - 1].weight)
+            return given_B1X + F.linear(self._codes(path_BFk), linear(head.up, k - 1).weight)
         if head.conditioning == "state":
-            down, up = head.down[k - 1], head.up[k - 1]
+            down, up = linear(head.down, k - 1), head.up[k - 1]
             mixed_B1r = F.linear(given_B1X, down.weight[:, : head.hidden_size])
             states_BFD = given_B1X + up(F.silu(mixed_B1r + self._codes(path_BFk)))
             return F.linear(states_BFD.to(weight_vD.dtype), weight_vD).float()

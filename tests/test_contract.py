@@ -1,5 +1,5 @@
-"""The promises of every head kind: each test runs for each row of `HEADS`, with no test code of its
-own.
+"""The promises of every head kind: each test runs for each row of `HEADS` (and for each of its
+variants), with no test code of its own.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_heads import SMALL, decode, overfitted, written_by
+from tiny_heads import SMALL, VARIANTS, decode, new_head, overfitted, written_by
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.base import RANKS, Batch
-from draftheads.heads.hub import HEADS, load_head, save_head
+from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.shape import TreeShape
 from draftheads.infer.accept import Sampled
 from draftheads.infer.engine import Speculator
@@ -20,7 +20,7 @@ from draftheads.infer.engine import Speculator
 NEW = 24
 
 
-@pytest.fixture(params=HEADS)
+@pytest.fixture(params=VARIANTS)
 def kind(request) -> str:
     return request.param
 
@@ -28,7 +28,7 @@ def kind(request) -> str:
 @pytest.fixture
 def head(kind):
     torch.manual_seed(0)
-    return HEADS[kind].create(tiny_target())
+    return new_head(kind, tiny_target())
 
 
 @pytest.fixture(scope="module")

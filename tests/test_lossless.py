@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_heads import SMALL, decode, drafts_of, overfitted, random_head, written_by
+from tiny_heads import SMALL, VARIANTS, decode, drafts_of, overfitted, random_head, written_by
 from tiny_targets import (
     CONFIGS,
     CONTEXT,
@@ -141,19 +141,19 @@ def test_output_is_right_up_to_the_last_position_of_the_context(name):
         assert decode(target, random_head(kind, target), [prompt])[0] == [truth]
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", VARIANTS)
 def test_a_prompt_longer_than_a_prefill_chunk_changes_no_draft(monkeypatch, kind):
     target, prompts = tiny_target("mistral-window"), some_prompts(40, 23, 7)
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
     head = random_head(kind, target, layers=2, sliding_window=9)
     before = drafts_of(head, target, prompts, NEW)
-    for place in ("target", "rollout"):  # the target's own prompt, and the head's
+    for place in ("target", "history"):  # the target's own prompt, and the head's
         monkeypatch.setattr(f"draftheads.heads.{place}.PREFILL_CHUNK", 7)
     assert decode(target, head, prompts, max_new_tokens=NEW)[0] == truth
     assert drafts_of(head, target, prompts, NEW) == before
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", VARIANTS)
 def test_caches_that_are_too_small_grow_and_change_no_draft(monkeypatch, kind):
     target, prompts = tiny_target(), some_prompts(*LENGTHS)
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
@@ -166,7 +166,7 @@ def test_caches_that_are_too_small_grow_and_change_no_draft(monkeypatch, kind):
     assert drafts_of(head, target, prompts, NEW) == before
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", VARIANTS)
 def test_rows_draft_in_a_batch_what_they_draft_alone(kind):
     target, prompts = tiny_target(), some_prompts(*LENGTHS)
     head = random_head(kind, target, layers=2, sliding_window=9)

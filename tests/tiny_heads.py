@@ -17,16 +17,31 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree
 from draftheads.infer.engine import Speculator, Statistics
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in HEADS},
+    "sequential-markov": ("sequential", {"conditioning": "markov"}),
+    "sequential-hydra": ("sequential", {"conditioning": "hydra"}),
+    "sequential-prefix": ("sequential", {"conditioning": "state", "prefix": True}),
+}
+"""Every kind, and what differs so much within a kind that it must keep all promises by itself: name
+-> (kind, choices).
+"""
 SMALL = {"depth": 4, "nodes": 24, "top_k": 3, "labels": "hard"}
 """Choices, of whatever kind has them, of a head that drafts little and stands on any target."""
 BY_HEART = {"labels": "hard", "noise": 0.0, "steps": 8, "classification": 1.0, "regression": 0.0}
 """Choices, of whatever kind has them, with which a head learns the very tokens of a batch."""
 
 
-def random_head(kind: str, target: Target, **choices: Any) -> DraftHead:
+def new_head(name: str, target: Target, **choices: Any) -> DraftHead:
+    """An untrained head of one of the `VARIANTS`."""
+    kind, own = VARIANTS[name]
+    return HEADS[kind].create(target, **{**own, **choices})
+
+
+def random_head(name: str, target: Target, **choices: Any) -> DraftHead:
     """Behind the target's own last matrix, everything is drawn."""
     torch.manual_seed(1)
-    head = HEADS[kind].create(target, **{**SMALL, **choices})
+    head = new_head(name, target, **{**SMALL, **choices})
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             if "lm_head" not in name:
@@ -44,11 +59,11 @@ def written_by(target: Target, prompts: Sequence[list[int]], new: int) -> Batch:
 
 
 def overfitted(
-    kind: str, target: Target, batch: Batch, *, updates: int = 150, **choices: Any
+    name: str, target: Target, batch: Batch, *, updates: int = 150, **choices: Any
 ) -> DraftHead:
     """A head that knows one batch by heart."""
     torch.manual_seed(0)
-    head = HEADS[kind].create(target, **{**BY_HEART, **choices})
+    head = new_head(name, target, **{**BY_HEART, **choices})
     features_BTD = target.features(batch, head.training_layers)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(updates):
