@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftheads.heads.layers import Kept
+from draftheads.heads.layers import Cached
 from draftheads.heads.target import Target
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
@@ -168,7 +168,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(in_width, narrow, bias=False)
         self.v_proj = nn.Linear(in_width, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
-        self._stack: Kept[Tensor] = Kept()
+        self._stack: Cached[Tensor] = Cached()
 
     def forward(self, x_BQE: Tensor, angles: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads

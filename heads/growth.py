@@ -158,10 +158,14 @@ class FixedGrowth:
         if not self.plan.levels:
             return False
         level = self.plan.levels[len(self.tokens)]
-        ids_BC = logits_BFv.topk(level.width).indices.flatten(1)[:, level.picks_C]
+        ids_BC = logits_BFv.topk(level.width).indices.flatten(1)
+        if ids_BC.shape[1] > len(level.picks_C):  # else every guess becomes a node
+            ids_BC = ids_BC.index_select(1, level.picks_C)
         tokens_BC = ids_BC if self.token_map is None else self.token_map[ids_BC]
         self.tokens.append(tokens_BC)
-        self.tokens_BF = tokens_BC[:, level.expanded_F]
+        self.tokens_BF = tokens_BC
+        if tokens_BC.shape[1] > len(level.expanded_F):
+            self.tokens_BF = tokens_BC.index_select(1, level.expanded_F)
         self.parents_BF = level.parents_F.expand_as(self.tokens_BF)
         return len(self.tokens) < len(self.plan.levels)
 

@@ -57,7 +57,7 @@ class StackedHeads:
         biases = [bias_KD[:, None] for bias_KD in stacks[1::2]]
         self.layers = list(zip(weights, biases, strict=True))
         unembed: list[Tensor] = list(lm_heads.parameters())  # none has a bias
-        self.unembed_KDV = torch.stack(unembed).transpose(1, 2) if unembed else None
+        self.unembed_KDV = torch.stack(unembed).transpose(1, 2)
 
     def hidden(self, x_BD: Tensor, depth: int) -> Tensor:
         """What the first `depth` blocks make of their common input: (depth, B, D)."""
@@ -66,10 +66,9 @@ class StackedHeads:
             x_KBD = x_KBD + F.silu(torch.baddbmm(bias_K1D[:depth], x_KBD, weight_KDD[:depth]))
         return x_KBD
 
-    def __call__(self, x_BD: Tensor, depth: int) -> Tensor:
-        """Logits (depth, B, V) of the first `depth` heads, which have matrices of their own."""
-        assert self.unembed_KDV is not None
-        return torch.bmm(self.hidden(x_BD, depth), self.unembed_KDV[:depth])
+    def unembed(self, hidden_KBD: Tensor) -> Tensor:
+        """Logits (K, B, V) of the first K heads."""
+        return torch.bmm(hidden_KBD, self.unembed_KDV[: len(hidden_KBD)])
 
 
 def linear(layers: nn.ModuleList, number: int) -> nn.Linear:
@@ -77,7 +76,7 @@ def linear(layers: nn.ModuleList, number: int) -> nn.Linear:
     return cast(nn.Linear, layers[number])
 
 
-class Kept(Generic[T]):
+class Cached(Generic[T]):
     """Something computed from parameters, and made anew when one of them has changed."""
 
     def __init__(self) -> None:

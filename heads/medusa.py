@@ -8,6 +8,7 @@ h)), loss sum_k decay^k CE_k.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, Batch, Committed, Drafter, DraftHead, HeadLoss
-from draftheads.heads.layers import Kept, ResidualBlock, StackedHeads, linear
+from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads
 from draftheads.heads.losses import (
     LowRank,
     Teacher,
@@ -63,7 +64,7 @@ class MedusaHead(DraftHead):
         self.hidden_size, self.vocab_size, self.layers = hidden_size, vocab_size, layers
         self.own_lm_head = own_lm_head
         self.labels, self.decay = "hard", 0.8
-        self._stack: Kept[StackedHeads] = Kept()
+        self._stack: Cached[StackedHeads] = Cached()
         self.tree = default_tree(depth, DEFAULT_NODES)
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size, layers) for _ in range(depth))
         self.register_buffer("token_map", token_map)
@@ -154,10 +155,8 @@ class MedusaHead(DraftHead):
         """Sum over depths of decay^k times the summed cross-entropy over learned tokens."""
         loss = features_BTD.new_zeros((), dtype=torch.float32)
         counts: list[Tensor] = []
-        inputs_BTD = self.inputs(batch, features_BTD)
-        for k, here_BT in enumerate(batch.roots(self.depth), start=1):
+        for k, (here_BT, factors) in enumerate(self._judged(batch, features_BTD, target), start=1):
             teacher = self._teacher(target, features_BTD[here_BT.roll(k, dims=1)])
-            factors = self._factors(k, here_BT, batch, inputs_BTD, target)
             part, ranks_M = linear_cross_entropy(*factors, teacher=teacher)
             loss = loss + self.decay**k * part
             counts.append(rank_counts(ranks_M))
@@ -167,10 +166,9 @@ class MedusaHead(DraftHead):
     def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
         """ranks_MK for `TreeShape.most_frequent`."""
         ranks_BTK = features_BTD.new_full((*batch.tokens_BT.shape, self.depth), -1).long()
-        inputs_BTD = self.inputs(batch, features_BTD)
-        for k, here_BT in enumerate(batch.roots(self.depth), start=1):
-            ranks_M = chunked_ranks(*self._factors(k, here_BT, batch, inputs_BTD, target))
-            ranks_BTK[here_BT, k - 1] = torch.where(ranks_M < RANKS, ranks_M, -1)
+        for k, (here_BT, factors) in enumerate(self._judged(batch, features_BTD, target)):
+            ranks_M = chunked_ranks(*factors)
+            ranks_BTK[here_BT, k] = torch.where(ranks_M < RANKS, ranks_M, -1)
         return ranks_BTK[batch.learn_BT]
 
     def inputs(self, batch: Batch, features_BTD: Tensor) -> Tensor:
@@ -210,17 +208,14 @@ class MedusaHead(DraftHead):
             return stack.hidden(x_BD, depth)
         return torch.stack([block(x_BD) for block in self.blocks[:depth]])
 
-    def logits(
-        self, x_BD: Tensor, target: Target, depth: int, stack: StackedHeads | None = None
-    ) -> Tensor:
-        """Logits (depth, B, v) of the first `depth` heads over the draft vocabulary."""
+    def unembed(self, x_KBD: Tensor, target: Target, stack: StackedHeads | None = None) -> Tensor:
+        """Logits (K, B, v) of the first K heads over the draft vocabulary."""
         if stack is not None:
-            return stack(x_BD, depth)
-        hidden_KBD = self.hidden(x_BD, depth)
+            return stack.unembed(x_KBD)
         if not self.own_lm_head:  # one pass: reading the shared matrix is what drafting costs
-            weight_VD = self.unembed_weight(1, target)
-            return F.linear(hidden_KBD.to(weight_VD.dtype), weight_VD)
-        heads = zip(self.lm_heads, hidden_KBD, strict=False)
+            weight_vD = self.unembed_weights(target)[0]
+            return F.linear(x_KBD.to(weight_vD.dtype), weight_vD)
+        heads = zip(self.lm_heads, x_KBD, strict=False)
         return torch.stack([lm_head(hidden_BD) for lm_head, hidden_BD in heads])
 
     def stacked(self) -> StackedHeads | None:
@@ -235,21 +230,26 @@ class MedusaHead(DraftHead):
         """In the dtype of the heads."""
         return features.to(next(self.parameters()).dtype)
 
-    def unembed_weight(self, k: int, target: Target) -> Tensor:
-        """The last matrix of head k, (v, D)."""
+    def unembed_weights(self, target: Target) -> list[Tensor]:
+        """The last matrix (v, D) of every head; the same one where it is shared."""
         if self.own_lm_head:
-            return linear(self.lm_heads, k - 1).weight
+            return list(self.lm_heads.parameters())
         weight_VD = target.unembed_weight()
-        return weight_VD if self.token_map is None else weight_VD[self.token_map]
+        weight_vD = weight_VD if self.token_map is None else weight_VD[self.token_map]
+        return [weight_vD] * self.depth
 
-    def _factors(
-        self, k: int, here_BT: Tensor, batch: Batch, inputs_BTD: Tensor, target: Target
-    ) -> tuple[Tensor, Tensor, Tensor, LowRank | None]:
-        """What head k is judged by, from the roots `here_BT` on: for `linear_cross_entropy`."""
-        *path, guessed_M = (batch.tokens_BT[here_BT.roll(step, dims=1)] for step in range(k + 1))
-        hidden_MD, plus = self.states(inputs_BTD[here_BT], torch.stack(path, dim=1), target)
-        labels_M = draft_index(guessed_M, self.token_map)
-        return hidden_MD, self.unembed_weight(k, target), labels_M, plus
+    def _judged(
+        self, batch: Batch, features_BTD: Tensor, target: Target
+    ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, LowRank | None]]]:
+        """For each depth: the roots, bool (B, T), and arguments of `linear_cross_entropy`."""
+        inputs_BTD = self.inputs(batch, features_BTD)
+        roots = zip(self.unembed_weights(target), batch.roots(self.depth), strict=True)
+        for k, (weight_vD, here_BT) in enumerate(roots, start=1):
+            *path, guessed_M = (
+                batch.tokens_BT[here_BT.roll(step, dims=1)] for step in range(k + 1)
+            )
+            hidden_MD, plus = self.states(inputs_BTD[here_BT], torch.stack(path, dim=1), target)
+            yield here_BT, (hidden_MD, weight_vD, draft_index(guessed_M, self.token_map), plus)
 
     def _teacher(self, target: Target, features_MD: Tensor) -> Teacher | None:
         if self.labels == "hard":
@@ -285,8 +285,8 @@ class MedusaDrafter:
     def guesses(self, features_BD: Tensor) -> Tensor:
         """Target ids (B, depth, width): the best guesses at each depth of the tree, best first."""
         depth, width = self.shape.depth, self.shape.width
-        x_BD = self.head.cast(features_BD)
-        logits_KBV = self.head.logits(x_BD, self.target, depth, self.stack)
+        hidden_KBD = self.head.hidden(self.head.cast(features_BD), depth, self.stack)
+        logits_KBV = self.head.unembed(hidden_KBD, self.target, self.stack)
         best_BKR = logits_KBV.topk(width).indices.transpose(0, 1)
         token_map = self.head.token_map
         return best_BKR if token_map is None else token_map[best_BKR]

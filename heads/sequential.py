@@ -24,24 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import Batch, Committed, Drafter
+from draftheads.heads.base import Batch, Drafter
 from draftheads.heads.decoder import LayerShape, Rope, check_embeddings, default_rope, read_rope
-from draftheads.heads.growth import planner
-from draftheads.heads.history import History
-from draftheads.heads.layers import Kept, ResidualBlock, linear
+from draftheads.heads.descent import Descent, Products
+from draftheads.heads.layers import Cached, ResidualBlock, linear
 from draftheads.heads.losses import LowRank
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.prefix import PrefixLayer
 from draftheads.heads.shape import DynamicTree, Tree, TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TokenTree
 
 CONDITIONINGS = ("markov", "state", "hydra")
 MARKOV_RANK = 64
-TABLE_BYTES, TABLE_ROWS = 1 << 28, 1 << 13
-"""What all tokens' embeddings become in the heads is kept up to this size (256 MiB), and made so
-many tokens at a time.
-"""
 
 
 class SequentialHead(MedusaHead):
@@ -70,7 +64,7 @@ class SequentialHead(MedusaHead):
     ) -> None:
         super().__init__(hidden_size, vocab_size, depth, layers, **choices)
         self.conditioning, self.normed, self.prefix = conditioning, normed, prefix
-        self._tables: Kept[list[Tensor]] = Kept()
+        self._products: Cached[Products] = Cached()
         rows = vocab_size if self.token_map is None else len(self.token_map)
         if conditioning == "hydra":
             widths = [(k + 1) * hidden_size for k in range(1, depth + 1)]
@@ -186,94 +180,20 @@ class SequentialHead(MedusaHead):
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.normed else embedded
 
     def codes(self, k: int, tokens: Tensor, target: Target) -> Tensor:
-        """What head k knows of the token before its guess, (..., r); not for hydra."""
+        """What the tokens (...) before the guess of head k bring to `down`, (..., r); not for
+        hydra.
+        """
         down = linear(self.down, k - 1)
-        weight_rD = down.weight[:, -self.hidden_size :]
-        codes = F.linear(self.embed(tokens, target), weight_rD, down.bias)
-        return F.silu(codes) if self.conditioning == "markov" else codes
-
-    def code_tables(self, target: Target) -> list[Tensor] | None:
-        """`codes` of the whole vocabulary, (V, r) for each head; None where they would be large."""
-        if self.conditioning == "hydra":
-            return None
-        bias_r = linear(self.down, 0).bias
-        if self.depth * self.vocab_size * bias_r.numel() * bias_r.element_size() > TABLE_BYTES:
-            return None
-        return self._tables.get(self.down.parameters(), lambda: self._make_tables(target))
+        return F.linear(self.embed(tokens, target), down.weight[:, -self.hidden_size :], down.bias)
 
     @torch.no_grad()
-    def _make_tables(self, target: Target) -> list[Tensor]:
-        parts = torch.split(torch.arange(self.vocab_size, device=target.device), TABLE_ROWS)
-        depths = range(1, self.depth + 1)
-        return [torch.cat([self.codes(k, part, target) for part in parts]) for k in depths]
+    def products(self, target: Target) -> Products:
+        """Of the weights, for drafting."""
+        weights = [*self.parameters(), *target.model.get_input_embeddings().parameters()]
+        return self._products.get(weights, lambda: Products(self, target))
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A drafter that fills `tree` (default: the head's own), fixed or dynamic."""
         tree = tree or self.tree
         self.check_tree(tree)
-        return SequentialDrafter(self, target, tree)
-
-
-class SequentialDrafter:
-    """Grows a tree level by level: the state is read once, a level costs one small correction for
-    all of its nodes together.
-    """
-
-    def __init__(self, head: SequentialHead, target: Target, tree: Tree) -> None:
-        self.head, self.target, self.tree = head, target, tree
-        self.feature_layers = head.feature_layers
-        self.history = History(head.prefix, target.device) if head.prefix else None
-        self.stack = None if head.conditioning == "hydra" else head.stacked()
-        self.tables = head.code_tables(target)
-        matrices = range(1, 1 + (head.depth if head.own_lm_head else 1))
-        self.weights = [head.unembed_weight(k, target) for k in matrices]
-        self._new_growth = planner(tree, head.token_map, target.device)
-
-    def propose(self, committed: Committed) -> TokenTree:
-        """The tree on each row's newest committed token."""
-        if self.history is None:
-            inputs_BD = self.head.cast(committed.last_features_BD())
-        else:
-            inputs_BD = self.history.commit(committed)[:, 0]
-        given = self._given(inputs_BD)
-        growth, path_BFk = self._new_growth(), committed.last_tokens_B()[:, None, None]
-        while growth.add(self._logits(given, path_BFk)):
-            index_BFk = growth.parents_BF[:, :, None].expand(-1, -1, path_BFk.shape[2])
-            before_BFk = path_BFk.gather(1, index_BFk)
-            path_BFk = torch.cat([before_BFk, growth.tokens_BF[:, :, None]], dim=2)
-        return growth.tree(committed.last_tokens_B())
-
-    def _given(self, inputs_BD: Tensor) -> Tensor:
-        """(K, B, ..): what no draft can change. Logits for markov, hidden states for state, the
-        input itself for hydra.
-        """
-        head, depth = self.head, self.tree.depth
-        if head.conditioning == "hydra":
-            return inputs_BD.expand(depth, -1, -1)
-        if head.conditioning == "markov":
-            return head.logits(inputs_BD, self.target, depth, self.stack)
-        return head.hidden(inputs_BD, depth, self.stack)
-
-    def _logits(self, given_KBX: Tensor, path_BFk: Tensor) -> Tensor:
-        """(B, F, v), float32: what head k says after each path."""
-        head, k = self.head, path_BFk.shape[2]
-        given_B1X = given_KBX[k - 1][:, None]
-        weight_vD = self.weights[k - 1 if head.own_lm_head else 0]
-        if head.conditioning == "markov":
-            return given_B1X + F.linear(self._codes(path_BFk), linear(head.up, k - 1).weight)
-        if head.conditioning == "state":
-            down, up = linear(head.down, k - 1), head.up[k - 1]
-            mixed_B1r = F.linear(given_B1X, down.weight[:, : head.hidden_size])
-            states_BFD = given_B1X + up(F.silu(mixed_B1r + self._codes(path_BFk)))
-            return F.linear(states_BFD.to(weight_vD.dtype), weight_vD).float()
-        embedded_BFE = head.embed(path_BFk, self.target).flatten(2)
-        inputs_BFD = given_B1X.expand(-1, path_BFk.shape[1], -1)
-        states_BFD = head.blocks[k - 1](torch.cat([inputs_BFD, embedded_BFE], dim=2))
-        bias_v = head.biases[k - 1] if head.own_lm_head else None
-        return F.linear(states_BFD.to(weight_vD.dtype), weight_vD, bias_v).float()
-
-    def _codes(self, path_BFk: Tensor) -> Tensor:
-        tokens_BF, k = path_BFk[:, :, -1], path_BFk.shape[2]
-        if self.tables is None:
-            return self.head.codes(k, tokens_BF, self.target)
-        return F.embedding(tokens_BF, self.tables[k - 1])
+        return Descent(self, target, tree)

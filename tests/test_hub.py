@@ -90,19 +90,22 @@ def test_untrained_heads_compute_the_targets_own_logits():
     features = torch.randn(4, 32)
     expected = target.unembed(features)
     for choices in ({}, {"lm_head": "shared"}, {"layers": 3}):
-        logits = MedusaHead.create(target, **choices).logits(features, target, 2)
+        head = MedusaHead.create(target, **choices)
+        logits = head.unembed(head.hidden(features, 2), target)
         assert torch.equal(logits, torch.stack([expected, expected]))
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_stacked_heads_compute_the_same(layers):
     head, features = trained(layers=layers), torch.randn(3, 32)
-    before = head.stacked()(features, 3)
+    stack = head.stacked()
+    before = stack.unembed(stack.hidden(features, 3))
     with torch.no_grad():
         for parameter in head.parameters():  # the stack must notice that weights have changed
             parameter.mul_(-1)
-    after = head.stacked()(features, 3)
-    expected = head.logits(features, tiny_target(), 3)
+    stack = head.stacked()
+    after = stack.unembed(stack.hidden(features, 3))
+    expected = head.unembed(head.hidden(features, 3), tiny_target())
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(before, after)
 
