@@ -114,6 +114,8 @@ class StateLevels:
     def __init__(self, head: SequentialHead, target: Target) -> None:
         self.head, self.target, self.stack = head, target, head.stacked()
         self.products, self.weights_vD = head.products(target), head.unembed_weights(target)
+        self.is_recurrent = head.conditioning == "recurrent"
+        self.carried_BFr: Tensor | None = None
 
     def start(self, inputs_BD: Tensor, roots_B: Tensor, depth: int) -> None:
         hidden_KBD = self.head.hidden(inputs_BD, depth, self.stack)
@@ -122,29 +124,35 @@ class StateLevels:
         if self.products.mixers_KDr is not None:
             mixed_KBr = torch.bmm(hidden_KBD, self.products.mixers_KDr[:depth])
             self.mixed_B1r = mixed_KBr[:, :, None].unbind()
-        self.tokens_BF, self.place = roots_B[:, None], 0
+        self.tokens_BF, self.place, self.carried_BFr = roots_B[:, None], 0, None
 
     def logits(self) -> Tensor:
-        states_BFD = self.given_B1X[self.place] + self.head.up[self.place](self._codes())
+        states_BFD = self.given_B1X[self.place] + self.head.up[self.place](self._activated())
         weight_vD = self.weights_vD[self.place]
         return F.linear(states_BFD.to(weight_vD.dtype), weight_vD).float()
 
     def descend(self, tokens_BF: Tensor, parents_BF: Tensor) -> None:
         self.tokens_BF, self.place = tokens_BF, self.place + 1
+        if self.is_recurrent:
+            index_BFr = parents_BF[:, :, None].expand(-1, -1, self.codes_BFr.shape[2])
+            self.carried_BFr = self.codes_BFr.gather(1, index_BFr)
 
     def _given(self, hidden_KBD: Tensor) -> Tensor:
         return hidden_KBD
 
-    def _codes(self) -> Tensor:
+    def _activated(self) -> Tensor:
         """(B, F, r): what `up` multiplies."""
         tables = self.products.tables_Vr
         if tables is None:
             codes_BFr = self.head.codes(self.place + 1, self.tokens_BF, self.target)
         else:
             codes_BFr = F.embedding(self.tokens_BF, tables[self.place])
-        return F.silu(
-            codes_BFr if self.mixed_B1r is None else codes_BFr + self.mixed_B1r[self.place]
-        )
+        if self.mixed_B1r is not None:
+            codes_BFr = codes_BFr + self.mixed_B1r[self.place]
+        if self.carried_BFr is not None:
+            codes_BFr = codes_BFr + self.head.carry[self.place - 1](self.carried_BFr)
+        self.codes_BFr = F.silu(codes_BFr)
+        return self.codes_BFr
 
 
 class LowRankLevels(StateLevels):
@@ -154,7 +162,7 @@ class LowRankLevels(StateLevels):
 
     def logits(self) -> Tensor:
         assert self.products.thin_rv is not None
-        codes_BFr = self._codes()
+        codes_BFr = self._activated()
         thin_Brv = self.products.thin_rv[self.place].expand(len(codes_BFr), -1, -1)
         return torch.baddbmm(self.given_B1X[self.place], codes_BFr, thin_Brv).float()
 

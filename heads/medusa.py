@@ -176,14 +176,15 @@ class MedusaHead(DraftHead):
         return self.cast(features_BTD)
 
     def states(
-        self, inputs_MD: Tensor, path_Mk: Tensor, target: Target
-    ) -> tuple[Tensor, LowRank | None]:
-        """What the last matrix of head k multiplies (M, D), and what is added to its logits.
+        self, inputs_MD: Tensor, path_Mk: Tensor, target: Target, carried_Mr: Tensor | None
+    ) -> tuple[Tensor, LowRank | None, Tensor | None]:
+        """What the last matrix of head k multiplies (M, D), what is added to its logits, and what
+        head k + 1 gets as `carried_Mr`.
 
         path_Mk: int64, the tokens from the root to the one before the guess; these heads know k
         from it and nothing else.
         """
-        return self.blocks[path_Mk.shape[1] - 1](inputs_MD), None
+        return self.blocks[path_Mk.shape[1] - 1](inputs_MD), None, None
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A drafter that fills `tree` (default: the head's own), which must be a `TreeShape`."""
@@ -244,11 +245,18 @@ class MedusaHead(DraftHead):
         """For each depth: the roots, bool (B, T), and arguments of `linear_cross_entropy`."""
         inputs_BTD = self.inputs(batch, features_BTD)
         roots = zip(self.unembed_weights(target), batch.roots(self.depth), strict=True)
+        before_BT, carried_Mr = batch.learn_BT, None
         for k, (weight_vD, here_BT) in enumerate(roots, start=1):
             *path, guessed_M = (
                 batch.tokens_BT[here_BT.roll(step, dims=1)] for step in range(k + 1)
             )
-            hidden_MD, plus = self.states(inputs_BTD[here_BT], torch.stack(path, dim=1), target)
+            path_Mk = torch.stack(path, dim=1)
+            if carried_Mr is not None:  # of the rows that go on
+                carried_Mr = carried_Mr[here_BT[before_BT]]
+            hidden_MD, plus, carried_Mr = self.states(
+                inputs_BTD[here_BT], path_Mk, target, carried_Mr
+            )
+            before_BT = here_BT
             yield here_BT, (hidden_MD, weight_vD, draft_index(guessed_M, self.token_map), plus)
 
     def _teacher(self, target: Target, features_MD: Tensor) -> Teacher | None:

@@ -7,13 +7,16 @@ vocabulary.
 One state of the target still feeds all heads, but head k also sees what was drafted before its
 guess. `conditioning` says how:
 
-    markov   logits = lm_head(h) + up(SiLU(down(e)))                       e: the token before
-    state    logits = lm_head(h + up(SiLU(down([h; e]))))                  e: the token before
-    hydra    h = block_k([feature; e_1; ..; e_k]), as published            e_1: the root
+    markov       logits = lm_head(h) + up(SiLU(down(e)))
+    state        logits = lm_head(h + up(s)), s = SiLU(down([h; e]))
+    recurrent    as state, with s = SiLU(down([h; e]) + carry(s of the token before))
+    hydra        h = block_k([feature; e_1; ..; e_k]), as published; e_1: the root
 
-where h = block_k(feature) as in Medusa and e is the target's own embedding of a token. Sources:
-Hydra, arXiv 2402.05109; low-rank Markov heads as in DSpark. With `prefix`, the feature goes through
-a decoder layer over the whole text first (Hydra++).
+where h = block_k(feature) as in Medusa and e is the target's own embedding of the token before the
+guess. So markov and state see one token, recurrent and hydra all since the root. Sources: Hydra,
+arXiv 2402.05109; low-rank Markov heads as in DSpark; the recurrence is ReDrafter's, arXiv
+2403.09919, on separate heads. With `prefix`, the feature goes through a decoder layer over the
+whole text first (Hydra++).
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from draftheads.heads.prefix import PrefixLayer
 from draftheads.heads.shape import DynamicTree, Tree, TreeShape
 from draftheads.heads.target import Target
 
-CONDITIONINGS = ("markov", "state", "hydra")
+CONDITIONINGS = ("markov", "state", "recurrent", "hydra")
 MARKOV_RANK = 64
 
 
@@ -78,6 +81,10 @@ class SequentialHead(MedusaHead):
         self.up = nn.ModuleList(nn.Linear(rank, out, bias=False) for _ in range(depth))
         for parameter in self.up.parameters():
             nn.init.zeros_(parameter)  # Medusa's heads, at first
+        carries = depth - 1 if conditioning == "recurrent" else 0
+        self.carry = nn.ModuleList(nn.Linear(rank, rank, bias=False) for _ in range(carries))
+        for parameter in self.carry.parameters():
+            nn.init.zeros_(parameter)
 
     @classmethod
     def design(cls, target: Target, choices: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +131,7 @@ class SequentialHead(MedusaHead):
         if "down.0.weight" in tensors:
             rank, width = tensors["down.0.weight"].shape
             conditioning = "markov" if width == plain.hidden_size else "state"
+            conditioning = "recurrent" if "carry.0.weight" in tensors else conditioning
         prefix = None
         if "prefix.norm.weight" in tensors:
             sizes = config["prefix_layer"]
@@ -157,22 +165,26 @@ class SequentialHead(MedusaHead):
         return self.prefix(batch, features_BTD) if self.prefix else features_BTD
 
     def states(
-        self, inputs_MD: Tensor, path_Mk: Tensor, target: Target
-    ) -> tuple[Tensor, LowRank | None]:
+        self, inputs_MD: Tensor, path_Mk: Tensor, target: Target, carried_Mr: Tensor | None
+    ) -> tuple[Tensor, LowRank | None, Tensor | None]:
         """As `MedusaHead.states`: here the tokens of the path count, too."""
         k = path_Mk.shape[1]
         if self.conditioning == "hydra":
             embedded_MkD = self.embed(path_Mk, target)
             hidden_MD = self.blocks[k - 1](torch.cat([inputs_MD, embedded_MkD.flatten(1)], dim=1))
             if not self.own_lm_head:
-                return hidden_MD, None
+                return hidden_MD, None, None
             bias_v1 = self.biases[k - 1][:, None]
-            return hidden_MD, (bias_v1.new_ones(len(hidden_MD), 1), bias_v1)
+            return hidden_MD, (bias_v1.new_ones(len(hidden_MD), 1), bias_v1), None
         hidden_MD, embedded_MD = self.blocks[k - 1](inputs_MD), self.embed(path_Mk[:, -1], target)
         down, up = linear(self.down, k - 1), linear(self.up, k - 1)
         if self.conditioning == "markov":
-            return hidden_MD, (F.silu(down(embedded_MD)), up.weight)
-        return hidden_MD + up(F.silu(down(torch.cat([hidden_MD, embedded_MD], dim=1)))), None
+            return hidden_MD, (F.silu(down(embedded_MD)), up.weight), None
+        codes_Mr = down(torch.cat([hidden_MD, embedded_MD], dim=1))
+        if carried_Mr is not None:
+            codes_Mr = codes_Mr + self.carry[k - 2](carried_Mr)
+        codes_Mr = F.silu(codes_Mr)
+        return hidden_MD + up(codes_Mr), None, codes_Mr if len(self.carry) else None
 
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
         """The target's embedding of tokens (..., D), as the heads read it."""

@@ -20,6 +20,7 @@ from draftheads.infer.engine import Speculator, Statistics
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in HEADS},
     "sequential-markov": ("sequential", {"conditioning": "markov"}),
+    "sequential-recurrent": ("sequential", {"conditioning": "recurrent", "rank": 24}),
     "sequential-hydra": ("sequential", {"conditioning": "hydra"}),
     "sequential-prefix": ("sequential", {"conditioning": "state", "prefix": True}),
 }

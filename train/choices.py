@@ -60,10 +60,10 @@ class SequentialChoices(MedusaChoices, LayerSizes):
     decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "top_k"})
 
     kind: Literal["sequential"] = "sequential"  # type: ignore[assignment]
-    conditioning: Literal["markov", "state", "hydra"] = Field(
+    conditioning: Literal["markov", "state", "recurrent", "hydra"] = Field(
         "state",
-        description="markov: the token before changes logits; state: it changes the hidden state; "
-        "hydra: all tokens since the root enter the head",
+        description="markov: the token before changes the logits; state: it changes the hidden "
+        "state; recurrent: so do all tokens since the root; hydra: these enter the head itself",
     )
     rank: Size | None = Field(
         None, description="inner width of markov (null: 64) and state (null: the target's width)"
