@@ -92,9 +92,9 @@ class Products:
         self.tables_Vr: list[Tensor] | None = None
         self.mixers_KDr: Tensor | None = None
         self.thin_rv: list[Tensor] | None = None
-        depths, weights = range(1, head.depth + 1), head.unembed_weights(target)
-        downs = [linear(head.down, k - 1).weight for k in depths]
-        ups = [linear(head.up, k - 1).weight for k in depths]
+        depths, weights = range(head.depth), head.unembed_weights(target)
+        downs = [linear(head.down, k).weight for k in depths]
+        ups = [linear(head.up, k).weight for k in depths]
         size = head.depth * len(downs[0]) * downs[0].element_size()
         if size * head.vocab_size <= KEPT_BYTES:
             parts = torch.split(torch.arange(head.vocab_size, device=target.device), TABLE_ROWS)
@@ -144,7 +144,7 @@ class StateLevels:
         """(B, F, r): what `up` multiplies."""
         tables = self.products.tables_Vr
         if tables is None:
-            codes_BFr = self.head.codes(self.place + 1, self.tokens_BF, self.target)
+            codes_BFr = self.head.codes(self.place, self.tokens_BF, self.target)
         else:
             codes_BFr = F.embedding(self.tokens_BF, tables[self.place])
         if self.mixed_B1r is not None:

@@ -171,20 +171,14 @@ class MedusaHead(DraftHead):
             ranks_BTK[here_BT, k] = torch.where(ranks_M < RANKS, ranks_M, -1)
         return ranks_BTK[batch.learn_BT]
 
-    def inputs(self, batch: Batch, features_BTD: Tensor) -> Tensor:
-        """What all heads read at each position, (B, T, D)."""
-        return self.cast(features_BTD)
-
     def states(
-        self, inputs_MD: Tensor, path_Mk: Tensor, target: Target, carried_Mr: Tensor | None
-    ) -> tuple[Tensor, LowRank | None, Tensor | None]:
-        """What the last matrix of head k multiplies (M, D), what is added to its logits, and what
-        head k + 1 gets as `carried_Mr`.
-
-        path_Mk: int64, the tokens from the root to the one before the guess; these heads know k
-        from it and nothing else.
+        self, batch: Batch, features_BTD: Tensor, target: Target
+    ) -> Iterator[tuple[Tensor, Tensor, LowRank | None]]:
+        """For each depth: its roots, bool (B, T), what the last matrix multiplies there (M, D), and
+        what is added to its logits.
         """
-        return self.blocks[path_Mk.shape[1] - 1](inputs_MD), None, None
+        for block, here_BT in zip(self.blocks, batch.roots(self.depth), strict=True):
+            yield here_BT, block(self.cast(features_BTD[here_BT])), None
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A drafter that fills `tree` (default: the head's own), which must be a `TreeShape`."""
@@ -243,20 +237,11 @@ class MedusaHead(DraftHead):
         self, batch: Batch, features_BTD: Tensor, target: Target
     ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, LowRank | None]]]:
         """For each depth: the roots, bool (B, T), and arguments of `linear_cross_entropy`."""
-        inputs_BTD = self.inputs(batch, features_BTD)
-        roots = zip(self.unembed_weights(target), batch.roots(self.depth), strict=True)
-        before_BT, carried_Mr = batch.learn_BT, None
-        for k, (weight_vD, here_BT) in enumerate(roots, start=1):
-            *path, guessed_M = (
-                batch.tokens_BT[here_BT.roll(step, dims=1)] for step in range(k + 1)
-            )
-            path_Mk = torch.stack(path, dim=1)
-            if carried_Mr is not None:  # of the rows that go on
-                carried_Mr = carried_Mr[here_BT[before_BT]]
-            hidden_MD, plus, carried_Mr = self.states(
-                inputs_BTD[here_BT], path_Mk, target, carried_Mr
-            )
-            before_BT = here_BT
+        heads = zip(
+            self.unembed_weights(target), self.states(batch, features_BTD, target), strict=True
+        )
+        for k, (weight_vD, (here_BT, hidden_MD, plus)) in enumerate(heads, start=1):
+            guessed_M = batch.tokens_BT[here_BT.roll(k, dims=1)]
             yield here_BT, (hidden_MD, weight_vD, draft_index(guessed_M, self.token_map), plus)
 
     def _teacher(self, target: Target, features_MD: Tensor) -> Teacher | None:

@@ -21,6 +21,7 @@ whole text first (Hydra++).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -159,43 +160,57 @@ class SequentialHead(MedusaHead):
                 f"ask for nodes=..,depth={self.depth}, or train a head with more depth"
             )
 
-    def inputs(self, batch: Batch, features_BTD: Tensor) -> Tensor:
-        """The target's states, through the prefix layer where there is one."""
-        features_BTD = self.cast(features_BTD)
-        return self.prefix(batch, features_BTD) if self.prefix else features_BTD
-
     def states(
-        self, inputs_MD: Tensor, path_Mk: Tensor, target: Target, carried_Mr: Tensor | None
-    ) -> tuple[Tensor, LowRank | None, Tensor | None]:
-        """As `MedusaHead.states`: here the tokens of the path count, too."""
-        k = path_Mk.shape[1]
-        if self.conditioning == "hydra":
-            embedded_MkD = self.embed(path_Mk, target)
-            hidden_MD = self.blocks[k - 1](torch.cat([inputs_MD, embedded_MkD.flatten(1)], dim=1))
-            if not self.own_lm_head:
-                return hidden_MD, None, None
-            bias_v1 = self.biases[k - 1][:, None]
-            return hidden_MD, (bias_v1.new_ones(len(hidden_MD), 1), bias_v1), None
-        hidden_MD, embedded_MD = self.blocks[k - 1](inputs_MD), self.embed(path_Mk[:, -1], target)
-        down, up = linear(self.down, k - 1), linear(self.up, k - 1)
-        if self.conditioning == "markov":
-            return hidden_MD, (F.silu(down(embedded_MD)), up.weight), None
-        codes_Mr = down(torch.cat([hidden_MD, embedded_MD], dim=1))
-        if carried_Mr is not None:
-            codes_Mr = codes_Mr + self.carry[k - 2](carried_Mr)
-        codes_Mr = F.silu(codes_Mr)
-        return hidden_MD + up(codes_Mr), None, codes_Mr if len(self.carry) else None
+        self, batch: Batch, features_BTD: Tensor, target: Target
+    ) -> Iterator[tuple[Tensor, Tensor, LowRank | None]]:
+        """As for Medusa; in the place of earlier drafts stands what the target wrote."""
+        inputs_BTD = self.cast(features_BTD)
+        if self.prefix is not None:
+            inputs_BTD = self.prefix(batch, inputs_BTD)
+        ways = self._grounded if self.conditioning == "hydra" else self._coded
+        yield from ways(batch, inputs_BTD, target)
+
+    def _grounded(
+        self, batch: Batch, inputs_BTD: Tensor, target: Target
+    ) -> Iterator[tuple[Tensor, Tensor, LowRank | None]]:
+        embedded_BTD = self.embed(batch.tokens_BT, target)
+        for place, here_BT in enumerate(batch.roots(self.depth)):
+            path = [embedded_BTD[here_BT.roll(step, dims=1)] for step in range(place + 1)]
+            hidden_MD = self.blocks[place](torch.cat([inputs_BTD[here_BT], *path], dim=1))
+            bias = None
+            if self.own_lm_head:
+                bias_v1 = self.biases[place][:, None]
+                bias = (bias_v1.new_ones(len(hidden_MD), 1), bias_v1)
+            yield here_BT, hidden_MD, bias
+
+    def _coded(
+        self, batch: Batch, inputs_BTD: Tensor, target: Target
+    ) -> Iterator[tuple[Tensor, Tensor, LowRank | None]]:
+        before_BT, codes_Mr = batch.learn_BT, None
+        for place, here_BT in enumerate(batch.roots(self.depth)):
+            hidden_MD = self.blocks[place](inputs_BTD[here_BT])
+            own_Mr = self.codes(place, batch.tokens_BT[here_BT.roll(place, dims=1)], target)
+            if self.conditioning != "markov":
+                mixer_rD = linear(self.down, place).weight[:, : self.hidden_size]
+                own_Mr = own_Mr + F.linear(hidden_MD, mixer_rD)
+            if self.conditioning == "recurrent" and codes_Mr is not None:
+                own_Mr = own_Mr + self.carry[place - 1](codes_Mr[here_BT[before_BT]])
+            before_BT, codes_Mr, up = here_BT, F.silu(own_Mr), linear(self.up, place)
+            if self.conditioning == "markov":
+                yield here_BT, hidden_MD, (codes_Mr, up.weight)
+            else:
+                yield here_BT, hidden_MD + up(codes_Mr), None
 
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
         """The target's embedding of tokens (..., D), as the heads read it."""
         embedded = self.cast(target.embed(tokens))
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.normed else embedded
 
-    def codes(self, k: int, tokens: Tensor, target: Target) -> Tensor:
-        """What the tokens (...) before the guess of head k bring to `down`, (..., r); not for
+    def codes(self, place: int, tokens: Tensor, target: Target) -> Tensor:
+        """What the tokens (...) before the guess bring to `down` of one head, (..., r); not for
         hydra.
         """
-        down = linear(self.down, k - 1)
+        down = linear(self.down, place)
         return F.linear(self.embed(tokens, target), down.weight[:, -self.hidden_size :], down.bias)
 
     @torch.no_grad()
