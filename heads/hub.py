@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.card import render_card
 from draftheads.heads.eagle import EagleHead
 from draftheads.heads.eagle3 import Eagle3Head
+from draftheads.heads.formats import WEIGHT_FILES, read_stored
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.shape import tree_from_json
@@ -35,7 +36,7 @@ HEADS: dict[str, type[DraftHead]] = {
 """Every head kind. A new one is a new file and a row here."""
 
 FORMAT = 1
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CONFIG, WEIGHTS, CARD = "config.json", WEIGHT_FILES[0], "README.md"
 
 
 def save_head(
@@ -98,7 +99,7 @@ def load_head(
     dtype: torch.dtype | None = None,
 ) -> DraftHead:
     """Load a head from its folder, from a training run's folder (its best or newest step), or from
-    the Hub.
+    the Hub; also what others have published, in the layouts of `heads.formats`.
 
     The shape is read from tensor names; loading is strict. With `target`, the head is checked
     against it and moved to its device and dtype. Raises ValueError when widths or vocabularies
@@ -106,23 +107,24 @@ def load_head(
     trained on.
     """
     folder = find_head(source, revision=revision)
-    config = read_config(folder)
-    facts = config.get("draftheads", {})
-    kind = facts.get("kind", config.get("model_type"))
+    stored = read_stored(folder, read_config(folder), target)
+    facts = stored.config.get("draftheads", {})
+    kind = facts.get("kind", stored.config.get("model_type"))
     if kind not in HEADS:
         raise ValueError(
             f"{folder}: expected a head of kind {', '.join(HEADS)}, got {kind!r}; "
             "is this a head folder?"
         )
-    tensors = load_file(folder / WEIGHTS)
-    head = HEADS[kind].from_config(config, tensors)
-    _check_names(folder, set(head.state_dict()), set(tensors))
-    head.load_state_dict(tensors)
+    head = HEADS[kind].from_config(stored.config, stored.tensors)
+    stored.check_names(set(head.state_dict()))
+    if target is not None:
+        _check_target(head, facts.get("target", {}), target)
+    stored.check_shapes(head.state_dict())
+    head.load_state_dict(stored.tensors)
     if facts.get("tree"):
         head.tree = tree_from_json(facts["tree"])
         head.check_tree(head.tree)
     if target is not None:
-        _check_target(head, facts.get("target", {}), target)
         head.to(target.device)
     floating = dtype or (target.dtype if target is not None else None)
     return (head.to(floating) if floating else head).eval()
@@ -164,9 +166,8 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
         )
     if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
         raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
-    return Path(
-        snapshot_download(str(source), revision=revision, allow_patterns=[CONFIG, WEIGHTS, CARD])
-    )
+    patterns = [CONFIG, *WEIGHT_FILES, CARD]
+    return Path(snapshot_download(str(source), revision=revision, allow_patterns=patterns))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -203,14 +204,6 @@ def staged(folder: Path) -> Iterator[Path]:
             staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)  # gone already when the rename went well
-
-
-def _check_names(folder: Path, expected: set[str], got: set[str]) -> None:
-    if expected != got:
-        raise ValueError(
-            f"{folder / WEIGHTS}: missing tensors {sorted(expected - got)[:4]}, "
-            f"unexpected {sorted(got - expected)[:4]}; the file does not match its own head"
-        )
 
 
 def _check_target(head: DraftHead, recorded: dict[str, Any], target: Target) -> None:

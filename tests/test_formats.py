@@ -93,6 +93,22 @@ NAMES = {
     ),
 }
 
+for conditioning, own in {
+    "markov": {"down.{k}.weight", "down.{k}.bias", "up.{k}.weight"},
+    "recurrent": {"down.{k}.weight", "down.{k}.bias", "up.{k}.weight", "carry.0.weight"},
+    "hydra": {"blocks.{k}.residual.weight", "blocks.{k}.residual.bias", "biases.{k}"},
+}.items():
+    heads = {name.format(k=k) for name in own for k in range(2)}
+    heads |= {f"blocks.{k}.layers.0.{part}" for k in range(2) for part in ("weight", "bias")}
+    NAMES[f"sequential-{conditioning}"] = (
+        "sequential",
+        {"conditioning": conditioning, "depth": 2, "prefix": True},
+        heads
+        | {f"lm_heads.{k}.weight" for k in range(2)}
+        | under("prefix.layer", LAYER)
+        | {"prefix.norm.weight"},
+    )
+
 
 @pytest.mark.parametrize(("kind", "choices", "names"), NAMES.values(), ids=NAMES)
 def test_tensor_names_are_those_of_the_field(tmp_path, kind, choices, names):
@@ -185,6 +201,10 @@ def test_the_dynamic_tree_stands_in_the_config(tmp_path, kind):
 
 LIES = {
     "medusa": ({"depth": 3, "layers": 2}, {"num_heads": 7, "num_hidden_layers": 1}),
+    "sequential": (
+        {"depth": 3, "conditioning": "recurrent", "rank": 5},
+        {"num_heads": 7, "conditioning": "hydra", "vocab_size": 5},
+    ),
     "eagle3": ({"layers": 2, "vocabulary": FEW}, {"num_hidden_layers": 5, "draft_vocab_size": 9}),
     "eagle": ({"layers": 2}, {"num_hidden_layers": 1}),
 }
