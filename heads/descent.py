@@ -25,9 +25,9 @@ from draftheads.heads.tree import TokenTree
 if TYPE_CHECKING:
     from draftheads.heads.sequential import SequentialHead
 
-KEPT_BYTES = 1 << 28
+KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """What all tokens become in the heads, and what ranks become in the logits, is kept for drafting
-where each takes up to 256 MiB.
+where each takes no more than this, by device (others: as for the CPU).
 """
 TABLE_ROWS = 1 << 13
 """Tokens whose embeddings are made at a time."""
@@ -96,14 +96,15 @@ class Products:
         downs = [linear(head.down, k).weight for k in depths]
         ups = [linear(head.up, k).weight for k in depths]
         size = head.depth * len(downs[0]) * downs[0].element_size()
-        if size * head.vocab_size <= KEPT_BYTES:
+        limit = KEPT_BYTES.get(target.device.type, KEPT_BYTES["cpu"])
+        if size * head.vocab_size <= limit:
             parts = torch.split(torch.arange(head.vocab_size, device=target.device), TABLE_ROWS)
             self.tables_Vr = [torch.cat([head.codes(k, p, target) for p in parts]) for k in depths]
         if head.conditioning == "markov":
             self.thin_rv = [up.T for up in ups]
             return
         self.mixers_KDr = torch.stack([down[:, : head.hidden_size].T for down in downs])
-        if size * len(weights[0]) <= KEPT_BYTES:
+        if size * len(weights[0]) <= limit:
             pairs = zip(weights, ups, strict=True)
             self.thin_rv = [(weight.to(up.dtype) @ up).T.contiguous() for weight, up in pairs]
 

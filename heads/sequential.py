@@ -60,7 +60,7 @@ class SequentialHead(MedusaHead):
         depth: int,
         layers: int,
         *,
-        conditioning: str = "state",
+        conditioning: str = "recurrent",
         rank: int | None = None,
         normed: bool = True,
         prefix: PrefixLayer | None = None,
@@ -96,7 +96,7 @@ class SequentialHead(MedusaHead):
             shape = LayerShape.of(target, choices)
             prefix = PrefixLayer(shape, Rope(shape.head_dim, *default_rope(target, choices)))
         return {
-            "conditioning": choices.get("conditioning", "state"),
+            "conditioning": choices.get("conditioning", "recurrent"),
             "rank": choices.get("rank"),
             "prefix": prefix,
         }

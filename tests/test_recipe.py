@@ -178,7 +178,7 @@ def test_every_kind_of_head_has_a_section():
 
 
 def test_a_wrong_kind_lists_the_kinds(path):
-    expected = "head.kind: expected one of medusa, eagle3, eagle, got 'eagel'"
+    expected = "head.kind: expected one of medusa, sequential, eagle3, eagle, got 'eagel'"
     assert error(path, "head.kind=eagel") == f"command line: {expected}"
     path.write_text(MINIMAL + "head:\n  kind: eagel\n")
     assert error(path) == f"{path}: {expected}"

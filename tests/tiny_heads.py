@@ -20,9 +20,9 @@ from draftheads.infer.engine import Speculator, Statistics
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in HEADS},
     "sequential-markov": ("sequential", {"conditioning": "markov"}),
-    "sequential-recurrent": ("sequential", {"conditioning": "recurrent", "rank": 24}),
+    "sequential-state": ("sequential", {"conditioning": "state", "rank": 24}),
     "sequential-hydra": ("sequential", {"conditioning": "hydra"}),
-    "sequential-prefix": ("sequential", {"conditioning": "state", "prefix": True}),
+    "sequential-prefix": ("sequential", {"prefix": True}),
 }
 """Every kind, and what differs so much within a kind that it must keep all promises by itself: name
 -> (kind, choices).

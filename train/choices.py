@@ -61,12 +61,12 @@ class SequentialChoices(MedusaChoices, LayerSizes):
 
     kind: Literal["sequential"] = "sequential"  # type: ignore[assignment]
     conditioning: Literal["markov", "state", "recurrent", "hydra"] = Field(
-        "state",
+        "recurrent",
         description="markov: the token before changes the logits; state: it changes the hidden "
         "state; recurrent: so do all tokens since the root; hydra: these enter the head itself",
     )
     rank: Size | None = Field(
-        None, description="inner width of markov (null: 64) and state (null: the target's width)"
+        None, description="inner width, not of hydra; null: 64 for markov, else the target's width"
     )
     prefix: bool = Field(False, description="a decoder layer reads the whole text first (Hydra++)")
     top_k: Size | None = Field(
