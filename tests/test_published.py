@@ -1,0 +1,240 @@
+"""The promise: heads that others have published load strictly and draft as their papers say.
+
+Source: medusa.md, section 1.2; names as in github.com/zankner/Hydra.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from plain_eagle import PlainHead
+from plain_hydra import silu
+from test_sequential import DEPTH, drafts_of, plain_drafts, two_texts
+from tiny_targets import VOCABULARY
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftheads.heads.hub import head_target, load_head, save_head
+from draftheads.heads.target import Target
+
+WIDTH, LAYERS = 32, 3
+CONFIG = {
+    "base_model_name_or_path": "base/model",
+    "grounded_heads": True,
+    "hidden_state_offset": 0,
+    "hydra_num_heads": DEPTH + 4,  # published configs are wrong about both
+    "hydra_num_layers": LAYERS + 2,
+    "transformers_version": "4.33.2",
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24,
+    "rms_norm_eps": 1e-2, "pad_token_id": None, "initializer_range": 0.5,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40, "rope_theta": 20.0,
+}  # fmt: skip
+PREFIX = "prefix_embeding_layer"
+ARCHITECTURES = ["mlp", "prefix-mlp"]
+
+
+def new_target(**sizes: Any) -> Target:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, **sizes}, rope_parameters=LLAMA3)
+    return Target(LlamaForCausalLM(config), name="base/model")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return new_target()
+
+
+def places(architecture: str) -> list[int]:
+    """Of the residual blocks in a head: behind a prefix layer, dropout stands before each."""
+    return [1, 3, 5] if architecture == "prefix-mlp" else [0, 1, 2]
+
+
+def last_matrix(architecture: str, k: int) -> str:
+    return f"hydra_lm_head.{k}.1" if architecture == "prefix-mlp" else f"hydra_lm_head.{k}"
+
+
+def published(architecture: str) -> dict[str, torch.Tensor]:
+    """The state dict of a random head."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for k in range(DEPTH):
+        first, *others = places(architecture)
+        wide = (WIDTH, (k + 2) * WIDTH)
+        shapes[f"hydra_mlp.{k}.{first}.linear.weight"] = wide
+        shapes[f"hydra_mlp.{k}.{first}.res_connection.weight"] = wide
+        shapes |= {f"hydra_mlp.{k}.{j}.linear.weight": (WIDTH, WIDTH) for j in others}
+        shapes[f"{last_matrix(architecture, k)}.weight"] = (VOCABULARY, WIDTH)
+    shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+    if architecture == "prefix-mlp":
+        layer = f"{PREFIX}.layers.0"
+        shapes |= {f"{layer}.self_attn.{part}_proj.weight": (WIDTH, WIDTH) for part in "qo"}
+        shapes |= {f"{layer}.self_attn.{part}_proj.weight": (WIDTH // 2, WIDTH) for part in "kv"}
+        shapes |= {f"{layer}.mlp.{part}_proj.weight": (24, WIDTH) for part in ("gate", "up")}
+        shapes[f"{layer}.mlp.down_proj.weight"] = (WIDTH, 24)
+        norms = ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
+        shapes |= {f"{PREFIX}.{norm}.weight": (WIDTH,) for norm in norms}
+        shapes[f"{PREFIX}.embed_tokens.weight"] = (VOCABULARY, WIDTH)
+        shapes[f"{layer}.self_attn.rotary_emb.inv_freq"] = (4,)
+    torch.manual_seed(3)
+    return {name: 2 * torch.randn(shape) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+
+
+class PublishedHydra(PlainHead):
+    """Hydra restated on its own tensor names, as `plain_drafts` wants it."""
+
+    def __init__(self, architecture: str, tensors: dict[str, torch.Tensor], target: Target) -> None:
+        self.architecture = architecture
+        self.weights = {name: tensor.double() for name, tensor in tensors.items()}
+        rope = SimpleNamespace(theta=LLAMA3["rope_theta"], scaling=LLAMA3)
+        self.head = SimpleNamespace(kind="hydra", rope=rope, window=None)
+        self.shape = SimpleNamespace(head_dim=8, kv_heads=2, eps=1e-2)
+        self.embeddings_VD = target.model.get_input_embeddings().weight.double()
+        self.vocabulary = list(range(VOCABULARY))
+
+    def inputs(self, features_TD: torch.Tensor) -> list[Any]:
+        features, memory = features_TD.double(), []
+        if self.architecture == "mlp":
+            return list(features)
+        layer = f"{PREFIX}.layers.0"
+        states = [self.layer(layer, x_D, n, memory) for n, x_D in enumerate(features[1:])]
+        return [None, *(self.norm(f"{PREFIX}.norm", state_D) for state_D in states)]
+
+    def logits(self, input_D: torch.Tensor, path: tuple[int, ...]) -> torch.Tensor:
+        k = len(path) - 1
+        x = torch.cat([input_D, *(self.embeddings_VD[token] for token in path)])
+        for j, place in enumerate(places(self.architecture)):
+            block = f"hydra_mlp.{k}.{place}"
+            kept = self.linear(f"{block}.res_connection", x) if j == 0 else x
+            x = kept + silu(self.linear(f"{block}.linear", x))
+        return self.linear(last_matrix(self.architecture, k), x)
+
+
+def folder_of(path: Path, tensors: Any, **config: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    torch.save(tensors, path / "hydra_lm_head.pt")
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.no_grad()
+def test_a_published_hydra_drafts_as_its_restatement(tmp_path, target, architecture, dtype):
+    tensors = {name: each.to(dtype) for name, each in published(architecture).items()}
+    folder = folder_of(tmp_path / "hydra", tensors, hydra_head_arch=architecture)
+    head = load_head(folder, target=target)
+    assert (head.depth, head.layers, head.normed) == (DEPTH, LAYERS, False)
+    expected = plain_drafts(PublishedHydra(architecture, tensors, target), *two_texts())
+    assert drafts_of(head, target, *two_texts()) == expected
+    save_head(head, tmp_path / "ours", target=target)
+    assert drafts_of(load_head(tmp_path / "ours"), target, *two_texts()) == expected
+
+
+def test_a_published_hydra_is_loaded_by_its_id(hub, tmp_path, target):
+    folder = folder_of(tmp_path / "hydra", published("prefix-mlp"), hydra_head_arch="prefix-mlp")
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    files["training_args.bin"] = b"not wanted"
+    hub.repos["them/hydra"] = {"private": False, "files": files}
+    assert head_target("them/hydra") == ("base/model", None)
+    state = load_head("them/hydra", target=target).state_dict()
+    expected = load_head(folder, target=target).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+
+def refusal(folder: Path, target: Target | None = None) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is the test
+        load_head(folder, target=target)
+    message = str(caught.value)
+    assert "\n" not in message and str(folder) in message
+    return message
+
+
+LEFT_OVER = [f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq"]
+UNKNOWN = ["hydra_mlp.0.0.scale", "hydra_lm_head.weight", f"{PREFIX}.layers.0.bias", "fc.weight"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_name_must_be_there_and_no_other(tmp_path, target, architecture):
+    def file(tensors: dict[str, torch.Tensor]) -> Path:
+        return folder_of(tmp_path / "head", tensors, hydra_head_arch=architecture)
+
+    whole = published(architecture)
+    whole = {name: tensor for name, tensor in whole.items() if name not in LEFT_OVER}
+    load_head(file(whole), target=target)
+    for name in whole:
+        tensors = {other: tensor for other, tensor in whole.items() if other != name}
+        assert f"missing tensors ['{name}'], unexpected []" in refusal(file(tensors), target)
+    for name in UNKNOWN if architecture == "prefix-mlp" else [*UNKNOWN[:2], UNKNOWN[3]]:
+        message = refusal(file({**whole, name: torch.ones(1)}), target)
+        assert f"missing tensors [], unexpected ['{name}']" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("hydra_head_arch", "cross-attn", "mlp or prefix-mlp"),
+        ("hydra_head_arch", "eagle-attn", "mlp or prefix-mlp"),
+        ("grounded_heads", False, "True"),
+        ("hidden_state_offset", 1, "0"),
+    ],
+)
+def test_other_designs_are_refused(tmp_path, target, key, value, expected):
+    folder = folder_of(tmp_path / "head", published("mlp"), **{key: value})
+    line = f"expected {key} to be {expected}, got {value!r}; such Hydra heads are not read, train"
+    assert line in refusal(folder, target)
+
+
+def test_a_prefix_layer_needs_the_target_it_was_made_for(tmp_path, target):
+    folder = folder_of(tmp_path / "head", published("prefix-mlp"))
+    assert "got none; load base/model and pass it: load_head(..., target=target)" in refusal(folder)
+    message = refusal(folder, new_target(num_key_value_heads=4))
+    assert (
+        "expected prefix.layer.self_attn.k_proj.weight of shape (32, 32), got (16, 32)" in message
+    )
+    with pytest.raises(ValueError, match=r"hidden size 32 \(base/model\), target has 64"):
+        load_head(folder, target=new_target(hidden_size=64))
+
+
+def test_without_a_prefix_layer_no_target_is_needed(tmp_path):
+    head = load_head(folder_of(tmp_path / "head", published("mlp")))
+    assert (head.hidden_size, head.vocab_size, head.depth) == (WIDTH, VOCABULARY, DEPTH)
+
+
+class Code:
+    """Something that leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_file_that_is_no_state_dict_is_refused_and_not_run(tmp_path):
+    trap = tmp_path / "trap"
+    for content in (Code(trap), {"weight": Code(trap)}, torch.nn.Linear(2, 2)):
+        message = refusal(folder_of(tmp_path / "head", content))
+        assert "expected a plain state dict, got a file that holds code" in message
+    assert not trap.exists()
+    for content in ({"state_dict": published("mlp")}, {"weight": torch.ones(1), "step": 3}):
+        message = refusal(folder_of(tmp_path / "head", content))
+        assert f"expected a plain state dict of tensors, got {sorted(content)}" in message
+    assert "got list" in refusal(folder_of(tmp_path / "head", [torch.ones(1)]))
+    folder = folder_of(tmp_path / "head", {})
+    (folder / "hydra_lm_head.pt").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "or no pickle" in refusal(folder)
+
+
+def test_a_folder_without_weights_says_which_are_missing(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors or hydra_lm_head\.pt"):
+        load_head(tmp_path)
