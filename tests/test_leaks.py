@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plain_hydra import awake
 from tiny_targets import tiny_target
 
 from draftheads.heads.base import Batch
 from draftheads.heads.eagle import EagleHead
 from draftheads.heads.eagle3 import Eagle3Head
+from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.unroll import unroll, visible
 
 # Two documents, A and B, and one token of padding; l marks what is learned.
@@ -67,6 +69,14 @@ TOKENS = """
     F F F F F F T T F F
     F F F F F F T T F F
 """
+TOKENS_BEHIND_THE_ROOT = """
+    F F T F F F F F F F
+    F F T T F F F F F F
+    F F F T F F F F F F
+    F F F F F F T F F F
+    F F F F F F T T F F
+    F F F F F F F T F F
+"""
 
 
 def drawn(table: str) -> list[list[bool]]:
@@ -94,6 +104,27 @@ def said(request):
         yield say
 
 
+@pytest.fixture(params=["recurrent", "hydra"])
+def said_behind_a_prefix(request):
+    """The same of a sequential head: its prefix layer reads the features alone, its heads read the
+    root and the tokens behind it.
+    """
+    target = tiny_target()
+    head = SequentialHead.create(target, conditioning=request.param, depth=2, prefix=True)
+    head = awake(head)
+
+    def say(tokens_BT, hidden_BTH):
+        batch, said = replace(BATCH, tokens_BT=tokens_BT), {}
+        for step, (here_BT, hidden_MD, _) in enumerate(head.states(batch, hidden_BTH, target)):
+            roots = here_BT[0].nonzero()[:, 0].tolist()
+            said |= {(root, step): row for root, row in zip(roots, hidden_MD, strict=True)}
+        assert sorted(said) == JUDGED
+        return torch.stack([said[each] for each in JUDGED])
+
+    with torch.no_grad():
+        yield say
+
+
 def influence(said, changes) -> list[list[bool]]:
     """Line per thing judged, column per change: whether it made a difference."""
     torch.manual_seed(7)
@@ -106,17 +137,27 @@ def influence(said, changes) -> list[list[bool]]:
     return torch.stack(columns, dim=1).tolist()
 
 
-def test_features_reach_what_is_drawn(said):
-    def change(place, tokens_BT, hidden_BTH):
-        hidden_BTH[0, place] = -hidden_BTH[0, place]
-        return tokens_BT, hidden_BTH
+def other_feature(place, tokens_BT, hidden_BTH):
+    hidden_BTH[0, place] = -hidden_BTH[0, place]
+    return tokens_BT, hidden_BTH
 
-    assert influence(said, change) == drawn(FEATURES)
+
+def other_token(place, tokens_BT, hidden_BTH):
+    tokens_BT[0, place] = 15
+    return tokens_BT, hidden_BTH
+
+
+def test_features_reach_what_is_drawn(said):
+    assert influence(said, other_feature) == drawn(FEATURES)
 
 
 def test_tokens_reach_what_is_drawn(said):
-    def change(place, tokens_BT, hidden_BTH):
-        tokens_BT[0, place] = 15
-        return tokens_BT, hidden_BTH
+    assert influence(said, other_token) == drawn(TOKENS)
 
-    assert influence(said, change) == drawn(TOKENS)
+
+def test_behind_a_prefix_layer_features_reach_the_same(said_behind_a_prefix):
+    assert influence(said_behind_a_prefix, other_feature) == drawn(FEATURES)
+
+
+def test_behind_a_prefix_layer_tokens_since_the_root_matter(said_behind_a_prefix):
+    assert influence(said_behind_a_prefix, other_token) == drawn(TOKENS_BEHIND_THE_ROOT)
