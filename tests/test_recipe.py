@@ -45,7 +45,7 @@ def test_a_short_recipe_is_enough(path):
 
 @pytest.mark.parametrize(
     "file",
-    sorted([*RECIPES.glob("*-medusa.yaml"), *RECIPES.glob("*-eagle*.yaml")]),
+    sorted(file for kind in HEADS for file in RECIPES.glob(f"*-{kind}.yaml")),
     ids=lambda file: file.stem,
 )
 def test_shipped_recipes_are_valid(file):
@@ -193,6 +193,8 @@ def test_a_wrong_kind_lists_the_kinds(path):
         ("eagle3", "head.heads_kv", "head.heads"),
         ("eagle", "head.regresion", "head.regression"),
         ("medusa", "head.lm_heads", "head.lm_head"),
+        ("sequential", "head.conditoning", "head.conditioning"),
+        ("sequential", "head.ranks", "head.rank"),
         ("eagle3", "optim.lrr", "optim.lr"),
     ],
 )
@@ -213,6 +215,13 @@ def test_a_key_of_another_kind_says_whose_it_is(path):
         "command line: unknown key 'head.steps'; it belongs to head.kind eagle3 or eagle, "
         "and this is medusa"
     )
+    for key in ("conditioning=hydra", "rank=4", "prefix=true"):
+        assert "it belongs to head.kind sequential, and this is medusa" in error(
+            path, f"head.{key}"
+        )
+    assert "it belongs to head.kind eagle3 or eagle, and this is sequential" in error(
+        path, "head.kind=sequential", "head.sliding_window=4"
+    )
 
 
 def test_a_faulty_head_key_is_named_as_the_user_wrote_it(path):
@@ -226,12 +235,13 @@ def test_a_faulty_head_key_is_named_as_the_user_wrote_it(path):
     )
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "sequential"])
 def test_a_tree_has_no_more_nodes_than_candidates(path, kind):
     tree = [f"head.kind={kind}", "head.depth=3", "head.top_k=4"]
     assert load_recipe(path, [*tree, "head.nodes=36"]).head.nodes == 36
     assert "expected nodes of at most 36" in error(path, *tree, "head.nodes=37")
-    assert load_recipe(path, [*tree[:1], "head.depth=1", "head.nodes=10"]).head.depth == 1
+    single = [*tree[:1], "head.depth=1", "head.top_k=10", "head.nodes=10"]
+    assert load_recipe(path, single).head.depth == 1
 
 
 @pytest.mark.parametrize("loss", ["tv", "lk", "hybrid"])
@@ -255,6 +265,36 @@ def test_a_head_learns_something_and_can_fill_its_tree(path):
     assert "at least top_k = 10" in error(path, "head.kind=eagle3", "head.vocabulary=9")
 
 
+def test_the_candidates_of_a_fixed_tree_are_not_bounded(path):
+    tree = ["head.kind=sequential", "head.depth=3", "head.nodes=37"]
+    assert load_recipe(path, tree).head.top_k is None
+
+
+def test_hydra_has_no_rank(path):
+    sequential = ["head.kind=sequential", "head.rank=8"]
+    message = error(path, *sequential, "head.conditioning=hydra")
+    assert "expected rank: null with conditioning: hydra" in message and "remove rank" in message
+    for conditioning in ("markov", "state", "recurrent"):
+        choices = load_recipe(path, [*sequential, f"head.conditioning={conditioning}"]).head
+        assert choices.rank == 8
+    assert "'markov', 'state', 'recurrent' or 'hydra', got 'medusa'" in error(
+        path, "head.kind=sequential", "head.conditioning=medusa"
+    )
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["heads=4", "kv_heads=2", "head_dim=8", "intermediate_size=16", "rope_theta=1e4",
+     "rope_scaling={rope_type: linear, factor: 2.0}"],
+)  # fmt: skip
+def test_sizes_of_a_layer_need_the_layer(path, size):
+    sequential, name = ["head.kind=sequential", f"head.{size}"], size.partition("=")[0]
+    assert f"{name}: expected prefix: true with {name}, a size of the prefix" in error(
+        path, *sequential
+    )
+    assert getattr(load_recipe(path, [*sequential, "head.prefix=true"]).head, name)
+
+
 def test_a_fault_between_keys_is_blamed_on_an_override_only_if_it_names_one(path):
     path.write_text(MINIMAL + "head:\n  kind: eagle3\n  loss: tv\n  labels: hard\n")
     assert error(path, "head.steps=3").startswith(f"{path}: head: expected labels: soft")
@@ -264,6 +304,8 @@ def test_a_fault_between_keys_is_blamed_on_an_override_only_if_it_names_one(path
     ("kind", "decoding", "trained"),
     [
         ("medusa", ["head.nodes=9"], "head.depth=3"),
+        ("sequential", ["head.nodes=9", "head.top_k=4"], "head.depth=3"),
+        ("sequential", ["head.nodes=9"], "head.conditioning=hydra"),
         ("eagle3", ["head.nodes=9", "head.depth=3", "head.top_k=4"], "head.steps=3"),
         ("eagle", ["head.nodes=9", "head.depth=3", "head.top_k=4"], "head.noise=0.5"),
     ],
@@ -278,7 +320,7 @@ def test_a_continued_run_may_change_what_only_decoding_reads(path, kind, decodin
 
 
 def test_a_dumped_recipe_is_a_recipe(path):
-    for kind in ("medusa", "eagle3", "eagle"):
+    for kind in HEADS:
         recipe = load_recipe(path, kind=kind)
         assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
 
