@@ -1,8 +1,8 @@
 """The promise: a fault in a head, or in what it is fed, never changes the output, and is seen in
 the tokens per step.
 
-Each fault is planted in the saved folder of a head that knows a text by heart, whose drafts are all
-accepted without it.
+Each fault is planted in a head that knows a text by heart, or in its saved folder; without it, all
+its drafts are accepted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_heads import Recorder, decode, overfitted, written_by
 from tiny_training import VOCABULARY, tiny_model
 
+from draftheads.heads.descent import StateLevels
 from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.target import Target
 
@@ -175,3 +176,61 @@ def test_positions_that_are_all_shifted_cost_nothing(target, texts, good):
     rope = head.rope
     head.rope = lambda positions_BQ: rope(positions_BQ + 1)
     assert tokens_per_step(target, texts, head, head.tree) == DEPTH + 1
+
+
+@pytest.fixture(scope="module")
+def good_sequential(tmp_path_factory, target, texts) -> Path:
+    """The folder of a head that reads the whole text, the root and the drafts behind it."""
+    choices = {"conditioning": "recurrent", "rank": 32, "prefix": True, "lm_head": "shared"}
+    tree = {"nodes": 8, "depth": DEPTH, "top_k": 2}
+    head = overfitted("sequential", target, texts, updates=40, **choices, **tree)
+    return save_head(head, tmp_path_factory.mktemp("faults") / "head", target=target)
+
+
+def embeddings_of_wrong_rows(monkeypatch, head) -> None:
+    embed = head.embed
+    monkeypatch.setattr(head, "embed", lambda tokens, target: embed((tokens + 1) % PADDED, target))
+
+
+def the_token_before_the_last_one(monkeypatch, head) -> None:
+    """A level reads its parents' tokens."""
+    descend = StateLevels.descend
+
+    def late(levels, tokens_BF, parents_BF):
+        descend(levels, levels.tokens_BF.gather(1, parents_BF), parents_BF)
+
+    monkeypatch.setattr(StateLevels, "descend", late)
+
+
+def features_in_the_prefix_layer_one_late(monkeypatch, head) -> None:
+    read = head.prefix.read
+    monkeypatch.setattr(
+        head.prefix,
+        "read",
+        lambda tokens_BQ, features_BQD, *others: read(
+            tokens_BQ, features_BQD.roll(1, dims=1), *others
+        ),
+    )
+
+
+SEQUENTIAL_FAULTS = [
+    embeddings_of_wrong_rows,
+    the_token_before_the_last_one,
+    features_in_the_prefix_layer_one_late,
+]
+
+
+def test_without_a_fault_every_draft_of_a_sequential_head_is_accepted(
+    target, texts, good_sequential
+):
+    head = load_head(good_sequential, target=target)
+    assert tokens_per_step(target, texts, head, head.tree) == DEPTH + 1
+
+
+@pytest.mark.parametrize("fault", SEQUENTIAL_FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_in_a_sequential_head_costs_tokens_per_step_and_no_output(
+    target, texts, good_sequential, monkeypatch, fault
+):
+    head = load_head(good_sequential, target=target)
+    fault(monkeypatch, head)
+    assert tokens_per_step(target, texts, head, head.tree) < CLEARLY * (DEPTH + 1)
