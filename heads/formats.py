@@ -80,6 +80,12 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{file}: expected a plain state dict, got a file that holds code, or no pickle; {hint}"
         ) from error
+    except (EOFError, OSError, RuntimeError) as error:  # none of them names the file
+        reason = str(error).partition(".")[0] or "end of file"
+        raise ValueError(
+            f"{file}: expected a whole state dict, torch cannot read it ({reason}); if it was cut "
+            "short, download it again"
+        ) from error
     named = isinstance(tensors, dict) and all(map(torch.is_tensor, tensors.values()))
     if not named:
         got = sorted(map(str, tensors))[:4] if isinstance(tensors, dict) else type(tensors).__name__

@@ -234,6 +234,14 @@ def test_a_file_that_is_no_state_dict_is_refused_and_not_run(tmp_path):
     assert "or no pickle" in refusal(folder)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_file_that_was_cut_short_is_named(tmp_path, share):
+    folder = folder_of(tmp_path / "head", published("mlp"))
+    content = (folder / "hydra_lm_head.pt").read_bytes()
+    (folder / "hydra_lm_head.pt").write_bytes(content[: int(share * len(content))])
+    assert "hydra_lm_head.pt: expected a whole state dict" in refusal(folder)
+
+
 def test_a_folder_without_weights_says_which_are_missing(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors or hydra_lm_head\.pt"):
