@@ -13,7 +13,6 @@ import argparse
 import gc
 import json
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -37,6 +36,7 @@ from draftheads.scripts.draft_trial import (
     trees,
 )
 from draftheads.scripts.options import set_threads
+from draftheads.scripts.step_time import CLOCKS
 from draftheads.scripts.step_trial import option
 
 Entry = tuple[str, str]
@@ -83,15 +83,16 @@ def _groups(
 def timed(trials: dict[Entry, Trial], setup: Setup) -> dict[Entry, list[float]]:
     """Seconds of each draft, after a warm-up, one trial after another in every round."""
     seconds: dict[Entry, list[float]] = {entry: [] for entry in trials}
+    now = CLOCKS[setup.clock]
     for number in range(setup.warmup + setup.repetitions):
         for entry, trial in trials.items():
             committed = trial.commit(setup.accepted)
             _wait(trial.target)
-            began = time.perf_counter()
+            began = now()
             trial.draft(committed)
             _wait(trial.target)
             if number >= setup.warmup:
-                seconds[entry].append(time.perf_counter() - began)
+                seconds[entry].append(now() - began)
     return seconds
 
 
@@ -150,8 +151,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
     setup = report["setup"]
     return [
         f"medians of {setup['repetitions']} drafts after {setup['warmup']}, each after "
-        f"{setup['accepted']} new tokens behind a text of {setup['context']}; wall time, Python's "
-        "share in it.",
+        f"{setup['accepted']} new tokens behind a text of {setup['context']}; {setup['clock']} time, "
+        "Python's share in it.",
         "weights: the head's own. read: weights and what is kept of them, once for each time that "
         "an operator reads them; GB/s: read by time.",
         f"machine: {machine_line(report['machine'])}.",

@@ -55,7 +55,8 @@ class Setup:
     """The choices of one run. hidden, vocab, layers: the target's; attention heads and the MLP are
     in Llama 3's proportions. nodes, depth: of all trees. top_k: of the dynamic ones. draft_vocab:
     tokens that the heads can guess, 0: all. rank: of the sequential heads, 0: their default.
-    context: committed tokens before the first tree; accepted: before each further one.
+    context: committed tokens before the first tree; accepted: before each further one. clock: as in
+    `step_trial`. together_gb: heads that take no more are timed in turns.
     """
 
     hidden: int = 512
@@ -74,6 +75,7 @@ class Setup:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+    clock: str = "wall"
     together_gb: float = 4.0
 
     def __post_init__(self) -> None:
