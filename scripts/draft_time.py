@@ -151,8 +151,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
     setup = report["setup"]
     return [
         f"medians of {setup['repetitions']} drafts after {setup['warmup']}, each after "
-        f"{setup['accepted']} new tokens behind a text of {setup['context']}; {setup['clock']} time, "
-        "Python's share in it.",
+        f"{setup['accepted']} new tokens behind a text of {setup['context']}; "
+        f"{setup['clock']} time, Python's share in it.",
         "weights: the head's own. read: weights and what is kept of them, once for each time that "
         "an operator reads them; GB/s: read by time.",
         f"machine: {machine_line(report['machine'])}.",
