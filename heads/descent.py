@@ -115,7 +115,7 @@ class StateLevels:
     def __init__(self, head: SequentialHead, target: Target) -> None:
         self.head, self.target, self.stack = head, target, head.stacked()
         self.products, self.weights_vD = head.products(target), head.unembed_weights(target)
-        self.is_recurrent = head.conditioning == "recurrent"
+        self.carries_rr = [carry.T for carry in head.carry.parameters()]
         self.carried_BFr: Tensor | None = None
 
     def start(self, inputs_BD: Tensor, roots_B: Tensor, depth: int) -> None:
@@ -133,10 +133,13 @@ class StateLevels:
         return F.linear(states_BFD.to(weight_vD.dtype), weight_vD).float()
 
     def descend(self, tokens_BF: Tensor, parents_BF: Tensor) -> None:
+        if self.carries_rr:
+            carried_BFr = self.codes_BFr @ self.carries_rr[self.place]
+            if carried_BFr.shape[1] > 1:  # else all nodes have the same parent
+                index_BFr = parents_BF[:, :, None].expand(-1, -1, carried_BFr.shape[2])
+                carried_BFr = carried_BFr.gather(1, index_BFr)
+            self.carried_BFr = carried_BFr
         self.tokens_BF, self.place = tokens_BF, self.place + 1
-        if self.is_recurrent:
-            index_BFr = parents_BF[:, :, None].expand(-1, -1, self.codes_BFr.shape[2])
-            self.carried_BFr = self.codes_BFr.gather(1, index_BFr)
 
     def _given(self, hidden_KBD: Tensor) -> Tensor:
         return hidden_KBD
@@ -151,7 +154,7 @@ class StateLevels:
         if self.mixed_B1r is not None:
             codes_BFr = codes_BFr + self.mixed_B1r[self.place]
         if self.carried_BFr is not None:
-            codes_BFr = codes_BFr + self.head.carry[self.place - 1](self.carried_BFr)
+            codes_BFr = codes_BFr + self.carried_BFr
         self.codes_BFr = F.silu(codes_BFr)
         return self.codes_BFr
 
