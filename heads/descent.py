@@ -85,7 +85,7 @@ class Products:
 
     tables_Vr: what every token becomes in each head. mixers_KDr: what the state becomes there; None
     for markov. thin_rv: what the ranks of each head become in its logits. Tables and thin matrices
-    are None where they would be large; hydra has none of this.
+    are None where they would be large or gain nothing; hydra has none of this.
     """
 
     def __init__(self, head: SequentialHead, target: Target) -> None:
@@ -95,7 +95,8 @@ class Products:
         depths, weights = range(head.depth), head.unembed_weights(target)
         downs = [linear(head.down, k).weight for k in depths]
         ups = [linear(head.up, k).weight for k in depths]
-        size = head.depth * len(downs[0]) * downs[0].element_size()
+        rank = len(downs[0])
+        size = head.depth * rank * downs[0].element_size()
         limit = KEPT_BYTES.get(target.device.type, KEPT_BYTES["cpu"])
         if size * head.vocab_size <= limit:
             parts = torch.split(torch.arange(head.vocab_size, device=target.device), TABLE_ROWS)
@@ -104,7 +105,9 @@ class Products:
             self.thin_rv = [up.T for up in ups]
             return
         self.mixers_KDr = torch.stack([down[:, : head.hidden_size].T for down in downs])
-        if size * len(weights[0]) <= limit:
+        # with matrices of their own, heads read no less this way, but have fewer kernels
+        pays = rank < head.hidden_size if not head.own_lm_head else head.stacked() is not None
+        if pays and size * len(weights[0]) <= limit:
             pairs = zip(weights, ups, strict=True)
             self.thin_rv = [(weight.to(up.dtype) @ up).T.contiguous() for weight, up in pairs]
 

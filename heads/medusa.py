@@ -65,6 +65,7 @@ class MedusaHead(DraftHead):
         self.own_lm_head = own_lm_head
         self.labels, self.decay = "hard", 0.8
         self._stack: Cached[StackedHeads] = Cached()
+        self._rows: Cached[Tensor] = Cached()
         self.tree = default_tree(depth, DEFAULT_NODES)
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size, layers) for _ in range(depth))
         self.register_buffer("token_map", token_map)
@@ -229,8 +230,10 @@ class MedusaHead(DraftHead):
         """The last matrix (v, D) of every head; the same one where it is shared."""
         if self.own_lm_head:
             return list(self.lm_heads.parameters())
-        weight_VD = target.unembed_weight()
-        weight_vD = weight_VD if self.token_map is None else weight_VD[self.token_map]
+        weight_vD, token_map = target.unembed_weight(), self.token_map
+        if token_map is not None:
+            weight_VD = weight_vD
+            weight_vD = self._rows.get([weight_VD, token_map], lambda: weight_VD[token_map])
         return [weight_vD] * self.depth
 
     def _judged(

@@ -27,6 +27,11 @@ from draftheads.train.loop import fit
 from draftheads.train.prompts import read_prompts
 from draftheads.train.recipe import load_recipe
 
+KINDS = {
+    "medusa": "five Medusa heads learn to guess the next tokens",
+    "sequential": "six heads learn it that also see the draft before their guess",
+    "eagle3": "an EAGLE-3 head learns to go on from its own guesses",
+}
 NODES = (4, 8, 16)
 BENCH_PROMPTS = 16
 QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json.dumps do?")
@@ -50,17 +55,17 @@ def demo(out: Path) -> BenchReport:
         "standard library. It stays frozen."
     )
     with _stage(
-        console, "1 of 5: distill - the target answers prompts, its tokens become the data"
+        console, "1 of 6: distill - the target answers prompts, its tokens become the data"
     ):
         prompts = read_prompts(recipes() / "demo-prompts.jsonl")
         distill(
             target, prompts, DistillOptions(out=out / "data", max_new_tokens=128, batch_size=64)
         )
-    with _stage(console, "2 of 5: train - five Medusa heads learn to guess the next tokens"):
-        heads = {"medusa": _trained("medusa", target, out)}
-    with _stage(console, "3 of 5: train - an EAGLE-3 head learns to go on from its own guesses"):
-        heads["eagle3"] = _trained("eagle3", target, out)
-    with _stage(console, "4 of 5: bench - held-out prompts, against transformers' generate"):
+    heads = {}
+    for number, (kind, what) in enumerate(KINDS.items(), start=2):
+        with _stage(console, f"{number} of 6: train - {what}"):
+            heads[kind] = _trained(kind, target, out)
+    with _stage(console, "5 of 6: bench - held-out prompts, against transformers' generate"):
         held_out = str(recipes() / "demo-heldout.jsonl")
         ids = opening_ids(target, held_out, None, BENCH_PROMPTS)
         report = bench(target, heads, ids, BenchOptions(nodes=NODES))
@@ -68,7 +73,7 @@ def demo(out: Path) -> BenchReport:
         print_report(report, console)
     best = max(report.heads, key=lambda result: result.speedup)
     kind = best.name.partition("@")[0]
-    with _stage(console, f"5 of 5: chat - with {best.name}; accepted drafts are coloured"):
+    with _stage(console, f"6 of 6: chat - with {best.name}; accepted drafts are coloured"):
         tree = heads[kind].tree.head(best.nodes or heads[kind].tree.draft_nodes)
         sample_chat(Speculator(target, heads[kind], tree=tree), QUESTIONS, console=console)
     console.print(
