@@ -213,7 +213,6 @@ class SequentialHead(MedusaHead):
         down = linear(self.down, place)
         return F.linear(self.embed(tokens, target), down.weight[:, -self.hidden_size :], down.bias)
 
-    @torch.no_grad()
     def products(self, target: Target) -> Products:
         """Of the weights, for drafting."""
         weights = [*self.parameters(), *target.model.get_input_embeddings().parameters()]

@@ -96,8 +96,8 @@ def _heads(
                 f"a head is called {name!r}, as a contestant of every bench; rename it"
             )
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
-        if isinstance(drafts, DraftHead):
-            tree = tree or drafts.tree
+        if isinstance(drafts, DraftHead) and tree is None:
+            tree = drafts.tree
             if options.nodes:
                 for nodes in sorted({min(nodes, tree.draft_nodes) for nodes in options.nodes}):
                     engine = Speculator(target, drafts, tree=tree.head(nodes))

@@ -122,8 +122,8 @@ def bench(
     tree: Annotated[
         list[str] | None,
         typer.Option(
-            help="a tree instead of the head's own: 4,2,1 or [[0],[0,0]] or "
-            "nodes=16,depth=5,top_k=4 (EAGLE); repeatable"
+            help="a tree instead of the heads' own: 4,2,1 or [[0],[0,0]] or "
+            "nodes=16,depth=5,top_k=4 (not Medusa); NAME@TREE: for one head; repeatable"
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="use only the first N prompts")] = 16,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftheads.heads.base import DraftHead
@@ -39,15 +39,27 @@ def head_names(sources: list[str]) -> list[str]:
 
 
 def with_trees(heads: dict[str, DraftHead], texts: Sequence[str]) -> dict[str, Entry]:
-    """Each head with its own tree, or with each of the trees that were typed, as "name@tree"."""
-    if not texts:
-        return {name: (head, head.tree) for name, head in heads.items()}
-    trees = {text: parse_tree(text) for text in texts}
-    return {
-        f"{name}@{text}": (head, tree)
-        for name, head in heads.items()
-        for text, tree in trees.items()
-    }
+    """Each head with each of the trees that were typed, as "name@tree", or else by itself.
+
+    A tree that is typed as "name@tree" is for the head of that name alone. Raises ValueError when
+    there is none.
+    """
+    trees: dict[str, Entry] = {}
+    for text in texts:
+        name, _, tree = text.rpartition("@")
+        if name and name not in heads:
+            raise ValueError(
+                f"--tree {text}: expected a tree, or one of {', '.join(heads)} before the @, "
+                f"got {name}"
+            )
+        for each in [name] if name else heads:
+            trees[f"{each}@{tree}"] = (heads[each], parse_tree(tree))
+    own = {name: head for name, head in heads.items() if _has_no(name, trees)}
+    return {**own, **trees}
+
+
+def _has_no(name: str, trees: Mapping[str, Entry]) -> bool:
+    return not any(key.rpartition("@")[0] == name for key in trees)
 
 
 def check_outputs(files: list[Path | None], card_heads: list[str]) -> None:
