@@ -102,7 +102,7 @@ class Products:
             parts = torch.split(torch.arange(head.vocab_size, device=target.device), TABLE_ROWS)
             self.tables_Vr = [torch.cat([head.codes(k, p, target) for p in parts]) for k in depths]
         if head.conditioning == "markov":
-            self.thin_rv = [up.T for up in ups]
+            self.thin_rv = [up.T.contiguous() for up in ups]
             return
         self.mixers_KDr = torch.stack([down[:, : head.hidden_size].T for down in downs])
         # with matrices of their own, heads read no less this way, but have fewer kernels

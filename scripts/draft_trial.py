@@ -36,6 +36,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         f"{name}+prefix": ("sequential", {"conditioning": name, "prefix": True})
         for name in CONDITIONINGS
     },
+    "recurrent-shared+prefix": (
+        "sequential",
+        {"conditioning": "recurrent", "lm_head": "shared", "prefix": True},
+    ),
     "eagle3": ("eagle3", {}),
     "eagle": ("eagle", {}),
 }
