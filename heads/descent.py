@@ -1,8 +1,8 @@
 """Drafting with heads that know the token before: the state is read once, then a tree grows level
 by level, all nodes of a level in one small product.
 
-Legend: B batch, F nodes that are expanded together, K heads, k tokens on the way from the root to a
-node (the root included), D hidden width, r rank, V vocabulary, v draft vocabulary.
+Legend: B batch, F nodes that are expanded together, K heads, D hidden width, E width of a whole
+path, r rank, X D or v, V vocabulary, v draft vocabulary.
 """
 
 from __future__ import annotations

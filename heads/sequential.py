@@ -1,8 +1,6 @@
 """Medusa heads that know the token before: EAGLE's acceptance at Medusa's price.
 
-Legend: B batch, M learned positions, F nodes that are expanded together, K heads, k tokens on the
-way from the root to a node (the root included), D hidden width, r rank, V vocabulary, v draft
-vocabulary.
+Legend: B batch, T tokens, M learned positions, K heads, D hidden width, r rank, v draft vocabulary.
 
 One state of the target still feeds all heads, but head k also sees what was drafted before its
 guess. `conditioning` says how:

@@ -8,7 +8,16 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_heads import SMALL, VARIANTS, decode, new_head, overfitted, written_by
+from tiny_heads import (
+    BY_HEART,
+    SMALL,
+    VARIANTS,
+    decode,
+    drafts_of,
+    new_head,
+    overfitted,
+    written_by,
+)
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.base import RANKS, Batch
@@ -132,3 +141,22 @@ def test_observed_ranks_are_those_of_the_loss(head, batch):
     for k in range(len(counts_KR)):
         kept = torch.bincount(ranks_MK[ranks_MK[:, k] >= 0, k], minlength=RANKS)
         assert kept.tolist() == counts_KR[k, :RANKS].tolist()
+
+
+@pytest.mark.parametrize("choices", [{}, {"lm_head": "shared", "vocabulary": list(range(0, 60))}])
+def test_a_head_that_has_drafted_learns_on_and_drafts_what_it_learned(kind, batch, choices):
+    """What is kept of the weights for drafting neither stops training nor outlives it."""
+    target, prompt = tiny_target(), batch.tokens_BT[0, :6].tolist()
+    head = new_head(kind, target, **{**BY_HEART, **choices}).eval()
+    before = drafts_of(head, target, [prompt], NEW)
+    features_BTD = target.features(batch, head.training_layers)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(5):
+        head(batch, features_BTD, target).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = drafts_of(head, target, [prompt], NEW)
+    assert after != before
+    fresh = new_head(kind, target, **{**BY_HEART, **choices}).eval()
+    fresh.load_state_dict(head.state_dict())
+    assert drafts_of(fresh, target, [prompt], NEW) == after
