@@ -86,6 +86,6 @@ class Cached(Generic[T]):
         """What `make` returns for these parameters as they are now."""
         versions = tuple((each.data_ptr(), each._version) for each in parameters)
         if self._made is None or self._made[0] != versions:
-            with torch.inference_mode(False), torch.no_grad():  # of use in training as well
+            with torch.no_grad():
                 self._made = (versions, make())
         return self._made[1]
