@@ -180,6 +180,11 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("medusa", ["head.vocabulary=40"]),
         ("medusa", ["data.pack=false", "optim.weight_decay=0.1"]),
         ("medusa", ["run.epochs=0.5", "run.steps=null"]),
+        ("sequential", ["run.precision=bf16"]),
+        ("sequential", ["run.precision=bf16", "head.conditioning=hydra", "head.rank=null"]),
+        ("sequential", ["head.conditioning=markov", "head.vocabulary=40", "head.top_k=3"]),
+        ("sequential", ["head.conditioning=state", "head.lm_head=shared", "head.labels=soft"]),
+        ("sequential", ["head.layers=2", "head.heads=2", "head.head_dim=24", "head.kv_heads=1"]),
         ("eagle3", ["run.precision=bf16"]),
         ("eagle3", ["head.labels=hard", "head.layers=2"]),
         ("eagle3", ["head.loss=hybrid", "head.norm_output=true", "head.fc_norm=true"]),
@@ -215,7 +220,8 @@ def test_only_the_head_is_trained(made, tmp_path, monkeypatch, capsys, kind):
     assert all(torch.equal(before[name], after[name]) for name in before)
     said = capsys.readouterr().out
     assert f"parameters of the {kind} head; the target's" in said
-    expected = {"medusa": "3 x blocks.*.layers.*.weight [32, 32]"}
+    blocks = "3 x blocks.*.layers.*.weight [32, 32]"
+    expected = {"medusa": blocks, "sequential": blocks}
     assert expected.get(kind, "1 x fc.weight [32, ") in said
     assert set(weights(tmp_path / "run", 6)) == set(seen[0].head.state_dict())
 

@@ -100,6 +100,7 @@ def write_answers(folder: Path, answers: Sequence[Answer], fingerprint: str | No
 
 HEAD_SECTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"depth": 3, "nodes": 7},
+    "sequential": {"depth": 3, "nodes": 7, "rank": 8, "prefix": True},
     "eagle3": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 3, "vocabulary": 60},
     "eagle": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 2},
 }
