@@ -105,9 +105,11 @@ class Products:
             self.thin_rv = [up.T.contiguous() for up in ups]
             return
         self.mixers_KDr = torch.stack([down[:, : head.hidden_size].T for down in downs])
-        # with matrices of their own, heads read no less this way, but have fewer kernels
-        pays = rank < head.hidden_size if not head.own_lm_head else head.stacked() is not None
-        if pays and size * len(weights[0]) <= limit:
+        width, words = head.hidden_size, len(weights[0])
+        pays = rank * words <= width * (rank + words)  # multiply-adds of a node
+        if head.own_lm_head:  # then no less is read, but there are fewer kernels
+            pays = pays and head.stacked() is not None
+        if pays and size * words <= limit:
             pairs = zip(weights, ups, strict=True)
             self.thin_rv = [(weight.to(up.dtype) @ up).T.contiguous() for weight, up in pairs]
 
