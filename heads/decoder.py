@@ -277,5 +277,5 @@ def check_embeddings(target: Target) -> None:
     if width != target.hidden_size:
         raise ValueError(
             f"{target.name} embeds tokens in {width} dimensions and has hidden states of "
-            f"{target.hidden_size}; EAGLE heads need them equal, use Medusa heads"
+            f"{target.hidden_size}; heads that read tokens need them equal, use Medusa heads"
         )
