@@ -34,7 +34,7 @@ from draftheads.infer.report import describe_machine, machine_line
 from draftheads.infer.summary import Summary
 from draftheads.scripts.ablation_plan import Plan, plan
 from draftheads.scripts.journey import check_outputs, opening_ids
-from draftheads.scripts.options import load_target, set_threads
+from draftheads.scripts.options import load_target, mistakes_in_one_line, set_threads
 from draftheads.train.loop import fit
 
 TRAINED = ("steps", "seconds", "loss", "predicted_tokens_per_step", "heldout_top1", "heldout_top5")
@@ -242,4 +242,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with mistakes_in_one_line():
+        main()

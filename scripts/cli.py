@@ -7,7 +7,6 @@ A mistake of the user's ends with one line (expected, got, next step) and exit c
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -31,6 +30,7 @@ from draftheads.scripts.options import (
     json_object,
     load_head,
     load_target,
+    mistakes_in_one_line,
     rule,
     set_threads,
     spread,
@@ -241,22 +241,8 @@ def main() -> None:
     log.addHandler(RichHandler(show_time=False, show_path=False))
     log.propagate = False
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-    try:
+    with mistakes_in_one_line():
         app(spread(sys.argv[1:]))
-    except (ValueError, OSError) as error:  # the user's mistakes, by this project's convention
-        if os.environ.get("DRAFTHEADS_DEBUG"):
-            raise
-        print(f"error: {_one_line(error)}", file=sys.stderr)
-        sys.exit(2)
-
-
-def _one_line(error: Exception) -> str:
-    from pydantic import ValidationError
-
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 if __name__ == "__main__":

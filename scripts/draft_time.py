@@ -35,7 +35,7 @@ from draftheads.scripts.draft_trial import (
     head_bytes,
     trees,
 )
-from draftheads.scripts.options import set_threads
+from draftheads.scripts.options import mistakes_in_one_line, set_threads
 from draftheads.scripts.step_time import CLOCKS
 from draftheads.scripts.step_trial import option
 
@@ -179,4 +179,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with mistakes_in_one_line():
+        main()

@@ -82,6 +82,9 @@ class Setup:
     def __post_init__(self) -> None:
         if self.repetitions < 2:  # quartiles of one draft there are none
             raise ValueError(f"repetitions: expected 2 or more, got {self.repetitions}")
+        for name in ("hidden", "vocab", "layers", "nodes", "depth", "top_k", "accepted"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
 
 
 def create_target(setup: Setup) -> Target:

@@ -5,6 +5,10 @@ used.
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -99,3 +103,26 @@ def set_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """The user's mistakes, by this project's convention ValueError and OSError, end the process
+    with a line and exit code 2. DRAFTHEADS_DEBUG=1 shows tracebacks.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get("DRAFTHEADS_DEBUG"):
+            raise
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _one_line(error: Exception) -> str:
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from draftheads.infer.report import describe_machine, machine_line
+from draftheads.scripts.options import mistakes_in_one_line
 from draftheads.scripts.step_floor import counted, total
 from draftheads.scripts.step_trial import Setup, Trial, create_batch, create_target, option
 
@@ -284,4 +285,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with mistakes_in_one_line():
+        main()
