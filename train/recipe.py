@@ -40,6 +40,15 @@ class DataChoices(Section):
     )
 
 
+class FeatureChoices(Section):
+    """Where the target's features come from: its forward in every step, or files written once."""
+
+    mode: Literal["online", "cached"] = Field("online", description="cached: from features.path")
+    path: Path | None = Field(None, description="folder of the files; null: beside data.path")
+    dtype: Literal["bf16", "fp8", "fp32"] = Field("bf16", description="of stored features")
+    disk_gb: float = Field(100.0, gt=0, description="GB of disk that the files may fill")
+
+
 class OptimChoices(Section):
     """AdamW and its learning rate. Weight decay spares biases."""
 
@@ -66,6 +75,13 @@ class RunChoices(Section):
     precision: Precision = Field("fp32", description="of the heads' matmuls; weights are fp32")
     trackers: list[str] = Field(default_factory=list, description='e.g. ["tensorboard"]')
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl")
+    max_skipped: int = Field(
+        3, ge=1, description="steps in a row without a finite loss and gradient that end the run"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute what layers made instead of keeping it: less memory, slower"
+    )
+    compile: bool = Field(False, description="torch.compile the heads' layers")
 
     @model_validator(mode="after")
     def _one_length(self) -> RunChoices:
@@ -80,7 +96,16 @@ class Recipe(Section):
     target: str = Field(description="folder or Hub id of the frozen causal LM")
     target_dtype: Dtype = Field("auto", description="auto: float32 on CPU, else the checkpoint's")
     target_revision: str | None = Field(None, description="branch, tag or commit on the Hub")
+    target_placement: Literal["whole", "split", "sharded"] = Field(
+        "whole",
+        description="whole: on each process's device; split: over all GPUs of the one process; "
+        "sharded: its layers divided over all processes",
+    )
+    target_bits: Literal[4, 8] | None = Field(
+        None, description="quantise it through bitsandbytes; null: as target_dtype says"
+    )
     data: DataChoices
+    features: FeatureChoices = Field(default_factory=FeatureChoices)
     head: HeadChoices = Field(default_factory=MedusaChoices)
     optim: OptimChoices = Field(default_factory=OptimChoices)
     run: RunChoices
@@ -124,12 +149,15 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def trained_choices(recipe: dict[str, Any]) -> dict[str, Any]:
     """The part of a dumped recipe that must stay when a run is continued."""
-    memory = ("rows_per_batch", "cache_gb")
-    data = {key: value for key, value in recipe["data"].items() if key not in memory}
-    run = {key: recipe["run"][key] for key in ("seed", "tokens_per_step", "precision")}
     decoding = HEAD_MODELS[recipe["head"]["kind"]].decoding_keys
-    head = {key: value for key, value in recipe["head"].items() if key not in decoding}
-    return {**recipe, "data": data, "head": head, "run": run}
+    free = {"data": {"rows_per_batch", "cache_gb"}, "features": {"path", "disk_gb"}}
+    kept = {
+        section: {key: value for key, value in recipe[section].items() if key not in names}
+        for section, names in {**free, "head": decoding}.items()
+    }
+    run = {key: recipe["run"][key] for key in ("seed", "tokens_per_step", "precision")}
+    whole = {key: value for key, value in recipe.items() if key != "target_placement"}
+    return {**whole, **kept, "run": run}
 
 
 class _Loader(yaml.SafeLoader):
