@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -66,9 +66,9 @@ class Batch:
             yield here_BT
 
 
-@dataclass(frozen=True)
-class HeadLoss:
-    """What `DraftHead.forward` returns.
+class HeadLoss(NamedTuple):
+    """What `DraftHead.forward` returns: a tuple, as DeepSpeed and FSDP look for tensors only in
+    those.
 
     loss: scalar, *summed* over learned tokens; the loop divides by the global number of them.
     ranks_KR: int64 counts, how often the right token had rank r at depth k (the last of RANKS + 1
