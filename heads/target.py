@@ -5,9 +5,7 @@ Legend: B batch, T tokens, N tree nodes, S cache slots, D feature width, V vocab
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from draftheads.heads.base import Batch
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.masks import MaskBuilder, refuse_unsupported
+from draftheads.heads.placement import Bits, Placement, load_model
 from draftheads.heads.tree import TokenTree
+from draftheads.heads.weights import fingerprint, release_layers, release_lm_head
 
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward: bounds the (T, S) mask of a long prompt."""
@@ -52,12 +52,14 @@ class Target:
         *,
         name: str | None = None,
         revision: str | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         refuse_unsupported(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
         self.revision = revision
+        self._fingerprint = fingerprint
         self.config = model.config.get_text_config(decoder=True)
         self.hidden_size: int = self.config.hidden_size
         self.layers: int = self.config.num_hidden_layers
@@ -74,36 +76,25 @@ class Target:
         *,
         dtype: str = "auto",
         device: str | None = None,
-        device_map: str | dict[str, Any] | None = None,
         revision: str | None = None,
+        placement: Placement | dict[str, Any] = "whole",
+        bits: Bits | None = None,
     ) -> Target:
         """Load a target from a folder or a Hub id.
 
         dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's own on an accelerator,
-        float32 on CPU. device: e.g. "cuda:0"; default CUDA where there is one. device_map: as in
-        transformers, instead of device.
+        float32 on CPU. device: e.g. "cuda:0"; default CUDA where there is one. placement: whole, on
+        that device; split, over all GPUs of the one process, or as a transformers device map says;
+        sharded, its layers divided over all processes, which must then call `load`, and whatever
+        runs the model, equally often. bits: quantise all but embeddings, norms and lm_head.
+
+        Raises ValueError for a placement that cannot be had here.
         """
         path = str(name_or_path)
+        model, known = load_model(
+            path, dtype=dtype, device=device, revision=revision, placement=placement, bits=bits
+        )
         local = Path(path).expanduser()
-        is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
-        if (is_path or local.exists()) and not (local / "config.json").is_file():
-            raise FileNotFoundError(
-                f"target {path}: expected a folder with config.json, found none; "
-                "pass a model folder or a Hub id"
-            )
-        local_gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU per launched process
-        device = device or (local_gpu if torch.cuda.is_available() else "cpu")
-        if dtype == "auto" and device == "cpu" and device_map is None:
-            dtype = "float32"
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, revision=revision, device_map=device_map
-            )
-        except OSError as error:  # transformers does not always say which model it speaks of
-            reason = str(error).strip().splitlines()[0]
-            raise OSError(f"target {path}: {reason}; pass a model folder or a Hub id") from error
-        if device_map is None:
-            model.to(device)
         has_tokenizer = (
             not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*"))
         )
@@ -111,7 +102,7 @@ class Target:
             AutoTokenizer.from_pretrained(path, revision=revision) if has_tokenizer else None
         )
         commit = revision or getattr(model.config, "_commit_hash", None)
-        return cls(model, tokenizer, name=path, revision=commit)
+        return cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
 
     @property
     def device(self) -> torch.device:
@@ -186,7 +177,7 @@ class Target:
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of token ids, shape (..., hidden)."""
         embedded: Tensor = self.model.get_input_embeddings()(tokens)
-        return embedded
+        return embedded.to(tokens.device)
 
     def unembed(self, hidden: Tensor) -> Tensor:
         """The model's own logits (..., V) of last-layer hidden states.
@@ -197,7 +188,7 @@ class Target:
         if self._unembed_fault:
             raise ValueError(self._unembed_fault)
         logits: Tensor = self.model.get_output_embeddings()(hidden)
-        return logits
+        return logits.to(hidden.device)
 
     def unembed_weight(self) -> Tensor:
         """The lm_head weight (V, hidden), after the same check as `unembed`.
@@ -213,24 +204,35 @@ class Target:
                 "use heads with their own lm_head and hard labels"
             )
         weight: Tensor = lm_head.weight
-        return weight
+        return weight if weight.device == self.device else self._lm_head_copy
 
     def fingerprint(self) -> str:
-        """16 hex digits that name these weights, the same for every dtype and device they are
-        loaded in.
-
-        A hash of parameter names and of the one-dimensional parameters and 64 embedding rows in
-        bfloat16: those stay unquantised, differ after any fine-tuning, and are read in
-        milliseconds.
+        """16 hex digits that name these weights, the same for every dtype, number of bits and
+        placement they are loaded in (see `heads.weights.fingerprint`).
         """
-        digest = hashlib.sha256()
-        for name, parameter in sorted(self.model.named_parameters(), key=lambda item: item[0]):
-            digest.update(name.encode())
-            if parameter.ndim == 1:
-                _update(digest, parameter)
-        embeddings = self.model.get_input_embeddings().weight
-        _update(digest, embeddings[:: max(1, len(embeddings) // 64)])
-        return digest.hexdigest()[:16]
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.model)
+        return self._fingerprint
+
+    def release(self, *, lm_head: bool = False, layers: bool = False) -> int:
+        """Free weights that no later call needs; returns bytes freed on this process's devices.
+
+        lm_head: unless it is the embeddings. layers: all of them. What would need them raises
+        RuntimeError from now on; `embed`, sizes, tokenizer and fingerprint stay. A sharded target
+        must be released by every process.
+        """
+        self.fingerprint()
+        _ = self._unembed_fault  # a check that could not run later
+        if lm_head:
+            self.__dict__.pop("_lm_head_copy", None)
+        freed = release_lm_head(self.model) if lm_head else 0
+        return freed + (release_layers(self.model) if layers else 0)
+
+    @cached_property
+    def _lm_head_copy(self) -> Tensor:
+        """Of a lm_head that stands elsewhere than the features, made once."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight.to(self.device)
 
     @cached_property
     def _unembed_fault(self) -> str | None:
@@ -266,7 +268,7 @@ class Target:
         if layers:
             arguments["output_hidden_states"] = list(layers)
         if keep is not None and self._keeps_logits:
-            arguments["logits_to_keep"] = torch.tensor(keep, device=self.device)
+            arguments["logits_to_keep"] = torch.tensor(keep)  # the last layer may be anywhere
         out = self.model(
             tokens_BN,
             attention_mask=self._masks(visible_BNS, positions_BN, key_positions_BS),
@@ -289,7 +291,3 @@ def _as_tuple(value: int | Sequence[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _update(digest: Any, tensor: Tensor) -> None:
-    digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())

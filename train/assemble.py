@@ -17,6 +17,7 @@ from accelerate import Accelerator
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS
+from draftheads.heads.placement import check_placement
 from draftheads.heads.target import Target
 from draftheads.train.answers import read_answers, read_manifest
 from draftheads.train.batches import Documents, Rows
@@ -47,14 +48,32 @@ class TrainingData:
 
 
 def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
-    """The frozen target, whole on each process's device."""
-    with accelerator.main_process_first():  # one download, not one per process
+    """The frozen target, placed as the recipe says.
+
+    Raises ValueError for a placement that this launch does not have.
+    """
+    placement, bits = recipe.target_placement, recipe.target_bits
+    check_placement(placement, bits)
+    if placement == "sharded" and recipe.features.mode == "online" and recipe.data.cache_gb:
+        raise ValueError(  # what one process remembers, the others would wait for
+            f"target_placement=sharded: expected data.cache_gb=0, got {recipe.data.cache_gb}, as "
+            "all processes must run equally many forwards; set features.mode=cached instead"
+        )
+
+    def load() -> Target:
         return Target.load(
             recipe.target,
             dtype=recipe.target_dtype,
             device=str(accelerator.device),
             revision=recipe.target_revision,
+            placement=placement,
+            bits=bits,
         )
+
+    if placement == "sharded":  # all processes load together, and the first one downloads
+        return load()
+    with accelerator.main_process_first():  # one download, not one per process
+        return load()
 
 
 def load_data(recipe: Recipe, target: Target, say: Say) -> TrainingData:

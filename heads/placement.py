@@ -1,0 +1,208 @@
+"""Where a target's weights stand (on one device, over several GPUs, divided over processes), and in
+how many bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.integrations import deepspeed as zero
+
+from draftheads.heads.weights import decoder_layers, fingerprint
+
+Placement = Literal["whole", "split", "sharded"]
+Bits = Literal[4, 8]
+Read = Callable[..., PreTrainedModel]
+
+READING = timedelta(hours=6)
+"""How long processes wait for the first one to download and read the weights that they share."""
+
+
+def check_placement(placement: Placement | dict[str, Any], bits: Bits | None) -> None:
+    """Raise ValueError for a placement that this launch or machine does not have."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    if placement == "split" and beside > 1:
+        raise ValueError(
+            f"target_placement=split: expected one process, which takes all GPUs, got {beside}; "
+            "start one, or use sharded, which divides the target over all processes"
+        )
+    if placement == "split" and not torch.cuda.is_available():
+        raise ValueError(
+            "target_placement=split: expected GPUs to divide the target over, got none; use whole"
+        )
+    if placement == "sharded" and processes == 1:
+        raise ValueError(
+            "target_placement=sharded: expected several processes to divide the target over, "
+            "got 1; launch one per device, or use whole or split"
+        )
+    if placement == "sharded" and bits:
+        raise ValueError(
+            f"target_placement=sharded: expected target_bits=null, got {bits}, and quantised "
+            "matrices cannot be divided; use whole or split with bits, or sharded without"
+        )
+    if bits and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"target_bits={bits}: expected the package bitsandbytes, found none; "
+            "pip install bitsandbytes, or set target_bits=null"
+        )
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str,
+    device: str | None,
+    revision: str | None,
+    placement: Placement | dict[str, Any],
+    bits: Bits | None,
+) -> tuple[PreTrainedModel, str | None]:
+    """A causal LM, placed; and its fingerprint, where it can no longer be computed afterwards.
+
+    The arguments are those of `Target.load`. sharded: every process must call this.
+    """
+    check_placement(placement, bits)
+    _check_path(path)
+    local_gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU per launched process
+    device = device or (local_gpu if torch.cuda.is_available() else "cpu")
+    if dtype == "auto" and device == "cpu":
+        dtype = "float32"
+    read = partial(_read, path, dtype=dtype, revision=revision)
+    with _unpartitioned():
+        if placement == "sharded":
+            return _load_sharded(read, torch.device(device))
+        if bits:
+            read = partial(read, quantization_config=_quantisation(path, bits, dtype, revision))
+        if placement != "whole":
+            model = read(device_map="auto" if placement == "split" else placement)
+        else:
+            model = read(device_map={"": device}) if bits else read().to(device)
+    _check_resident(model, path)
+    return model, None
+
+
+def _check_path(path: str) -> None:
+    local = Path(path).expanduser()
+    is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+    if (is_path or local.exists()) and not (local / "config.json").is_file():
+        raise FileNotFoundError(
+            f"target {path}: expected a folder with config.json, found none; "
+            "pass a model folder or a Hub id"
+        )
+
+
+def _read(path: str, **options: Any) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **options)
+    except OSError as error:  # transformers does not always say which model it speaks of
+        reason = str(error).strip().splitlines()[0]
+        raise OSError(f"target {path}: {reason}; pass a model folder or a Hub id") from error
+    return model
+
+
+@contextmanager
+def _unpartitioned() -> Iterator[None]:
+    """Loading that gives whole parameters, also beside DeepSpeed ZeRO-3.
+
+    transformers would partition what it loads, and only an engine gathers that again: a bare
+    forward of the target would find empty matrices.
+    """
+    reference = zero._hf_deepspeed_config_weak_ref
+    zero.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if reference is not None and (config := reference()) is not None:
+            zero.set_hf_deepspeed_config(config)
+
+
+def _quantisation(path: str, bits: Bits, dtype: str, revision: str | None) -> BitsAndBytesConfig:
+    """For all matrices but embeddings and lm_head, which transformers spares."""
+    if bits == 8:  # it says of every product, every time, that it computes in float16
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if dtype == "auto":
+        own = AutoConfig.from_pretrained(path, revision=revision).get_text_config(decoder=True)
+        dtype = str(own.dtype or torch.bfloat16).removeprefix("torch.")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _check_resident(model: PreTrainedModel, path: str) -> None:
+    """Heads read embeddings and lm_head directly, where no hook would fetch them."""
+    lm_head = model.get_output_embeddings().weight
+    if lm_head.is_meta or model.get_input_embeddings().weight.is_meta:
+        raise ValueError(
+            f"target {path}: expected embeddings and lm_head to fit on its devices, got them "
+            "offloaded; add GPUs, or use target_bits=4"
+        )
+    assert lm_head.is_floating_point(), "heads copy the lm_head: it must not be quantised"
+
+
+def _load_sharded(read: Read, device: torch.device) -> tuple[PreTrainedModel, str]:
+    """Each decoder layer's parameters divided over all processes and gathered for its forward
+    alone; embeddings, final norm and lm_head whole, as heads read them directly.
+
+    Only the first process reads the weights, into its main memory, and hands out parts.
+    """
+    waiting = dist.new_group(backend="gloo", timeout=READING)
+    whole = read() if dist.get_rank() == 0 else None
+    name = [fingerprint(whole) if whole is not None else None]
+    dist.broadcast_object_list(name, src=0, group=waiting)  # by now, files are downloaded
+    dist.destroy_process_group(waiting)
+    model = read(device_map="meta").requires_grad_(False)
+    if getattr(model.config, "quantization_config", None):
+        raise ValueError(
+            "target_placement=sharded: expected a model that is not quantised, got "
+            f"{model.config.name_or_path}; use whole or split"
+        )
+    _shard(model, device)
+    _fill(model, whole, device)
+    assert name[0] is not None
+    return model, name[0]
+
+
+def _shard(model: PreTrainedModel, device: torch.device) -> None:
+    """fully_shard needs no engine: its hooks gather a layer before, and free it after, it runs."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    layers, decoder = decoder_layers(model), model.get_decoder()
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    kind = type(decoder)
+    fully_shard(decoder, mesh=mesh, ignored_params=outside)  # their root: it gathers ahead
+    decoder.__class__ = kind  # by whose name transformers knows which states it can return
+
+
+def _fill(model: PreTrainedModel, whole: PreTrainedModel | None, device: torch.device) -> None:
+    """Bring the weights of the first process's `whole` into `model`, which has none."""
+    model.to_empty(device=device)
+    model.tie_weights()
+    set_model_state_dict(
+        model,
+        whole.state_dict() if whole is not None else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    for name, buffer in model.named_buffers():  # rotary frequencies are in no state dict
+        if whole is not None:
+            buffer.copy_(whole.get_buffer(name))
+        dist.broadcast(buffer, src=0)

@@ -1,0 +1,99 @@
+"""What is done with a target's weights apart from running them: naming, finding and freeing."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """16 hex digits that name a model's weights, the same for every dtype, number of bits and
+    device they are loaded in, unless divided over processes.
+
+    A hash of parameter names and of the one-dimensional parameters and 64 embedding rows in
+    bfloat16: those stay unquantised, differ after any fine-tuning, and are read in milliseconds.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        digest.update(name.encode())
+        if parameter.ndim == 1:
+            module, _, leaf = name.rpartition(".")
+            with align_module_device(model.get_submodule(module)):  # it may be on disk
+                _update(digest, model.get_parameter(name))
+    embeddings = model.get_input_embeddings().weight
+    _update(digest, embeddings[:: max(1, len(embeddings) // 64)])
+    return digest.hexdigest()[:16]
+
+
+class Released(nn.Module):
+    """Stands where weights were that have been freed, and says so to whoever needs them."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            f"expected the target's {self.what}, which Target.release has freed; load the target "
+            "again, or do not release what is still needed"
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """Raises RuntimeError."""
+        return self.forward()
+
+
+def release_lm_head(model: PreTrainedModel) -> int:
+    """Free the lm_head, unless it is the embeddings; returns the bytes freed on this process."""
+    lm_head = model.get_output_embeddings()
+    if isinstance(lm_head, Released) or lm_head.weight is model.get_input_embeddings().weight:
+        return 0
+    model.set_output_embeddings(Released("lm_head"))
+    return _size(lm_head)
+
+
+def release_layers(model: PreTrainedModel) -> int:
+    """Free all decoder layers; returns the bytes freed on this process."""
+    layers, size = decoder_layers(model), 0
+    for number, layer in enumerate(layers):
+        size += _size(layer)
+        for parameter in layer.parameters():
+            if isinstance(parameter, DTensor):  # fully_shard's root keeps references to it
+                parameter.to_local().untyped_storage().resize_(0)
+        layers[number] = Released("decoder layers")
+    return size
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The model's layers, in order."""
+    decoder, count = (
+        model.get_decoder(),
+        model.config.get_text_config(decoder=True).num_hidden_layers,
+    )
+    lists = [module for module in decoder.children() if isinstance(module, nn.ModuleList)]
+    lists += [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    found = [modules for modules in lists if len(modules) == count]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__}: expected a list of {count} decoder layers, found none; "
+            "use target_placement=whole"
+        )
+    return found[0]
+
+
+def _size(module: nn.Module) -> int:
+    """Bytes of a module's parameters on this process."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def _update(digest: Any, tensor: Tensor) -> None:
+    digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())

@@ -1,0 +1,86 @@
+"""Started by torchrun: compares a target divided over processes with a whole one in every process,
+then trains as each recipe says. Leaves what it found beside the first recipe.
+
+    placement_worker.py TIED UNTIED RECIPE...        folders of targets, recipes
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_heads import decode
+from torch.distributed.tensor import DTensor
+
+from draftheads.heads.base import Batch
+from draftheads.heads.target import Target
+from draftheads.train.launch import StopRequest, make_accelerator
+from draftheads.train.loop import Trainer
+from draftheads.train.recipe import load_recipe
+
+
+def random_batch(vocabulary: int, seed: int = 0) -> Batch:
+    """Two rows of nine random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BT = torch.randint(0, vocabulary, (2, 9), generator=generator)
+    positions_BT = torch.arange(9).expand(2, 9)
+    return Batch(tokens_BT, tokens_BT >= 0, positions_BT, torch.zeros_like(tokens_BT))
+
+
+def own_bytes(target: Target) -> dict[str, int]:
+    """Of the parameters in layers and outside them, on this process."""
+    sizes = {"layers": 0, "others": 0}
+    for name, parameter in target.model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        sizes["layers" if ".layers." in name else "others"] += local.numel() * local.element_size()
+    return sizes
+
+
+def compare(folder: str) -> dict[str, Any]:
+    """What is equal between the two placements, and how large they are."""
+    whole, sharded = Target.load(folder), Target.load(folder, placement="sharded")
+    rank = dist.get_rank()
+    batch = random_batch(whole.vocab_size, seed=rank)  # each process has rows of its own
+    tokens_BT = batch.tokens_BT
+    hidden_BTD = whole.features(batch, [2])
+    found: dict[str, Any] = {
+        "features": torch.equal(
+            whole.features(batch, [0, 1, 2]), sharded.features(batch, [0, 1, 2])
+        ),
+        "features again": torch.equal(whole.features(batch, [1]), sharded.features(batch, [1])),
+        "embed": torch.equal(whole.embed(tokens_BT), sharded.embed(tokens_BT)),
+        "unembed": torch.equal(whole.unembed(hidden_BTD), sharded.unembed(hidden_BTD)),
+        "unembed_weight": torch.equal(whole.unembed_weight(), sharded.unembed_weight()),
+        "sizes": [own_bytes(whole), own_bytes(sharded)],
+        "fingerprints": [whole.fingerprint(), sharded.fingerprint() if rank == 0 else None],
+    }
+    prompts = [[5, 9, 3], [4, 8]]  # of as many forwards in every process
+    found["tokens"] = [
+        decode(target, None, prompts, max_new_tokens=6)[0] for target in (whole, sharded)
+    ]
+    storage = next(
+        p.to_local().untyped_storage() for p in sharded.model.parameters() if isinstance(p, DTensor)
+    )
+    found["released"] = sharded.release(layers=True)
+    found["left in a storage"] = storage.nbytes()
+    found["fingerprints"].append(sharded.fingerprint())
+    found["unembed after release"] = torch.equal(
+        whole.unembed(hidden_BTD), sharded.unembed(hidden_BTD)
+    )
+    return found
+
+
+if __name__ == "__main__":
+    tied, untied, *recipes = sys.argv[1:]
+    accelerator = make_accelerator(load_recipe(recipes[0]))
+    out = {"tied": compare(tied), "untied": compare(untied)}
+    left = Path(recipes[0]).with_name(f"rank-{accelerator.process_index}.json")
+    left.write_text(json.dumps(out))
+    for path in recipes:
+        accelerator = make_accelerator(recipe := load_recipe(path))
+        Trainer(recipe, accelerator).run(StopRequest(recipe.run.output))
+    accelerator.end_training()

@@ -1,0 +1,286 @@
+"""The promise: wherever a target's weights stand, heads get the same from it; and what is freed is
+gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from placement_worker import random_batch
+from test_launch import ROOT, fresh_accelerate, torchrun
+from tiny_heads import decode, overfitted, written_by
+from tiny_targets import CONFIGS, greedy, random_model, some_prompts, tiny_target
+from tiny_training import (
+    VOCABULARY,
+    assert_same,
+    random_answers,
+    recipe_of,
+    run,
+    tiny_recipe,
+    weights,
+    write_answers,
+    write_target,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from draftheads.heads.target import Target
+from draftheads.train.assemble import load_target
+from draftheads.train.launch import make_accelerator
+from draftheads.train.progress import read_metrics
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+_ = fresh_accelerate  # an autouse fixture
+
+
+def write_llama(folder: Path, **options: Any) -> Path:
+    """A random Llama of two layers, wide enough for the blocks of 64 that quantisation works on."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "vocab_size": VOCABULARY, **options}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.ndim == 2 else 1.5)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """target, one with tied embeddings and sizes that two processes cannot halve, and data."""
+    folder = tmp_path_factory.mktemp("made")
+    write_target(folder / "target")
+    write_llama(folder / "tied", tie_word_embeddings=True, hidden_size=40, intermediate_size=47)
+    write_answers(folder / "data", random_answers(60))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_two(made, tmp_path_factory) -> Path:
+    """whole and sharded: recipes, and what two processes made of them; rank-*.json: comparisons."""
+    folder = tmp_path_factory.mktemp("two")
+    recipes = []
+    for placement in ("whole", "sharded"):
+        values = tiny_recipe(made, "eagle3", output=str(folder / placement), steps=2)
+        values["data"]["rows_per_batch"] = 1
+        recipes.append(folder / f"{placement}.yaml")
+        recipes[-1].write_text(yaml.safe_dump({**values, "target_placement": placement}))
+    worker = str(ROOT / "tests" / "placement_worker.py")
+    result = torchrun(worker, str(made / "tied"), str(made / "target"), *map(str, recipes))
+    assert result.returncode == 0, result.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("folder", ["tied", "untied"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sharded_target_equals_a_whole_one(by_two, rank, folder):
+    found = json.loads((by_two / f"rank-{rank}.json").read_text())[folder]
+    differing = [what for what, same in found.items() if same is False]
+    assert not differing
+    whole, *others = [name for name in found["fingerprints"] if name]
+    assert set(others) == {whole}
+    assert found["tokens"][0] == found["tokens"][1], "greedy text"
+
+
+@pytest.mark.parametrize("folder", ["tied", "untied"])
+def test_processes_share_the_layers_of_a_sharded_target(by_two, folder):
+    ranks = [json.loads((by_two / f"rank-{n}.json").read_text())[folder] for n in (0, 1)]
+    whole, parts = ranks[0]["sizes"][0], [rank["sizes"][1] for rank in ranks]
+    assert sum(part["layers"] for part in parts) == whole["layers"]
+    assert max(part["layers"] for part in parts) < 0.53 * whole["layers"]
+    assert {part["others"] for part in parts} == {whole["others"]}
+    for rank, part in zip(ranks, parts, strict=True):
+        assert rank["released"] == part["layers"]
+        assert rank["left in a storage"] == 0
+
+
+def test_a_head_learns_the_same_from_a_sharded_target(by_two):
+    whole, sharded = (read_metrics(by_two / name) for name in ("whole", "sharded"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (whole, sharded)]
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+    assert_same(weights(by_two / "whole", 2), weights(by_two / "sharded", 2))
+
+
+PARTS = {
+    "model.embed_tokens": "cpu",
+    "model.rotary_emb": "cpu",
+    "model.layers.0": "cpu",
+    "model.layers.1": "disk",
+    "model.norm": "cpu",
+    "lm_head": "cpu",
+}
+
+
+def test_a_target_in_parts_equals_a_whole_one(made):
+    whole = Target.load(made / "target")
+    parts = Target.load(made / "target", placement=PARTS)
+    assert parts.model.get_parameter("model.layers.1.mlp.up_proj.weight").is_meta
+    batch = random_batch(VOCABULARY)
+    features_BTD = parts.features(batch, [0, 1, 2])
+    assert torch.equal(features_BTD, whole.features(batch, [0, 1, 2]))
+    assert torch.equal(parts.unembed_weight(), whole.unembed_weight())
+    assert parts.fingerprint() == whole.fingerprint()
+    prompts = some_prompts(9, 5)
+    texts = [decode(target, None, prompts, max_new_tokens=6)[0] for target in (parts, whole)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("part", ["model.embed_tokens", "lm_head"])
+def test_heads_need_embeddings_and_lm_head_at_hand(made, part):
+    with pytest.raises(ValueError, match="expected embeddings and lm_head to fit .* got them off"):
+        Target.load(made / "target", placement={**PARTS, part: "disk"})
+
+
+def test_a_target_beside_zero_3_is_whole(made):
+    pytest.importorskip("deepspeed")
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_batch_size": 1})
+    target = Target.load(made / "target")
+    assert is_deepspeed_zero3_enabled(), "whoever comes after finds what was there"
+    del config
+    assert not is_deepspeed_zero3_enabled()
+    assert target.fingerprint() == Target.load(made / "target").fingerprint()
+    assert target.embed(torch.tensor([3])).shape == (1, target.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("choices", "processes", "message"),
+    [
+        ({"target_placement": "split"}, 2, "split: expected one process, .* got 2; start one"),
+        ({"target_placement": "split"}, 1, "split: expected GPUs .* got none; use whole"),
+        ({"target_placement": "sharded"}, 1, "expected several processes .* got 1; launch one"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(made, monkeypatch, choices, processes, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = recipe_of({**tiny_recipe(made), **choices})
+    accelerator = make_accelerator(recipe)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    with pytest.raises(ValueError, match=message) as error:
+        load_target(recipe, accelerator)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"target_bits": 4}, "expected target_bits=null, got 4"),
+        ({"data": {"cache_gb": 1.0}}, r"expected data.cache_gb=0, got 1.0.* features.mode=cached"),
+    ],
+)
+def test_what_cannot_be_beside_shards_is_refused(made, monkeypatch, choices, message):
+    values = tiny_recipe(made)
+    values["data"].update(choices.pop("data", {}))
+    recipe = recipe_of({**values, "target_placement": "sharded", **choices})
+    accelerator = make_accelerator(recipe)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=message):
+        load_target(recipe, accelerator)
+
+
+def test_bits_without_bitsandbytes_are_refused(made, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="bits=8: expected .* bitsandbytes, .* pip install"):
+        Target.load(made / "target", bits=8)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", [4, 8])
+def test_heads_stand_on_a_quantised_target(tmp_path, bits):
+    folder = write_llama(tmp_path / "target")
+    whole, target = Target.load(folder), Target.load(folder, bits=bits)
+    for name, parameter in target.model.named_parameters():
+        is_matrix = "_proj" in name
+        assert parameter.is_floating_point() != is_matrix, name
+        assert is_matrix or torch.equal(parameter, whole.model.get_parameter(name)), name
+    assert target.fingerprint() == whole.fingerprint()
+    assert torch.equal(target.unembed_weight(), whole.unembed_weight())
+    batch = random_batch(VOCABULARY)
+    near, exact = target.features(batch, [2]), whole.features(batch, [2])
+    assert 0 < (near - exact).norm() / exact.norm() < {4: 0.5, 8: 0.1}[bits]
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", [4, 8])
+def test_output_equals_greedy_decoding_of_the_quantised_target(tmp_path, bits):
+    target = Target.load(write_llama(tmp_path / "target"), bits=bits)
+    prompts = some_prompts(7)
+    text = written_by(target, prompts, 24)
+    head = overfitted("sequential", target, text, updates=60, depth=3, nodes=8, prefix=True)
+    tokens, statistics = decode(target, head, prompts, max_new_tokens=24)
+    assert tokens == [greedy(target, prompts[0], 24)]
+    assert statistics[0].tokens_per_step > 1.5
+
+
+@needs_bitsandbytes
+def test_a_head_is_trained_on_a_quantised_target(made, tmp_path):
+    folder = write_llama(tmp_path / "target")
+    output = tmp_path / "run"
+    assert run(made, output, f"target={folder}", "target_bits=4", "run.steps=2") == 0
+    assert len([line for line in read_metrics(output) if "loss" in line]) == 2
+
+
+def all_bytes(target: Target) -> int:
+    return sum(p.numel() * p.element_size() for p in target.model.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_released_layers_are_gone_and_missed(name):
+    target, batch = Target(random_model(name)), random_batch(19)
+    kept, before = tiny_target(name), all_bytes(target)
+    hidden_BTD = kept.features(batch, [3])
+    gone = [weakref.ref(p) for n, p in target.model.named_parameters() if ".1." in n]
+    freed = target.release(layers=True)
+    gc.collect()
+    assert gone and not any(reference() for reference in gone)
+    assert freed == before - all_bytes(target) > before / 2
+    with pytest.raises(RuntimeError, match="decoder layers, which Target.release has freed"):
+        target.features(batch, [1])
+    with pytest.raises(RuntimeError, match="decoder layers, which"):
+        target.prefill([[3, 4]], target.new_cache(1, 8), [])
+    assert torch.equal(target.embed(batch.tokens_BT), kept.embed(batch.tokens_BT))
+    assert target.fingerprint() == kept.fingerprint()
+    assert (target.vocab_size, target.hidden_size) == (kept.vocab_size, kept.hidden_size)
+    if name == "gemma2-window":  # its logits are capped, as before
+        with pytest.raises(ValueError, match="final_logit_softcapping"):
+            target.unembed(hidden_BTD)
+    else:
+        assert torch.equal(target.unembed(hidden_BTD), kept.unembed(hidden_BTD))
+    assert target.release(layers=True) == 0
+
+
+def test_a_released_lm_head_is_gone_and_missed():
+    target, kept, batch = Target(random_model("llama")), tiny_target(), random_batch(19)
+    gone = weakref.ref(target.unembed_weight())
+    assert target.release(lm_head=True) == 4 * target.vocab_size * target.hidden_size
+    gc.collect()
+    assert gone() is None
+    hidden_BTD = target.features(batch, [3])
+    assert torch.equal(hidden_BTD, kept.features(batch, [3]))
+    for missing in (lambda: target.unembed(hidden_BTD), target.unembed_weight):
+        with pytest.raises(RuntimeError, match="lm_head, which Target.release has freed"):
+            missing()
+    target.release(lm_head=True, layers=True)
+    assert target.fingerprint() == kept.fingerprint()
+
+
+def test_tied_embeddings_survive(made):
+    target = Target.load(made / "tied")
+    assert target.release(lm_head=True) == 0
+    assert (
+        target.unembed_weight().data_ptr() == target.model.get_input_embeddings().weight.data_ptr()
+    )
