@@ -15,18 +15,23 @@ reads features[i] and guesses tokens[i + k]; tokens[i] itself is the tree's root
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from draftheads.heads.layers import Stateless
 
 if TYPE_CHECKING:
     from draftheads.heads.shape import Tree
     from draftheads.heads.target import Target
     from draftheads.heads.tree import TokenTree
+
+Result = TypeVar("Result")
 
 RANKS = 10
 """How many ranks of the right token are told apart in training statistics; best-first trees need
@@ -140,6 +145,10 @@ class DraftHead(nn.Module, ABC):
 
     hidden_size: int
     vocab_size: int
+    recompute: bool = False
+    """Whether training keeps only what goes into layers, and computes what is inside them again in
+    the backward pass: less memory for about one more forward pass. Never saved.
+    """
 
     @property
     @abstractmethod
@@ -157,6 +166,13 @@ class DraftHead(nn.Module, ABC):
     def training_layers(self) -> tuple[int, ...]:
         """What `forward` and `observe` need of the target: features first, then labels' states."""
         return self.feature_layers
+
+    @property
+    @abstractmethod
+    def needs_unembed(self) -> bool:
+        """Whether `forward` and `observe` ask the target for logits or for its last matrix; where
+        not, training can do without that matrix.
+        """
 
     @abstractmethod
     def check_tree(self, tree: Tree) -> None:
@@ -196,3 +212,21 @@ class DraftHead(nn.Module, ABC):
         """A new head for `target`, initialised for training; `choices` are the recipe's `head.*`
         keys.
         """
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile the layers whose result depends on nothing but tensors, in place: no name in
+        `state_dict` changes. options: of `torch.compile`, e.g. backend.
+        """
+        for module in self.modules():
+            if isinstance(module, Stateless):
+                module.compile(dynamic=True, **options)
+
+    def lean(self, part: Callable[..., Result], *arguments: Any) -> Result:
+        """part(*arguments); where `recompute` is set, the backward pass calls it a second time. It
+        must come to the same result then: random numbers and what it remembers are its own
+        business.
+        """
+        if not (self.recompute and torch.is_grad_enabled()):
+            return part(*arguments)
+        result: Result = checkpoint(part, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return result

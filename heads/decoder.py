@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftheads.heads.layers import Cached
+from draftheads.heads.layers import Cached, Stateless
 from draftheads.heads.target import Target
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
@@ -150,7 +150,7 @@ def rotate(x_BHQW: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return torch.addcmul(x_BHQW * cos, swapped, signed_sin)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(nn.RMSNorm, Stateless):
     """torch's, with the weight in the input's dtype: mixed ones have no fast kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class Attention(nn.Module):
         return self._stack.get(parts, lambda: torch.cat(parts))
 
 
-class GatedMlp(nn.Module):
+class GatedMlp(Stateless):
     """SwiGLU: W_down (SiLU(W_gate x) * W_up x)."""
 
     def __init__(self, shape: LayerShape) -> None:

@@ -102,6 +102,11 @@ class EagleHead(AutoregressiveHead):
         return (-1,)
 
     @property
+    def needs_unembed(self) -> bool:
+        """Always: it has no last matrix of its own."""
+        return True
+
+    @property
     def token_map(self) -> Tensor | None:
         """The target's whole vocabulary."""
         return None
@@ -138,9 +143,11 @@ class EagleHead(AutoregressiveHead):
         unrolled = unroll(self, batch, self.noisy(features_BTD), target, self.steps)
         weights_R = step_weights(self.steps, self.decay).to(features_BTD.device)[unrolled.steps_R]
         true_PD = features_BTD.flatten(0, 1)
-        distance_RD = F.smooth_l1_loss(
-            unrolled.hidden_RH.float(), true_PD[unrolled.places_R].float(), reduction="none"
-        )
+
+        def distances(hidden_RH: Tensor) -> Tensor:
+            true_RH = true_PD[unrolled.places_R].float()
+            return F.smooth_l1_loss(hidden_RH.float(), true_RH, reduction="none").mean(1)
+
         teacher = Teacher(
             unrolled.places_R, lambda places: target.unembed(true_PD[places].to(target.dtype))
         )
@@ -151,7 +158,7 @@ class EagleHead(AutoregressiveHead):
             weights_R=weights_R,
             teacher=teacher if self.labels == "soft" else None,
         )
-        regression = (distance_RD.mean(1) * weights_R).sum()
+        regression = (self.lean(distances, unrolled.hidden_RH) * weights_R).sum()
         return HeadLoss(
             self.regression * regression + self.classification * loss,
             unrolled.counts(ranks_R, self.steps),

@@ -152,6 +152,11 @@ class Eagle3Head(AutoregressiveHead):
         return (*self.feature_layers, -1) if self.labels == "soft" else self.feature_layers
 
     @property
+    def needs_unembed(self) -> bool:
+        """For soft labels."""
+        return self.labels == "soft"
+
+    @property
     def token_map(self) -> Tensor | None:
         """int64 (v,), from `d2t`."""
         if self.design.draft_vocab_size == self.vocab_size:
@@ -195,8 +200,8 @@ class Eagle3Head(AutoregressiveHead):
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """Sum over steps and learned tokens of the weighted loss."""
         width = self.fc.in_features
-        features_BTD = features_BTD.to(self.fc.weight.dtype)
-        fused_BTH = self.fuse(self.noisy(features_BTD[..., :width]))
+        inputs_BTD = features_BTD[..., :width].to(self.fc.weight.dtype)
+        fused_BTH = self.lean(self.fuse, self.noisy(inputs_BTD))
         unrolled = unroll(self, batch, fused_BTH, target, self.steps)
         weights_K = step_weights(self.steps, self.decay).to(fused_BTH.device)
         teacher = None

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 
-class ResidualBlock(nn.Module):
+class Stateless(nn.Module):
+    """A module whose result depends on its tensors and weights alone, as compilers like it."""
+
+
+class ResidualBlock(Stateless):
     """x + SiLU(W x + b), L times, each with its own W and b; all zero at first, so that it starts
     as the identity.
 

@@ -28,6 +28,11 @@ CHUNK_ROWS = 256
 LowRank = tuple[Tensor, Tensor]
 """Rows (R, r) and a matrix (v, r) whose product is added to logits."""
 
+Judged = tuple[Tensor, Tensor, Tensor]
+"""Of the rows of a chunk: loss (C,), its gradient by the logits (C, v), and both their weights
+(C,).
+"""
+
 Objective = Literal["ce", "tv", "lk", "hybrid"]
 """ce: cross-entropy. The others look at the acceptance a = sum min(p, q) of a draft distribution q
 by the target's p: tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s) tv, where s = exp(-3 a) falls as
@@ -100,10 +105,8 @@ class _Labels:
     weights_R: Tensor
     teacher: Teacher | None
 
-    def judge(self, logits_Cv: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """(weighted sum of the losses of these rows, its gradient by the logits, which may be made
-        in their place).
-        """
+    def judge(self, logits_Cv: Tensor, part: slice) -> Judged:
+        """Of these rows; the logits are overwritten."""
         if self.teacher is None:
             return _hard(logits_Cv, self.labels_R[part], self.weights_R[part])
         return _soft(logits_Cv, self.teacher, part, self.weights_R[part])
@@ -129,9 +132,9 @@ class _LinearLoss(torch.autograd.Function):
             part = slice(start, start + size)
             logits_Cv = _logits(products, part)
             ranks.append(_ranks(logits_Cv, labels.labels_R[part]))
-            chunk_loss, grad_Cv = labels.judge(logits_Cv, part)
-            loss += chunk_loss
-            _add_gradients(gradients, products, grad_Cv, part)
+            loss_C, grad_Cv, weights_C = labels.judge(logits_Cv, part)
+            loss += loss_C @ weights_C
+            _add_gradients(gradients, products, grad_Cv, weights_C, part)
         ctx.save_for_backward(*gradients)
         ranks_R = torch.cat(ranks)
         ctx.mark_non_differentiable(ranks_R)
@@ -158,35 +161,47 @@ def _logits(products: list[LowRank], part: slice) -> Tensor:
 
 
 def _add_gradients(
-    gradients: list[Tensor | None], products: list[LowRank], grad_Cv: Tensor, part: slice
+    gradients: list[Tensor | None],
+    products: list[LowRank],
+    grad_Cv: Tensor,
+    weights_C: Tensor,
+    part: slice,
 ) -> None:
-    """Those of rows and matrices, where they are wanted."""
+    """Those of rows and matrices, where they are wanted. The rows are weighted, not the logits'
+    gradient: they are narrow.
+    """
     for number, (rows_RD, weight_vD) in enumerate(products):
-        grad_Cv = grad_Cv.to(weight_vD.dtype)
+        dtype, weights_C1 = weight_vD.dtype, weights_C[:, None]
+        grad_Cv = grad_Cv.to(dtype)
         grad_RD, grad_vD = gradients[2 * number : 2 * number + 2]
         if grad_RD is not None:
-            grad_RD[part] = grad_Cv @ weight_vD
+            grad_RD[part] = (grad_Cv @ weight_vD) * weights_C1
         if grad_vD is not None:
-            grad_vD += grad_Cv.T @ rows_RD[part].to(weight_vD.dtype)
+            _add_product(grad_vD, grad_Cv.T, (rows_RD[part] * weights_C1).to(dtype))
 
 
-def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> tuple[Tensor, Tensor]:
+def _add_product(sum_vD: Tensor, left_vC: Tensor, right_CD: Tensor) -> None:
+    """sum += left @ right."""
+    if torch.is_autocast_enabled(sum_vD.device.type):  # which leaves operators in place alone
+        sum_vD += left_vC @ right_CD
+    else:  # without a second matrix as large as the first
+        sum_vD.addmm_(left_vC, right_CD)
+
+
+def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> Judged:
     """`_Labels.judge` with the tokens that came."""
     weights_C = weights_C * (labels_C >= 0)
     index_C1 = labels_C.clamp(min=0)[:, None]
     label_C1 = logits_Cv.gather(1, index_C1)
     q_Cv, normaliser_C1 = _softmax(logits_Cv)
-    loss = (weights_C * (normaliser_C1 - label_C1)[:, 0]).sum()
-    grad_Cv = q_Cv.mul_(weights_C[:, None])
-    return loss, grad_Cv.scatter_add_(1, index_C1, -weights_C[:, None])
+    loss_C = (normaliser_C1 - label_C1)[:, 0]
+    minus_one_C1 = label_C1.new_full((), -1.0).expand_as(label_C1)
+    return loss_C, q_Cv.scatter_add_(1, index_C1, minus_one_C1), weights_C
 
 
-def _soft(
-    logits_Cv: Tensor, teacher: Teacher, part: slice, weights_C: Tensor
-) -> tuple[Tensor, Tensor]:
+def _soft(logits_Cv: Tensor, teacher: Teacher, part: slice, weights_C: Tensor) -> Judged:
     """`_Labels.judge` with the teacher's distribution."""
     p_Cv, known_C = _distribution(teacher, part)
-    weights_C = weights_C * known_C
     expected_C = _dot(p_Cv, logits_Cv)
     q_Cv, normaliser_C1 = _softmax(logits_Cv)
     entropy_C = normaliser_C1[:, 0] - expected_C
@@ -194,11 +209,13 @@ def _soft(
         loss_C, grad_Cv = entropy_C, q_Cv.sub_(p_Cv)
     else:
         loss_C, grad_Cv = _acceptance(q_Cv, p_Cv, entropy_C, teacher.objective)
-    return (weights_C * loss_C).sum(), grad_Cv.mul_(weights_C[:, None])
+    return loss_C, grad_Cv, weights_C * known_C
 
 
 def _softmax(logits_Cv: Tensor) -> tuple[Tensor, Tensor]:
-    """(probabilities, made in the logits' place; the logarithm of what they were divided by)."""
+    """(probabilities, made in the logits' place, as fresh memory costs more than a pass over it;
+    the logarithm of what they were divided by).
+    """
     top_C1 = logits_Cv.amax(1, keepdim=True)
     q_Cv = logits_Cv.sub_(top_C1).exp_()
     total_C1 = q_Cv.sum(1, keepdim=True)
@@ -249,7 +266,8 @@ def _ranks(logits_Cv: Tensor, labels_C: Tensor) -> Tensor:
     ahead_Cv = logits_Cv > label_C1
     lower_Cv = torch.arange(logits_Cv.shape[1], device=labels_C.device) < labels_C[:, None]
     ahead_Cv |= (logits_Cv == label_C1) & lower_Cv
-    return torch.where(labels_C >= 0, ahead_Cv.sum(1).clamp(max=RANKS), RANKS)
+    ahead_C = ahead_Cv.sum(1, dtype=torch.int32)  # the default, int64, is several times slower
+    return torch.where(labels_C >= 0, ahead_C.clamp(max=RANKS), RANKS).long()
 
 
 def _chunk_size(rows: Tensor, vocab_size: int) -> int:

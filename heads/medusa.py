@@ -1,9 +1,9 @@
 """Medusa heads: K small feed-forward heads, each guessing one position ahead from the same target
 state.
 
-Legend: B batch, T tokens, M learned positions, N tree nodes, K heads, R ranks, D hidden width, V
-vocabulary. Source: Medusa, arXiv 2401.10774; head form p_k = softmax(W2_k (SiLU(W1_k h + b_k) +
-h)), loss sum_k decay^k CE_k.
+Legend: B batch, T tokens, M learned positions, K heads, D hidden width, V vocabulary. Source:
+Medusa, arXiv 2401.10774; head form p_k = softmax(W2_k (SiLU(W1_k h + b_k) + h)), loss sum_k decay^k
+CE_k.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Batch, Committed, Drafter, DraftHead, HeadLoss
+from draftheads.heads.base import RANKS, Batch, Drafter, DraftHead, HeadLoss
+from draftheads.heads.guess import MedusaDrafter
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads
 from draftheads.heads.losses import (
     LowRank,
@@ -26,7 +27,6 @@ from draftheads.heads.losses import (
 )
 from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TokenTree
 from draftheads.heads.vocabulary import draft_index, token_map
 
 STACK_BYTES = 1 << 26
@@ -116,6 +116,11 @@ class MedusaHead(DraftHead):
         """The last hidden state, after the final norm."""
         return (-1,)
 
+    @property
+    def needs_unembed(self) -> bool:
+        """For soft labels, and where the last matrix is shared."""
+        return self.labels == "soft" or not self.own_lm_head
+
     def config(self) -> dict[str, Any]:
         """config.json in vLLM's words (its MedusaConfig)."""
         return {
@@ -178,8 +183,13 @@ class MedusaHead(DraftHead):
         """For each depth: its roots, bool (B, T), what the last matrix multiplies there (M, D), and
         what is added to its logits.
         """
+
+        def hidden(block: nn.Module, here_BT: Tensor) -> Tensor:
+            hidden_MD: Tensor = block(self.cast(features_BTD[here_BT]))
+            return hidden_MD
+
         for block, here_BT in zip(self.blocks, batch.roots(self.depth), strict=True):
-            yield here_BT, block(self.cast(features_BTD[here_BT])), None
+            yield here_BT, self.lean(hidden, block, here_BT), None
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A drafter that fills `tree` (default: the head's own), which must be a `TreeShape`."""
@@ -257,35 +267,6 @@ class MedusaHead(DraftHead):
             self.token_map,
             vocab_size=self.vocab_size,
         )
-
-
-class MedusaDrafter:
-    """Fills a fixed tree from the heads' best guesses; one target state yields the whole tree."""
-
-    def __init__(self, head: MedusaHead, target: Target, shape: TreeShape) -> None:
-        shape = TreeShape(tuple(sorted(shape.paths)))  # depth first: best guesses stand in a row
-        self.head, self.target, self.shape = head, target, shape
-        self.feature_layers = head.feature_layers
-        self.topology = shape.topology(target.device)
-        self.stack = head.stacked()
-        places = [(len(path) - 1) * shape.width + path[-1] for path in shape.paths]
-        self.places_N = torch.tensor(places, dtype=torch.long, device=target.device)
-
-    def propose(self, committed: Committed) -> TokenTree:
-        """The tree on each row's newest committed token."""
-        guesses_BKR = self.guesses(committed.last_features_BD())
-        drafts_BN = guesses_BKR.flatten(1)[:, self.places_N]
-        tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)
-        return TokenTree(tokens_BN, self.topology)
-
-    def guesses(self, features_BD: Tensor) -> Tensor:
-        """Target ids (B, depth, width): the best guesses at each depth of the tree, best first."""
-        depth, width = self.shape.depth, self.shape.width
-        hidden_KBD = self.head.hidden(self.head.cast(features_BD), depth, self.stack)
-        logits_KBV = self.head.unembed(hidden_KBD, self.target, self.stack)
-        best_BKR = logits_KBV.topk(width).indices.transpose(0, 1)
-        token_map = self.head.token_map
-        return best_BKR if token_map is None else token_map[best_BKR]
 
 
 def default_tree(depth: int, nodes: int) -> TreeShape:

@@ -164,7 +164,7 @@ class SequentialHead(MedusaHead):
         """As for Medusa; in the place of earlier drafts stands what the target wrote."""
         inputs_BTD = self.cast(features_BTD)
         if self.prefix is not None:
-            inputs_BTD = self.prefix(batch, inputs_BTD)
+            inputs_BTD = self.lean(self.prefix, batch, inputs_BTD)
         ways = self._grounded if self.conditioning == "hydra" else self._coded
         yield from ways(batch, inputs_BTD, target)
 
@@ -172,10 +172,14 @@ class SequentialHead(MedusaHead):
         self, batch: Batch, inputs_BTD: Tensor, target: Target
     ) -> Iterator[tuple[Tensor, Tensor, LowRank | None]]:
         embedded_BTD = self.embed(batch.tokens_BT, target)
-        for place, here_BT in enumerate(batch.roots(self.depth)):
+
+        def hidden(place: int, here_BT: Tensor) -> Tensor:
             path = [embedded_BTD[here_BT.roll(step, dims=1)] for step in range(place + 1)]
-            hidden_MD = self.blocks[place](torch.cat([inputs_BTD[here_BT], *path], dim=1))
-            bias = None
+            hidden_MD: Tensor = self.blocks[place](torch.cat([inputs_BTD[here_BT], *path], dim=1))
+            return hidden_MD
+
+        for place, here_BT in enumerate(batch.roots(self.depth)):
+            hidden_MD, bias = self.lean(hidden, place, here_BT), None
             if self.own_lm_head:
                 bias_v1 = self.biases[place][:, None]
                 bias = (bias_v1.new_ones(len(hidden_MD), 1), bias_v1)
@@ -184,8 +188,9 @@ class SequentialHead(MedusaHead):
     def _coded(
         self, batch: Batch, inputs_BTD: Tensor, target: Target
     ) -> Iterator[tuple[Tensor, Tensor, LowRank | None]]:
-        before_BT, codes_Mr = batch.learn_BT, None
-        for place, here_BT in enumerate(batch.roots(self.depth)):
+        def step(
+            place: int, here_BT: Tensor, before_BT: Tensor, codes_Mr: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
             hidden_MD = self.blocks[place](inputs_BTD[here_BT])
             own_Mr = self.codes(place, batch.tokens_BT[here_BT.roll(place, dims=1)], target)
             if self.conditioning != "markov":
@@ -193,11 +198,17 @@ class SequentialHead(MedusaHead):
                 own_Mr = own_Mr + F.linear(hidden_MD, mixer_rD)
             if self.conditioning == "recurrent" and codes_Mr is not None:
                 own_Mr = own_Mr + self.carry[place - 1](codes_Mr[here_BT[before_BT]])
-            before_BT, codes_Mr, up = here_BT, F.silu(own_Mr), linear(self.up, place)
-            if self.conditioning == "markov":
-                yield here_BT, hidden_MD, (codes_Mr, up.weight)
-            else:
-                yield here_BT, hidden_MD + up(codes_Mr), None
+            codes_Mr = F.silu(own_Mr)
+            if self.conditioning != "markov":
+                hidden_MD = hidden_MD + self.up[place](codes_Mr)
+            return hidden_MD, codes_Mr
+
+        before_BT, codes_Mr = batch.learn_BT, None
+        for place, here_BT in enumerate(batch.roots(self.depth)):
+            hidden_MD, codes_Mr = self.lean(step, place, here_BT, before_BT, codes_Mr)
+            before_BT, up = here_BT, linear(self.up, place)
+            plus = (codes_Mr, up.weight) if self.conditioning == "markov" else None
+            yield here_BT, hidden_MD, plus
 
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
         """The target's embedding of tokens (..., D), as the heads read it."""

@@ -34,6 +34,9 @@ of eight.
 class UnrolledMemory:
     """One layer's keys and values: those of step 0, and one entry per root and later step.
 
+    step: the one that attends next. Where it is set back, because what a step made was not kept,
+    that step finds again what it found at first.
+
     Attention over both kinds of entry is one call of torch's fused attention, over the keys of
     step 0 and *one key more*: it stands for all of a root's own entries. Its score is their
     log-sum-exp, handed in through a spare column of query and key, and a spare column of the values
@@ -43,23 +46,30 @@ class UnrolledMemory:
     def __init__(self, visible_BTT: Tensor, roots_BQ: Tensor, window: int | None) -> None:
         self.mask_B1TT = _additive(visible_BTT)
         self.roots_BQ, self.window = roots_BQ, window
+        self.step = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._first: tuple[Tensor, Tensor, Tensor] | None = None
 
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
         """Step 0 at the first call, the next step at every other."""
-        if self._first is None:
+        step, self.step = self.step, self.step + 1
+        if step == 0:
             mask_B1TT = self.mask_B1TT.to(q_BHQW.dtype)
             # one key per query head: kernels that take a mask and groups of heads fall back to
             # making all scores on some devices
             times = q_BHQW.shape[1] // k_BGQW.shape[1]
             k_BHTW, v_BHTW = (each.repeat_interleave(times, dim=1) for each in (k_BGQW, v_BGQW))
-            self._first = self._extend(k_BHTW, v_BHTW, mask_B1TT)
+            extended = self._extend(k_BHTW, v_BHTW, mask_B1TT)
+            self._first = self._first or extended
             return F.scaled_dot_product_attention(q_BHQW, k_BHTW, v_BHTW, attn_mask=mask_B1TT)
-        self.keys.append(k_BGQW)
-        self.values.append(v_BGQW)
-        return self._merged(q_BHQW * q_BHQW.shape[-1] ** -0.5)
+        # copies: as views they would hold on to the queries beside them
+        k_BGQW, v_BGQW = k_BGQW.contiguous(), v_BGQW.contiguous()
+        if step > len(self.keys):
+            self.keys.append(k_BGQW)
+            self.values.append(v_BGQW)
+        q_BHQW = q_BHQW * q_BHQW.shape[-1] ** -0.5
+        return self._merged(q_BHQW, self.keys[:step], self.values[:step])
 
     def _extend(self, k: Tensor, v: Tensor, mask_B1TT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values of step 0, the additional key before them, and what each root sees."""
@@ -73,15 +83,15 @@ class UnrolledMemory:
         mask_B1QT = F.pad(mask_B1TT.gather(2, index), (1, 0))
         return keys, values, mask_B1QT
 
-    def _merged(self, q_BHQW: Tensor) -> Tensor:
+    def _merged(self, q_BHQW: Tensor, keys_J: list[Tensor], values_J: list[Tensor]) -> Tensor:
         assert self._first is not None
         keys, values, mask_B1QT = self._first
         if self.window is not None:  # each step is one position further away
             places_T = torch.arange(mask_B1QT.shape[-1] - 1, device=mask_B1QT.device)
-            distance_BQT = self.roots_BQ[:, :, None] + len(self.keys) - places_T
+            distance_BQT = self.roots_BQ[:, :, None] + len(keys_J) - places_T
             gone_BQT = F.pad(distance_BQT >= self.window, (1, 0))
             mask_B1QT = mask_B1QT.masked_fill(gone_BQT[:, None], -torch.inf)
-        own_BHQW, score_BHQ1 = self._own(q_BHQW)
+        own_BHQW, score_BHQ1 = self._own(q_BHQW, keys_J, values_J)
         high = score_BHQ1.to(q_BHQW.dtype)  # in two parts, so that bfloat16 keeps its digits
         low = (score_BHQ1 - high.float()).to(q_BHQW.dtype)
         query = torch.cat([q_BHQW, high, low], dim=-1)
@@ -90,17 +100,19 @@ class UnrolledMemory:
         width = q_BHQW.shape[-1]
         return out[..., :width] + out[..., width : width + 1] * own_BHQW
 
-    def _own(self, q_BHQW: Tensor) -> tuple[Tensor, Tensor]:
+    def _own(
+        self, q_BHQW: Tensor, keys_J: list[Tensor], values_J: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Attention to a root's own entries alone: (its output, the log-sum-exp of its scores)."""
-        first = max(0, len(self.keys) - (self.window or len(self.keys)))
-        groups = self.keys[0].shape[1]
+        first = max(0, len(keys_J) - (self.window or len(keys_J)))
+        groups = keys_J[0].shape[1]
         grouped = q_BHQW.view(len(q_BHQW), groups, -1, *q_BHQW.shape[2:])  # (B, G, H / G, Q, W)
         scores = [
-            (grouped * key[:, :, None]).sum(-1, dtype=torch.float32) for key in self.keys[first:]
+            (grouped * key[:, :, None]).sum(-1, dtype=torch.float32) for key in keys_J[first:]
         ]
         scores_J = torch.stack(scores)
         weights_J = torch.softmax(scores_J, dim=0).to(q_BHQW.dtype)
-        parts = zip(weights_J, self.values[first:], strict=True)
+        parts = zip(weights_J, values_J[first:], strict=True)
         out = sum(weight[..., None] * value[:, :, None] for weight, value in parts)
         assert isinstance(out, Tensor)
         return out.flatten(1, 2), scores_J.logsumexp(0).flatten(1, 2)[..., None]
@@ -142,18 +154,22 @@ def unroll(
     visible_BTT = visible(batch, head.window)
     memories = [UnrolledMemory(visible_BTT, roots_BQ, head.window) for _ in range(head.layer_count)]
     dtype = next(head.parameters()).dtype  # of the residual stream, under autocast as well
-    hidden_BTH = hidden_BTH.to(dtype)
-    angles = head.rope(batch.positions_BT)
-    all_BTH = head.advance(target.embed(batch.tokens_BT).to(dtype), hidden_BTH, angles, memories)
-    hidden_BQH = all_BTH.gather(1, roots_BQ[:, :, None].expand(-1, -1, all_BTH.shape[-1]))
+
+    def advance(step: int, tokens_BQ: Tensor, positions_BQ: Tensor, hidden_BQH: Tensor) -> Tensor:
+        embedded_BQD = target.embed(tokens_BQ).to(dtype)
+        for memory in memories:
+            memory.step = step
+        return head.advance(embedded_BQD, hidden_BQH, head.rope(positions_BQ), memories)
+
+    hidden_BTH = head.lean(advance, 0, batch.tokens_BT, batch.positions_BT, hidden_BTH.to(dtype))
+    hidden_BQH = hidden_BTH.gather(1, roots_BQ[:, :, None].expand(-1, -1, hidden_BTH.shape[-1]))
     start_BQ = batch.positions_BT.gather(1, roots_BQ)
     hidden, places = [], []
     for step, mask_BT in enumerate(masks):
         if step:
             next_BQ = (roots_BQ + step).clamp(max=batch.tokens_BT.shape[1] - 1)
-            embedded_BQD = target.embed(batch.tokens_BT.gather(1, next_BQ)).to(dtype)
-            angles = head.rope(start_BQ + step)
-            hidden_BQH = head.advance(embedded_BQD, hidden_BQH, angles, memories)
+            tokens_BQ = batch.tokens_BT.gather(1, next_BQ)
+            hidden_BQH = head.lean(advance, step, tokens_BQ, start_BQ + step, hidden_BQH)
         judged_BQ = real_BQ & mask_BT.gather(1, roots_BQ)
         hidden.append(hidden_BQH[judged_BQ])
         places.append(mask_BT.flatten().nonzero()[:, 0] + step + 1)
