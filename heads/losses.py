@@ -185,7 +185,7 @@ def _add_product(sum_vD: Tensor, left_vC: Tensor, right_CD: Tensor) -> None:
     if torch.is_autocast_enabled(sum_vD.device.type):  # which leaves operators in place alone
         sum_vD += left_vC @ right_CD
     else:  # without a second matrix as large as the first
-        sum_vD.addmm_(left_vC, right_CD)
+        torch.addmm(sum_vD, left_vC, right_CD, out=sum_vD)
 
 
 def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> Judged:

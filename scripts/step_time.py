@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,15 @@ from torch.profiler import profile
 from draftheads.infer.report import describe_machine, machine_line
 from draftheads.scripts.options import mistakes_in_one_line
 from draftheads.scripts.step_floor import counted, total
-from draftheads.scripts.step_trial import Setup, Trial, create_batch, create_target, option
+from draftheads.scripts.step_trial import (
+    Setup,
+    Trial,
+    add_options,
+    chosen_setup,
+    create_batch,
+    create_target,
+)
 
-MEMORY_STEPS = (1, 3, 5, 7)
 SQUARE = 1024
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -138,53 +142,12 @@ def _profile(trial: Trial) -> str:
     return str(operators.table(sort_by=order, row_limit=25, max_name_column_width=50))
 
 
-def peak_bytes(setup: Setup) -> int:
-    """What an EAGLE-3 head's forward and backward need beyond what was there before."""
-    target, batch = create_target(setup), create_batch(setup)
-    trial = Trial("eagle3", setup, target, create_batch(replace(setup, rows=1, length=64)))
-    trial.frozen()
-    trial.learn()  # what a first call sets up is not the step's
-    trial.optimizer.zero_grad()
-    width = setup.hidden_size * len(trial.head.training_layers)
-    shape = (*batch.tokens_BT.shape, width)
-    trial.features_BTD = torch.randn(shape, device=target.device, dtype=target.dtype)
-    trial.batch = batch
-    if target.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(target.device)
-        before = torch.cuda.memory_allocated(target.device)
-        trial.learn()
-        return torch.cuda.max_memory_allocated(target.device) - before
-    # not getrusage's ru_maxrss: a process inherits that of the one that started it
-    Path("/proc/self/clear_refs").write_text("5")  # the highest mark is now what is held
-    before = _resident_peak()
-    trial.learn()
-    return _resident_peak() - before
-
-
-def _resident_peak() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
-def memory(setup: Setup) -> dict[int, int]:
-    """Steps of training-time test -> peak bytes, each in a process of its own."""
-    command = [sys.executable, "-m", "draftheads.scripts.step_time", "--peak"]
-    peaks = {}
-    for steps in MEMORY_STEPS:
-        words = [*command, *replace(setup, ttt=steps).arguments()]
-        out = subprocess.run(words, check=True, capture_output=True, text=True)
-        peaks[steps] = int(out.stdout.split()[-1])
-    return peaks
-
-
 def print_report(report: dict[str, Any], console: Console | None = None) -> None:
     """The floor by part, the times, and what they were taken on."""
     console = console or Console()
     for kind, results in report["heads"].items():
         console.print(_floor_table(kind, results["parts"]))
     console.print(_time_table(report["heads"]))
-    if "memory" in report:
-        console.print(_memory_table(report["memory"]))
     for note in _notes(report):
         console.print(note, style="dim", markup=False, highlight=False)
     for kind, text in report.get("profile", {}).items():
@@ -193,7 +156,7 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
 
 
 def _floor_table(kind: str, parts: list[dict[str, Any]]) -> Table:
-    made = _table(f"{kind}: what must be computed", "part", ("forward", "backward", "share"))
+    made = table(f"{kind}: what must be computed", "part", ("forward", "backward", "share"))
     whole = sum(part["forward"] + part["backward"] for part in parts)
     for part in parts:
         share = (part["forward"] + part["backward"]) / whole
@@ -207,7 +170,7 @@ _WAYS = ("forward", "backward")
 
 def _time_table(heads: dict[str, Any]) -> Table:
     names = ("floor ms", "measured ms", "reached", "x frozen")
-    made = _table("one training step", "piece", names)
+    made = table("one training step", "piece", names)
     for kind, results in heads.items():
         for piece, seconds in results["seconds"].items():
             made.add_row(
@@ -217,13 +180,6 @@ def _time_table(heads: dict[str, Any]) -> Table:
                 f"{results['reached'][piece]:.0%}" if results["floor"][piece] else "",
                 f"{results['frozen_forwards'][piece]:.2f}",
             )
-    return made
-
-
-def _memory_table(peaks: dict[int, int]) -> Table:
-    made = _table("eagle3: peak memory of forward + backward", "TTT steps", ("MB", "of N = 1"))
-    for steps, peak in peaks.items():
-        made.add_row(str(steps), f"{peak / 1e6:.0f}", f"{peak / peaks[1]:.2f}")
     return made
 
 
@@ -245,7 +201,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _table(title: str, first: str, others: Sequence[str]) -> Table:
+def table(title: str, first: str, others: Sequence[str]) -> Table:
+    """An empty one."""
     made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     made.add_column(first, min_width=30)
     for name in others:
@@ -260,25 +217,11 @@ def _giga(flop: int) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    for field in fields(Setup):
-        kind = type(field.default)
-        parser.add_argument(
-            option(field.name), type=kind, default=field.default, help="%(default)s"
-        )
+    add_options(parser)
     parser.add_argument("--profile", action="store_true", help="top operators by their own time")
-    parser.add_argument("--memory", action="store_true", help="peak memory against one TTT step")
-    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers here")
     chosen = parser.parse_args(argv)
-    setup = Setup(**{field.name: getattr(chosen, field.name) for field in fields(Setup)})
-    if setup.threads:
-        torch.set_num_threads(setup.threads)
-    if chosen.peak:
-        print(peak_bytes(setup))
-        return
-    report = measure(setup, with_profile=chosen.profile)
-    if chosen.memory:
-        report["memory"] = memory(setup)
+    report = measure(chosen_setup(chosen), with_profile=chosen.profile)
     print_report(report)
     if chosen.json:
         chosen.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -5,8 +5,9 @@ Legend: B batch, T tokens, D width.
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -133,6 +134,23 @@ class Trial:
         frozen = frozen_parts(self.target, self.batch)
         head = head_parts(self.head, self.batch, self.target)
         return dict(zip(self.pieces(), (frozen, head, []), strict=True))
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """One for each choice of `Setup`."""
+    for field in fields(Setup):
+        kind = type(field.default)
+        parser.add_argument(
+            option(field.name), type=kind, default=field.default, help="%(default)s"
+        )
+
+
+def chosen_setup(chosen: Namespace) -> Setup:
+    """What the command line chose; torch has that many threads from now on."""
+    setup = Setup(**{field.name: getattr(chosen, field.name) for field in fields(Setup)})
+    if setup.threads:
+        torch.set_num_threads(setup.threads)
+    return setup
 
 
 def option(name: str) -> str:
