@@ -13,7 +13,6 @@ from tiny_training import VOCABULARY, random_answers, tiny_target
 from draftheads.heads.base import Batch
 from draftheads.train.answers import Answer
 from draftheads.train.batches import Documents, Order, Rows, accumulation, share
-from draftheads.train.features import Features
 
 LENGTH = 48
 
@@ -83,21 +82,6 @@ def test_packed_features_equal_those_of_a_document_alone(documents):
             seen += 1
     assert seen == 12
     assert len(rows) < 12, "some rows must hold several documents for this to mean anything"
-
-
-def test_cached_features_are_the_same(documents):
-    target = tiny_target()
-    rows = Rows(documents, documents.spans[:12], LENGTH, pack=True, seed=0)
-    numbers = [0, 2, 1]
-    batch = rows.batch(numbers)
-    plain = Features(target, rows, [0, -1], cache_gb=0)(numbers, batch)
-    one_row = rows.sizes[0] * plain.shape[-1] * 4 / 1e9
-    for room in (1.0, one_row):
-        cached = Features(target, rows, [0, -1], cache_gb=room)
-        first = cached(numbers, batch)
-        assert torch.equal(cached(numbers, batch), first)
-        inside = batch.documents_BT >= 0
-        torch.testing.assert_close(first[inside], plain[inside], rtol=1e-5, atol=1e-5)
 
 
 def test_a_long_document_is_cut_and_no_first_token_is_learned():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +20,9 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Target
 from draftheads.train.batches import Rows
+
+if TYPE_CHECKING:
+    from draftheads.train.features import FeatureSource
 
 HELDOUT_TOKENS = 1 << 17
 """Tokens observed at most: more would not change the tree, but every checkpoint would wait for
@@ -52,18 +57,39 @@ class Calibration:
 
 @torch.no_grad()
 def observe(
-    head: DraftHead, target: Target, rows: Rows, rows_per_batch: int, accelerator: Accelerator
+    head: DraftHead,
+    target: Target,
+    rows: Rows,
+    rows_per_batch: int,
+    accelerator: Accelerator,
+    features: FeatureSource,
 ) -> Tensor:
-    """ranks_MK of the held-out rows, in row order, on every process; they share the work."""
+    """ranks_MK of the held-out rows, in row order, on every process; they share the work.
+
+    features: of these rows. All processes run equally many batches, as a forward may be a
+    collective: one that has none left runs the last again.
+    """
     mine: list[tuple[int, Tensor]] = []
     batches = list(_batches(rows, rows_per_batch))
-    for number in range(accelerator.process_index, len(batches), accelerator.num_processes):
-        batch = rows.batch(batches[number]).to(accelerator.device)
-        features_BTD = target.features(batch, head.training_layers)
+    world = accelerator.num_processes
+    for first in range(0, len(batches), world):
+        number = first + accelerator.process_index
+        numbers = batches[min(number, len(batches) - 1)]
+        batch = rows.batch(numbers).to(accelerator.device)
+        with torch.autocast(accelerator.device.type, enabled=False):  # as heads are trained on
+            features_BTD = features(numbers, batch)
         with accelerator.autocast():
-            mine.append((number, head.observe(batch, features_BTD, target).cpu()))
+            ranks_MK = head.observe(batch, features_BTD, target).cpu()
+        if number < len(batches):
+            mine.append((number, ranks_MK))
     everyone = sorted(gather_object(mine), key=lambda part: part[0])
     return torch.cat([ranks_MK for _, ranks_MK in everyone])
+
+
+def observed(rows: Rows) -> int:
+    """How many rows, the first ones, are observed."""
+    ends = accumulate(rows.sizes)
+    return next((row for row, end in enumerate(ends, 1) if end >= HELDOUT_TOKENS), len(rows))
 
 
 def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
@@ -89,10 +115,6 @@ def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
 
 
 def _batches(rows: Rows, rows_per_batch: int) -> Iterator[list[int]]:
-    tokens = 0
-    for start in range(0, len(rows), rows_per_batch):
-        if tokens >= HELDOUT_TOKENS:
-            return
-        batch = list(range(start, min(start + rows_per_batch, len(rows))))
-        tokens += sum(rows.sizes[row] for row in batch)
-        yield batch
+    count = observed(rows)
+    for start in range(0, count, rows_per_batch):
+        yield list(range(start, min(start + rows_per_batch, count)))
