@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_training import VOCABULARY, random_answers, tiny_target
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads import losses
 from draftheads.heads.base import RANKS, Batch
@@ -265,3 +266,34 @@ def test_a_frozen_matrix_still_passes_gradients_on():
     torch.testing.assert_close(loss, expected)
     wanted = torch.autograd.grad(expected, hidden)
     torch.testing.assert_close(torch.autograd.grad(loss, hidden), wanted)
+
+
+def test_five_heads_on_a_large_vocabulary_learn_as_from_all_logits_at_once():
+    """At the real size of a chunk, which holds 256 of these 600 rows."""
+    vocabulary, depth, length = 9000, 5, 605
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=length,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    target = Target(LlamaForCausalLM(config), name="wide")
+    head = MedusaHead.create(target, depth=depth)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    documents = Documents.read([Answer(torch.randint(vocabulary, (length,)).tolist(), [(0, 605)])])
+    batch = Rows(documents, documents.spans, length, pack=True, seed=0).batch([0])
+    features_BTD = target.features(batch, head.feature_layers)
+
+    def asked(loss):
+        return loss.detach(), *torch.autograd.grad(loss, list(head.parameters()))
+
+    got = asked(head(batch, features_BTD, target).loss)
+    loss = torch.zeros(())
+    for k, (block, lm_head) in enumerate(zip(head.blocks, head.lm_heads, strict=True), start=1):
+        learned = batch.learn_BT[0, :-k] & batch.learn_BT[0, k:]
+        assert int(learned.sum()) > 2 * losses.CHUNK_ROWS
+        logits_MV = F.linear(block(features_BTD[0, :-k][learned]), lm_head.weight)
+        labels_M = batch.tokens_BT[0, k:][learned]
+        loss = loss + head.decay**k * F.cross_entropy(logits_MV, labels_M, reduction="sum")
+    for left, right in zip(got, asked(loss), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
