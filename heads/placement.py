@@ -154,7 +154,11 @@ def _check_resident(model: PreTrainedModel, path: str) -> None:
             f"target {path}: expected embeddings and lm_head to fit on its devices, got them "
             "offloaded; add GPUs, or use target_bits=4"
         )
-    assert lm_head.is_floating_point(), "heads copy the lm_head: it must not be quantised"
+    if not lm_head.is_floating_point():
+        raise ValueError(
+            f"target {path}: expected an lm_head of floating-point numbers, which heads copy, got "
+            f"{lm_head.dtype}; use a checkpoint that spares it, or one that is not quantised"
+        )
 
 
 def _load_sharded(read: Read, device: torch.device) -> tuple[PreTrainedModel, str]:

@@ -23,8 +23,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
         digest.update(name.encode())
         if parameter.ndim == 1:
-            module, _, leaf = name.rpartition(".")
-            with align_module_device(model.get_submodule(module)):  # it may be on disk
+            module = model.get_submodule(name.rpartition(".")[0])
+            with align_module_device(module):  # it may be on disk
                 _update(digest, model.get_parameter(name))
     embeddings = model.get_input_embeddings().weight
     _update(digest, embeddings[:: max(1, len(embeddings) // 64)])
@@ -74,13 +74,9 @@ def release_layers(model: PreTrainedModel) -> int:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The model's layers, in order."""
-    decoder, count = (
-        model.get_decoder(),
-        model.config.get_text_config(decoder=True).num_hidden_layers,
-    )
-    lists = [module for module in decoder.children() if isinstance(module, nn.ModuleList)]
-    lists += [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    found = [modules for modules in lists if len(modules) == count]
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    modules = model.get_decoder().modules()  # outer ones first
+    found = [each for each in modules if isinstance(each, nn.ModuleList) and len(each) == count]
     if not found:
         raise ValueError(
             f"{type(model).__name__}: expected a list of {count} decoder layers, found none; "
