@@ -17,7 +17,7 @@ if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
         accelerator = make_accelerator(recipe := load_recipe(path))
         trainer = Trainer(recipe, accelerator)
-        trainer.run(StopRequest(), None)
+        trainer.run(StopRequest(recipe.run.output))
         left = {"head": trainer.head.state_dict(), "drawn": torch.rand(()).item()}
         torch.save(left, path.with_name(f"rank-{accelerator.process_index}.pt"))
     accelerator.end_training()

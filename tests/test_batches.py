@@ -12,7 +12,14 @@ from tiny_training import VOCABULARY, random_answers, tiny_target
 
 from draftheads.heads.base import Batch
 from draftheads.train.answers import Answer
-from draftheads.train.batches import Documents, Order, Rows, accumulation, share
+from draftheads.train.batches import (
+    Documents,
+    Order,
+    Rows,
+    check_divides,
+    rows_per_step,
+    share,
+)
 
 LENGTH = 48
 
@@ -116,15 +123,40 @@ def test_processes_and_accumulation_only_divide_a_step():
         for world, size in itertools.product([1, 2, 4], [1, 2, 4]):
             parts = [share(rows, size, rank, world) for rank in range(world)]
             assert len({len(part) for part in parts}) == 1
-            assert sorted(r for part in parts for micro in part for r in micro) == sorted(rows)
+            numbered = sorted(micro for part in parts for micro in part)
+            assert [number for number, _ in numbered] == list(range(len(rows) // size))
+            assert [row for _, micro in numbered for row in micro] == rows
 
 
-def test_accumulation_is_derived_and_rounding_is_said():
-    assert accumulation(4096, 4, 256, 2) == (2, "")
-    count, note = accumulation(5000, 4, 256, 1)
-    assert count == 5
+def test_rows_of_a_step_are_derived_and_rounding_is_said():
+    assert rows_per_step(4096, 4, 256, 2) == (16, "")
+    count, note = rows_per_step(5000, 4, 256, 1)
+    assert count == 20
     assert "using 5120" in note
-    assert accumulation(10, 4, 256, 1)[0] == 1
+    assert rows_per_step(10, 4, 256, 1)[0] == 4
+
+
+def test_a_run_goes_on_only_where_its_step_can_be_shared_evenly():
+    check_divides(16, 2, 8)
+    with pytest.raises(ValueError, match="12 rows per step.* continue on 1, 2, 3, 6 processes"):
+        check_divides(12, 2, 4)
+
+
+def test_rows_know_which_answers_they_hold(documents):
+    rows = Rows(documents, documents.spans, LENGTH, pack=True, seed=0)
+    for row, pieces in enumerate(rows.rows):
+        starts = [documents.spans[answer][0] for answer in rows.answers([row])]
+        assert starts == [start for start, _ in pieces]
+
+
+def test_a_digest_names_the_tokens_and_what_is_learned(documents):
+    assert documents.digest() == Documents.read(random_answers(50)).digest()
+    other = random_answers(50)
+    first = other[0]
+    first.tokens[-1] = (first.tokens[-1] + 1) % 97
+    assert documents.digest() != Documents.read(other).digest()
+    learned = [Answer(other[0].tokens, [(1, 2)]), *random_answers(50)[1:]]
+    assert Documents.read(other).digest() != Documents.read(learned).digest()
 
 
 def test_heldout_documents_are_apart_and_always_the_same(documents):

@@ -80,10 +80,10 @@ def test_only_the_first_process_speaks(path, monkeypatch, capsys):
 
 
 def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsys):
-    stopped = Outcome(step=3, steps=10, checkpoint=tmp_path / "step-000003", trained=True)
+    stopped = Outcome(tmp_path / "step-000003", 3, 10, trained=True, stopped_by="SIGTERM")
     monkeypatch.setattr(entry, "fit", lambda recipe: stopped)
     assert eagle.main([str(path)]) == 130
-    assert "interrupted at step 3 of 10" in capsys.readouterr().out
+    assert "interrupted by SIGTERM at step 3 of 10" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("script", "key"), [("eagle", "head.steps"), ("medusa", "head.depth")])

@@ -38,12 +38,13 @@ class TrainingData:
     heldout: Rows
     manifest: dict[str, Any]
 
-    def counts(self) -> dict[str, int]:
-        """Numbers that change when the data changes."""
+    def counts(self) -> dict[str, Any]:
+        """What changes when the data changes."""
         return {
             "documents": len(self.documents.spans),
             "tokens": len(self.documents.tokens_N),
             "learned_tokens": int(self.documents.learn_N.sum()),
+            "digest": self.documents.digest(),
         }
 
 
@@ -129,25 +130,26 @@ def create_optimizer(head: DraftHead, choices: OptimChoices) -> torch.optim.Adam
     return torch.optim.AdamW(used, lr=choices.lr, betas=choices.betas)
 
 
-def check_trained(
-    optimizer: torch.optim.Optimizer, head: DraftHead, target: Target, say: Say
-) -> None:
-    """Assert that the optimizer holds the head's parameters and nothing else, and print them."""
-    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    own = {id(p): name for name, p in head.named_parameters() if p.requires_grad}
+def check_trained(head: DraftHead, target: Target, say: Say) -> None:
+    """Assert that nothing of the target is trained, and print what is."""
+    trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
     frozen = list(target.model.parameters())
-    assert optimized == set(own), "the optimizer must hold exactly the head's trained parameters"
-    assert not any(p.requires_grad or id(p) in optimized for p in frozen), "the target must freeze"
+    own = {id(parameter) for parameter in trained.values()}
+    assert not any(p.requires_grad or id(p) in own for p in frozen), "the target must freeze"
     kinds = Counter(
-        (re.sub(r"\d+", "*", name), tuple(parameter.shape))
-        for name, parameter in head.named_parameters()
-        if id(parameter) in optimized
+        (re.sub(r"\d+", "*", name), tuple(parameter.shape)) for name, parameter in trained.items()
     )
-    total = sum(p.numel() for p in head.parameters() if id(p) in optimized)
+    total = sum(parameter.numel() for parameter in trained.values())
     held = sum(p.numel() for p in frozen)
     say(f"training {total:,} parameters of the {head.kind} head; the target's {held:,} are frozen")
     for (name, shape), count in kinds.items():
         say(f"  {count} x {name} {list(shape)}")
+
+
+def versions() -> dict[str, str]:
+    """Of what computes."""
+    packages = ("draftheads", "torch", "transformers", "accelerate")
+    return {name: importlib.metadata.version(name) for name in packages}
 
 
 def facts(recipe: Recipe, data: TrainingData, accelerator: Accelerator) -> dict[str, Any]:
@@ -155,11 +157,10 @@ def facts(recipe: Recipe, data: TrainingData, accelerator: Accelerator) -> dict[
     manifest = {
         key: data.manifest.get(key) for key in ("target", "sampling", "prompts", "seed", "versions")
     }
-    packages = ("draftheads", "torch", "transformers", "accelerate")
     return {
         "recipe": recipe.model_dump(mode="json"),
         "data": {**data.counts(), **manifest},
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": versions(),
         "hardware": _hardware(accelerator),
     }
 

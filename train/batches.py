@@ -8,7 +8,9 @@ So a run is continued by starting at step n, on any number of processes that div
 
 from __future__ import annotations
 
+import hashlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -58,6 +60,14 @@ class Documents:
             torch.frombuffer(learn, dtype=torch.uint8).bool(),
             spans,
         )
+
+    def digest(self) -> str:
+        """16 hex digits that name these tokens and which of them are learned."""
+        spans = torch.tensor(self.spans, dtype=torch.int64)
+        digest = hashlib.sha256()
+        for tensor in (self.tokens_N, self.learn_N, spans):
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def split(self, heldout: float) -> tuple[list[Span], list[Span]]:
         """(documents to train on, documents held out): at least one each.
@@ -111,6 +121,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def answers(self, rows: Sequence[int]) -> list[int]:
+        """Which documents stand in these rows, counted from 0 as they were read."""
+        starts = [start for start, _ in self.documents.spans]
+        return [bisect_right(starts, start) - 1 for row in rows for start, _ in self.rows[row]]
+
     def batch(self, rows: Sequence[int]) -> Batch:
         """The rows of these numbers, padded to the longest; padding is a document of its own."""
         width = max(self.sizes[row] for row in rows)
@@ -158,27 +173,45 @@ class Order:
         return _epoch(self.rows, self.seed, epoch)[index]
 
 
-def share(rows: Sequence[int], rows_per_batch: int, rank: int, world: int) -> list[list[int]]:
-    """A step's rows as one process's micro batches; all processes have equally many."""
-    batches = [rows[at : at + rows_per_batch] for at in range(0, len(rows), rows_per_batch)]
+def share(
+    rows: Sequence[int], rows_per_batch: int, rank: int, world: int
+) -> list[tuple[int, list[int]]]:
+    """A step's rows as one process's micro batches, each with its number in the step; all processes
+    have equally many.
+    """
+    batches = [list(rows[at : at + rows_per_batch]) for at in range(0, len(rows), rows_per_batch)]
     assert len(batches) % world == 0, "rows_per_step must be a multiple of rows_per_batch x world"
-    return [list(batch) for batch in batches[rank::world]]
+    return list(enumerate(batches))[rank::world]
 
 
-def accumulation(
+def rows_per_step(
     tokens_per_step: int, rows_per_batch: int, length: int, world: int
 ) -> tuple[int, str]:
-    """(micro batches per step and process, what to tell the user when tokens_per_step was rounded,
+    """(rows of a step over all processes, what to tell the user when tokens_per_step was rounded,
     or "").
     """
     forward = rows_per_batch * length * world
     count = max(1, round(tokens_per_step / forward))
+    rows = count * rows_per_batch * world
     if count * forward == tokens_per_step:
-        return count, ""
-    return count, (
+        return rows, ""
+    return rows, (
         f"tokens_per_step {tokens_per_step} is not a multiple of rows_per_batch x sequence_length "
         f"x processes = {rows_per_batch} x {length} x {world} = {forward}; using {count * forward}"
     )
+
+
+def check_divides(rows: int, rows_per_batch: int, world: int) -> None:
+    """Refuse to continue a run of `rows` per step on processes that cannot share them evenly."""
+    if rows % (rows_per_batch * world):
+        fitting = [
+            n for n in range(1, rows // rows_per_batch + 1) if not rows % (n * rows_per_batch)
+        ]
+        raise ValueError(
+            f"this run has {rows} rows per step, which {world} processes x data.rows_per_batch "
+            f"{rows_per_batch} do not divide; continue on "
+            f"{', '.join(map(str, fitting)) or 'other'} processes, or with other rows_per_batch"
+        )
 
 
 def _pieces(span: Span, length: int) -> list[Span]:

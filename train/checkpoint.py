@@ -1,35 +1,46 @@
 """Checkpoints: a step folder is a head folder plus `trainer/`, written whole or not at all.
 
     out/step-001000/{config.json, model.safetensors, README.md}    what Hub and engines load
-    out/step-001000/trainer/{state.json, optimizer.pt}             what a continued run needs
+    out/step-001000/trainer/{state.json, optimizer.safetensors}    what a continued run needs
     out/best -> step-001000                                        by predicted tokens per step
 
 Data order and randomness are functions of (seed, step), the learning rate of the step: none of
-them is stored.
+them is stored. The optimizer's state is stored whole, by parameter name (see `train.engines`).
+state.json names every other file of its folder with size and checksum; a folder where they do not
+agree is passed over.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+import zlib
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
-from safetensors.torch import load_file
-from torch import nn
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import CONFIG, WEIGHTS, save_head, staged
 from draftheads.heads.target import Target
 from draftheads.train.recipe import differences
 
-TRAINER, STATE, OPTIMIZER, BEST = "trainer", "state.json", "optimizer.pt", "best"
-SHARDS = "deepspeed"
+TRAINER, STATE, OPTIMIZER, BEST, LOCK = (
+    "trainer",
+    "state.json",
+    "optimizer.safetensors",
+    "best",
+    ".lock",
+)
+FORMAT = 2
+"""Of state.json."""
 
 
 @dataclass(frozen=True)
@@ -37,132 +48,218 @@ class RunState:
     """What a checkpoint says about its run.
 
     step: optimizer steps done. steps: of the whole run. tokens: trained on, padding not counted.
-    seconds: of training, over all its launches. recipe: as dumped. data: counts that show
-    whether the data is the same.
+    seconds: of training, over all its launches. skipped: steps in a row, up to this one, that were
+    not finite. rows_per_step: over all processes. recipe: as dumped. target: its fingerprint. data:
+    counts and a digest of the token ids. versions: of what computes.
     """
 
     step: int
     steps: int
     tokens: int
     seconds: float
-    loss: float
+    loss: float | None
     tokens_per_step: float
+    skipped: int
+    rows_per_step: int
     recipe: dict[str, Any]
-    data: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a run trains: the head itself, the head as wrapped for training, its optimizer, and the
-    frozen target.
-    """
-
-    head: DraftHead
-    model: nn.Module
-    optimizer: Any
-    target: Target
-
-
-def newest(output: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None."""
-    steps = _steps(output)
-    return steps[-1] if steps else None
+    target: str
+    data: dict[str, Any]
+    versions: dict[str, str]
 
 
 def read_state(folder: Path) -> RunState:
-    """The state that a checkpoint was saved with."""
+    """The state that a checkpoint was saved with. Raises ValueError for another format's."""
     values: dict[str, Any] = json.loads((folder / TRAINER / STATE).read_text())
-    return RunState(**values)
+    if values.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder}: expected a checkpoint of format {FORMAT}, got {values.get('format', 1)}; "
+            "it was written by another version of draftheads: continue with that one, or give "
+            "another run.output"
+        )
+    return RunState(**{field.name: values[field.name] for field in fields(RunState)})
+
+
+def newest(output: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, or None, and what is wrong with those after it.
+
+    Raises ValueError when there are checkpoints and none is whole: starting anew would overwrite
+    what may still be saved by hand.
+    """
+    damaged: list[str] = []
+    for folder in reversed(_steps(output)):
+        fault = _fault(folder)
+        if fault is None:
+            return folder, damaged
+        damaged.append(fault)
+    if damaged:
+        raise ValueError(
+            f"{output}: expected a whole checkpoint to go on from, got {'; '.join(damaged)}; "
+            "restore one, or delete them to start anew"
+        )
+    return None, []
 
 
 def check_same_run(folder: Path, old: RunState, recipe: dict[str, Any]) -> None:
     """Refuse to continue a run with other choices than it began with; its length may change."""
-    changed = differences(old.recipe, recipe)
-    if changed:
-        raise ValueError(
-            f"{folder.parent} holds a run with other choices ({'; '.join(changed)}); "
-            "restore them, or give another run.output"
-        )
+    _refuse(folder, "choices", differences(old.recipe, recipe), "restore them")
 
 
-def check_same_data(folder: Path, old: RunState, data: dict[str, int]) -> None:
-    """Refuse to continue on data that has changed: step n would not mean the same rows."""
-    if old.data != data:
-        raise ValueError(
-            f"{folder.parent} was trained on other data ({old.data}, now {data}); "
-            "restore the data, or give another run.output"
-        )
+def check_same_parts(folder: Path, old: RunState, new: RunState) -> None:
+    """Refuse to continue on another target or other data: step n would not mean the same."""
+    if old.target != new.target:
+        changed = [f"fingerprint: {old.target} -> {new.target}"]
+        _refuse(folder, f"weights of {new.recipe['target']}", changed, "restore the target")
+    changed = [
+        f"{key}: {old.data.get(key)} -> {value}"
+        for key, value in new.data.items()
+        if old.data.get(key) != value
+    ]
+    _refuse(folder, f"data in {new.recipe['data']['path']}", changed, "restore the data")
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """The head's tensors of a checkpoint."""
+    return load_file(folder / WEIGHTS)
+
+
+def load_moments(folder: Path) -> dict[str, Tensor]:
+    """The optimizer's state of a checkpoint, on the CPU."""
+    return load_file(folder / TRAINER / OPTIMIZER)
 
 
 class Checkpoints:
-    """Saves and loads the trained parts of one run. All processes call it; the first one writes."""
+    """The checkpoints of a run that is going on. All processes call it; the first one writes, and
+    a fault there is raised on all of them.
+
+    Raises ValueError when another process trains into the same folder.
+    """
 
     def __init__(self, output: Path, keep: int, accelerator: Accelerator) -> None:
         self.output, self.keep, self.accelerator = output, keep, accelerator
+        self._lock = None
+        fault = None
         if accelerator.is_main_process:
-            output.mkdir(parents=True, exist_ok=True)
-            for unfinished in output.glob(".step-*"):
-                shutil.rmtree(unfinished)
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+                self._lock = (output / LOCK).open("w")
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for unfinished in output.glob(".step-*"):
+                    shutil.rmtree(unfinished)
+            except BlockingIOError:
+                fault = f"{output}: another process trains into it; give another run.output"
+            except OSError as error:
+                fault = f"{output}: expected a folder that can be written, got {error}"
+        self._agree(fault, ValueError)
 
-    def save(self, trained: Trained, state: RunState, facts: dict[str, Any]) -> Path:
-        """Write step-*, then forget old ones. facts: what the head's config.json says of its
-        training.
+    def save(
+        self,
+        head: DraftHead,
+        moments: dict[str, Tensor],
+        state: RunState,
+        target: Target,
+        facts: dict[str, Any],
+    ) -> Path:
+        """Write step-*, then forget old ones. head, moments: whole, of the first process. facts:
+        what the head's config.json says of its training. Raises OSError, with what is still there,
+        when the disk is full.
         """
         folder = self.output / f"step-{state.step:06d}"
-        shards = self.output / f".{folder.name}.{SHARDS}"
-        if self._sharded:  # every process holds a part of the optimizer
-            trained.model.save_checkpoint(str(shards), tag=SHARDS)  # type: ignore[operator]
-            self.accelerator.wait_for_everyone()
+        fault = None
         if self.accelerator.is_main_process:
-            with staged(folder) as staging:
-                save_head(trained.head, staging, target=trained.target, training=facts)
-                trainer = staging / TRAINER
-                trainer.mkdir()
-                if self._sharded:
-                    shards.rename(trainer / SHARDS)
-                else:
-                    torch.save(trained.optimizer.state_dict(), trainer / OPTIMIZER)
-                (trainer / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
-            self._rotate()
-        self.accelerator.wait_for_everyone()
+            try:
+                with staged(folder) as staging:
+                    save_head(head, staging, target=target, training=facts)
+                    trainer = staging / TRAINER
+                    trainer.mkdir()
+                    save_file(moments, trainer / OPTIMIZER)
+                    described = {"format": FORMAT, **asdict(state), "files": _describe(staging)}
+                    (trainer / STATE).write_text(json.dumps(described, indent=2) + "\n")
+                self._rotate()
+            except (OSError, SafetensorError) as error:  # the other processes wait for a word
+                kept = _steps(self.output)
+                fault = (
+                    f"{folder} was not written: {error}; the newest checkpoint is "
+                    f"{kept[-1].name if kept else 'none'}; free space there and run the same "
+                    "command again"
+                )
+        self._agree(fault, OSError)
         return folder
 
-    def load(self, folder: Path, trained: Trained) -> None:
-        """Put weights and optimizer back, bit for bit, into what the same recipe has made."""
-        saved = folder / TRAINER / (SHARDS if self._sharded else OPTIMIZER)
-        if not saved.exists():
-            raise ValueError(
-                f"{folder}: was saved {'without' if self._sharded else 'with'} DeepSpeed; "
-                "continue it with the launch that it was started with"
-            )
-        if self._sharded:
-            trained.model.load_checkpoint(str(saved), tag=SHARDS)  # type: ignore[operator]
-        else:
-            trained.head.load_state_dict(load_file(folder / WEIGHTS))
-            state = torch.load(saved, map_location=self.accelerator.device, weights_only=True)
-            trained.optimizer.load_state_dict(state)
+    def close(self) -> None:
+        """Let others train into this folder."""
+        if self._lock is not None:
+            self._lock.close()
 
-    @property
-    def _sharded(self) -> bool:
-        return bool(self.accelerator.distributed_type == DistributedType.DEEPSPEED)
+    def _agree(self, fault: str | None, kind: type[Exception]) -> None:
+        """Raise the first process's fault on every process."""
+        said = [fault]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(said)
+        if said[0] is not None:
+            self.close()
+            raise kind(said[0])
 
     def _rotate(self) -> None:
         """Point `best` at the best step; delete all but it and the newest `keep`."""
         steps = _steps(self.output)
-        best = max(steps, key=lambda step: (read_state(step).tokens_per_step, step.name))
+        whole = [step for step in steps[:-1] if _fault(step, contents=False) is None]
+        whole += steps[-1:]
+        best = max(whole, key=lambda step: (read_state(step).tokens_per_step, step.name))
         link = self.output / f".{BEST}"
         link.unlink(missing_ok=True)
         link.symlink_to(best.name, target_is_directory=True)
         os.replace(link, self.output / BEST)
-        for step in steps[: -self.keep]:
-            if step != best:
-                shutil.rmtree(step)
+        for step in set(steps) - set(whole[-self.keep :]) - {best}:
+            gone = self.output / f".{step.name}.gone"  # never half a checkpoint under its name
+            step.rename(gone)
+            shutil.rmtree(gone)
 
 
 def _steps(output: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(
-        folder
-        for folder in output.glob("step-*")
-        if (folder / CONFIG).is_file() and (folder / TRAINER / STATE).is_file()
-    )
+    """Checkpoint folders, oldest first; those of one run have names of one length."""
+    return sorted(folder for folder in output.glob("step-*") if (folder / TRAINER).is_dir())
+
+
+def _describe(folder: Path) -> dict[str, dict[str, int]]:
+    """Size and checksum of every file in a folder."""
+    return {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _fault(folder: Path, *, contents: bool = True) -> str | None:
+    """What is wrong with a checkpoint, or None. contents: whether to read the files, too."""
+    try:
+        files = json.loads((folder / TRAINER / STATE).read_text()).get("files", {})
+    except (OSError, ValueError):
+        return f"{folder.name}: its {TRAINER}/{STATE} is missing or damaged"
+    for name, expected in files.items():
+        path = folder / name
+        if name in (CONFIG, "README.md"):  # `bench --card` writes into these
+            if not path.is_file():
+                return f"{folder.name}: {name} is missing"
+            continue
+        size = path.stat().st_size if path.is_file() else 0
+        if size != expected["bytes"]:
+            return f"{folder.name}: {name} has {size} bytes, expected {expected['bytes']}"
+        if contents and _crc32(path) != expected["crc32"]:
+            return f"{folder.name}: {name} is not what was written (its checksum differs)"
+    return None
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _refuse(folder: Path, what: str, changed: list[str], remedy: str) -> None:
+    if changed:
+        raise ValueError(
+            f"{folder.parent} holds a run with other {what} ({'; '.join(changed)}); "
+            f"{remedy}, or give another run.output"
+        )

@@ -48,8 +48,8 @@ def _speaks() -> bool:
 def _ending(outcome: Outcome) -> str:
     if not outcome.finished:
         return (
-            f"interrupted at step {outcome.step} of {outcome.steps}, saved in "
-            f"{outcome.checkpoint}; run the same command again to go on"
+            f"interrupted by {outcome.stopped_by} at step {outcome.step} of {outcome.steps}, saved "
+            f"in {outcome.checkpoint}; run the same command again to go on"
         )
     if not outcome.trained:
         return (

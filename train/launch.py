@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -19,8 +20,11 @@ SUPPORTED = {
     DistributedType.NO,
     DistributedType.MULTI_CPU,
     DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
     DistributedType.DEEPSPEED,
 }
+STOP_FILE = "checkpoint-now"
+"""A file of this name in run.output is a request to save and stop."""
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
@@ -32,7 +36,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     # accelerate sees one process, DeepSpeed several, when nobody names a backend that a CPU has
     gloo = on_cpu and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     accelerator = Accelerator(
-        mixed_precision="bf16" if recipe.run.precision == "bf16" else "no",
+        mixed_precision="no",  # run.precision is seen to by `train.engines`, for all of them alike
         log_with=list(recipe.run.trackers) or None,
         project_config=ProjectConfiguration(
             project_dir=str(recipe.run.output), logging_dir=str(recipe.run.output / "logs")
@@ -50,11 +54,24 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:
-    """Refuse `accelerate launch --cpu --num_processes N`, which starts one process and says
-    nothing.
+    """Refuse launches of several processes that do not come to know of each other.
 
-    It leaves a master address for the processes that it does not start, and no WORLD_SIZE.
+    `accelerate launch --cpu --num_processes N` starts one process and says nothing; it leaves a
+    master address for those that it does not start, and no WORLD_SIZE. `srun` starts several that
+    know only Slurm's variables.
     """
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks > 1 and environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1"):
+        raise ValueError(
+            f"srun started {tasks} tasks, but each would train on its own; start one task per node "
+            "and in it `torchrun --nnodes N --node-rank $SLURM_NODEID --master-addr HOST "
+            f"--nproc-per-node G {shlex.join(sys.argv)}`"
+        )
+    if asked_for_fsdp(environ) and environ.get("FSDP_VERSION") != "2":
+        raise ValueError(
+            f"expected fsdp_version: 2, got {environ.get('FSDP_VERSION', 1)}; "
+            "use recipes/accelerate-fsdp2.yaml"
+        )
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in environ
     if by_accelerate and "MASTER_ADDR" in environ and "WORLD_SIZE" not in environ:
         raise ValueError(
@@ -76,13 +93,8 @@ def check_processes(accelerator: Accelerator, environ: Mapping[str, str]) -> Non
         )
     if kind not in SUPPORTED:
         raise ValueError(
-            f"expected DDP or DeepSpeed ZeRO-2, got {kind}; only the head is trained, so "
-            "use recipes/accelerate-ddp.yaml or recipes/accelerate-zero2.yaml"
-        )
-    if kind == DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage == 3:
-        raise ValueError(
-            "expected DeepSpeed ZeRO stage 1 or 2, got 3, which would also partition the frozen "
-            "target; use recipes/accelerate-zero2.yaml"
+            f"expected DDP, FSDP2 or DeepSpeed, got {kind}; "
+            "use one of recipes/accelerate-{ddp,fsdp2,zero1,zero2,zero3}.yaml"
         )
 
 
@@ -94,30 +106,36 @@ def right_command(has_gpu: bool, world: str) -> str:
     return f"ACCELERATE_USE_CPU=true torchrun --nproc-per-node {world} {started}"
 
 
-def prepare_deepspeed(
-    accelerator: Accelerator, *, rows_per_batch: int, accumulation: int, clip: float
-) -> None:
-    """Tell DeepSpeed what it would read from a DataLoader, which there is not."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        accelerator.state.deepspeed_plugin.deepspeed_config.update(
-            train_micro_batch_size_per_gpu=rows_per_batch,
-            gradient_accumulation_steps=accumulation,
-            gradient_clipping=clip,
-        )
+def asked_for_fsdp(environ: Mapping[str, str]) -> bool:
+    """Whether the accelerate config says `distributed_type: FSDP`."""
+    return environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 class StopRequest:
-    """Notes Ctrl-C and SIGTERM, so that the loop can finish its step and save; a second Ctrl-C is
-    immediate.
+    """Notes Ctrl-C, SIGTERM and a file `checkpoint-now`, so that the loop can finish its step and
+    save; a second Ctrl-C is immediate.
 
     torchrun sends its processes SIGTERM after the terminal sent them SIGINT: that counts as one
     request.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, output: Path) -> None:
+        self.by = ""
+        """Who asked, or ""."""
+        self._file = output / STOP_FILE
+
+    def heard(self) -> bool:
+        """Whether this process was asked to stop."""
+        if not self.by and self._file.exists():
+            self.by = STOP_FILE
+        return bool(self.by)
+
+    def granted(self) -> None:
+        """Forget the file: it asked once."""
+        self._file.unlink(missing_ok=True)
 
     def __enter__(self) -> StopRequest:
+        self.granted()  # what was asked of a launch that is gone
         self._old = {
             number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
         }
@@ -128,6 +146,6 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
+        if self.by and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
+        self.by = signal.Signals(number).name

@@ -1,7 +1,7 @@
 """The training loop: features from the frozen target, loss from the head, one optimizer step over
 all processes.
 
-Legend: B batch, T tokens, D feature width, K draft depth, R ranks.
+Legend: M learned positions, K draft depth, R ranks.
 """
 
 from __future__ import annotations
@@ -13,46 +13,47 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from draftheads.train.assemble import (
     check_trained,
     create_head,
-    create_optimizer,
     facts,
     load_data,
     load_target,
+    versions,
 )
-from draftheads.train.batches import Order, accumulation, share
+from draftheads.train.batches import Order, check_divides, rows_per_step
 from draftheads.train.checkpoint import (
     Checkpoints,
     RunState,
-    Trained,
-    check_same_data,
+    check_same_parts,
     check_same_run,
+    load_moments,
+    load_weights,
     newest,
     read_state,
 )
-from draftheads.train.features import Features
+from draftheads.train.engines import Engine, autocast, make_engine
+from draftheads.train.faults import explain
+from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.heldout import calibrate, observe
-from draftheads.train.launch import StopRequest, make_accelerator, prepare_deepspeed
+from draftheads.train.launch import StopRequest, make_accelerator
 from draftheads.train.progress import Progress
 from draftheads.train.recipe import OptimChoices, Recipe
-
-MAX_SKIPPED = 3
-"""Steps in a row without a finite loss and gradient after which a run is lost."""
+from draftheads.train.step import Step
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended. checkpoint: its newest. step, steps: done and planned. trained: False when
-    it had ended before.
+    it had ended before. stopped_by: who interrupted it, or "".
     """
 
     checkpoint: Path
     step: int
     steps: int
     trained: bool
+    stopped_by: str = ""
 
     @property
     def finished(self) -> bool:
@@ -61,186 +62,184 @@ class Outcome:
 
 
 def fit(recipe: Recipe) -> Outcome:
-    """Train as the recipe says, going on from the newest checkpoint in `run.output`; save; return
-    how it ended.
+    """Train as the recipe says, going on from the newest whole checkpoint in `run.output`; save;
+    return how it ended.
 
     Raises ValueError for a recipe, data or launch that cannot work, and when the loss stays
-    non-finite.
+    non-finite; OSError when a checkpoint cannot be written.
     """
     accelerator = make_accelerator(recipe)
-    found = newest(recipe.run.output)
-    old = read_state(found) if found else None
-    if found and old:
-        check_same_run(found, old, recipe.model_dump(mode="json"))
-        lengths = {name: old.recipe["run"][name] for name in ("steps", "epochs")}
-        same_length = all(getattr(recipe.run, name) == length for name, length in lengths.items())
-        if old.step >= (old.steps if same_length else recipe.run.steps or math.inf):
-            accelerator.end_training()
-            return Outcome(found, old.step, old.step, trained=False)
-    with StopRequest() as stop:
-        try:
-            return Trainer(recipe, accelerator).run(stop, found)
-        finally:
-            accelerator.end_training()
+    try:
+        found, damaged = newest(recipe.run.output)
+        for fault in damaged:
+            accelerator.print(f"warning: passed over {recipe.run.output}/{fault}")
+        old = read_state(found) if found else None
+        if found and old:
+            check_same_run(found, old, recipe.model_dump(mode="json"))
+            lengths = {name: old.recipe["run"][name] for name in ("steps", "epochs")}
+            same_length = all(getattr(recipe.run, name) == n for name, n in lengths.items())
+            if old.step >= (old.steps if same_length else recipe.run.steps or math.inf):
+                return Outcome(found, old.step, old.step, trained=False)
+        with StopRequest(recipe.run.output) as stop:
+            return Trainer(recipe, accelerator, found).run(stop)
+    finally:
+        accelerator.end_training()
 
 
 class Trainer:
-    """One process's part of one run."""
+    """One process's part of one run. checkpoint: what it goes on from."""
 
-    def __init__(self, recipe: Recipe, accelerator: Accelerator) -> None:
-        self.recipe, self.accelerator = recipe, accelerator
+    def __init__(
+        self, recipe: Recipe, accelerator: Accelerator, checkpoint: Path | None = None
+    ) -> None:
+        self.recipe, self.accelerator, self.checkpoint = recipe, accelerator, checkpoint
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.target = load_target(recipe, accelerator)
         self.data = load_data(recipe, self.target, accelerator.print)
+        old = read_state(checkpoint) if checkpoint else None
+        count = old.rows_per_step if old else self._rows_per_step()
+        check_divides(count, recipe.data.rows_per_batch, self.world)
+        self.order = Order(len(self.data.train), count, recipe.run.seed)
+        steps = recipe.run.steps or self.order.steps(recipe.run.epochs or 1)
+        self.state = self._start(count, steps)
+        if checkpoint and old:
+            check_same_parts(checkpoint, old, self.state)
+            kept = ("recipe", "steps", "versions")
+            self.state = replace(old, **{name: getattr(self.state, name) for name in kept})
+        self.head = create_head(recipe, self.target, self.data.documents)
+        check_trained(self.head, self.target, accelerator.print)
+        self.engine = self._engine()
+        if checkpoint and old:
+            accelerator.print(_continuing(checkpoint, old, self.state))
+        self.features, self.heldout_features = self._features()
         self.checkpoints = Checkpoints(recipe.run.output, recipe.run.keep, accelerator)
-        self.micro_batches, note = accumulation(
+
+    def run(self, stop: StopRequest) -> Outcome:
+        """Train to the last step or until `stop` is asked for; the last step done is saved."""
+        progress = Progress(self.accelerator, self.recipe, self.state.step, self.state.steps)
+        started = time.monotonic() - self.state.seconds
+        saved, by = self.checkpoint, ""
+        try:
+            while self.state.step < self.state.steps and not by:
+                asked = self._step(stop, progress)
+                by = (stop.by or "another process") if asked else ""
+                self.state = replace(self.state, seconds=time.monotonic() - started)
+                due = self.state.step % self.recipe.run.save_every == 0
+                if asked or due or self.state.step == self.state.steps:
+                    saved = self._save(progress)
+            stop.granted()
+        finally:
+            progress.close()
+            self.checkpoints.close()
+        assert saved is not None, "a run has at least one step, and its last step is saved"
+        return Outcome(saved, self.state.step, self.state.steps, trained=True, stopped_by=by)
+
+    def _engine(self) -> Engine:
+        """The engine, with what the checkpoint holds of weights and optimizer."""
+        choices = self.recipe.run
+        if self.checkpoint:
+            self.head.load_state_dict(load_weights(self.checkpoint))
+        self.head.recompute = choices.gradient_checkpointing
+        if choices.compile:
+            self.head.compile_layers()
+        engine = make_engine(self.head, self.recipe.optim, self.accelerator, choices.precision)
+        if self.checkpoint:
+            engine.restore(load_moments(self.checkpoint))
+        return engine
+
+    def _features(self) -> tuple[FeatureSource, FeatureSource]:
+        """Of the rows to train on and of those held out; frees what of the target they replace."""
+        rows, layers = (self.data.train, self.data.heldout), self.head.training_layers
+        sources = make_features(self.recipe, self.target, rows, layers, self.accelerator)
+        freed = self.target.release(
+            lm_head=not self.head.needs_unembed, layers=self.recipe.features.mode == "cached"
+        )
+        if freed:
+            self.accelerator.print(f"freed {freed / 1e9:.3g} GB of the target, not needed to train")
+        return sources
+
+    def _rows_per_step(self) -> int:
+        recipe = self.recipe
+        rows, note = rows_per_step(
             recipe.run.tokens_per_step,
             recipe.data.rows_per_batch,
             self.data.train.length,
-            accelerator.num_processes,
+            self.world,
         )
         if note:
-            accelerator.print(note)
-        self.order = Order(
-            len(self.data.train),
-            self.micro_batches * recipe.data.rows_per_batch * accelerator.num_processes,
-            recipe.run.seed,
-        )
-        self.steps = recipe.run.steps or self.order.steps(recipe.run.epochs or 1)
-        self.trained = self._prepare()
-        self.head = self.trained.head
-        self.features = Features(
-            self.target, self.data.train, self.head.training_layers, recipe.data.cache_gb
-        )
-        self.state = RunState(
+            self.accelerator.print(note)
+        return rows
+
+    def _start(self, rows: int, steps: int) -> RunState:
+        """The state of a run that begins."""
+        return RunState(
             step=0,
-            steps=self.steps,
+            steps=steps,
             tokens=0,
             seconds=0.0,
-            loss=math.nan,
+            loss=None,
             tokens_per_step=1.0,
-            recipe=recipe.model_dump(mode="json"),
+            skipped=0,
+            rows_per_step=rows,
+            recipe=self.recipe.model_dump(mode="json"),
+            target=self.target.fingerprint(),
             data=self.data.counts(),
+            versions=versions(),
         )
-        self.skipped = 0
-
-    def run(self, stop: StopRequest, checkpoint: Path | None) -> Outcome:
-        """Train to the last step or until `stop` is asked for; the last step done is saved."""
-        if checkpoint:
-            self._continue(checkpoint)
-        progress = Progress(self.accelerator, self.recipe, self.state.step, self.steps)
-        started = time.monotonic() - self.state.seconds
-        saved = checkpoint
-        try:
-            while self.state.step < self.steps:
-                asked = self._step(stop, progress)
-                self.state = replace(self.state, seconds=time.monotonic() - started)
-                due = self.state.step % self.recipe.run.save_every == 0
-                if asked or due or self.state.step == self.steps:
-                    saved = self._save(progress)
-                if asked:
-                    break
-        finally:
-            progress.close()
-        assert saved is not None, "a run has at least one step, and its last step is saved"
-        return Outcome(saved, self.state.step, self.steps, trained=True)
-
-    def _prepare(self) -> Trained:
-        head = create_head(self.recipe, self.target, self.data.documents)
-        optimizer = create_optimizer(head, self.recipe.optim)
-        check_trained(optimizer, head, self.target, self.accelerator.print)
-        self.accelerator.gradient_accumulation_steps = self.micro_batches
-        prepare_deepspeed(
-            self.accelerator,
-            rows_per_batch=self.recipe.data.rows_per_batch,
-            accumulation=self.micro_batches,
-            clip=self.recipe.optim.clip,
-        )
-        model, prepared = self.accelerator.prepare(head, optimizer)
-        return Trained(head, model, prepared, self.target)
-
-    def _continue(self, checkpoint: Path) -> None:
-        old = read_state(checkpoint)
-        check_same_data(checkpoint, old, self.state.data)
-        self.checkpoints.load(checkpoint, self.trained)
-        self.state = replace(old, steps=self.steps, recipe=self.state.recipe)
-        self.accelerator.print(f"continuing {checkpoint} at step {old.step} of {self.steps}")
 
     def _step(self, stop: StopRequest, progress: Progress) -> bool:
         """One optimizer step; True when any process was asked to stop."""
-        step = self.state.step
-        rows = self.order.step(step)
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        torch.manual_seed(hash((self.recipe.run.seed, step, rank)) % (1 << 63))
-        learned = sum(self.data.train.learned[row] for row in rows)  # over all processes
-        mine = share(rows, self.recipe.data.rows_per_batch, rank, world)
-        lr = learning_rate(self.recipe.optim, step, self.steps)
-        for group in self.trained.optimizer.param_groups:  # first: DeepSpeed steps in backward
-            group["lr"] = lr
-        loss, ranks_KR = self._accumulate(mine, learned)
-        flags = torch.tensor([float(stop.asked)], device=loss.device)
+        parts = self.recipe, self.accelerator, self.target, self.data, self.order, self.features
+        step = Step(self.state.step, *parts)
+        lr = learning_rate(self.recipe.optim, step.number, self.state.steps)
+        loss, ranks_KR = step.accumulate(self.engine)
+        flags = torch.tensor([float(stop.heard())], device=loss.device)
         total, asked = self.accelerator.reduce(torch.cat([loss[None], flags]), "sum").tolist()
-        norm = self._update(step + 1, total, progress)
-        tokens = sum(self.data.train.sizes[row] for row in rows)
+        norm = self.engine.update(lr)
+        is_finite = math.isfinite(norm)
         self.state = replace(
-            self.state, step=step + 1, tokens=self.state.tokens + tokens, loss=total
+            self.state,
+            step=step.number + 1,
+            tokens=self.state.tokens + step.tokens,
+            loss=total if is_finite else self.state.loss,
+            skipped=0 if is_finite else self.state.skipped + 1,
         )
-        progress.step(step + 1, total, norm, ranks_KR, tokens, lr)
+        if is_finite:
+            progress.step(self.state.step, total, norm, ranks_KR, step.tokens, lr)
+        else:
+            self._skip(step, f"loss {total}, gradient norm {norm}", progress)
         return bool(asked > 0)
 
-    def _accumulate(self, micro_batches: list[list[int]], learned: int) -> tuple[Tensor, Tensor]:
-        """Gradients of this process's share; (its part of the loss, its ranks_KR)."""
-        loss = torch.zeros((), device=self.accelerator.device)
-        ranks_KR: Tensor | None = None
-        # DDP averages over processes, accelerate and DeepSpeed over micro batches; this loss is
-        # one mean over all learned tokens of the step
-        undo = len(micro_batches) * self.accelerator.num_processes
-        for rows in micro_batches:
-            batch = self.data.train.batch(rows).to(self.accelerator.device)
-            features_BTD = self.features(rows, batch)
-            with self.accelerator.accumulate(self.trained.model):
-                out = self.trained.model(batch, features_BTD, self.target)
-                self.accelerator.backward(out.loss * (undo / learned))
-            loss += out.loss.detach() / learned
-            ranks_KR = out.ranks_KR if ranks_KR is None else ranks_KR + out.ranks_KR
-        assert ranks_KR is not None, "a step has at least one micro batch"
-        return loss, ranks_KR
-
-    def _update(self, step: int, loss: float, progress: Progress) -> float:
-        """Step the optimizer, unless loss or gradient is not finite; all processes see the same
-        numbers. (DeepSpeed has stepped already: there a bad step is only counted.) Returns the
-        gradient's norm before clipping.
-        """
-        optimizer, recipe = self.trained.optimizer, self.recipe
-        parameters = self.trained.model.parameters()
-        norm = float(self.accelerator.clip_grad_norm_(parameters, recipe.optim.clip) or 0.0)
-        if math.isfinite(loss) and math.isfinite(norm):
-            optimizer.step()
-            self.skipped = 0
-        else:
-            self.skipped += 1
-            progress.say(f"step {step} skipped: loss {loss}, gradient norm {norm}")
-        optimizer.zero_grad()
-        if self.skipped == MAX_SKIPPED:
+    def _skip(self, step: Step, numbers: str, progress: Progress) -> None:
+        """Say which batch was to blame; give up after too many steps in a row."""
+        recipe, examiner = self.recipe, step.examine(self.engine)
+        cause = explain(examiner.found(self.data.train))
+        progress.skipped(self.state.step, f"{numbers}; {cause}")
+        if self.state.skipped >= recipe.run.max_skipped:
+            folder = recipe.run.output / f"bad-{self.state.step:06d}"
+            examiner.save(folder)
             raise ValueError(
-                f"loss or gradient was not finite in {MAX_SKIPPED} steps up to {step}; lower "
-                f"optim.lr or check the target in dtype {recipe.target_dtype}, then run again"
+                f"loss or gradient was not finite in {self.state.skipped} steps up to "
+                f"{self.state.step}; {cause}; the last bad batch is in {folder}; lower optim.lr or "
+                f"check the target in dtype {recipe.target_dtype}, then run again"
             )
-        return norm
 
     def _save(self, progress: Progress) -> Path:
         """Judge the heads on held-out documents, give them the tree that follows, write a
         checkpoint.
         """
-        recipe = self.recipe
-        ranks_MK = observe(
-            self.head,
-            self.target,
-            self.data.heldout,
-            recipe.data.rows_per_batch,
-            self.accelerator,
-        )
-        calibration = calibrate(ranks_MK, recipe.head.nodes, self.head.tree)
-        self.head.tree = calibration.tree
+        recipe, head = self.recipe, self.engine.whole()
+        with autocast(recipe.run.precision, self.accelerator.device):
+            ranks_MK = observe(
+                head,
+                self.target,
+                self.data.heldout,
+                recipe.data.rows_per_batch,
+                self.accelerator,
+                self.heldout_features,
+            )
+        calibration = calibrate(ranks_MK, recipe.head.nodes, head.tree)
+        head.tree = self.head.tree = calibration.tree
         progress.evaluated(self.state.step, calibration)
         self.state = replace(self.state, tokens_per_step=calibration.tokens_per_step)
         results = {
@@ -253,7 +252,8 @@ class Trainer:
             "heldout_top5": calibration.top5,
         }
         published = {**results, **facts(recipe, self.data, self.accelerator)}
-        return self.checkpoints.save(self.trained, self.state, published)
+        moments = self.engine.moments(keep=self.accelerator.is_main_process)
+        return self.checkpoints.save(head, moments, self.state, self.target, published)
 
 
 def learning_rate(choices: OptimChoices, step: int, steps: int) -> float:
@@ -266,3 +266,13 @@ def learning_rate(choices: OptimChoices, step: int, steps: int) -> float:
     if choices.schedule == "constant":
         return choices.lr
     return choices.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _continuing(checkpoint: Path, old: RunState, new: RunState) -> str:
+    changed = [
+        f"{name} {old.versions.get(name)} -> {version}"
+        for name, version in new.versions.items()
+        if old.versions.get(name) != version
+    ]
+    note = f"; not bit for bit, as versions changed: {', '.join(changed)}" if changed else ""
+    return f"continuing {checkpoint} at step {old.step} of {new.steps}{note}"

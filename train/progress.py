@@ -82,6 +82,12 @@ class Progress:
         self._write(step, values)
         self._start_window()
 
+    def skipped(self, step: int, reason: str) -> None:
+        """Count step number `step`, which changed nothing, and say why."""
+        self.bar.update()
+        self.say(f"step {step} skipped: {reason}")
+        self._write(step, {"skipped": reason})
+
     def evaluated(self, step: int, calibration: Calibration) -> None:
         """Say what the held-out documents showed."""
         self.say(f"step {step}: {calibration}")
@@ -104,12 +110,15 @@ class Progress:
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
-        self.accelerator.log(dict(_flat(values)), step=step)
+        numbers = {k: v for k, v in _flat(values) if not isinstance(v, str)}
+        self.accelerator.log(numbers, step=step)
 
 
 def read_metrics(output: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (Path(output) / METRICS).read_text().splitlines()]
+    lines = (Path(output) / METRICS).read_text().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]  # a killed process leaves half of one
+    return [json.loads(line) for line in whole]
 
 
 def _shares(ranks_KR: Tensor) -> Tensor:
@@ -120,7 +129,9 @@ def _forget_after(path: Path, step: int) -> None:
     """Drop the lines of steps that a continued run repeats."""
     kept = read_metrics(path.parent) if path.exists() else []
     lines = [json.dumps(line) + "\n" for line in kept if line["step"] <= step]
-    path.write_text("".join(lines))
+    part = path.with_name(f".{path.name}")
+    part.write_text("".join(lines))
+    part.replace(path)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
