@@ -389,6 +389,8 @@ def test_a_cached_run_needs_no_forward_of_the_target(tmp_path, target, monkeypat
     accelerator = Accelerator(cpu=True)
     head = HEADS["medusa"].create(target, **HEAD_SECTIONS["medusa"])
     layers = head.training_layers
+    count = heldout.observed(rows[1])
+    assert sum(rows[1].sizes[: count - 1]) < heldout.HELDOUT_TOKENS <= sum(rows[1].sizes[:count])
     online_MK = observe(head, target, rows[1], 2, accelerator, OnlineFeatures(target, layers))
     recipe = cached_recipe(tmp_path)
     make_features(recipe, target, rows, layers, accelerator)
