@@ -1,4 +1,4 @@
-"""The `draftheads` command: distill, train, bench, chat, publish, demo.
+"""The `draftheads` command: distill, plan, train, bench, chat, publish, demo.
 
 A mistake of the user's ends with one line (expected, got, next step) and exit code 2; Ctrl-C with
 130. Set DRAFTHEADS_DEBUG=1 to see the traceback of the former.
@@ -91,6 +91,39 @@ def distill(
         prompts, split=split, limit=limit, prompt_words=prompt_words, skip_empty=skip_empty
     )
     run(load_target(target, dtype, device), texts, options)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
+    no_probe: Annotated[
+        bool, typer.Option("--no-probe", help="count from shapes alone; train nothing")
+    ] = False,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="of the launch; default: WORLD_SIZE, else 1")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="what divides the head: ddp, zero1, zero2, zero3, fsdp2")
+    ] = "ddp",
+    json_out: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+) -> None:
+    """Predict memory, disk and time of a recipe before anything is loaded: from shapes, and from a
+    few training steps on a shallow random target.
+    """
+    import transformers
+
+    from draftheads.scripts.plan_table import print_plan, write_plan
+    from draftheads.train.plan import make_plan
+    from draftheads.train.recipe import load_recipe
+    from draftheads.train.sizes import Launch
+
+    transformers.logging.disable_progress_bar()
+    launch = Launch.here(processes, engine)
+    made = make_plan(load_recipe(recipe, overrides or []), launch, probe=not no_probe)
+    print_plan(made)
+    if json_out:
+        write_plan(made, json_out)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -1,0 +1,298 @@
+"""What a run will need: memory per device, disk and time, before anything is loaded.
+
+Sizes follow from shapes (`train.sizes`), rows from the data (`train.workload`); what shapes do not
+tell is tried (`train.probe`) and extrapolated to the target's depth.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from draftheads.train.machine import device_memory, resident
+from draftheads.train.probe import Probe, ProbeError, Prober
+from draftheads.train.recipe import Recipe
+from draftheads.train.sizes import (
+    FEATURE_BYTES,
+    HeadSizes,
+    Launch,
+    ShapeTarget,
+    TargetSizes,
+    activation_bytes,
+    head_sizes,
+)
+from draftheads.train.trial import Trial
+from draftheads.train.workload import Steps, Workload, plan_steps, read_workload
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device at the highest point. base: Python and its libraries (CPU alone).
+    activations: all that comes and goes. limit: of the device, which serves `sharing` processes.
+    """
+
+    base: int
+    target: int
+    weights: int
+    gradients: int
+    optimizer: int
+    data: int
+    cache: int
+    activations: int
+    limit: int
+    sharing: int
+
+    @property
+    def total(self) -> int:
+        """Of one process."""
+        trained = self.weights + self.gradients + self.optimizer
+        return self.base + self.target + trained + self.data + self.cache + self.activations
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much, for all processes that it serves."""
+        return self.total * self.sharing <= self.limit
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes. checkpoint: one; checkpoints: how many at most, the one being written included.
+    features: files of cached features, of which the recipe allows `allowed`. data: what was
+    distilled. free: in the output folder.
+    """
+
+    checkpoint: int
+    checkpoints: int
+    features: int
+    allowed: int
+    data: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        """What the run will write."""
+        return self.checkpoint * self.checkpoints + self.features
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is as much."""
+        return self.total <= self.free and self.features <= self.allowed
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds. step: mean over the run; first_pass, later: while the target computes features, and
+    when they are kept. save: with the held-out documents. total: None for unknown steps.
+    """
+
+    step: float
+    first_pass: float
+    later: float
+    load: float
+    save: float
+    total: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of it. probed: layers of the targets that were tried; empty: shapes alone, because of
+    `reason`. time: None without a probe.
+    """
+
+    recipe: Recipe
+    launch: Launch
+    target: TargetSizes
+    head: HeadSizes
+    work: Workload
+    steps: Steps
+    memory: Memory
+    disk: Disk
+    time: Duration | None
+    probed: list[int]
+    reason: str
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Over all processes, padding not counted."""
+        return self.steps.rows * self.work.row_tokens
+
+    def remedy(self) -> str:
+        """One line, empty where everything fits."""
+        if not self.memory.fits:
+            needed, limit = self.memory.total * self.memory.sharing, self.memory.limit
+            what = (
+                "memory; lower data.rows_per_batch, data.sequence_length or data.cache_gb, set "
+                "head.vocabulary, or divide the head's state over processes with --engine zero2"
+            )
+        elif self.disk.features > self.disk.allowed:
+            needed, limit = self.disk.features, self.disk.allowed
+            what = "features; take features.dtype=fp8 or raise features.disk_gb"
+        elif self.disk.fits:
+            return ""
+        else:
+            needed, limit = self.disk.total, self.disk.free
+            what = "disk; lower run.keep, take features.dtype=fp8, or another run.output"
+        return (
+            f"does not fit: expected at most {limit / 1e9:.1f} GB, needs {needed / 1e9:.1f} GB of "
+            f"{what}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as JSON."""
+        work = {key: value for key, value in vars(self.work).items() if key != "answers"}
+        return {
+            "launch": asdict(self.launch),
+            "target": {**asdict(self.target), "dtype": str(self.target.dtype).split(".")[-1]},
+            "head": asdict(self.head),
+            "data": {**work, "row_tokens": self.work.row_tokens},
+            "steps": {**asdict(self.steps), "tokens_per_step": self.tokens_per_step},
+            "memory": {**asdict(self.memory), "total": self.memory.total, "fits": self.memory.fits},
+            "disk": {**asdict(self.disk), "total": self.disk.total, "fits": self.disk.fits},
+            "time": asdict(self.time) if self.time else None,
+            "probed": self.probed,
+            "reason": self.reason,
+            "recipe": self.recipe.model_dump(mode="json"),
+        }
+
+
+def make_plan(recipe: Recipe, launch: Launch, *, probe: bool = True, clock: str = "wall") -> Plan:
+    """Count, look, try. clock: of the probe, "wall" or "cpu". Raises ValueError and OSError for
+    what the trainer would refuse.
+    """
+    shapes = ShapeTarget(recipe)
+    target, head = shapes.sizes, head_sizes(recipe, shapes)
+    work = read_workload(recipe, target.context)
+    steps = plan_steps(recipe, work, launch.processes)
+    activations = activation_bytes(recipe, target, head, work.length)
+    found, reason = None, "--no-probe was given"
+    if probe:
+        found, reason = _probe(Prober(recipe, target, head, work, steps, clock), activations)
+    trial = found.at(target.layers) if found else None
+    planner = _Planner(recipe, launch, target, head, work, steps)
+    return Plan(
+        **vars(planner),
+        memory=planner.probed(trial, found) if trial and found else planner.counted(activations),
+        disk=planner.disk(trial),
+        time=planner.duration(trial, found) if trial and found else None,
+        probed=found.layers if found else [],
+        reason=reason,
+    )
+
+
+def _probe(prober: Prober, activations: int) -> tuple[Probe | None, str]:
+    """(what it found, "") or (None, why there is none)."""
+    needed = prober.bytes(activations)
+    free = device_memory("cuda" if torch.cuda.is_available() else "cpu")[1]
+    if needed > free:
+        return None, (
+            f"a probe needs up to {needed / 1e9:.1f} GB here, and {free / 1e9:.1f} GB are free"
+        )
+    try:
+        return prober.run(), ""
+    except ProbeError as error:
+        return None, f"the probe failed: {error}"
+
+
+@dataclass(frozen=True)
+class _Planner:
+    recipe: Recipe
+    launch: Launch
+    target: TargetSizes
+    head: HeadSizes
+    work: Workload
+    steps: Steps
+
+    def counted(self, activations: int) -> Memory:
+        """From shapes alone."""
+        return self._memory(resident(), activations)
+
+    def probed(self, trial: Trial, probe: Probe) -> Memory:
+        """The highest of the phases, with what the probe had no part in."""
+        parts = self._memory(trial.base, 0)
+        trained = parts.weights + parts.gradients + parts.optimizer
+        undivided = 4 * self.head.bytes - trained  # saving makes everything whole again
+        elsewhere = self.target.bytes() - parts.target
+        new = parts.cache - min(parts.cache, self._feature_bytes() * probe.rows // self._rows())
+        more = parts.data - min(parts.data, self.work.sampled)
+        peaks = {
+            "load": trial.peaks["load"] + more - elsewhere,
+            "train": trial.peaks["train"] + more + new - undivided - elsewhere,
+            "save": trial.peaks["save"] + more + new - elsewhere,
+        }
+        rest = max(peaks.values()) - parts.total
+        # what is less than the parts has freed some of the target
+        target = max(0, parts.target + min(0, rest))
+        return replace(self._memory(trial.base, max(0, rest)), target=target)
+
+    def disk(self, trial: Trial | None) -> Disk:
+        """Checkpoints as the probe wrote them, or as counted."""
+        run = self.recipe.run
+        place = run.output.absolute()
+        while not place.exists():
+            place = place.parent
+        most = run.keep + 2  # the best one may be older, and one is being written
+        return Disk(
+            checkpoint=trial.checkpoint if trial else self.head.checkpoint,
+            checkpoints=min(self.steps.saves or most, most),
+            features=self._stored_features(),
+            allowed=int(self.recipe.features.disk_gb * 1e9),
+            data=self.work.stored,
+            free=shutil.disk_usage(place).free,
+        )
+
+    def duration(self, trial: Trial, probe: Probe) -> Duration:
+        """Steps at the real depth; the held-out documents as many as there are."""
+        micro, count = self.steps.micro_batches, self.steps.count
+        first, later = trial.step(micro), trial.step(micro, features=False)
+        save = trial.observe * self.work.heldout / max(1, probe.heldout) + trial.save
+        load = trial.load
+        if self.recipe.features.mode == "cached":
+            rows = self._rows() + self.work.heldout / self.work.row_tokens
+            load += trial.features * rows / self.recipe.data.rows_per_batch
+            first = later
+        kept = min(1.0, self.recipe.data.cache_gb * 1e9 / max(1, self._feature_bytes()))
+        seen = min(1.0, 1 / self.steps.passes) if self.steps.passes else 1.0
+        step = first - (1 - seen) * kept * (first - later)
+        total = load + count * step + (self.steps.saves or 1) * save if count else None
+        return Duration(step, first, later, load, save, total)
+
+    def _memory(self, base: int, activations: int) -> Memory:
+        launch, head = self.launch, self.head
+        on_cpu = launch.device == "cpu"
+        placement = self.recipe.target_placement
+        room = int(self.recipe.data.cache_gb * 1e9) if on_cpu else 0
+        return Memory(
+            base=base,
+            target=self.target.bytes(placement, launch.processes),
+            **launch.trained(head.bytes),
+            data=self.work.memory if on_cpu else 0,
+            cache=min(room, self._kept_features()),
+            activations=activations,
+            limit=device_memory(launch.device)[0],
+            sharing=launch.processes if on_cpu else 1,
+        )
+
+    def _rows(self) -> int:
+        return self.work.rows or self.steps.rows * (self.steps.count or 1)
+
+    def _feature_bytes(self) -> int:
+        """Of all rows, as the target computes them."""
+        tokens = self._rows() * self.work.row_tokens
+        return int(tokens * self.target.width * self.head.features * self.target.dtype.itemsize)
+
+    def _kept_features(self) -> int:
+        """Of the rows that the run sees; without any number of them, more than there is room."""
+        if not self.work.rows and not self.steps.count:
+            return 1 << 62
+        return int(self._feature_bytes() * min(1.0, self.steps.passes or 1.0))
+
+    def _stored_features(self) -> int:
+        choices = self.recipe.features
+        if choices.mode != "cached":
+            return 0
+        number, scale = FEATURE_BYTES[choices.dtype]
+        tokens = self._rows() * self.work.row_tokens + self.work.heldout
+        return int(tokens * self.head.features * (self.target.width * number + scale))

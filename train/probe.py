@@ -1,0 +1,241 @@
+"""A few steps of the real trainer on a shallow target of the same widths, and what they say of the
+whole one: time and memory are lines in the number of layers.
+
+Everything it writes is in a temporary folder; training runs in child processes (`train.listen`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftheads.heads.eagle3 import default_features
+from draftheads.train import listen
+from draftheads.train.answers import Answer
+from draftheads.train.choices import DecoderChoices, Eagle3Choices
+from draftheads.train.recipe import Recipe
+from draftheads.train.sizes import HeadSizes, TargetSizes, read_config
+from draftheads.train.trial import Trial, read_trial
+from draftheads.train.workload import (
+    Steps,
+    Workload,
+    heldout_tokens,
+    made_up,
+    write_answers,
+)
+
+FEWEST, MOST = 4, 16
+"""Steps of a probe, the first of which is not timed."""
+SECONDS = 5.0
+"""Of steps, that a probe aims at between FEWEST and MOST."""
+PATIENCE = 600.0
+"""Seconds; a probe that would take longer is not begun."""
+SHALLOW = 4
+"""Layers of the deeper probe, where the features do not need more."""
+LAUNCH_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED")
+
+
+class ProbeError(Exception):
+    """A probe that this machine cannot make, and why."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Trials at one or two depths, and the data that they were made with. heldout: its observed
+    tokens. rows: trained on in each.
+    """
+
+    trials: list[Trial]
+    heldout: int
+    rows: int
+
+    @property
+    def layers(self) -> list[int]:
+        """Depths that were tried."""
+        return [trial.layers for trial in self.trials]
+
+    def at(self, layers: int) -> Trial:
+        """The trial that a target of so many layers would give: lines through what was measured.
+        What does not depend on the target's depth is the trials' mean.
+        """
+        first, last = self.trials[0], self.trials[-1]
+
+        def line(low: float, high: float) -> float:
+            if first is last:
+                return high
+            slope = (high - low) / (last.layers - first.layers)
+            return high + max(0.0, slope) * (layers - last.layers)
+
+        return Trial(
+            layers,
+            last.micro_batches,
+            (first.base + last.base) // 2,
+            {name: int(line(first.peaks[name], peak)) for name, peak in last.peaks.items()},
+            line(first.features, last.features),
+            (first.body + last.body) / 2,
+            (first.rest + last.rest) / 2,
+            line(first.load, last.load),
+            line(first.observe, last.observe),
+            (first.save + last.save) / 2,
+            last.checkpoint,
+        )
+
+
+@dataclass(frozen=True)
+class Prober:
+    """Makes trials of a recipe; the sizes are those of its real target and head. clock: a key of
+    `train.listen.CLOCKS`.
+    """
+
+    recipe: Recipe
+    target: TargetSizes
+    head: HeadSizes
+    work: Workload
+    plan: Steps
+    clock: str = "wall"
+
+    def run(self) -> Probe:
+        """Train at one or two depths. Raises ProbeError where that is not possible here."""
+        depths = self.depths()
+        micro = min(self.plan.micro_batches, 2)
+        seconds = self.step_seconds(depths[-1], micro)
+        steps = max(FEWEST, min(MOST, round(SECONDS / seconds)))
+        expected = steps * seconds * len(depths)
+        if expected > PATIENCE:
+            raise ProbeError(f"it would take about {expected / 60:.0f} minutes here")
+        rows = steps * micro * self.recipe.data.rows_per_batch
+        answers = self.work.answers or self._made_up(rows)
+        with tempfile.TemporaryDirectory(prefix="draftheads-plan-") as name:
+            folder = Path(name)
+            write_answers(folder / "data", answers)
+            trials = [self._try(folder, layers, micro, steps) for layers in depths]
+        return Probe(trials, heldout_tokens(answers, self.recipe), rows)
+
+    def depths(self) -> list[int]:
+        """Two numbers of layers that have as many states as the head reads; the target's own number
+        where that is not more.
+        """
+        low = max(1, self.head.features - 1)
+        high = max(SHALLOW, 2 * low)
+        return [low, high] if high < self.target.layers else [self.target.layers]
+
+    def bytes(self, activations: int) -> int:
+        """Memory that the deepest trial may need. activations: as counted from shapes."""
+        target = replace(self.target, layers=self.depths()[-1]).bytes()
+        return 2 * target + 5 * self.head.bytes + activations
+
+    def step_seconds(self, layers: int, micro_batches: int) -> float:
+        """A guess, from the rate at which this machine multiplies matrices."""
+        tokens = micro_batches * self.recipe.data.rows_per_batch * self.work.length
+        choices = self.recipe.head
+        passes = choices.steps if isinstance(choices, DecoderChoices) else 1
+        per_token = 2 * layers * self.target.per_layer + 6 * self.head.parameters * passes
+        return tokens * per_token / _multiply_rate()
+
+    def _made_up(self, rows: int) -> list[Answer]:
+        apart = math.ceil(rows * self.recipe.data.heldout) + 1
+        return made_up(rows + apart, self.work.length, self.target.vocabulary)
+
+    def _try(self, folder: Path, layers: int, micro_batches: int, steps: int) -> Trial:
+        with tempfile.TemporaryDirectory(prefix=f"{layers}-", dir=folder) as name:
+            place = Path(name)
+            _write_target(self.recipe, layers, place / "target")
+            recipe = self._shallow(layers, place, micro_batches, steps)
+            (place / listen.RECIPE).write_text(recipe.model_dump_json())
+            _train(place, self.clock)
+            found = json.loads((place / listen.MARKS).read_text())
+            saved = Path(found["checkpoint"])
+            size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+        by_row = self.recipe.data.cache_gb > 0 or self.recipe.features.mode == "cached"
+        calls = self.recipe.data.rows_per_batch if by_row else 1
+        return read_trial(found, layers, calls, size)
+
+    def _shallow(self, layers: int, place: Path, micro_batches: int, steps: int) -> Recipe:
+        recipe = self.recipe
+        data = {"path": place.parent / "data"}
+        head = {}
+        if isinstance(recipe.head, Eagle3Choices) and layers < self.target.layers:
+            head = {"feature_layers": _spread(recipe.head, self.target.layers, layers)}
+        run = {
+            "output": place / "run",
+            "steps": steps,
+            "epochs": None,
+            "tokens_per_step": micro_batches * recipe.data.rows_per_batch * self.work.length,
+            "save_every": steps,
+            "trackers": [],
+        }
+        values = {
+            "target": str(place / "target"),
+            "target_revision": None,
+            "target_placement": "whole",
+            "data": recipe.data.model_copy(update=data),
+            "features": recipe.features.model_copy(update={"path": place / "features"}),
+            "head": recipe.head.model_copy(update=head),
+            "run": recipe.run.model_copy(update=run),
+        }
+        return recipe.model_copy(update=values)
+
+
+def _spread(choices: Eagle3Choices, real: int, layers: int) -> list[int]:
+    """As many states of a shallow target as the head reads of the real one."""
+    last = len(choices.feature_layers or default_features(real)) - 1
+    return [round(place * layers / last) for place in range(last + 1)] if last else [layers]
+
+
+def _write_target(recipe: Recipe, layers: int, folder: Path) -> None:
+    """A random target of so many layers, saved as the real one is."""
+    config = read_config(recipe)
+    text = config.get_text_config(decoder=True)
+    whole = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == whole:  # layer_types and the like
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    torch.manual_seed(0)
+    dtype = getattr(config, "dtype", None) or torch.float32
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    logging.disable(logging.WARNING)  # saving imports libraries that tell what they look for
+    try:
+        model.save_pretrained(folder)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _train(folder: Path, clock: str) -> None:
+    """Run the child. Raises ProbeError with its last line when it fails."""
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
+    command = [sys.executable, "-m", listen.__name__, str(folder), clock]
+    try:
+        child = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=2 * PATIENCE
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ProbeError(f"it was not done after {2 * PATIENCE / 60:.0f} minutes") from error
+    if child.returncode:
+        lines = child.stderr.strip().splitlines() or ["it said nothing"]
+        raise ProbeError(f"exit code {child.returncode}: {lines[-1].removeprefix('error: ')}")
+
+
+def _multiply_rate() -> float:
+    """FLOP per second of a float32 matrix product."""
+    size = 1024 if not torch.cuda.is_available() else 8192
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    left = torch.ones(size, size, device=device)
+    seconds = []
+    for _ in range(4):
+        began = time.perf_counter()
+        float((left @ left)[0, 0])
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / median(seconds[1:])
