@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -26,15 +27,18 @@ def main(argv: Sequence[str] | None, kind: Kind, help_text: str) -> int:
 
 def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
     """Train as a recipe says: 0 done, 2 a mistake in recipe, data or launch, 130 interrupted and
-    saved. Only the first process speaks.
+    saved. Where all processes would say the same, only the first one speaks.
     """
     try:
         outcome = fit(load_recipe(recipe, overrides, kind))
     except (ValueError, OSError) as error:  # the user's mistakes: a line, no traceback
         if os.environ.get("DRAFTHEADS_DEBUG"):
             raise
-        if _speaks():
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        # mistakes are the same on all processes; a disk may fail one of them alone
+        alone = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO)
+        if _speaks() or alone:
+            where = "" if _speaks() else f" on process {os.environ['RANK']}"
+            print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     if _speaks():
         print(_ending(outcome))

@@ -78,8 +78,7 @@ def observe(
         batch = rows.batch(numbers).to(accelerator.device)
         with torch.autocast(accelerator.device.type, enabled=False):  # as heads are trained on
             features_BTD = features(numbers, batch)
-        with accelerator.autocast():
-            ranks_MK = head.observe(batch, features_BTD, target).cpu()
+        ranks_MK = head.observe(batch, features_BTD, target).cpu()
         if number < len(batches):
             mine.append((number, ranks_MK))
     everyone = sorted(gather_object(mine), key=lambda part: part[0])

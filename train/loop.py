@@ -80,8 +80,9 @@ def fit(recipe: Recipe) -> Outcome:
             same_length = all(getattr(recipe.run, name) == n for name, n in lengths.items())
             if old.step >= (old.steps if same_length else recipe.run.steps or math.inf):
                 return Outcome(found, old.step, old.step, trained=False)
-        with StopRequest(recipe.run.output) as stop:
-            return Trainer(recipe, accelerator, found).run(stop)
+        trainer = Trainer(recipe, accelerator, found)
+        with StopRequest(recipe.run.output) as stop:  # before, there is nothing to save
+            return trainer.run(stop)
     finally:
         accelerator.end_training()
 
@@ -155,7 +156,7 @@ class Trainer:
             lm_head=not self.head.needs_unembed, layers=self.recipe.features.mode == "cached"
         )
         if freed:
-            self.accelerator.print(f"freed {freed / 1e9:.3g} GB of the target, not needed to train")
+            self.accelerator.print(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
         return sources
 
     def _rows_per_step(self) -> int:

@@ -1,0 +1,328 @@
+"""The promise: whatever happens to a run, what was saved stays whole, and what happened is said."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file, save_file
+from tiny_training import (
+    assert_same,
+    random_answers,
+    run,
+    tiny_model,
+    weights,
+    write_answers,
+    write_target,
+)
+
+from draftheads.heads.base import Batch
+from draftheads.heads.target import Target
+from draftheads.train import checkpoint
+from draftheads.train.launch import STOP_FILE
+from draftheads.train.progress import Progress, read_metrics
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """Accelerate keeps its state for the life of a process; each test is a run of its own."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """target and data."""
+    folder = tmp_path_factory.mktemp("made")
+    write_target(folder / "target")
+    write_answers(folder / "data", random_answers(60))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(made, tmp_path_factory) -> Path:
+    """A run of six steps, saved after three and six."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert run(made, output, "run.save_every=3") == 0
+    return output
+
+
+@pytest.fixture
+def half(whole, tmp_path) -> Path:
+    """The same run, its last checkpoint gone."""
+    output = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+    shutil.rmtree(output / "step-000006")
+    return output
+
+
+def in_step(monkeypatch, step: int, act) -> None:
+    """Call `act` while a step is counted."""
+    original = Progress.step
+
+    def step_and_act(self, number, *rest):
+        if number == step:
+            act()
+        original(self, number, *rest)
+
+    monkeypatch.setattr(Progress, "step", step_and_act)
+
+
+def steps(output: Path) -> list[str]:
+    return sorted(path.name for path in output.glob("step-*"))
+
+
+def assert_like_uninterrupted(whole: Path, output: Path) -> None:
+    assert_same(weights(whole, 6), weights(output, 6))
+    moments = [checkpoint.load_moments(folder / "step-000006") for folder in (whole, output)]
+    assert_same(*moments)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(
+    made, whole, tmp_path, monkeypatch, capsys, number
+):
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        in_step(patch, 1, lambda: os.kill(os.getpid(), number))
+        assert run(made, output, "run.save_every=3") == 130
+    said = capsys.readouterr().out
+    assert f"interrupted by {number.name} at step 2 of 6, saved in {output}/step-000002" in said
+    assert run(made, output, "run.save_every=3") == 0
+    assert "at step 2 of 6" in capsys.readouterr().out
+    assert_like_uninterrupted(whole, output)
+
+
+def test_a_file_saves_and_stops_and_is_gone_then(made, whole, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        in_step(patch, 3, (output / STOP_FILE).touch)
+        assert run(made, output, "run.save_every=3") == 130
+    assert "interrupted by checkpoint-now at step 4 of 6" in capsys.readouterr().out
+    assert not (output / STOP_FILE).exists()
+    assert steps(output) == ["step-000003", "step-000004"]
+    assert run(made, output, "run.save_every=3") == 0
+    assert_like_uninterrupted(whole, output)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", cut, "model.safetensors has"),
+        ("trainer/optimizer.safetensors", cut, "trainer/optimizer.safetensors has"),
+        ("trainer/optimizer.safetensors", flip, "its checksum differs"),
+        ("model.safetensors", Path.unlink, "model.safetensors has 0 bytes, expected"),
+        ("config.json", Path.unlink, "config.json is missing"),
+        ("trainer/state.json", cut, "its trainer/state.json is missing or damaged"),
+        ("trainer/state.json", Path.unlink, "its trainer/state.json is missing or damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_passed_over(
+    made, whole, tmp_path, capsys, name, damage, message
+):
+    output = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+    damage(output / "step-000006" / name)
+    assert run(made, output, "run.save_every=3") == 0
+    said = capsys.readouterr().out
+    assert f"warning: passed over {output}/step-000006: " in said and message in said
+    assert "step-000003 at step 3 of 6" in said
+    assert_like_uninterrupted(whole, output)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(made, whole, tmp_path, capsys):
+    output = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+    for name in steps(output):
+        cut(output / name / "model.safetensors")
+    assert run(made, output) == 2
+    assert "expected a whole checkpoint to go on from" in capsys.readouterr().err
+    assert steps(output) == ["step-000003", "step-000006"]
+
+
+def test_a_full_disk_leaves_no_half_checkpoint(made, half, monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        assert run(made, half, "run.save_every=3") == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert "step-000006 was not written: [Errno 28] No space left on device" in line
+    assert "the newest checkpoint is step-000003" in line
+    assert steps(half) == ["step-000003"]
+    assert not list(half.glob(".step*"))
+    assert run(made, half, "run.save_every=3") == 0
+
+
+def test_metrics_cut_by_a_kill_are_read_and_go_on(made, whole, half):
+    path = half / "metrics.jsonl"
+    path.write_text(path.read_text()[:-7])
+    assert run(made, half, "run.save_every=3") == 0
+    lines = [[x["step"] for x in read_metrics(out) if "loss" in x] for out in (whole, half)]
+    assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]
+
+
+def test_two_launches_do_not_train_into_one_folder(made, tmp_path, monkeypatch, capsys):
+    output, seen = tmp_path / "run", []
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with monkeypatch.context() as patch:
+        in_step(patch, 2, lambda: seen.append(run(made, output)))
+        run(made, output)
+    assert seen == [2]
+    assert "another process trains into it" in capsys.readouterr().err
+
+
+def other_weights(folder: Path) -> None:
+    tensors = load_file(folder / "target" / "model.safetensors")
+    tensors["model.norm.weight"] += 0.5
+    save_file(tensors, folder / "target" / "model.safetensors", metadata={"format": "pt"})
+
+
+def other_data(folder: Path) -> None:
+    shutil.rmtree(folder / "data")
+    answers = random_answers(60)
+    answers[0].tokens[0] = (answers[0].tokens[0] + 1) % 97
+    write_answers(folder / "data", answers)
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "message"),
+    [
+        (other_weights, [], "other weights of"),
+        (other_data, [], "other data in"),
+        (None, ["head.layers=2"], "other choices (head.layers: 1 -> 2)"),
+        (None, ["head.labels=soft"], "other choices (head.labels: hard -> soft)"),
+        (None, ["head.kind=eagle3"], "head.kind: medusa -> eagle3"),
+        (None, ["features.mode=cached"], "features.mode: online -> cached"),
+        (None, ["data.rows_per_batch=3"], "this run has 4 rows per step"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_going_on_with_something_else_is_refused(
+    made, half, tmp_path, capsys, change, overrides, message
+):
+    folder = made
+    if change is not None:
+        folder = Path(shutil.copytree(made, tmp_path / "changed"))
+        change(folder)
+        _move(half, made, folder)
+    assert run(folder, half, *overrides) == 2
+    assert message in capsys.readouterr().err
+    assert steps(half) == ["step-000003"]
+
+
+def _move(output: Path, old: Path, new: Path) -> None:
+    """As if the run had begun with what stands at `new`."""
+    for path in output.glob("step-*/trainer/state.json"):
+        path.write_text(path.read_text().replace(f"{old}/", f"{new}/"))
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """As many calls of the target as poisoned[0] says come out not finite."""
+    original = Target.features
+
+    def features(self, batch: Batch, layers) -> torch.Tensor:
+        features_BTD = original(self, batch, layers).clone()
+        if remaining[0]:
+            remaining[0] -= 1
+            features_BTD[:, 1:, 5] = torch.nan
+        return features_BTD
+
+    remaining = [0]
+    monkeypatch.setattr(Target, "features", features)
+    return remaining
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_named(
+    made, tmp_path, monkeypatch, capsys, poisoned
+):
+    output = tmp_path / "run"
+    in_step(monkeypatch, 2, lambda: poisoned.__setitem__(0, 2 + 1))  # step 3, and its examination
+    assert run(made, output, "run.tokens_per_step=256") == 0
+    said = capsys.readouterr().out
+    (line,) = [x for x in said.splitlines() if "skipped" in x]
+    assert line.startswith(
+        "step 3 skipped: loss nan, gradient norm nan; batch 0 on process 0 (rows "
+    )
+    assert "the target's features are not finite at " in line
+    assert all(tensor.isfinite().all() for tensor in weights(output, 6).values())
+    moments = checkpoint.load_moments(output / "step-000006")
+    assert {int(value) for key, value in moments.items() if key.startswith("step.")} == {5}
+    assert [x["step"] for x in read_metrics(output) if "skipped" in x] == [3]
+
+
+def test_the_last_bad_batch_is_saved_when_a_run_gives_up(made, tmp_path, capsys, poisoned):
+    output = tmp_path / "run"
+    poisoned[0] = 1000
+    assert run(made, output, "run.max_skipped=2") == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert "not finite in 2 steps up to 2" in line and f"{output}/bad-000002" in line
+    folder = output / "bad-000002" / "process-0"
+    fault = json.loads((folder / "fault.json").read_text())
+    tensors = load_file(folder / "batch.safetensors")
+    assert not tensors["features_BTD"].isfinite().all()
+    assert tensors["tokens_BT"].shape[0] == len(fault["rows"]) == 2
+    assert fault["answers"]
+
+
+def test_skipped_steps_are_counted_over_launches(made, tmp_path, monkeypatch, capsys, poisoned):
+    output = tmp_path / "run"
+    poisoned[0] = 1000
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "skipped", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        assert run(made, output, "run.max_skipped=3") == 130
+    assert run(made, output, "run.max_skipped=3") == 2
+    assert "not finite in 3 steps up to 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["weights", "loss", "gradients"])
+def test_the_source_is_the_first_thing_that_is_not_finite(source):
+    from draftheads.heads.medusa import MedusaHead
+    from draftheads.train.batches import Documents, Rows
+    from draftheads.train.faults import Examiner, explain
+
+    target = Target(tiny_model(), name="tiny")
+    head = MedusaHead.create(target, depth=2)
+    documents = Documents.read(random_answers(10))
+    rows = Rows(documents, documents.spans, 64, pack=True, seed=0)
+    batch = rows.batch([0, 1])
+    features_BTD = target.features(batch, [-1])
+    if source == "weights":
+        head.lm_heads[0].weight.data[3] = torch.inf
+    if source == "loss":
+        head.decay = 1e39
+    if source == "gradients":
+        head.blocks[1].layers[0].weight.register_hook(lambda grad: grad * torch.nan)
+    examiner = Examiner(head, target, _One())
+    examiner.examine(4, [0, 1], batch, features_BTD)
+    line = explain(examiner.found(rows))
+    assert line.startswith("batch 4 on process 0 (rows 0, 1; answers ")
+    expected = {
+        "weights": "weights of the heads are not finite: lm_heads.0.weight",
+        "loss": "the loss of the heads is inf",
+        "gradients": "gradients are not finite: blocks.1.layers.0.weight",
+    }
+    assert line.endswith(expected[source])
+
+
+class _One:
+    """An accelerator of one process."""
+
+    process_index = 0
