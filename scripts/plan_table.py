@@ -10,7 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftheads.train.plan import Memory, Plan
+from draftheads.train.needs import Memory
+from draftheads.train.plan import Plan
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -66,7 +67,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
         ("head: gradients", memory.gradients, "float32"),
         ("head: AdamW", memory.optimizer, f"float32, {launch.engine}"),
         ("data", memory.data, ""),
-        ("features kept", memory.cache, "data.cache_gb"),
+        ("features kept", memory.cache, "mapped files" if memory.mapped else "data.cache_gb"),
         (
             "activations and the rest",
             memory.activations,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.state import AcceleratorState, GradientState
+from tiny_targets import CONFIGS
 from tiny_training import (
     CONTEXT,
     HIDDEN,
@@ -23,14 +24,16 @@ from tiny_training import (
     write_answers,
     write_target,
 )
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 
 from draftheads.heads.hub import HEADS
+from draftheads.heads.target import Target
 from draftheads.scripts import cli
 from draftheads.train import plan as planning
 from draftheads.train.assemble import create_head
 from draftheads.train.batches import Documents
 from draftheads.train.plan import make_plan
+from draftheads.train.probe import write_shallow
 from draftheads.train.sizes import Launch, ShapeTarget, head_sizes
 from draftheads.train.trial import read_trial
 
@@ -189,6 +192,21 @@ def test_a_deep_target_is_extrapolated(made, tmp_path, monkeypatch):
     assert plan.time is not None
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_shallow_target_of_every_architecture_loads(tmp_path, name):
+    kind, options = CONFIGS[name]
+    deep = {**options, "n_layer" if "n_layer" in options else "num_hidden_layers": 9}
+    if "layer_types" in deep:
+        deep["layer_types"] = options["layer_types"] * 3
+    CONFIG_MAPPING[kind](**deep).save_pretrained(tmp_path / "config")
+    data = {"data": {"path": "none"}, "run": {"output": "none", "steps": 1}}
+    recipe = recipe_of({"target": str(tmp_path / "config"), **data})
+    write_shallow(recipe, 4, tmp_path / "shallow")
+    model, sizes = Target.load(tmp_path / "shallow").model, ShapeTarget(recipe).sizes
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == replace(sizes, layers=4).parameters
+
+
 def test_lines_are_read_from_marks():
     marks, at = [("begin", 0.0)], 10.0
     for _ in range(3):  # steps of two micro batches: 1 s features, 2 s head; 0.5 s optimizer
@@ -263,7 +281,7 @@ def test_json_says_the_same(made, tmp_path, monkeypatch, capsys):
     assert plan["time"] is None
     assert plan["steps"]["count"] == 6
     memory = plan["memory"]
-    parts = set(memory) - {"total", "fits", "limit", "sharing"}
+    parts = set(memory) - {"total", "fits", "limit", "sharing", "mapped"}
     assert memory["total"] == sum(memory[part] for part in parts)
     assert f"{plan['head']['parameters']:,} parameters trained" in capsys.readouterr().out
     assert [path.name for path in out.parent.iterdir()] == ["plan.json"]

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from draftheads.train.contents import SHARD_BYTES
 from draftheads.train.machine import device_memory, resident
+from draftheads.train.needs import Disk, Duration, Memory
 from draftheads.train.probe import Probe, ProbeError, Prober
 from draftheads.train.recipe import Recipe
 from draftheads.train.sizes import (
@@ -26,74 +28,6 @@ from draftheads.train.sizes import (
 )
 from draftheads.train.trial import Trial
 from draftheads.train.workload import Steps, Workload, plan_steps, read_workload
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device at the highest point. base: Python and its libraries (CPU alone).
-    activations: all that comes and goes. limit: of the device, which serves `sharing` processes.
-    """
-
-    base: int
-    target: int
-    weights: int
-    gradients: int
-    optimizer: int
-    data: int
-    cache: int
-    activations: int
-    limit: int
-    sharing: int
-
-    @property
-    def total(self) -> int:
-        """Of one process."""
-        trained = self.weights + self.gradients + self.optimizer
-        return self.base + self.target + trained + self.data + self.cache + self.activations
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device has as much, for all processes that it serves."""
-        return self.total * self.sharing <= self.limit
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Bytes. checkpoint: one; checkpoints: how many at most, the one being written included.
-    features: files of cached features, of which the recipe allows `allowed`. data: what was
-    distilled. free: in the output folder.
-    """
-
-    checkpoint: int
-    checkpoints: int
-    features: int
-    allowed: int
-    data: int
-    free: int
-
-    @property
-    def total(self) -> int:
-        """What the run will write."""
-        return self.checkpoint * self.checkpoints + self.features
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is as much."""
-        return self.total <= self.free and self.features <= self.allowed
-
-
-@dataclass(frozen=True)
-class Duration:
-    """Seconds. step: mean over the run; first_pass, later: while the target computes features, and
-    when they are kept. save: with the held-out documents. total: None for unknown steps.
-    """
-
-    step: float
-    first_pass: float
-    later: float
-    load: float
-    save: float
-    total: float | None
 
 
 @dataclass(frozen=True)
@@ -122,7 +56,7 @@ class Plan:
     def remedy(self) -> str:
         """One line, empty where everything fits."""
         if not self.memory.fits:
-            needed, limit = self.memory.total * self.memory.sharing, self.memory.limit
+            needed, limit = self.memory.needed, self.memory.limit
             what = (
                 "memory; lower data.rows_per_batch, data.sequence_length or data.cache_gb, set "
                 "head.vocabulary, or divide the head's state over processes with --engine zero2"
@@ -206,8 +140,8 @@ class _Planner:
     steps: Steps
 
     def counted(self, activations: int) -> Memory:
-        """From shapes alone."""
-        return self._memory(resident(), activations)
+        """From shapes alone: the most that training holds, or writing a shard of features."""
+        return self._memory(resident(), max(activations, self._shard_bytes()))
 
     def probed(self, trial: Trial, probe: Probe) -> Memory:
         """The highest of the phases, with what the probe had no part in."""
@@ -215,7 +149,7 @@ class _Planner:
         trained = parts.weights + parts.gradients + parts.optimizer
         undivided = 4 * self.head.bytes - trained  # saving makes everything whole again
         elsewhere = self.target.bytes() - parts.target
-        new = parts.cache - min(parts.cache, self._feature_bytes() * probe.rows // self._rows())
+        new = parts.cache - min(parts.cache, self._kept_features(probe.rows))
         more = parts.data - min(parts.data, self.work.sampled)
         peaks = {
             "load": trial.peaks["load"] + more - elsewhere,
@@ -253,7 +187,7 @@ class _Planner:
             rows = self._rows() + self.work.heldout / self.work.row_tokens
             load += trial.features * rows / self.recipe.data.rows_per_batch
             first = later
-        kept = min(1.0, self.recipe.data.cache_gb * 1e9 / max(1, self._feature_bytes()))
+        kept = min(1.0, self.recipe.data.cache_gb * 1e9 / max(1, self._feature_bytes(self._rows())))
         seen = min(1.0, 1 / self.steps.passes) if self.steps.passes else 1.0
         step = first - (1 - seen) * kept * (first - later)
         total = load + count * step + (self.steps.saves or 1) * save if count else None
@@ -263,13 +197,14 @@ class _Planner:
         launch, head = self.launch, self.head
         on_cpu = launch.device == "cpu"
         placement = self.recipe.target_placement
-        room = int(self.recipe.data.cache_gb * 1e9) if on_cpu else 0
+        seen = self.steps.rows * self.steps.count if self.steps.count else None
         return Memory(
             base=base,
             target=self.target.bytes(placement, launch.processes),
             **launch.trained(head.bytes),
             data=self.work.memory if on_cpu else 0,
-            cache=min(room, self._kept_features()),
+            cache=self._kept_features(seen) if on_cpu else 0,
+            mapped=self.recipe.features.mode == "cached",
             activations=activations,
             limit=device_memory(launch.device)[0],
             sharing=launch.processes if on_cpu else 1,
@@ -278,16 +213,27 @@ class _Planner:
     def _rows(self) -> int:
         return self.work.rows or self.steps.rows * (self.steps.count or 1)
 
-    def _feature_bytes(self) -> int:
-        """Of all rows, as the target computes them."""
-        tokens = self._rows() * self.work.row_tokens
-        return int(tokens * self.target.width * self.head.features * self.target.dtype.itemsize)
+    def _feature_bytes(self, rows: float) -> int:
+        """Of so many rows, as the target computes them."""
+        numbers = rows * self.work.row_tokens * self.target.width * self.head.features
+        return int(numbers * self.target.dtype.itemsize)
 
-    def _kept_features(self) -> int:
-        """Of the rows that the run sees; without any number of them, more than there is room."""
-        if not self.work.rows and not self.steps.count:
-            return 1 << 62
-        return int(self._feature_bytes() * min(1.0, self.steps.passes or 1.0))
+    def _kept_features(self, seen: int | None) -> int:
+        """In memory, after so many rows were trained on; None: enough to fill it."""
+        if self.recipe.features.mode == "cached":
+            rows = self._rows()
+            return self._stored_features() * min(rows, rows if seen is None else seen) // rows
+        known = [rows for rows in (self.work.rows, seen) if rows is not None]
+        room = int(self.recipe.data.cache_gb * 1e9)
+        return min(room, self._feature_bytes(min(known))) if known else room
+
+    def _shard_bytes(self) -> int:
+        """While a shard is written: rows as computed, encoded, joined, as bytes and on their way to
+        the file.
+        """
+        number = FEATURE_BYTES[self.recipe.features.dtype][0]
+        copies = 4 + self.target.dtype.itemsize / number
+        return int(min(SHARD_BYTES, self._stored_features()) * copies)
 
     def _stored_features(self) -> int:
         choices = self.recipe.features

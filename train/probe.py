@@ -151,7 +151,7 @@ class Prober:
     def _try(self, folder: Path, layers: int, micro_batches: int, steps: int) -> Trial:
         with tempfile.TemporaryDirectory(prefix=f"{layers}-", dir=folder) as name:
             place = Path(name)
-            _write_target(self.recipe, layers, place / "target")
+            write_shallow(self.recipe, layers, place / "target")
             recipe = self._shallow(layers, place, micro_batches, steps)
             (place / listen.RECIPE).write_text(recipe.model_dump_json())
             _train(place, self.clock)
@@ -194,7 +194,7 @@ def _spread(choices: Eagle3Choices, real: int, layers: int) -> list[int]:
     return [round(place * layers / last) for place in range(last + 1)] if last else [layers]
 
 
-def _write_target(recipe: Recipe, layers: int, folder: Path) -> None:
+def write_shallow(recipe: Recipe, layers: int, folder: Path) -> None:
     """A random target of so many layers, saved as the real one is."""
     config = read_config(recipe)
     text = config.get_text_config(decoder=True)
