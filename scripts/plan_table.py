@@ -13,6 +13,9 @@ from rich.table import Table
 from draftheads.train.needs import Memory
 from draftheads.train.plan import Plan
 
+BUSY = 0.5
+"""Processes per core that want to run, from which on they slow each other down."""
+
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Say it all in some thirty lines."""
@@ -116,6 +119,11 @@ def _time(plan: Plan) -> list[str]:
         f"{plan.tokens_per_step / time.step:,.0f} tokens/s; {time.save:.3g} s per save; "
         f"{_duration(time.total)} in all (probed)"
     )
+    if plan.busy > BUSY:
+        lines.append(
+            f"       others were at work ({plan.busy:.1f} processes per core): a quiet machine is "
+            "faster"
+        )
     if plan.launch.processes > 1:
         lines.append("       on as many devices like this one; what they send is not counted")
     return lines

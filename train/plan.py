@@ -6,6 +6,7 @@ tell is tried (`train.probe`) and extrapolated to the target's depth.
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -33,7 +34,7 @@ from draftheads.train.workload import Steps, Workload, plan_steps, read_workload
 @dataclass(frozen=True)
 class Plan:
     """All of it. probed: layers of the targets that were tried; empty: shapes alone, because of
-    `reason`. time: None without a probe.
+    `reason`. time: None without a probe. busy: processes per core that wanted to run before it.
     """
 
     recipe: Recipe
@@ -47,6 +48,7 @@ class Plan:
     time: Duration | None
     probed: list[int]
     reason: str
+    busy: float
 
     @property
     def tokens_per_step(self) -> float:
@@ -88,6 +90,7 @@ class Plan:
             "time": asdict(self.time) if self.time else None,
             "probed": self.probed,
             "reason": self.reason,
+            "busy": self.busy,
             "recipe": self.recipe.model_dump(mode="json"),
         }
 
@@ -96,6 +99,7 @@ def make_plan(recipe: Recipe, launch: Launch, *, probe: bool = True, clock: str 
     """Count, look, try. clock: of the probe, "wall" or "cpu". Raises ValueError and OSError for
     what the trainer would refuse.
     """
+    busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     shapes = ShapeTarget(recipe)
     target, head = shapes.sizes, head_sizes(recipe, shapes)
     work = read_workload(recipe, target.context)
@@ -113,6 +117,7 @@ def make_plan(recipe: Recipe, launch: Launch, *, probe: bool = True, clock: str 
         time=planner.duration(trial, found) if trial and found else None,
         probed=found.layers if found else [],
         reason=reason,
+        busy=busy,
     )
 
 
