@@ -6,6 +6,7 @@ Beside a recipe stands `one`, a run of one process, finished.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 from pathlib import Path
@@ -20,9 +21,9 @@ from draftheads.train.recipe import load_recipe
 
 
 def train(path: Path, output: Path) -> Trainer:
-    """One run, as `fit` does it."""
+    """One run, as `fit` does it, but the processes stay together."""
     recipe = load_recipe(path, [f"run.output={output}"])
-    trainer = Trainer(recipe, make_accelerator(recipe), newest(output)[0])
+    trainer = Trainer(recipe, accelerator, newest(output)[0])
     trainer.run(StopRequest(output))
     return trainer
 
@@ -38,12 +39,15 @@ def halve(source: Path, output: Path, *, first: bool) -> Path:
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
+    accelerator = make_accelerator(load_recipe(sys.argv[2]))
     for path in map(Path, sys.argv[2:]):
         folder = out / path.parent.name
         trainer = train(path, folder / "whole")
-        rank = trainer.accelerator.process_index
+        rank = accelerator.process_index
         left = {"head": trainer.engine.whole().state_dict(), "drawn": torch.rand(()).item()}
         torch.save(left, folder / f"rank-{rank}.pt")
         train(path, halve(folder / "whole", folder / "resumed", first=rank == 0))
         train(path, halve(path.parent / "one", folder / "moved", first=rank == 0))
-    trainer.accelerator.end_training()
+    del trainer
+    gc.collect()
+    accelerator.end_training()

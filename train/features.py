@@ -25,6 +25,7 @@ from draftheads.heads.target import Target
 from draftheads.train.batches import Rows
 from draftheads.train.contents import Contents, decode
 from draftheads.train.heldout import observed
+from draftheads.train.launch import speaker
 from draftheads.train.recipe import Recipe
 from draftheads.train.shards import DiskBudget, Shards
 
@@ -123,7 +124,7 @@ def make_features(
             accelerator.process_index,
             accelerator.num_processes,
             accelerator.wait_for_everyone,
-            accelerator.print,
+            speaker(accelerator),
         )
         counts = {"train": (train, len(train)), "heldout": (heldout, observed(heldout))}
         folder = recipe.features.path or Path(f"{recipe.data.path}-features")

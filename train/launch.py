@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -44,6 +44,9 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else [],
     )
     check_processes(accelerator, os.environ)
+    count = torch.cuda.device_count()
+    if count > accelerator.num_processes == 1 and recipe.target_placement != "split":
+        print(f"note: one of {count} GPUs is used; all: `{right_command(True, str(count))}`")
     available = {str(tracker) for tracker in accelerator.log_with}
     if missing := set(recipe.run.trackers) - available:
         raise ValueError(
@@ -96,6 +99,11 @@ def check_processes(accelerator: Accelerator, environ: Mapping[str, str]) -> Non
             f"expected DDP, FSDP2 or DeepSpeed, got {kind}; "
             "use one of recipes/accelerate-{ddp,fsdp2,zero1,zero2,zero3}.yaml"
         )
+
+
+def speaker(accelerator: Accelerator) -> Callable[[str], None]:
+    """Prints a line, once for all processes of all nodes."""
+    return print if accelerator.is_main_process else lambda _: None
 
 
 def right_command(has_gpu: bool, world: str) -> str:

@@ -6,6 +6,7 @@ Legend: M learned positions, K draft depth, R ranks.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from draftheads.train.engines import Engine, autocast, make_engine
 from draftheads.train.faults import explain
 from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.heldout import calibrate, observe
-from draftheads.train.launch import StopRequest, make_accelerator
+from draftheads.train.launch import StopRequest, make_accelerator, speaker
 from draftheads.train.progress import Progress
 from draftheads.train.recipe import OptimChoices, Recipe
 from draftheads.train.step import Step
@@ -70,20 +71,9 @@ def fit(recipe: Recipe) -> Outcome:
     """
     accelerator = make_accelerator(recipe)
     try:
-        found, damaged = newest(recipe.run.output)
-        for fault in damaged:
-            accelerator.print(f"warning: passed over {recipe.run.output}/{fault}")
-        old = read_state(found) if found else None
-        if found and old:
-            check_same_run(found, old, recipe.model_dump(mode="json"))
-            lengths = {name: old.recipe["run"][name] for name in ("steps", "epochs")}
-            same_length = all(getattr(recipe.run, name) == n for name, n in lengths.items())
-            if old.step >= (old.steps if same_length else recipe.run.steps or math.inf):
-                return Outcome(found, old.step, old.step, trained=False)
-        trainer = Trainer(recipe, accelerator, found)
-        with StopRequest(recipe.run.output) as stop:  # before, there is nothing to save
-            return trainer.run(stop)
+        return _go_on(recipe, accelerator)
     finally:
+        gc.collect()  # what FSDP2 holds of the process group, before that is torn down
         accelerator.end_training()
 
 
@@ -94,9 +84,9 @@ class Trainer:
         self, recipe: Recipe, accelerator: Accelerator, checkpoint: Path | None = None
     ) -> None:
         self.recipe, self.accelerator, self.checkpoint = recipe, accelerator, checkpoint
-        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.say, self.world = speaker(accelerator), accelerator.num_processes
         self.target = load_target(recipe, accelerator)
-        self.data = load_data(recipe, self.target, accelerator.print)
+        self.data = load_data(recipe, self.target, self.say)
         old = read_state(checkpoint) if checkpoint else None
         count = old.rows_per_step if old else self._rows_per_step()
         check_divides(count, recipe.data.rows_per_batch, self.world)
@@ -108,10 +98,10 @@ class Trainer:
             kept = ("recipe", "steps", "versions")
             self.state = replace(old, **{name: getattr(self.state, name) for name in kept})
         self.head = create_head(recipe, self.target, self.data.documents)
-        check_trained(self.head, self.target, accelerator.print)
+        check_trained(self.head, self.target, self.say)
         self.engine = self._engine()
         if checkpoint and old:
-            accelerator.print(_continuing(checkpoint, old, self.state))
+            self.say(_continuing(checkpoint, old, self.state))
         self.features, self.heldout_features = self._features()
         self.checkpoints = Checkpoints(recipe.run.output, recipe.run.keep, accelerator)
 
@@ -156,7 +146,7 @@ class Trainer:
             lm_head=not self.head.needs_unembed, layers=self.recipe.features.mode == "cached"
         )
         if freed:
-            self.accelerator.print(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
+            self.say(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
         return sources
 
     def _rows_per_step(self) -> int:
@@ -168,7 +158,7 @@ class Trainer:
             self.world,
         )
         if note:
-            self.accelerator.print(note)
+            self.say(note)
         return rows
 
     def _start(self, rows: int, steps: int) -> RunState:
@@ -277,3 +267,19 @@ def _continuing(checkpoint: Path, old: RunState, new: RunState) -> str:
     ]
     note = f"; not bit for bit, as versions changed: {', '.join(changed)}" if changed else ""
     return f"continuing {checkpoint} at step {old.step} of {new.steps}{note}"
+
+
+def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
+    found, damaged = newest(recipe.run.output)
+    for fault in damaged:
+        speaker(accelerator)(f"warning: passed over {recipe.run.output}/{fault}")
+    old = read_state(found) if found else None
+    if found and old:
+        check_same_run(found, old, recipe.model_dump(mode="json"))
+        lengths = {name: old.recipe["run"][name] for name in ("steps", "epochs")}
+        same_length = all(getattr(recipe.run, name) == n for name, n in lengths.items())
+        if old.step >= (old.steps if same_length else recipe.run.steps or math.inf):
+            return Outcome(found, old.step, old.step, trained=False)
+    trainer = Trainer(recipe, accelerator, found)
+    with StopRequest(recipe.run.output) as stop:  # before, there is nothing to save
+        return trainer.run(stop)
