@@ -141,9 +141,12 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     damage(output / "step-000006" / name)
     assert run(made, output, "run.save_every=3") == 0
     said = capsys.readouterr().out
-    assert f"warning: passed over {output}/step-000006: " in said and message in said
+    assert f"warning: passed over and put aside {output}/step-000006: " in said
+    assert message in said
     assert "step-000003 at step 3 of 6" in said
     assert_like_uninterrupted(whole, output)
+    assert (output / "damaged-step-000006").is_dir()
+    assert (output / "best").resolve().name in steps(output)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(made, whole, tmp_path, capsys):
@@ -168,6 +171,17 @@ def test_a_full_disk_leaves_no_half_checkpoint(made, half, monkeypatch, capsys):
     assert steps(half) == ["step-000003"]
     assert not list(half.glob(".step*"))
     assert run(made, half, "run.save_every=3") == 0
+
+
+def test_keeping_fewer_checkpoints_makes_room_before_the_next_one(made, half, monkeypatch):
+    other = half / "step-000002"
+    shutil.copytree(half / "step-000003", other)
+    state = json.loads((other / "trainer" / "state.json").read_text())
+    (other / "trainer" / "state.json").write_text(json.dumps({**state, "tokens_per_step": 0.5}))
+    in_step(monkeypatch, 4, lambda: seen.extend(steps(half)))
+    seen: list[str] = []
+    assert run(made, half, "run.keep=1", "run.save_every=3") == 0
+    assert seen == ["step-000003"]
 
 
 def test_metrics_cut_by_a_kill_are_read_and_go_on(made, whole, half):

@@ -210,9 +210,13 @@ class Journal:
 
     def append(self, records: Iterable[Record]) -> None:
         """Write a batch in one go and see it onto the disk."""
-        self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:  # it does not say of which file it speaks
+            reason = f"{error.strerror}; free space and run the same command again"
+            raise OSError(error.errno, f"{self._file.name}: {reason}") from error
 
     def __enter__(self) -> Journal:
         return self

@@ -39,6 +39,7 @@ TRAINER, STATE, OPTIMIZER, BEST, LOCK = (
     "best",
     ".lock",
 )
+ASIDE = "damaged-"
 FORMAT = 2
 """Of state.json."""
 
@@ -131,10 +132,13 @@ class Checkpoints:
     """The checkpoints of a run that is going on. All processes call it; the first one writes, and
     a fault there is raised on all of them.
 
-    Raises ValueError when another process trains into the same folder.
+    last: what the run goes on from; later ones, which are damaged, are put aside. Raises ValueError
+    when another process trains into the same folder.
     """
 
-    def __init__(self, output: Path, keep: int, accelerator: Accelerator) -> None:
+    def __init__(
+        self, output: Path, keep: int, accelerator: Accelerator, last: Path | None = None
+    ) -> None:
         self.output, self.keep, self.accelerator = output, keep, accelerator
         self._lock = None
         fault = None
@@ -143,8 +147,7 @@ class Checkpoints:
                 output.mkdir(parents=True, exist_ok=True)
                 self._lock = (output / LOCK).open("w")
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for unfinished in output.glob(".step-*"):
-                    shutil.rmtree(unfinished)
+                self._tidy(last)
             except BlockingIOError:
                 fault = f"{output}: another process trains into it; give another run.output"
             except OSError as error:
@@ -199,17 +202,27 @@ class Checkpoints:
             self.close()
             raise kind(said[0])
 
+    def _tidy(self, last: Path | None) -> None:
+        """Remove what a killed process left; put damaged checkpoints aside; forget old ones."""
+        for unfinished in self.output.glob(".step-*"):
+            shutil.rmtree(unfinished)
+        if last is None:
+            return
+        for damaged in [step for step in _steps(self.output) if step.name > last.name]:
+            aside = self.output / f"{ASIDE}{damaged.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            damaged.rename(aside)
+        self._rotate()
+
     def _rotate(self) -> None:
         """Point `best` at the best step; delete all but it and the newest `keep`."""
-        steps = _steps(self.output)
-        whole = [step for step in steps[:-1] if _fault(step, contents=False) is None]
-        whole += steps[-1:]
-        best = max(whole, key=lambda step: (read_state(step).tokens_per_step, step.name))
+        steps = [step for step in _steps(self.output) if _fault(step, contents=False) is None]
+        best = max(steps, key=lambda step: (read_state(step).tokens_per_step, step.name))
         link = self.output / f".{BEST}"
         link.unlink(missing_ok=True)
         link.symlink_to(best.name, target_is_directory=True)
         os.replace(link, self.output / BEST)
-        for step in set(steps) - set(whole[-self.keep :]) - {best}:
+        for step in set(steps) - set(steps[-self.keep :]) - {best}:
             gone = self.output / f".{step.name}.gone"  # never half a checkpoint under its name
             step.rename(gone)
             shutil.rmtree(gone)

@@ -103,7 +103,8 @@ class Trainer:
         if checkpoint and old:
             self.say(_continuing(checkpoint, old, self.state))
         self.features, self.heldout_features = self._features()
-        self.checkpoints = Checkpoints(recipe.run.output, recipe.run.keep, accelerator)
+        places = recipe.run.output, recipe.run.keep
+        self.checkpoints = Checkpoints(*places, accelerator, checkpoint)
 
     def run(self, stop: StopRequest) -> Outcome:
         """Train to the last step or until `stop` is asked for; the last step done is saved."""
@@ -272,7 +273,7 @@ def _continuing(checkpoint: Path, old: RunState, new: RunState) -> str:
 def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
     found, damaged = newest(recipe.run.output)
     for fault in damaged:
-        speaker(accelerator)(f"warning: passed over {recipe.run.output}/{fault}")
+        speaker(accelerator)(f"warning: passed over and put aside {recipe.run.output}/{fault}")
     old = read_state(found) if found else None
     if found and old:
         check_same_run(found, old, recipe.model_dump(mode="json"))
