@@ -80,7 +80,7 @@ class Launch:
     def end(self) -> int:
         """Wait for it; its exit code."""
         code = self.process.wait()
-        self._reader.join(timeout=5)
+        self._reader.join()
         return code
 
     def kill(self, one: psutil.Process | None = None) -> None:
@@ -100,10 +100,11 @@ class Launch:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        while block := os.read(self.process.stdout.fileno(), 1 << 16):
-            self.said = (self.said + block)[-(1 << 16) :]
-            if self._sign in self.said:
-                self.working.set()
+        with self.process.stdout as output:
+            while block := os.read(output.fileno(), 1 << 16):
+                self.said = (self.said + block)[-(1 << 16) :]
+                if self._sign in self.said:
+                    self.working.set()
 
 
 def kill_test(options: Options) -> Report:
