@@ -115,8 +115,8 @@ def plan(
 
     from draftheads.scripts.plan_table import print_plan, write_plan
     from draftheads.train.plan import make_plan
+    from draftheads.train.plan_sizes import Launch
     from draftheads.train.recipe import load_recipe
-    from draftheads.train.sizes import Launch
 
     transformers.logging.disable_progress_bar()
     launch = Launch.here(processes, engine)

@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.scripts.options import mistakes_in_one_line
-from draftheads.train.listen import CLOCKS
 from draftheads.train.plan import make_plan
+from draftheads.train.plan_listen import CLOCKS
+from draftheads.train.plan_sizes import Launch
 from draftheads.train.recipe import Recipe, load_recipe
-from draftheads.train.sizes import Launch
 
 TRAIN = [sys.executable, "-m", "draftheads.scripts.cli", "train"]
 UNITS = {"memory MB": 1e6, "disk MB": 1e6, "ms per step": 1e-3}

@@ -12,7 +12,12 @@ from types import FrameType
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 
 from draftheads.train.recipe import Recipe
 
@@ -41,7 +46,10 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         project_config=ProjectConfiguration(
             project_dir=str(recipe.run.output), logging_dir=str(recipe.run.output / "logs")
         ),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else [],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # sent from where they are
+            *([InitProcessGroupKwargs(backend="gloo")] if gloo else []),
+        ],
     )
     check_processes(accelerator, os.environ)
     count = torch.cuda.device_count()

@@ -65,14 +65,12 @@ class Launch:
     def trained(self, size: int) -> dict[str, int]:
         """Bytes on one process of weights that are `size` bytes together, of their gradients and
         of the optimizer: two moments, and what DeepSpeed's first stages keep besides, the weights
-        of their part once more. DDP of several processes has a second place for gradients, from
-        which they are sent.
+        of their part once more.
         """
-        sent = 2 if self.engine == "ddp" and self.processes > 1 else 1
         copies = 3 if self.engine in ("zero1", "zero2") else 2
         return {
             "weights": self.share("weights", size),
-            "gradients": self.share("gradients", size) * sent,
+            "gradients": self.share("gradients", size),
             "optimizer": self.share("moments", copies * size),
         }
 

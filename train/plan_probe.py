@@ -1,7 +1,7 @@
 """A few steps of the real trainer on a shallow target of the same widths, and what they say of the
 whole one: time and memory are lines in the number of layers.
 
-Everything it writes is in a temporary folder; training runs in child processes (`train.listen`).
+Everything it writes is in a temporary folder; training runs in child processes (`plan_listen`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftheads.heads.eagle3 import default_features
-from draftheads.train import listen
+from draftheads.train import plan_listen as listen
 from draftheads.train.answers import Answer
 from draftheads.train.choices import DecoderChoices, Eagle3Choices
-from draftheads.train.recipe import Recipe
-from draftheads.train.sizes import HeadSizes, TargetSizes, read_config
-from draftheads.train.trial import Trial, read_trial
-from draftheads.train.workload import (
+from draftheads.train.plan_sizes import HeadSizes, TargetSizes, read_config
+from draftheads.train.plan_trial import Trial, read_trial
+from draftheads.train.plan_workload import (
     Steps,
     Workload,
     heldout_tokens,
     made_up,
     write_answers,
 )
+from draftheads.train.recipe import Recipe
 
 FEWEST, MOST = 4, 16
 """Steps of a probe, the first of which is not timed."""
@@ -96,7 +96,7 @@ class Probe:
 @dataclass(frozen=True)
 class Prober:
     """Makes trials of a recipe; the sizes are those of its real target and head. clock: a key of
-    `train.listen.CLOCKS`.
+    `plan_listen.CLOCKS`.
     """
 
     recipe: Recipe
