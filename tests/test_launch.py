@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -41,18 +42,23 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[str]:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def launch_environment(*, cpu: bool) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if cpu:
-        environment["ACCELERATE_USE_CPU"] = "true"
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    return environment | ({"ACCELERATE_USE_CPU": "true"} if cpu else {})
+
+
+def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     return subprocess.run(
         [sys.executable, *launch, *arguments],
-        env=environment,
+        env=launch_environment(cpu=cpu),
         capture_output=True,
         text=True,
         timeout=120,
@@ -72,6 +78,44 @@ def test_processes_that_do_not_know_each_other_are_refused(made, tmp_path):
     assert len(lines) == 1
     assert f"`ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 {script} {recipe}`" in lines[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_two_nodes_train_as_one_launch(made, tmp_path):
+    """Two launches with distinct node ranks, as on two machines, on loopback."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"), steps=2)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    script = [str(ROOT / "train" / "medusa.py"), str(recipe)]
+    nodes = [
+        subprocess.Popen(
+            [*command, f"--node-rank={rank}", *script],
+            **{"env": launch_environment(cpu=True), "stdout": subprocess.PIPE, "text": True},
+        )
+        for rank in (0, 1)
+    ]
+    said = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert "done: 2 steps" in said[0]
+    assert said[1] == "", "one process speaks for all nodes"
+    facts = json.loads((tmp_path / "run" / "step-000002" / "config.json").read_text())
+    assert facts["draftheads"]["training"]["hardware"].startswith("2 x ")
+
+
+def test_srun_without_a_launcher_is_refused():
+    tasks = {"SLURM_STEP_NUM_TASKS": "4"}
+    with pytest.raises(ValueError, match="srun started 4 tasks, but each would train on its own"):
+        check_environment(tasks, has_gpu=True)
+    with pytest.raises(ValueError, match="srun started 4 tasks"):
+        check_environment({**tasks, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, has_gpu=True)
+    check_environment({**tasks, "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}, has_gpu=True)
+    check_environment({"SLURM_STEP_NUM_TASKS": "1"}, has_gpu=True)
+
+
+def test_the_first_fsdp_is_refused():
+    with pytest.raises(ValueError, match="expected fsdp_version: 2, got 1"):
+        check_environment({"ACCELERATE_USE_FSDP": "true"}, has_gpu=True)
+    check_environment({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, has_gpu=True)
 
 
 def test_accelerate_launch_on_cpu_with_several_processes_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tiny_training import (
     write_target,
 )
 
+from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS, load_head
 from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
@@ -171,6 +173,8 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
     assert not list(output.glob(".step-*"))
 
 
+# the compiler looks at the gradients of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
@@ -180,12 +184,16 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("medusa", ["head.vocabulary=40"]),
         ("medusa", ["data.pack=false", "optim.weight_decay=0.1"]),
         ("medusa", ["run.epochs=0.5", "run.steps=null"]),
+        ("medusa", ["run.compile=true", "run.gradient_checkpointing=true"]),
         ("sequential", ["run.precision=bf16"]),
         ("sequential", ["run.precision=bf16", "head.conditioning=hydra", "head.rank=null"]),
         ("sequential", ["head.conditioning=markov", "head.vocabulary=40", "head.top_k=3"]),
         ("sequential", ["head.conditioning=state", "head.lm_head=shared", "head.labels=soft"]),
         ("sequential", ["head.layers=2", "head.heads=2", "head.head_dim=24", "head.kv_heads=1"]),
         ("eagle3", ["run.precision=bf16"]),
+        ("eagle3", ["run.gradient_checkpointing=true", "run.precision=bf16"]),
+        ("eagle3", ["run.compile=true", "data.cache_gb=1"]),
+        ("eagle3", ["features.mode=cached", "features.dtype=fp8", "head.labels=hard"]),
         ("eagle3", ["head.labels=hard", "head.layers=2"]),
         ("eagle3", ["head.loss=hybrid", "head.norm_output=true", "head.fc_norm=true"]),
         ("eagle3", ["head.norm_before_fc=true", "head.norm_before_residual=true"]),
@@ -197,7 +205,10 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_every_choice_trains_a_head_that_decodes(made, tmp_path, kind, overrides):
+def test_every_choice_trains_a_head_that_decodes(made, tmp_path, monkeypatch, kind, overrides):
+    compiled = partialmethod(DraftHead.compile_layers, backend="eager")  # others take a minute
+    monkeypatch.setattr(DraftHead, "compile_layers", compiled)
+    overrides = [*overrides, f"features.path={tmp_path / 'features'}"]
     assert run(made, tmp_path / "run", "run.steps=2", *overrides, kind=kind) == 0
     target = Target.load(made / "target")
     head = load_head(tmp_path / "run", target=target)

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
@@ -28,6 +29,8 @@ SUPPORTED = {
     DistributedType.FSDP,
     DistributedType.DEEPSPEED,
 }
+PATIENCE = timedelta(minutes=30)
+"""Of processes that wait for another one; the first may be downloading the target."""
 STOP_FILE = "checkpoint-now"
 """A file of this name in run.output is a request to save and stop."""
 
@@ -48,7 +51,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         ),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # sent from where they are
-            *([InitProcessGroupKwargs(backend="gloo")] if gloo else []),
+            InitProcessGroupKwargs(backend="gloo" if gloo else None, timeout=PATIENCE),
         ],
     )
     check_processes(accelerator, os.environ)
