@@ -17,11 +17,13 @@ from accelerate.state import AcceleratorState, GradientState
 from tiny_training import (
     random_answers,
     tiny_recipe,
+    weights,
     write_answers,
     write_target,
 )
 
 from draftheads.train.launch import check_environment, right_command
+from draftheads.train.medusa import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -100,6 +102,20 @@ def test_two_nodes_train_as_one_launch(made, tmp_path):
     assert said[1] == "", "one process speaks for all nodes"
     facts = json.loads((tmp_path / "run" / "step-000002" / "config.json").read_text())
     assert facts["draftheads"]["training"]["hardware"].startswith("2 x ")
+
+
+def test_processes_that_torchrun_starts_again_go_on(made, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    values = tiny_recipe(made, output=str(tmp_path / "run"), save_every=2)
+    recipe.write_text(yaml.safe_dump(values))
+    worker = str(ROOT / "tests" / "restart_worker.py")
+    result = torchrun("--max-restarts=1", worker, str(recipe))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "at step 2 of 6" in result.stdout
+    assert "done: 6 steps" in result.stdout
+    assert main([str(recipe), f"run.output={tmp_path / 'alone'}"]) == 0
+    left, right = (weights(tmp_path / name, 6) for name in ("run", "alone"))
+    assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)
 
 
 def test_srun_without_a_launcher_is_refused():

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -43,6 +44,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     on_cpu = not torch.cuda.is_available()
     # accelerate sees one process, DeepSpeed several, when nobody names a backend that a CPU has
     gloo = on_cpu and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    _meet_again(os.environ, "gloo" if on_cpu else "nccl")
     accelerator = Accelerator(
         mixed_precision="no",  # run.precision is seen to by `train.engines`, for all of them alike
         log_with=list(recipe.run.trackers) or None,
@@ -65,6 +67,25 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             "pip install it or remove it"
         )
     return accelerator
+
+
+def _meet_again(environ: Mapping[str, str], backend: str) -> None:
+    """Join processes that torchrun has started again (`--max-restarts`) at a place of their own: at
+    the usual one they would find the addresses of those that are gone.
+    """
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    world = int(environ["WORLD_SIZE"])
+    address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, world, is_master=False, timeout=PATIENCE)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"attempt-{attempt}", store),  # type: ignore[attr-defined]
+        rank=int(environ["RANK"]),
+        world_size=world,
+        timeout=PATIENCE,
+    )
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:

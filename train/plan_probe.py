@@ -109,7 +109,7 @@ class Prober:
     def run(self) -> Probe:
         """Train at one or two depths. Raises ProbeError where that is not possible here."""
         depths = self.depths()
-        micro = min(self.plan.micro_batches, 2)
+        micro = min(self.plan.micro_batches, 3)  # the first makes gradients, others add to them
         seconds = self.step_seconds(depths[-1], micro)
         steps = max(FEWEST, min(MOST, round(SECONDS / seconds)))
         expected = steps * seconds * len(depths)
