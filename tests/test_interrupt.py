@@ -173,6 +173,16 @@ def test_a_full_disk_leaves_no_half_checkpoint(made, half, monkeypatch, capsys):
     assert run(made, half, "run.save_every=3") == 0
 
 
+def test_a_disk_without_room_for_one_checkpoint_is_refused_at_start(
+    made, tmp_path, monkeypatch, capsys
+):
+    nearly_full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: nearly_full)
+    assert run(made, tmp_path / "run") == 2
+    assert "expected room for a checkpoint of 0.00015 GB, got 1e-06 GB" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_keeping_fewer_checkpoints_makes_room_before_the_next_one(made, half, monkeypatch):
     other = half / "step-000002"
     shutil.copytree(half / "step-000003", other)

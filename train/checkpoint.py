@@ -132,26 +132,33 @@ class Checkpoints:
     """The checkpoints of a run that is going on. All processes call it; the first one writes, and
     a fault there is raised on all of them.
 
-    last: what the run goes on from; later ones, which are damaged, are put aside. Raises ValueError
-    when another process trains into the same folder.
+    last: what the run goes on from; later ones, which are damaged, are put aside. size: bytes that
+    one will have. Raises ValueError when there is no room for one, or when another process trains
+    into the same folder.
     """
 
     def __init__(
-        self, output: Path, keep: int, accelerator: Accelerator, last: Path | None = None
+        self,
+        output: Path,
+        keep: int,
+        accelerator: Accelerator,
+        last: Path | None = None,
+        size: int = 0,
     ) -> None:
         self.output, self.keep, self.accelerator = output, keep, accelerator
         self._lock = None
         fault = None
         if accelerator.is_main_process:
             try:
+                _check_room(output, size)
                 output.mkdir(parents=True, exist_ok=True)
                 self._lock = (output / LOCK).open("w")
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._tidy(last)
             except BlockingIOError:
                 fault = f"{output}: another process trains into it; give another run.output"
-            except OSError as error:
-                fault = f"{output}: expected a folder that can be written, got {error}"
+            except (OSError, ValueError) as error:
+                fault = f"{output}: {error}"
         self._agree(fault, ValueError)
 
     def save(
@@ -226,6 +233,18 @@ class Checkpoints:
             gone = self.output / f".{step.name}.gone"  # never half a checkpoint under its name
             step.rename(gone)
             shutil.rmtree(gone)
+
+
+def _check_room(output: Path, size: int) -> None:
+    place = output.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise ValueError(
+            f"expected room for a checkpoint of {size / 1e9:.3g} GB, got {free / 1e9:.3g} GB free; "
+            "free space, or give another run.output"
+        )
 
 
 def _steps(output: Path) -> list[Path]:

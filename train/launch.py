@@ -131,6 +131,11 @@ def check_processes(accelerator: Accelerator, environ: Mapping[str, str]) -> Non
             f"expected DDP, FSDP2 or DeepSpeed, got {kind}; "
             "use one of recipes/accelerate-{ddp,fsdp2,zero1,zero2,zero3}.yaml"
         )
+    if kind == DistributedType.DEEPSPEED and not accelerator.state.deepspeed_plugin.zero_stage:
+        raise ValueError(
+            "expected DeepSpeed ZeRO stage 1, 2 or 3, got 0, which is DDP; "
+            "use recipes/accelerate-ddp.yaml"
+        )
 
 
 def speaker(accelerator: Accelerator) -> Callable[[str], None]:

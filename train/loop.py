@@ -99,12 +99,14 @@ class Trainer:
             self.state = replace(old, **{name: getattr(self.state, name) for name in kept})
         self.head = create_head(recipe, self.target, self.data.documents)
         check_trained(self.head, self.target, self.say)
+        # weights and two moments, all float32
+        size = 12 * sum(p.numel() for p in self.head.parameters() if p.requires_grad)
         self.engine = self._engine()
         if checkpoint and old:
             self.say(_continuing(checkpoint, old, self.state))
         self.features, self.heldout_features = self._features()
         places = recipe.run.output, recipe.run.keep
-        self.checkpoints = Checkpoints(*places, accelerator, checkpoint)
+        self.checkpoints = Checkpoints(*places, accelerator, checkpoint, size)
 
     def run(self, stop: StopRequest) -> Outcome:
         """Train to the last step or until `stop` is asked for; the last step done is saved."""
