@@ -14,17 +14,8 @@ PLAIN, MUTED = "#8a8f98", "#444444"
 
 def plot(report: BenchReport, path: str | Path) -> None:
     """Write a PNG (or what the suffix of `path` says). Raises ImportError without matplotlib."""
-    try:  # an extra: people who only decode do not need it
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "the plot needs matplotlib; pip install 'draftheads[plot]', or leave out the plot"
-        ) from error
     rows = [report.plain, *report.heads]
-    # a Figure of its own, with its own canvas: no pyplot, no global backend is touched
-    figure = Figure(figsize=(11, 2.6 + 0.38 * len(rows)), layout="constrained", dpi=150)
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 2.6 + 0.38 * len(rows))
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     families = dict.fromkeys(_family(head) for head in report.heads)
     colours = dict(zip(families, cycle(COLOURS), strict=False))
@@ -40,6 +31,21 @@ def plot(report: BenchReport, path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib Figure, in inches. Raises ImportError without matplotlib."""
+    try:  # an extra: people who only decode do not need it
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "the plot needs matplotlib; pip install 'draftheads[plot]', or leave out the plot"
+        ) from error
+    # a Figure of its own, with its own canvas: no pyplot, no global backend is touched
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=150)
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _speedups(axes: Any, rows: list[Result], colours: dict[str, str]) -> None:
@@ -66,7 +72,7 @@ def _speedups(axes: Any, rows: list[Result], colours: dict[str, str]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.18 * max(1.0, *(max(row.speedup, row.speedup_ci95[1]) for row in rows)))
     axes.set_xlabel("speedup over transformers' generate (= 1), 95 % interval over prompts")
-    _tidy(axes)
+    tidy(axes)
 
 
 def _taus(axes: Any, heads: list[Result], colours: dict[str, str]) -> None:
@@ -86,7 +92,7 @@ def _taus(axes: Any, heads: list[Result], colours: dict[str, str]) -> None:
     axes.set_xlim(left=0.0)
     axes.set_xlabel("draft nodes verified per step")
     axes.set_ylabel("tokens per step (bonus token counted)")
-    _tidy(axes)
+    tidy(axes)
 
 
 def _family(result: Result) -> str:
@@ -94,7 +100,8 @@ def _family(result: Result) -> str:
     return result.name.removesuffix(f"@{result.nodes}")
 
 
-def _tidy(axes: Any) -> None:
+def tidy(axes: Any) -> None:
+    """Small letters, and no frame above and to the right."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)
     axes.xaxis.label.set_fontsize(9)

@@ -2,7 +2,7 @@
 
     out/step-001000/{config.json, model.safetensors, README.md}    what Hub and engines load
     out/step-001000/trainer/{state.json, optimizer.safetensors}    what a continued run needs
-    out/best -> step-001000                                        by predicted tokens per step
+    out/best -> step-001000                                        by the recipe's `judge.best`
 
 Data order and randomness are functions of (seed, step), the learning rate of the step: none of
 them is stored. The optimizer's state is stored whole, by parameter name (see `train.engines`).
@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import zlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,54 +30,10 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import CONFIG, WEIGHTS, save_head, staged
 from draftheads.heads.target import Target
-from draftheads.train.recipe import differences
+from draftheads.train.state import FORMAT, STATE, TRAINER, RunState, read_state
 
-TRAINER, STATE, OPTIMIZER, BEST, LOCK = (
-    "trainer",
-    "state.json",
-    "optimizer.safetensors",
-    "best",
-    ".lock",
-)
+OPTIMIZER, BEST, LOCK = "optimizer.safetensors", "best", ".lock"
 ASIDE = "damaged-"
-FORMAT = 2
-"""Of state.json."""
-
-
-@dataclass(frozen=True)
-class RunState:
-    """What a checkpoint says about its run.
-
-    step: optimizer steps done. steps: of the whole run. tokens: trained on, padding not counted.
-    seconds: of training, over all its launches. skipped: steps in a row, up to this one, that were
-    not finite. rows_per_step: over all processes. recipe: as dumped. target: its fingerprint. data:
-    counts and a digest of the token ids. versions: of what computes.
-    """
-
-    step: int
-    steps: int
-    tokens: int
-    seconds: float
-    loss: float | None
-    tokens_per_step: float
-    skipped: int
-    rows_per_step: int
-    recipe: dict[str, Any]
-    target: str
-    data: dict[str, Any]
-    versions: dict[str, str]
-
-
-def read_state(folder: Path) -> RunState:
-    """The state that a checkpoint was saved with. Raises ValueError for another format's."""
-    values: dict[str, Any] = json.loads((folder / TRAINER / STATE).read_text())
-    if values.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder}: expected a checkpoint of format {FORMAT}, got {values.get('format', 1)}; "
-            "it was written by another version of draftheads: continue with that one, or give "
-            "another run.output"
-        )
-    return RunState(**{field.name: values[field.name] for field in fields(RunState)})
 
 
 def newest(output: Path) -> tuple[Path | None, list[str]]:
@@ -98,24 +54,6 @@ def newest(output: Path) -> tuple[Path | None, list[str]]:
             "restore one, or delete them to start anew"
         )
     return None, []
-
-
-def check_same_run(folder: Path, old: RunState, recipe: dict[str, Any]) -> None:
-    """Refuse to continue a run with other choices than it began with; its length may change."""
-    _refuse(folder, "choices", differences(old.recipe, recipe), "restore them")
-
-
-def check_same_parts(folder: Path, old: RunState, new: RunState) -> None:
-    """Refuse to continue on another target or other data: step n would not mean the same."""
-    if old.target != new.target:
-        changed = [f"fingerprint: {old.target} -> {new.target}"]
-        _refuse(folder, f"weights of {new.recipe['target']}", changed, "restore the target")
-    changed = [
-        f"{key}: {old.data.get(key)} -> {value}"
-        for key, value in new.data.items()
-        if old.data.get(key) != value
-    ]
-    _refuse(folder, f"data in {new.recipe['data']['path']}", changed, "restore the data")
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
@@ -224,7 +162,7 @@ class Checkpoints:
     def _rotate(self) -> None:
         """Point `best` at the best step; delete all but it and the newest `keep`."""
         steps = [step for step in _steps(self.output) if _fault(step, contents=False) is None]
-        best = max(steps, key=lambda step: (read_state(step).tokens_per_step, step.name))
+        best = max(steps, key=_worth)
         link = self.output / f".{BEST}"
         link.unlink(missing_ok=True)
         link.symlink_to(best.name, target_is_directory=True)
@@ -233,6 +171,12 @@ class Checkpoints:
             gone = self.output / f".{step.name}.gone"  # never half a checkpoint under its name
             step.rename(gone)
             shutil.rmtree(gone)
+
+
+def _worth(step: Path) -> tuple[bool, float, str]:
+    """Of two equal checkpoints the later one is better, and none is worse than an unjudged one."""
+    worth = read_state(step).worth
+    return worth is not None, worth or 0.0, step.name
 
 
 def _check_room(output: Path, size: int) -> None:
@@ -287,11 +231,3 @@ def _crc32(path: Path) -> int:
         while block := file.read(1 << 22):
             value = zlib.crc32(block, value)
     return value
-
-
-def _refuse(folder: Path, what: str, changed: list[str], remedy: str) -> None:
-    if changed:
-        raise ValueError(
-            f"{folder.parent} holds a run with other {what} ({'; '.join(changed)}); "
-            f"{remedy}, or give another run.output"
-        )

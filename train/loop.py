@@ -24,23 +24,23 @@ from draftheads.train.assemble import (
     versions,
 )
 from draftheads.train.batches import Order, check_divides, rows_per_step
-from draftheads.train.checkpoint import (
-    Checkpoints,
-    RunState,
-    check_same_parts,
-    check_same_run,
-    load_moments,
-    load_weights,
-    newest,
-    read_state,
-)
-from draftheads.train.engines import Engine, autocast, make_engine
+from draftheads.train.checkpoint import Checkpoints, load_moments, load_weights, newest
+from draftheads.train.engines import Engine, make_engine
 from draftheads.train.faults import explain
 from draftheads.train.features import FeatureSource, make_features
-from draftheads.train.heldout import calibrate, observe
+from draftheads.train.judge import Judge, check_judge
+from draftheads.train.judge_choices import decodes
 from draftheads.train.launch import StopRequest, make_accelerator, speaker
 from draftheads.train.progress import Progress
 from draftheads.train.recipe import OptimChoices, Recipe
+from draftheads.train.report import write_report
+from draftheads.train.state import (
+    RunState,
+    check_same_parts,
+    check_same_run,
+    continuing,
+    read_state,
+)
 from draftheads.train.step import Step
 
 
@@ -85,6 +85,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.accelerator, self.checkpoint = recipe, accelerator, checkpoint
         self.say, self.world = speaker(accelerator), accelerator.num_processes
+        check_judge(recipe, self.say)
         self.target = load_target(recipe, accelerator)
         self.data = load_data(recipe, self.target, self.say)
         old = read_state(checkpoint) if checkpoint else None
@@ -103,8 +104,9 @@ class Trainer:
         size = 12 * sum(p.numel() for p in self.head.parameters() if p.requires_grad)
         self.engine = self._engine()
         if checkpoint and old:
-            self.say(_continuing(checkpoint, old, self.state))
-        self.features, self.heldout_features = self._features()
+            self.say(continuing(checkpoint, old, self.state))
+        self.features, heldout_features = self._features()
+        self.judge = Judge(recipe, accelerator, self.target, self.data, heldout_features)
         places = recipe.run.output, recipe.run.keep
         self.checkpoints = Checkpoints(*places, accelerator, checkpoint, size)
 
@@ -114,19 +116,30 @@ class Trainer:
         started = time.monotonic() - self.state.seconds
         saved, by = self.checkpoint, ""
         try:
-            while self.state.step < self.state.steps and not by:
+            while self.state.step < self.state.steps and not (by or self.state.exhausted):
                 asked = self._step(stop, progress)
                 by = (stop.by or "another process") if asked else ""
                 self.state = replace(self.state, seconds=time.monotonic() - started)
                 due = self.state.step % self.recipe.run.save_every == 0
-                if asked or due or self.state.step == self.state.steps:
-                    saved = self._save(progress)
+                if asked or due or self.judge.due(self.state.step, self.state.steps):
+                    with progress.paused():
+                        saved = self._save(progress)
             stop.granted()
         finally:
             progress.close()
             self.checkpoints.close()
         assert saved is not None, "a run has at least one step, and its last step is saved"
-        return Outcome(saved, self.state.step, self.state.steps, trained=True, stopped_by=by)
+        return self._end(saved, by)
+
+    def _end(self, saved: Path, by: str) -> Outcome:
+        """How it ended, with a report unless it was interrupted."""
+        step, steps = self.state.step, self.state.steps
+        if self.state.exhausted and step < steps:
+            self.say(self.state.early())
+            steps = step
+        if step == steps and self.recipe.judge.report and self.accelerator.is_main_process:
+            self.say(f"report: {write_report(self.recipe.run.output)}")
+        return Outcome(saved, step, steps, trained=True, stopped_by=by)
 
     def _engine(self) -> Engine:
         """The engine, with what the checkpoint holds of weights and optimizer."""
@@ -142,9 +155,13 @@ class Trainer:
         return engine
 
     def _features(self) -> tuple[FeatureSource, FeatureSource]:
-        """Of the rows to train on and of those held out; frees what of the target they replace."""
+        """Of the rows to train on and of those held out; frees what of the target is not needed."""
         rows, layers = (self.data.train, self.data.heldout), self.head.training_layers
         sources = make_features(self.recipe, self.target, rows, layers, self.accelerator)
+        if decodes(self.state.recipe):
+            if self.recipe.features.mode == "cached":
+                self.say("the target stays whole, to judge heads with; judge.every=0 frees it")
+            return sources
         freed = self.target.release(
             lm_head=not self.head.needs_unembed, layers=self.recipe.features.mode == "cached"
         )
@@ -222,28 +239,28 @@ class Trainer:
         """Judge the heads on held-out documents, give them the tree that follows, write a
         checkpoint.
         """
-        recipe, head = self.recipe, self.engine.whole()
-        with autocast(recipe.run.precision, self.accelerator.device):
-            ranks_MK = observe(
-                head,
-                self.target,
-                self.data.heldout,
-                recipe.data.rows_per_batch,
-                self.accelerator,
-                self.heldout_features,
-            )
-        calibration = calibrate(ranks_MK, recipe.head.nodes, head.tree)
-        head.tree = self.head.tree = calibration.tree
-        progress.evaluated(self.state.step, calibration)
-        self.state = replace(self.state, tokens_per_step=calibration.tokens_per_step)
+        recipe, head, step = self.recipe, self.engine.whole(), self.state.step
+        scheduled = self.judge.due(step, self.state.steps)
+        verdict = self.judge(head, decode=scheduled)
+        calibration, measured = verdict.calibration, verdict.measured
+        self.head.tree = head.tree
+        progress.judged(step, verdict)
+        self.state = replace(
+            self.state,
+            tokens_per_step=calibration.tokens_per_step,
+            measured=measured.facts() if measured else None,
+        )
+        # an interrupted run counts as one that was not
+        self.state = self.state.judged() if scheduled else self.state
         results = {
-            "steps": self.state.step,
+            "steps": step,
             "tokens": self.state.tokens,
             "seconds": self.state.seconds,
             "loss": self.state.loss,
             "predicted_tokens_per_step": calibration.tokens_per_step,
             "heldout_top1": calibration.top1,
             "heldout_top5": calibration.top5,
+            **({"decoding": measured.facts()} if measured else {}),
         }
         published = {**results, **facts(recipe, self.data, self.accelerator)}
         moments = self.engine.moments(keep=self.accelerator.is_main_process)
@@ -262,16 +279,6 @@ def learning_rate(choices: OptimChoices, step: int, steps: int) -> float:
     return choices.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def _continuing(checkpoint: Path, old: RunState, new: RunState) -> str:
-    changed = [
-        f"{name} {old.versions.get(name)} -> {version}"
-        for name, version in new.versions.items()
-        if old.versions.get(name) != version
-    ]
-    note = f"; not bit for bit, as versions changed: {', '.join(changed)}" if changed else ""
-    return f"continuing {checkpoint} at step {old.step} of {new.steps}{note}"
-
-
 def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
     found, damaged = newest(recipe.run.output)
     for fault in damaged:
@@ -282,6 +289,10 @@ def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
         lengths = {name: old.recipe["run"][name] for name in ("steps", "epochs")}
         same_length = all(getattr(recipe.run, name) == n for name, n in lengths.items())
         if old.step >= (old.steps if same_length else recipe.run.steps or math.inf):
+            return Outcome(found, old.step, old.step, trained=False)
+        state = replace(old, recipe=recipe.model_dump(mode="json"))
+        if state.exhausted:
+            speaker(accelerator)(f"{state.early()}; raise judge.patience to go on")
             return Outcome(found, old.step, old.step, trained=False)
     trainer = Trainer(recipe, accelerator, found)
     with StopRequest(recipe.run.output) as stop:  # before, there is nothing to save

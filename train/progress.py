@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from draftheads.train.heldout import Calibration
+from draftheads.train.judge import Verdict
 from draftheads.train.recipe import Recipe
 
 METRICS = "metrics.jsonl"
@@ -88,15 +89,23 @@ class Progress:
         self.say(f"step {step} skipped: {reason}")
         self._write(step, {"skipped": reason})
 
-    def evaluated(self, step: int, calibration: Calibration) -> None:
+    def judged(self, step: int, verdict: Verdict) -> None:
         """Say what the held-out documents showed."""
-        self.say(f"step {step}: {calibration}")
+        self.say(f"step {step}: {verdict}")
+        calibration, measured = verdict.calibration, verdict.measured
         values = {
             "heldout_tokens_per_step": calibration.tokens_per_step,
             "heldout_top1": calibration.top1,
             "heldout_top5": calibration.top5,
         }
-        self._write(step, values)
+        self._write(step, values | ({"measured": measured.facts()} if measured else {}))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count as training time."""
+        start = time.monotonic()
+        yield
+        self.since += time.monotonic() - start
 
     def close(self) -> None:
         """Finish bar and trackers."""

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from draftheads.train.choices import HEAD_MODELS, HeadChoices, Kind, MedusaChoices, Section
+from draftheads.train.judge_choices import JudgeChoices, comparison
 
 Precision = Literal["fp32", "bf16"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -108,6 +109,7 @@ class Recipe(Section):
     features: FeatureChoices = Field(default_factory=FeatureChoices)
     head: HeadChoices = Field(default_factory=MedusaChoices)
     optim: OptimChoices = Field(default_factory=OptimChoices)
+    judge: JudgeChoices = Field(default_factory=JudgeChoices)
     run: RunChoices
 
 
@@ -157,7 +159,7 @@ def trained_choices(recipe: dict[str, Any]) -> dict[str, Any]:
     }
     run = {key: recipe["run"][key] for key in ("seed", "tokens_per_step", "precision")}
     whole = {key: value for key, value in recipe.items() if key != "target_placement"}
-    return {**whole, **kept, "run": run}
+    return {**whole, **kept, "judge": comparison(recipe), "run": run}
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,0 +1,158 @@
+"""The promise: a report says all there is to know of a run, is made of what stands on disk, and
+does without what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from tiny_training import random_answers, run, write_answers, write_target
+
+from draftheads.train import report
+from draftheads.train.progress import read_metrics
+from draftheads.train.report import CURVES, REPORT, main, write_report
+
+SECTIONS = ["Judged on held-out documents", "By depth", "Tree", "Skipped steps", "Use", "Recipe"]
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """Accelerate keeps its state for the life of a process; each test is a run of its own."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """target and data."""
+    folder = tmp_path_factory.mktemp("made")
+    write_target(folder / "target")
+    write_answers(folder / "data", random_answers(60))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(made, tmp_path_factory) -> Path:
+    """A run that was judged by decoding, and has its report."""
+    output = tmp_path_factory.mktemp("trained") / "run"
+    choices = ["judge.every=2", "judge.prompts=2", "judge.new_tokens=12", "judge.report=true"]
+    assert run(made, output, *choices) == 0
+    return output
+
+
+@pytest.fixture
+def finished(trained, tmp_path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "run", symlinks=True))
+
+
+def lines_of(text: str, section: str) -> list[str]:
+    return text.partition(f"## {section}\n")[2].partition("\n## ")[0].strip().splitlines()
+
+
+def test_a_report_is_complete(trained):
+    text = (trained / REPORT).read_text()
+    assert text.startswith("# Medusa heads for target\n")
+    assert all(f"## {section}\n" in text for section in SECTIONS)
+    best = (trained / "best").resolve()
+    measured = json.loads((best / "trainer" / "state.json").read_text())["measured"]
+    assert "| trained | 6 of 6 steps, trained to the end |" in text
+    assert f"**{measured['tokens_per_step']:.2f}** measured by decoding" in text
+    assert f"| best | step {int(best.name[5:])}, by tokens per step of decoding |" in text
+    table = [line for line in lines_of(text, SECTIONS[0]) if line.startswith("|")][2:]
+    judged = [line for line in read_metrics(trained) if "measured" in line]
+    assert len(table) == len(judged) == 3
+    for row, line in zip(table, judged, strict=True):
+        assert f"| {line['heldout_tokens_per_step']:.2f} |" in row
+        assert f"| {line['measured']['tokens_per_step']:.2f} |" in row
+    recipe = yaml.safe_load("\n".join(lines_of(text, "Recipe")[1:-1]))
+    assert recipe == json.loads((best / "trainer" / "state.json").read_text())["recipe"]
+    assert f"draftheads publish {trained}/best" in text
+    assert "| torch | " in text and "| its fingerprint | " in text
+    assert (trained / CURVES).read_bytes().startswith(PNG)
+    assert not list(trained.glob(".report*"))
+
+
+def test_a_report_can_be_made_again(finished, capsys):
+    assert main([str(finished)]) == 0
+    first = (finished / REPORT).read_bytes()
+    (finished / REPORT).unlink()
+    assert main([str(finished)]) == 0
+    assert (finished / REPORT).read_bytes() == first
+    assert capsys.readouterr().out.split() == [str(finished / REPORT)] * 2
+
+
+def test_skipped_steps_are_listed(finished):
+    lines = read_metrics(finished)
+    reason = "loss nan, gradient norm nan; a | in it"
+    lines[2] = {"step": 3, "skipped": reason}
+    (finished / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = write_report(finished).read_text()
+    assert lines_of(text, "Skipped steps")[-1] == f"| 3 | {reason.replace('|', chr(92) + '|')} |"
+    assert (finished / CURVES).read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_report_needs_no_metrics(finished, left):
+    path = finished / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:left]))
+    text = write_report(finished).read_text()
+    assert "measured by decoding" in text
+    assert lines_of(text, "Skipped steps") == ["None."]
+    path.unlink()
+    write_report(finished)
+
+
+def test_without_matplotlib_a_report_has_no_curves_and_says_so(finished, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    text = write_report(finished).read_text()
+    assert "No curves: the plot needs matplotlib; pip install 'draftheads[plot]'" in text
+    assert all(f"## {section}\n" in text for section in SECTIONS)
+    assert not (finished / CURVES).exists()
+
+
+def test_a_run_that_was_not_decoded_has_a_report(made, tmp_path):
+    output = tmp_path / "run"
+    assert run(made, output, "judge.report=true", "run.log_every=100", kind="eagle3") == 0
+    text = (output / REPORT).read_text()
+    assert "by simulated tokens per step" in text
+    assert "measured by decoding" not in text
+    assert "Chosen anew in each step" in text
+
+
+def test_a_run_that_ended_early_says_so(made, tmp_path):
+    output = tmp_path / "run"
+    choices = ["run.save_every=1", "optim.lr=1e-9", "judge.patience=1", "judge.report=true"]
+    assert run(made, output, *choices) == 0
+    text = (output / REPORT).read_text()
+    assert "of 6 steps, ended early by `judge.patience` |" in text
+
+
+def test_a_long_run_shows_its_newest_judgements_and_the_best(finished, monkeypatch):
+    monkeypatch.setattr(report, "MOST_ROWS", 1)
+    best = finished / "best"
+    best.unlink()
+    best.symlink_to("step-000004")
+    text = write_report(finished).read_text()
+    rows = [line for line in lines_of(text, SECTIONS[0]) if line.startswith("|")][2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["4 (best)", "6"]
+    assert "The newest of 3 and the best" in text
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", report.__name__, str(tmp_path)], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"error: {tmp_path}: expected a training run with step-* folders, found none\n"
+    )

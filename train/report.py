@@ -1,0 +1,223 @@
+"""The report of a run: report.md and its curves, made of metrics.jsonl and the checkpoints alone.
+
+python -m draftheads.train.report RUN        makes it again
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftheads.heads.hub import CONFIG
+from draftheads.heads.shape import DynamicTree, tree_from_json
+from draftheads.train.checkpoint import BEST
+from draftheads.train.curves import draw_curves
+from draftheads.train.judge_choices import measure_of
+from draftheads.train.progress import METRICS, read_metrics
+from draftheads.train.state import STATE, TRAINER, RunState, read_state
+
+REPORT, CURVES = "report.md", "report.png"
+MEASURES = {
+    "tokens_per_step": "tokens per step of decoding",
+    "tokens_per_second": "tokens per second of decoding, over plain decoding's",
+    "simulated": "simulated tokens per step",
+    "loss": "training loss",
+}
+MOST_ROWS = 24
+"""Of the table of judgements, besides the best; a longer run shows the newest."""
+Line = dict[str, Any]
+
+
+def write_report(output: Path) -> Path:
+    """Write a run's report.md and, with matplotlib, its curves; returns the former's path.
+
+    Raises ValueError for a folder without checkpoints.
+    """
+    state, best = _states(output)
+    metrics = read_metrics(output) if (output / METRICS).is_file() else []
+    config = json.loads((output / f"step-{best.step:06d}" / CONFIG).read_text())
+    target = Path(config["draftheads"]["target"]["name"])
+    shown = target.name if target.is_absolute() else target
+    name = f"{config['draftheads']['kind']} heads for {shown}"
+    try:
+        draw_curves(metrics, best.step, name, output / CURVES)
+        picture = f"![curves of this run]({CURVES})"
+    except ImportError as error:  # matplotlib is an extra
+        (output / CURVES).unlink(missing_ok=True)
+        picture = f"No curves: {error}."
+    sections = [
+        f"# {name[0].upper()}{name[1:]}",
+        _summary(state, best, config),
+        picture,
+        "## Judged on held-out documents\n\n" + _judged(metrics, best, config),
+        "## By depth\n\n" + _depths(best, config),
+        "## Tree\n\n" + _tree(config),
+        "## Skipped steps\n\n" + _skipped(metrics),
+        "## Use\n\n" + _use(output, state),
+        "## Recipe\n\n```yaml\n" + yaml.safe_dump(state.recipe, sort_keys=False).strip() + "\n```",
+        "## Made with\n\n" + _table(("", ""), [*state.versions.items(), *_made(config)]),
+    ]
+    path, part = output / REPORT, output / f".{REPORT}"
+    part.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    part.replace(path)
+    return path
+
+
+def _states(output: Path) -> tuple[RunState, RunState]:
+    """Of the newest checkpoint and of the best one."""
+    steps = sorted(path.parent.parent for path in output.glob(f"step-*/{TRAINER}/{STATE}"))
+    if not steps:
+        raise ValueError(f"{output}: expected a training run with step-* folders, found none")
+    best = output / BEST
+    return read_state(steps[-1]), read_state(best.resolve() if best.is_dir() else steps[-1])
+
+
+def _summary(state: RunState, best: RunState, config: Line) -> str:
+    training = config["draftheads"]["training"]
+    data, measured = training["data"], best.measured
+    ended = "ended early by `judge.patience`" if state.exhausted else "trained to the end"
+    if state.step < state.steps and not state.exhausted:
+        ended = "not finished"
+    taus = f"{best.tokens_per_step:.2f} simulated"
+    if measured:
+        taus = (
+            f"**{measured['tokens_per_step']:.2f}** measured by decoding ({taus}), "
+            f"{measured['speedup']:.2f} times as fast as decoding without heads"
+        )
+    rows = [
+        ("trained", f"{state.step:,} of {state.steps:,} steps, {ended}"),
+        ("on", f"{state.tokens:,} tokens, in {_duration(state.seconds)} on {training['hardware']}"),
+        ("data", f"{data['documents']:,} documents, {data['learned_tokens']:,} learned tokens"),
+        ("best", f"step {best.step:,}, by {MEASURES[measure_of(state.recipe)]}"),
+        ("tokens per step", taus),
+        ("loss", f"{_number(best.loss, 4)} at the best step, {_number(state.loss, 4)} at the last"),
+    ]
+    return _table(("", ""), rows)
+
+
+def _judged(metrics: Sequence[Line], best: RunState, config: Line) -> str:
+    rows, loss = [], None
+    for line in metrics:
+        loss = line.get("loss", loss)
+        if "heldout_tokens_per_step" in line:
+            found = line.get("measured", {})
+            rows.append(
+                (
+                    f"{line['step']:,}" + (" (best)" if line["step"] == best.step else ""),
+                    _number(loss, 4),
+                    _number(line["heldout_tokens_per_step"]),
+                    _number(found.get("tokens_per_step")),
+                    _number(found.get("speedup")),
+                )
+            )
+    older, newest = rows[:-MOST_ROWS], rows[-MOST_ROWS:]
+    shown = [*(row for row in older if "best" in row[0]), *newest]
+    cut = f"\n\nThe newest of {len(rows)} and the best; all are in {METRICS}." if older else ""
+    titles = ("step", "loss", "simulated tokens per step", "by decoding", "times plain decoding")
+    judge, sampling = config["draftheads"]["training"]["recipe"]["judge"], "greedy"
+    if judge["temperature"]:
+        sampling = f"temperature {judge['temperature']}"
+    how = (
+        f"Decoded: {judge['prompts']} held-out prompts, {judge['new_tokens']} new tokens each, "
+        f"{sampling}. Tokens per step count the target's own token; speed is that of this machine "
+        "at that moment.\n\n"
+    )
+    return (how if best.measured else "") + _table(titles, shown) + cut
+
+
+def _depths(best: RunState, config: Line) -> str:
+    training = config["draftheads"]["training"]
+    accepted = best.measured["acceptance"] if best.measured else []
+    titles = ("depth", "best guess right", "among the best five", "accepted when decoding")
+    rows = [
+        (str(k), _number(top1, 3), _number(top5, 3), _number(_at(accepted, k), 3))
+        for k, (top1, top5) in enumerate(
+            zip(training["heldout_top1"], training["heldout_top5"], strict=True), start=1
+        )
+    ]
+    return (
+        "Of the best checkpoint. A guess counts as right or wrong whatever stood before it; an "
+        "accepted draft needs all before it.\n\n" + _table(titles, rows)
+    )
+
+
+def _tree(config: Line) -> str:
+    tree = tree_from_json(config["draftheads"]["tree"])
+    if isinstance(tree, DynamicTree):
+        return f"Chosen anew in each step: {tree}."
+    widths = Counter(map(len, tree.paths))
+    rows = [(str(depth), str(count), "█" * count) for depth, count in sorted(widths.items())]
+    most = ", ".join("-".join(str(rank + 1) for rank in path) for path in tree.paths[:8])
+    return (
+        f"Fixed: {tree.draft_nodes} draft nodes, {tree.depth} deep. The most useful paths, by rank "
+        f"of each guess: {most}.\n\n" + _table(("depth", "nodes", ""), rows)
+    )
+
+
+def _skipped(metrics: Sequence[Line]) -> str:
+    rows = [(str(x["step"]), x["skipped"].replace("|", "\\|")) for x in metrics if "skipped" in x]
+    return _table(("step", "why"), rows) if rows else "None."
+
+
+def _use(output: Path, state: RunState) -> str:
+    target = state.recipe["target"]
+    return (
+        "```bash\n"
+        f"draftheads bench --target {target} --head {output} --prompts PROMPTS.txt\n"
+        f"draftheads chat --head {output} --target {target}\n"
+        f"draftheads publish {output}/{BEST} USER/NAME\n"
+        "```"
+    )
+
+
+def _made(config: Line) -> list[tuple[str, str]]:
+    facts = config["draftheads"]
+    target = facts["target"]
+    return [
+        ("target", f"{target['name']}, {target['revision'] or 'no revision'}"),
+        ("its fingerprint", target["fingerprint"]),
+        ("digest of the data", facts["training"]["data"]["digest"]),
+    ]
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _at(values: Sequence[float], depth: int) -> float | None:
+    return values[depth - 1] if depth <= len(values) else None
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make a run's report again; 2 for a folder that holds no run."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if len(arguments) != 1:
+        print("usage: python -m draftheads.train.report RUN", file=sys.stderr)
+        return 2
+    try:
+        print(write_report(Path(arguments[0])))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
