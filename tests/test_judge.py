@@ -36,14 +36,14 @@ from draftheads.heads.hub import HEADS, load_head
 from draftheads.heads.target import Target
 from draftheads.train.assemble import load_data
 from draftheads.train.features import OnlineFeatures
-from draftheads.train.judge import Judge, Measured, Verdict, as_decoded
+from draftheads.train.judge import Continued, Judge, Measured, Verdict, as_decoded, check_judge
 from draftheads.train.loop import Trainer
 from draftheads.train.progress import Progress, read_metrics
 from draftheads.train.state import read_state
 
 ROOT = Path(__file__).parent.parent
 DECODING = ["judge.every=2", "judge.prompts=3", "judge.new_tokens=12"]
-TIMES = {"tokens_per_second", "plain_tokens_per_second", "speedup"}
+TIMES = {"tokens_per_second", "speedup"}
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +98,8 @@ def test_a_head_that_knows_the_text_brings_depth_plus_one_and_a_random_one_nearl
     assert verdict.measured is not None
     # 1 token of the prefill, then 23 in steps of 4, the last one cut
     assert verdict.measured.tokens_per_step == pytest.approx(23 / 6)
-    assert verdict.measured.accepted == [6, 6, 6]
-    assert "decoding: 3.83 tokens per step" in str(verdict)
+    assert verdict.measured.acceptance == [1.0, 1.0, 1.0]
+    assert "decoding: 3.83 +- 0.00 tokens per step" in str(verdict)
     untrained = judge(random_head("medusa", target, depth=3), decode=True).measured
     assert untrained is not None and 1 <= untrained.tokens_per_step < 1.5
 
@@ -174,8 +174,8 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
         step = trainer[0].state.step
         calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
         tau = decoded[step - 1]
-        measured = Measured(100, round(100 * tau), [50], 100, 1.0, 1.0) if decode else None
-        return Verdict(calibration, measured)
+        part = Continued(0, 100, round(100 * tau), [50], 100, 1.0, 1.0)
+        return Verdict(calibration, Measured([part]) if decode and self.jobs else None)
 
     trainer: list[Trainer] = []
     monkeypatch.setattr(
@@ -311,8 +311,34 @@ def test_sampled_decoding_is_the_same_every_time(made):
     head = random_head("medusa", target, depth=3)
     first, second = (judge(head, decode=True).measured for _ in range(2))
     assert first is not None and second is not None
-    kept = ("steps", "tokens", "accepted", "written")
-    assert all(getattr(first, name) == getattr(second, name) for name in kept)
+    untimed = [
+        [replace(part, seconds=0.0, plain_seconds=None) for part in measured.prompts]
+        for measured in (first, second)
+    ]
+    assert untimed[0] == untimed[1]
+
+
+def test_the_error_of_tau_is_that_of_a_ratio_of_sums():
+    measured = Measured([Continued(n, 10, 10 + n, [n], 20, 2.0, 3.0) for n in range(5)])
+    assert measured.tokens_per_step == pytest.approx(1.2)
+    taus_P = torch.tensor([1.0, 1.1, 1.2, 1.3, 1.4])  # of equally many steps: means' own error
+    assert measured.error == pytest.approx(float(taus_P.std() / 5**0.5))
+    assert measured.acceptance == [0.2]
+    assert measured.speedup == pytest.approx(1.5)
+    untimed = replace(measured.prompts[0], plain_seconds=None)
+    assert Measured([*measured.prompts, untimed]).speedup == pytest.approx(1.5)
+
+
+def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
+    values = {**tiny_recipe(made), "target_placement": "sharded"}
+    said: list[str] = []
+    for choices in ({}, {"best": "loss"}):
+        check_judge(recipe_of({**values, "judge": choices}), said.append)
+    check_judge(recipe_of({**values, "judge": {"every": 0}}), said.append)
+    assert len(said) == 2
+    assert "judged by simulation alone" in said[0]
+    with pytest.raises(ValueError, match=r"judge.best: expected simulated or loss, got tokens_per"):
+        check_judge(recipe_of({**values, "judge": {"best": "tokens_per_step"}}), said.append)
 
 
 def test_two_processes_judge_as_one(made, tmp_path):

@@ -66,14 +66,15 @@ def test_a_report_is_complete(trained):
     best = (trained / "best").resolve()
     measured = json.loads((best / "trainer" / "state.json").read_text())["measured"]
     assert "| trained | 6 of 6 steps, trained to the end |" in text
-    assert f"**{measured['tokens_per_step']:.2f}** measured by decoding" in text
+    tau = f"**{measured['tokens_per_step']:.2f}** ± {measured['standard_error']:.2f}"
+    assert f"{tau} measured by decoding" in text
     assert f"| best | step {int(best.name[5:])}, by tokens per step of decoding |" in text
     table = [line for line in lines_of(text, SECTIONS[0]) if line.startswith("|")][2:]
     judged = [line for line in read_metrics(trained) if "measured" in line]
     assert len(table) == len(judged) == 3
     for row, line in zip(table, judged, strict=True):
         assert f"| {line['heldout_tokens_per_step']:.2f} |" in row
-        assert f"| {line['measured']['tokens_per_step']:.2f} |" in row
+        assert f"| {line['measured']['tokens_per_step']:.2f} ± " in row
     recipe = yaml.safe_load("\n".join(lines_of(text, "Recipe")[1:-1]))
     assert recipe == json.loads((best / "trainer" / "state.json").read_text())["recipe"]
     assert f"draftheads publish {trained}/best" in text

@@ -89,6 +89,13 @@ def _taus(axes: Any, judged: Sequence[Line], best: int) -> None:
     axes.axhline(1.0, color=MUTED, linewidth=1, linestyle="--", zorder=0)
     axes.plot(*_points(simulated), marker="o", ms=4, color=PLAIN, lw=1.4, label="simulated")
     if measured:
+        errors = [x["measured"]["standard_error"] for x in judged if _decoded(x)]
+        axes.fill_between(
+            list(measured),
+            [tau - error for tau, error in zip(measured.values(), errors, strict=True)],
+            [tau + error for tau, error in zip(measured.values(), errors, strict=True)],
+            **{"color": ORANGE, "alpha": 0.15, "linewidth": 0},
+        )
         axes.plot(*_points(measured), marker="o", ms=5, color=ORANGE, lw=1.8, label="by decoding")
     if best in simulated:
         height = measured.get(best, simulated[best])

@@ -5,7 +5,8 @@ held-out prompts, side by side with decoding without heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from accelerate import Accelerator
@@ -27,60 +28,79 @@ from draftheads.train.recipe import Recipe
 HEADED = "heads"
 WARM_UP = 8
 """Tokens that each contestant writes before the clock runs."""
+TIMED = 8
+"""Prompts that are also decoded without heads: that takes the longest, and brings a ratio alone."""
+
+
+@dataclass(frozen=True)
+class Continued:
+    """One prompt, continued. steps: forwards of the target, with heads. tokens: that these brought.
+    accepted: how many of them accepted at least 1, 2, ... drafts. written: tokens in all. seconds,
+    plain_seconds: for these, with heads and without; the latter None where that was not run.
+    """
+
+    prompt: int
+    steps: int
+    tokens: int
+    accepted: list[int]
+    written: int
+    seconds: float
+    plain_seconds: float | None
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What decoding showed. steps: forwards of the target, with heads. tokens: that these brought.
-    accepted: how many of them accepted at least 1, 2, ... drafts. seconds, plain_seconds: for the
-    same text, with heads and without; written: its tokens.
-    """
+    """What decoding showed, prompt by prompt, in their order."""
 
-    steps: int = 0
-    tokens: int = 0
-    accepted: list[int] = field(default_factory=list)
-    written: int = 0
-    seconds: float = 0.0
-    plain_seconds: float = 0.0
+    prompts: list[Continued]
 
-    def plus(self, other: Measured) -> Measured:
-        """Of both texts together."""
-        depth = max(len(self.accepted), len(other.accepted))
-        left, right = (part.accepted + [0] * (depth - len(part.accepted)) for part in (self, other))
-        return Measured(
-            self.steps + other.steps,
-            self.tokens + other.tokens,
-            [a + b for a, b in zip(left, right, strict=True)],
-            self.written + other.written,
-            self.seconds + other.seconds,
-            self.plain_seconds + other.plain_seconds,
-        )
+    @property
+    def steps(self) -> int:
+        """Forwards of the target, with heads; prefills apart."""
+        return sum(part.steps for part in self.prompts)
 
     @property
     def tokens_per_step(self) -> float:
         """Tau, the target's own token counted, the prefill and its token not."""
-        return self.tokens / self.steps if self.steps else 0.0
+        return sum(part.tokens for part in self.prompts) / max(1, self.steps)
+
+    @property
+    def error(self) -> float:
+        """Standard error of tau over prompts, those being as if drawn; 0 of a single one."""
+        tau, count = self.tokens_per_step, len(self.prompts)
+        squares = sum((part.tokens - tau * part.steps) ** 2 for part in self.prompts)
+        return float((squares * count / max(1, count - 1)) ** 0.5) / max(1, self.steps)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of steps that accepted at least 1, 2, ... drafts."""
+        lists = [part.accepted for part in self.prompts]
+        return [sum(depth) / max(1, self.steps) for depth in zip_longest(*lists, fillvalue=0)]
 
     @property
     def speedup(self) -> float:
-        """Tokens per second over those of plain decoding."""
-        return self.plain_seconds / self.seconds
+        """Tokens per second over those of plain decoding, where that was run."""
+        timed = [part for part in self.prompts if part.plain_seconds is not None]
+        return sum(part.plain_seconds or 0.0 for part in timed) / sum(p.seconds for p in timed)
 
     def facts(self) -> dict[str, float | list[float]]:
         """What metrics, trackers and checkpoints say of it."""
+        seconds = sum(part.seconds for part in self.prompts)
+        speed = sum(part.written for part in self.prompts) / seconds
         return {
             "tokens_per_step": self.tokens_per_step,
-            "acceptance": [count / self.steps for count in self.accepted],
-            "tokens_per_second": self.written / self.seconds,
-            "plain_tokens_per_second": self.written / self.plain_seconds,
+            "standard_error": self.error,
+            "acceptance": self.acceptance,
+            "tokens_per_second": speed,
             "speedup": self.speedup,
         }
 
     def __str__(self) -> str:
-        share = " ".join(f"{count / self.steps:.3f}" for count in self.accepted)
+        shares = " ".join(f"{share:.3f}" for share in self.acceptance)
         return (
-            f"decoding: {self.tokens_per_step:.2f} tokens per step, {self.speedup:.2f} times as "
-            f"fast as without heads; accepted by depth: {share or 'none'}"
+            f"decoding: {self.tokens_per_step:.2f} +- {self.error:.2f} tokens per step, "
+            f"{self.speedup:.2f} times as fast as without heads; accepted by depth: "
+            f"{shares or 'none'} ({len(self.prompts)} prompts)"
         )
 
 
@@ -137,7 +157,7 @@ class Judge:
         return Verdict(calibration, self._decode(head) if decode and self.jobs else None)
 
     def _decode(self, head: DraftHead) -> Measured:
-        """The processes share the prompts; what they found is summed in the order of these."""
+        """The processes share the prompts."""
         choices, accelerator = self.recipe.judge, self.accelerator
         rule = Sampled(choices.temperature) if choices.temperature else Greedy()
         contestants = [
@@ -150,11 +170,8 @@ class Judge:
             for contestant in contestants if mine and not self._warm else ():
                 contestant.generate(mine[0].prompt, min(WARM_UP, mine[0].limit))
             self._warm = True
-            found = [(job.number, _measure(contestants, job, rule)) for job in mine]
-        total = Measured()
-        for _, part in sorted(gather_object(found), key=lambda part: part[0]):
-            total = total.plus(part)
-        return total
+            found = [_continue(contestants, job, rule) for job in mine]
+        return Measured(sorted(gather_object(found), key=lambda part: part.prompt))
 
 
 def heldout_jobs(recipe: Recipe, data: TrainingData, context: int) -> list[Job]:
@@ -205,24 +222,25 @@ def _contestant(name: str, engine: Speculator, rule: Acceptance) -> Contestant:
     return Contestant(name, engine.tree.draft_nodes, generate, engine)
 
 
-def _measure(contestants: Sequence[Contestant], job: Job, rule: Acceptance) -> Measured:
-    """Of one prompt; who begins alternates, and random numbers belong to the prompt."""
+def _continue(contestants: Sequence[Contestant], job: Job, rule: Acceptance) -> Continued:
+    """Who begins alternates, and random numbers belong to the prompt."""
     runs = {}
-    for contestant in contestants if job.number % 2 else reversed(contestants):
+    racing = contestants if job.number < TIMED else contestants[1:]
+    for contestant in racing if job.number % 2 else reversed(racing):
         torch.manual_seed(job.number)
         rule.seed(job.number)
         runs[contestant.name] = timed(contestant, job)
-    statistics, run = Statistics(), runs[HEADED]
+    statistics, run, plain = Statistics(), runs[HEADED], runs.get(PLAIN)
     for step in run.steps:
         statistics.add(step)
-    written, plain = len(run.tokens), runs[PLAIN]
-    # when sampling, the two texts differ: what counts is the time per token
-    plain_seconds = plain.seconds * written / len(plain.tokens)
-    return Measured(
-        statistics.steps,
-        statistics.tokens,
-        statistics.accepted,
-        written,
-        run.seconds,
-        plain_seconds,
+    written = len(run.tokens)
+    return Continued(
+        prompt=job.number,
+        steps=statistics.steps,
+        tokens=statistics.tokens,
+        accepted=statistics.accepted,
+        written=written,
+        seconds=run.seconds,
+        # when sampling, the two texts differ: what counts is the time per token
+        plain_seconds=plain.seconds * written / len(plain.tokens) if plain else None,
     )

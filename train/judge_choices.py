@@ -22,7 +22,9 @@ class JudgeChoices(Section):
         description="steps between judgements, each of which is saved; null: at every save; 0: no "
         "decoding, which frees memory: the target's lm_head and, of cached features, its layers",
     )
-    prompts: int = Field(8, ge=1, description="beginnings of held-out documents to continue")
+    prompts: int = Field(
+        32, ge=1, description="beginnings of held-out documents to continue; few make tau uncertain"
+    )
     new_tokens: int = Field(64, ge=2, description="per prompt")
     temperature: float = Field(0.0, ge=0, description="of decoding; 0: greedy")
     best: Measure | None = Field(

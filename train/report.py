@@ -87,7 +87,8 @@ def _summary(state: RunState, best: RunState, config: Line) -> str:
     taus = f"{best.tokens_per_step:.2f} simulated"
     if measured:
         taus = (
-            f"**{measured['tokens_per_step']:.2f}** measured by decoding ({taus}), "
+            f"**{measured['tokens_per_step']:.2f}** ± {measured['standard_error']:.2f} measured by "
+            f"decoding ({taus}), "
             f"{measured['speedup']:.2f} times as fast as decoding without heads"
         )
     rows = [
@@ -112,7 +113,7 @@ def _judged(metrics: Sequence[Line], best: RunState, config: Line) -> str:
                     f"{line['step']:,}" + (" (best)" if line["step"] == best.step else ""),
                     _number(loss, 4),
                     _number(line["heldout_tokens_per_step"]),
-                    _number(found.get("tokens_per_step")),
+                    _tau(found),
                     _number(found.get("speedup")),
                 )
             )
@@ -125,8 +126,9 @@ def _judged(metrics: Sequence[Line], best: RunState, config: Line) -> str:
         sampling = f"temperature {judge['temperature']}"
     how = (
         f"Decoded: {judge['prompts']} held-out prompts, {judge['new_tokens']} new tokens each, "
-        f"{sampling}. Tokens per step count the target's own token; speed is that of this machine "
-        "at that moment.\n\n"
+        f"{sampling}. Tokens per step count the target's own token; ± is the standard error over "
+        "prompts, less of which is left between two steps, as their prompts are the same. Speed is "
+        "that of this machine at that moment.\n\n"
     )
     return (how if best.measured else "") + _table(titles, shown) + cut
 
@@ -193,6 +195,10 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _tau(found: Line) -> str:
+    return f"{found['tokens_per_step']:.2f} ± {found['standard_error']:.2f}" if found else "-"
 
 
 def _at(values: Sequence[float], depth: int) -> float | None:
