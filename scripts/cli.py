@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
+from draftheads.scripts.data_preview import data_preview, import_answers
 from draftheads.scripts.options import (
     Device,
     Dtype,
@@ -266,6 +267,10 @@ def demo(
     from draftheads.scripts.demo import demo as run
 
     run(out)
+
+
+app.command("data-preview")(data_preview)
+app.command("import-answers")(import_answers)
 
 
 def main() -> None:

@@ -5,6 +5,9 @@ chat template puts between the answer and the next generation prompt; it is foun
 conversation with a sentinel in the answer's place. A template that rewrites earlier turns (drops
 their thinking, or inserts an empty thinking block) leaves no such text: the conversation then
 stops after the turn.
+
+Calls of tools and their results, where a prompt has them, are the source's and not learned; the
+target is asked behind the last result.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from draftheads.train.prompts import Prompt
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
+    from draftheads.train.textside import TextSide
 
 SENTINEL = "DRAFTHEADS-ANSWER-STANDS-HERE"
 TOO_LONG = "prompt does not fit into the target's context"
 REWRITTEN = "chat template rewrites earlier turns"
-Turn = list[dict[str, str]]
+Turn = list[dict[str, Any]]
 
 
 class Renderer:
@@ -33,7 +37,7 @@ class Renderer:
     newlines. template_args: extra variables of the template, e.g. {"enable_thinking": False}.
     """
 
-    def __init__(self, target: Target, template_args: dict[str, Any]) -> None:
+    def __init__(self, target: Target | TextSide, template_args: dict[str, Any]) -> None:
         if target.tokenizer is None:
             raise ValueError(
                 f"{target.name}: expected a tokenizer beside the model, found none; "
@@ -168,10 +172,12 @@ class Conversation:
 
 
 def _turns(prompt: Prompt) -> list[Turn]:
-    """Messages cut behind each user's, so that each part can be asked."""
+    """Messages cut where the target answers: behind each user's, or the tool results for it."""
     turns: list[Turn] = [[]]
-    for message in prompt.messages or ():
+    messages = prompt.messages or ()
+    for message, after in zip_longest(messages, messages[1:]):
         turns[-1].append(message)
-        if message["role"] == "user":
+        given = after is not None and after["role"] in ("assistant", "tool")  # the source's call
+        if message["role"] in ("user", "tool") and not given:
             turns.append([])
     return turns[:-1] if prompt.messages else turns
