@@ -34,6 +34,7 @@ from tiny_training import (
 
 from draftheads.heads.hub import HEADS, load_head
 from draftheads.heads.target import Target
+from draftheads.train.answers import Answer
 from draftheads.train.assemble import load_data
 from draftheads.train.features import OnlineFeatures
 from draftheads.train.judge import Continued, Judge, Measured, Verdict, as_decoded, check_judge
@@ -116,6 +117,14 @@ def test_only_what_the_target_did_not_write_is_a_prompt(made):
         assert not documents.learn_N[start:first].any()
         assert documents.learn_N[first]
         assert job.limit == target.context - len(job.prompt)
+
+
+def test_prompts_that_leave_no_room_are_one_line(made, tmp_path, capsys):
+    answers = [Answer([n % 97] * 200, [(150, 200)]) for n in range(6)]
+    data = write_answers(tmp_path / "data", answers)
+    choices = [f"data.path={data}", "data.sequence_length=128"]
+    assert run(made, tmp_path / "run", *DECODING, *choices) == 2
+    assert "expected held-out prompts shorter than the context (128" in capsys.readouterr().err
 
 
 def test_judging_does_not_change_what_is_trained(made, tmp_path, kind):

@@ -88,6 +88,7 @@ class Measured:
         seconds = sum(part.seconds for part in self.prompts)
         speed = sum(part.written for part in self.prompts) / seconds
         return {
+            "prompts": len(self.prompts),
             "tokens_per_step": self.tokens_per_step,
             "standard_error": self.error,
             "acceptance": self.acceptance,
@@ -176,7 +177,8 @@ class Judge:
 
 def heldout_jobs(recipe: Recipe, data: TrainingData, context: int) -> list[Job]:
     """What is decoded: distinct beginnings of held-out documents, each up to the first token that
-    the target wrote. Empty where the run does not decode.
+    the target wrote. Empty where the run does not decode. Raises ValueError where none leaves room
+    in the context.
     """
     if not decodes(recipe.model_dump(mode="json")):
         return []
@@ -187,6 +189,11 @@ def heldout_jobs(recipe: Recipe, data: TrainingData, context: int) -> list[Job]:
         first = int(learned[0]) if len(learned) else 0
         if 0 < first < context - 1 and len(prompts) < choices.prompts:
             prompts[tuple(documents.tokens_N[start : start + first].tolist())] = None
+    if not prompts:
+        raise ValueError(
+            f"{recipe.data.path}: expected held-out prompts shorter than the context ({context} "
+            "tokens), got none to judge heads on; set judge.every=0"
+        )
     return [
         Job(number, prompt, min(choices.new_tokens, context - len(prompt)))
         for number, prompt in enumerate(prompts)

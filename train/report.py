@@ -121,16 +121,18 @@ def _judged(metrics: Sequence[Line], best: RunState, config: Line) -> str:
     shown = [*(row for row in older if "best" in row[0]), *newest]
     cut = f"\n\nThe newest of {len(rows)} and the best; all are in {METRICS}." if older else ""
     titles = ("step", "loss", "simulated tokens per step", "by decoding", "times plain decoding")
-    judge, sampling = config["draftheads"]["training"]["recipe"]["judge"], "greedy"
-    if judge["temperature"]:
-        sampling = f"temperature {judge['temperature']}"
-    how = (
-        f"Decoded: {judge['prompts']} held-out prompts, {judge['new_tokens']} new tokens each, "
+    return (_how(best.measured, config) if best.measured else "") + _table(titles, shown) + cut
+
+
+def _how(measured: Line, config: Line) -> str:
+    judge = config["draftheads"]["training"]["recipe"]["judge"]
+    sampling = f"temperature {judge['temperature']}" if judge["temperature"] else "greedy"
+    return (
+        f"Decoded: {measured['prompts']} held-out prompts, {judge['new_tokens']} new tokens each, "
         f"{sampling}. Tokens per step count the target's own token; ± is the standard error over "
         "prompts, less of which is left between two steps, as their prompts are the same. Speed is "
         "that of this machine at that moment.\n\n"
     )
-    return (how if best.measured else "") + _table(titles, shown) + cut
 
 
 def _depths(best: RunState, config: Line) -> str:
