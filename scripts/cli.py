@@ -36,6 +36,7 @@ from draftheads.scripts.options import (
     set_threads,
     spread,
 )
+from draftheads.scripts.server_options import ApiKeyEnv, Concurrency, Server, ServerModel, connect
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -67,6 +68,10 @@ def distill(
         int | None, typer.Option(min=1, help="user turns per conversation")
     ] = None,
     template_args: Annotated[str, typer.Option(help="chat template variables, as JSON")] = "{}",
+    server: Server = None,
+    server_model: ServerModel = None,
+    api_key_env: ApiKeyEnv = None,
+    concurrency: Concurrency = 32,
     dtype: Dtype = "auto",
     device: Device = None,
     seed: Seed = 0,
@@ -91,7 +96,10 @@ def distill(
     texts = read_prompts(
         prompts, split=split, limit=limit, prompt_words=prompt_words, skip_empty=skip_empty
     )
-    run(load_target(target, dtype, device), texts, options)
+    if server or server_model or api_key_env:
+        run(connect(target, server, server_model, api_key_env, concurrency), texts, options)
+    else:
+        run(load_target(target, dtype, device), texts, options)
 
 
 @app.command()

@@ -8,7 +8,7 @@ A line is one of
     {"id": 8, "skipped": reason}        {"id": 9, "failed": reason}
 `learn` spans what the target wrote, its end token included; position 0 is never in it. `finish`
 is how the last answer ended; "stopped" is added when later turns could not be asked, and says
-why.
+why; "retokenized" counts answers that a server gave as text alone.
 
 A batch counts only when all of its lines are there: what a killed process left behind it is
 ignored by readers and cut off by the next run.
@@ -44,7 +44,9 @@ class Answer:
 
 @dataclass
 class Counts:
-    """What a folder holds. learned_tokens: the target's; cut: last answer ended by length."""
+    """What a folder holds. learned_tokens: the target's; cut: last answer ended by length;
+    retokenized: answers whose ids were made from text.
+    """
 
     done: int = 0
     skipped: int = 0
@@ -53,8 +55,14 @@ class Counts:
     learned_tokens: int = 0
     turns: int = 0
     cut: int = 0
+    retokenized: int = 0
     batches: set[int] = field(default_factory=set)
     reasons: Counter[str] = field(default_factory=Counter)
+
+    def numbers(self) -> dict[str, Any]:
+        """All but the batches, for the manifest."""
+        numbers = {name: value for name, value in vars(self).items() if name != "batches"}
+        return numbers | {"reasons": dict(self.reasons)}
 
     def add(self, record: Record) -> None:
         """Count one line."""
@@ -70,6 +78,7 @@ class Counts:
         self.learned_tokens += sum(end - start for start, end in record["learn"])
         self.turns += record["turns"]
         self.cut += record["finish"] == "length"
+        self.retokenized += record.get("retokenized", 0)
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:

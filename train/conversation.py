@@ -18,15 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
+from draftheads.infer.text import REPLACEMENT
 from draftheads.train.prompts import Prompt
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
+    from draftheads.train.generate import Answerer
     from draftheads.train.textside import TextSide
 
 SENTINEL = "DRAFTHEADS-ANSWER-STANDS-HERE"
 TOO_LONG = "prompt does not fit into the target's context"
 REWRITTEN = "chat template rewrites earlier turns"
+LOSSY = "answer's text does not come back from its tokens"
 Turn = list[dict[str, Any]]
 
 
@@ -37,7 +40,7 @@ class Renderer:
     newlines. template_args: extra variables of the template, e.g. {"enable_thinking": False}.
     """
 
-    def __init__(self, target: Target | TextSide, template_args: dict[str, Any]) -> None:
+    def __init__(self, target: Target | Answerer | TextSide, template_args: dict[str, Any]) -> None:
         if target.tokenizer is None:
             raise ValueError(
                 f"{target.name}: expected a tokenizer beside the model, found none; "
@@ -74,15 +77,34 @@ class Renderer:
             return None
         return self._after(rest.removeprefix(SENTINEL), answers[-1][-1])
 
+    def written(self, text: str) -> list[int] | None:
+        """Token ids of an answer's text; None if they do not decode to just this text.
+
+        A replacement character stands for bytes that are lost, so it never comes back either.
+        """
+        ids = self._behind(self.eos_ids[0], text) if self.eos_ids else self._encode(text)
+        end = list(self.eos_ids[:1])  # before it for decoders that strip a text's first space
+        decoded = self._decode(end + ids).removeprefix(self._decode(end))
+        return ids if decoded == text and REPLACEMENT not in text else None
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text
+
     def _after(self, text: str, last_id: int) -> list[int]:
         if last_id not in self.eos_ids:
             return self._encode(text)
         end = self.tokenizer.decode([last_id])
         if text.lstrip().startswith(end):
             text = text.lstrip().removeprefix(end)
-        # behind the end token, so that tokenizers' rules for the first word of a text do not apply
-        ids = self._encode(end + text)
-        return ids[1:] if ids[:1] == [last_id] else self._encode(text)
+        return self._behind(last_id, text)
+
+    def _behind(self, end_id: int, text: str) -> list[int]:
+        """Token ids of a text behind an end token, so that tokenizers' rules for the first word of
+        a text do not apply.
+        """
+        ids = self._encode(self.tokenizer.decode([end_id]) + text)
+        return ids[1:] if ids[:1] == [end_id] else self._encode(text)
 
     def _render(self, turns: Sequence[Turn], answers: Sequence[str]) -> str:
         messages: Turn = []
@@ -107,13 +129,14 @@ class Renderer:
 
 
 class Conversation:
-    """A prompt, its answers so far, and why it ended."""
+    """A prompt, its answers so far, and why it ended. retokenized: answers known as text alone."""
 
     def __init__(self, prompt: Prompt, renderer: Renderer, context: int, max_turns: int | None):
         self.prompt = prompt
         self.tokens: list[int] = []
         self.learn: list[tuple[int, int]] = []
         self.outcome: dict[str, str] = {}
+        self.retokenized = 0
         self._renderer = renderer
         self._context = context
         self._turns = _turns(prompt)[:max_turns]
@@ -160,6 +183,7 @@ class Conversation:
             "learn": [list(span) for span in self.learn],
             "turns": len(self.learn),
             "finish": "eos" if tokens[-1] in eos_ids else "length",
+            **({"retokenized": self.retokenized} if self.retokenized else {}),
             **self.outcome,
         }
 

@@ -9,14 +9,11 @@ each process answers its share.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
 import logging
 import os
-import platform
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +22,6 @@ from pydantic import Field
 from tqdm import tqdm
 
 from draftheads.train.answers import (
-    FORMAT,
     MANIFEST,
     Answer,
     Counts,
@@ -36,7 +32,8 @@ from draftheads.train.answers import (
     write_manifest,
 )
 from draftheads.train.conversation import Conversation, Renderer
-from draftheads.train.generate import Sampling, answer_batch
+from draftheads.train.generate import Answerer, LocalAnswerer, Sampling
+from draftheads.train.manifest import describe, refuse_other
 from draftheads.train.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -85,21 +82,27 @@ class DistillReport:
             f"{counts.learned_tokens} tokens to learn in {counts.turns} answers, {mean:.1f} on "
             f"average; {counts.cut} cut by length; {self.seconds:.1f} s",
         ]
+        if counts.retokenized:
+            lines.append(f"{counts.retokenized} answers came as text and were tokenised here")
         return "\n".join(lines + [f"  {number} {why}" for why, number in counts.reasons.items()])
 
 
-def distill(target: Target, prompts: Sequence[Prompt], options: DistillOptions) -> DistillReport:
+def distill(
+    target: Target | Answerer, prompts: Sequence[Prompt], options: DistillOptions
+) -> DistillReport:
     """Let the target answer the prompts and store its tokens in `options.out`, or go on with it.
 
-    Raises ValueError when the folder belongs to other options or cannot be written. After a
+    target: in this process, or a `ServedTarget`. Raises ValueError when the folder belongs to other
+    options or cannot be written, OSError when a server goes away. After these and a
     KeyboardInterrupt everything answered so far is kept.
     """
     started = time.monotonic()
     rank, world = _place()
-    renderer = Renderer(target, options.template_args)
-    manifest = _manifest(target, prompts, options)
+    answerer = target if isinstance(target, Answerer) else LocalAnswerer(target)
+    renderer = Renderer(answerer, options.template_args)
+    manifest = describe(answerer.origin(), prompts, options)
     journal = _open(options.out, manifest, rank, world)
-    work = _Work(target, renderer, prompts, options)
+    work = _Work(answerer, renderer, prompts, options)
     with journal:
         try:
             _answer_missing(work, journal, manifest, (rank, world))
@@ -115,7 +118,7 @@ def distill(target: Target, prompts: Sequence[Prompt], options: DistillOptions) 
 
 @dataclass(frozen=True)
 class _Work:
-    target: Target
+    answerer: Answerer
     renderer: Renderer
     prompts: Sequence[Prompt]
     options: DistillOptions
@@ -123,7 +126,7 @@ class _Work:
     def batch(self, number: int) -> list[Conversation]:
         size = self.options.batch_size
         return [
-            Conversation(prompt, self.renderer, self.target.context, self.options.max_turns)
+            Conversation(prompt, self.renderer, self.answerer.context, self.options.max_turns)
             for prompt in self.prompts[number * size : (number + 1) * size]
         ]
 
@@ -137,20 +140,17 @@ def _answer_missing(
     mine = range(rank, -(-len(work.prompts) // size), world)
     sizes = {number: len(work.prompts[number * size : (number + 1) * size]) for number in mine}
     done = sum(sizes[number] for number in mine if number in there)
+    missing = ((number, work.batch(number)) for number in mine if number not in there)
+    answers = work.answerer.answer(missing, work.options, work.options.seed)
     lost: list[int] = []
-    with _Progress(sum(sizes.values()), done, rank, world) as progress:
-        for number in mine:
-            if number in there:
-                continue
-            conversations = work.batch(number)
-            seed = f"{work.options.seed}/{number}"
-            error = answer_batch(work.target, conversations, work.options, seed)
+    with _Progress(sum(sizes.values()), done, rank, world) as progress, closing(answers):
+        for conversations, error in answers:
             answered = any(row.learn for row in conversations)
             lost = [] if answered or error is None else [*lost, journal.tell()]
             if error is not None and len(lost) == MAX_LOST_BATCHES:
                 journal.cut(lost[0])  # what broke is not these prompts: ask them again next time
                 raise error
-            records = [row.record(work.target.eos_ids) for row in conversations]
+            records = [row.record(work.answerer.eos_ids) for row in conversations]
             journal.append(records)
             progress.add(records)
 
@@ -190,43 +190,10 @@ def _place() -> tuple[int, int]:
     return rank, world
 
 
-def _manifest(target: Target, prompts: Sequence[Prompt], options: DistillOptions) -> dict[str, Any]:
-    if not prompts:
-        raise ValueError("prompts: expected at least one, got none; check --prompts")
-    if [prompt.index for prompt in prompts] != list(range(len(prompts))):
-        raise ValueError("prompts: expected the indices 0, 1, 2, ...; use read_prompts")
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps([prompt.messages, prompt.text]).encode() + b"\n")
-    packages = ("draftheads", "torch", "transformers", "tokenizers")
-    sampling = {"temperature", "top_p", "top_k", "max_new_tokens", "max_turns", "template_args"}
-    return {
-        "format": FORMAT,
-        "target": {
-            "name": str(target.name),
-            "revision": target.revision,
-            "fingerprint": target.fingerprint(),
-            "dtype": str(target.model.dtype).removeprefix("torch."),
-        },
-        "sampling": options.model_dump(mode="json", include=sampling),
-        "seed": options.seed,
-        "batch_size": options.batch_size,
-        "prompts": {
-            "source": options.source,
-            "count": len(prompts),
-            "sha256": digest.hexdigest(),
-        },
-        "complete": False,
-        "counts": {},
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in packages},
-    }
-
-
 def _open(out: Path, manifest: dict[str, Any], rank: int, world: int) -> Journal:
     """Make or check the folder and open this process's file, before anything is generated."""
     if (out / MANIFEST).is_file():
-        _refuse_other(out, read_manifest(out), manifest)
+        refuse_other(out, read_manifest(out), manifest)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / MANIFEST).is_file():
@@ -236,21 +203,6 @@ def _open(out: Path, manifest: dict[str, Any], rank: int, world: int) -> Journal
         raise ValueError(
             f"{out}: expected a folder that can be written, got {error}; choose another --out"
         ) from error
-
-
-def _refuse_other(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    pairs = [("seed", old["seed"], new["seed"])]
-    pairs.append(("batch_size", old["batch_size"], new["batch_size"]))
-    pairs += [(key, old["sampling"].get(key), value) for key, value in new["sampling"].items()]
-    for part, keys in (("target", ("fingerprint", "dtype")), ("prompts", ("count", "sha256"))):
-        pairs += [(f"{part} {key}", old[part][key], new[part][key]) for key in keys]
-    different = [f"{key}: expected {was!r}, got {now!r}" for key, was, now in pairs if was != now]
-    if different:
-        raise ValueError(
-            f"{out} was begun with other options (target {old['target']['name']}, prompts "
-            f"{old['prompts']['source'] or 'unnamed'}): {'; '.join(different)}. "
-            "Use another --out, or the same options to go on"
-        )
 
 
 def _finish(out: Path, manifest: dict[str, Any]) -> tuple[Counts, bool]:
@@ -266,9 +218,7 @@ def _finish(out: Path, manifest: dict[str, Any]) -> tuple[Counts, bool]:
         seen = counts.done + counts.skipped + counts.failed
         assert not complete or seen == prompts, f"{seen} outcomes for {prompts} prompts"
         manifest["complete"] = complete
-        numbers = ("done", "skipped", "failed", "tokens", "learned_tokens", "turns", "cut")
-        manifest["counts"] = {name: getattr(counts, name) for name in numbers}
-        manifest["counts"]["reasons"] = dict(counts.reasons)
+        manifest["counts"] = counts.numbers()
         write_manifest(out, manifest)
         written = counts
     return counts, manifest["complete"]

@@ -6,9 +6,10 @@ Legend: B batch, T tokens.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -31,6 +32,58 @@ class Sampling(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1, description="probability mass kept; 1 keeps all")
     top_k: int = Field(0, ge=0, description="tokens kept; 0 keeps all")
     max_new_tokens: int = Field(512, ge=1, description="tokens per answer, end token included")
+
+
+Batch = tuple[int, list[Conversation]]
+"""A batch's number and its conversations."""
+
+
+class Answerer(ABC):
+    """Who answers. eos_ids: what ends an answer; context: tokens that fit."""
+
+    def __init__(self, name: str, tokenizer: Any, eos_ids: tuple[int, ...], context: int) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.context = context
+
+    @abstractmethod
+    def origin(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+
+    @abstractmethod
+    def answer(
+        self, batches: Iterable[Batch], sampling: Sampling, seed: int
+    ) -> Generator[tuple[list[Conversation], Exception | None]]:
+        """Ask and answer all turns of the batches' conversations, in place and in order.
+
+        Yields a batch's conversations when they are done, with the last error of a prompt that
+        could not be answered, or None.
+        """
+
+
+class LocalAnswerer(Answerer):
+    """The target, in this process."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(str(target.name), target.tokenizer, target.eos_ids, target.context)
+        self._target = target
+
+    def origin(self) -> dict[str, Any]:
+        """Name, and what tells these weights from others."""
+        return {
+            "name": self.name,
+            "revision": self._target.revision,
+            "fingerprint": self._target.fingerprint(),
+            "dtype": str(self._target.model.dtype).removeprefix("torch."),
+        }
+
+    def answer(
+        self, batches: Iterable[Batch], sampling: Sampling, seed: int
+    ) -> Generator[tuple[list[Conversation], Exception | None]]:
+        """One batch after the other."""
+        for number, rows in batches:
+            yield rows, answer_batch(self._target, rows, sampling, f"{seed}/{number}")
 
 
 def answer_batch(
@@ -98,7 +151,7 @@ def generate(
             limit = min(rooms[row] for row in group)
             new_BT = _generate(target, [prompts[row] for row in group], sampling, limit)
             for row, ids in zip(group, new_BT.tolist(), strict=True):
-                answers[row] = _cut(ids, target.eos_ids)
+                answers[row] = until_end(ids, target.eos_ids)
     return answers
 
 
@@ -130,7 +183,7 @@ def _generate(
     return new_BT
 
 
-def _cut(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
+def until_end(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
     """Up to and including the first end token; what follows is padding."""
     end = next((place for place, token in enumerate(ids) if token in eos_ids), len(ids))
     return ids[: end + 1]

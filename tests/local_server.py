@@ -1,0 +1,111 @@
+"""An OpenAI-compatible server on this machine: as much of it as answering token ids takes, and all
+ways to fail.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Json = dict[str, Any]
+CUT, HANG = -1, -2
+"""Faults that are no HTTP status: a connection cut in the middle of an answer, and silence."""
+
+
+class LocalServer:
+    """`choice(request)` makes a completion's choice. `fault(number, request)`, if set, may say an
+    HTTP status, CUT or HANG instead of None for the number-th completion that is asked for.
+
+    `asked`: the requests so far; `headers`: their headers; `holding`: set once one hangs;
+    `release`: set it to let the hanging ones go.
+    """
+
+    def __init__(self, choice: Callable[[Json], Json], models: tuple[Json, ...] = ()) -> None:
+        self.choice = choice
+        self.models = list(models) or [{"id": "tiny", "max_model_len": 256}]
+        self.fault: Callable[[int, Json], int | None] = lambda number, request: None
+        self.key: str | None = None
+        self.asked: list[Json] = []
+        self.headers: list[dict[str, str]] = []
+        self.holding, self.release = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._server = _Quiet(("127.0.0.1", 0), _handler(self))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.release.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        """Answer one request."""
+        if self.key and handler.headers.get("Authorization") != f"Bearer {self.key}":
+            return _send(handler, 401, {"error": {"message": "Unauthorized"}})
+        if handler.path == "/v1/models":
+            return _send(handler, 200, {"object": "list", "data": self.models})
+        if handler.path != "/v1/completions":
+            return _send(handler, 404, {"detail": "Not Found"})
+        request = json.loads(body)
+        with self._lock:
+            number = len(self.asked)
+            self.asked.append(request)
+            self.headers.append(dict(handler.headers.items()))
+        fault = self.fault(number, request)
+        if fault == HANG:
+            self.holding.set()
+            self.release.wait()
+        if fault in (CUT, HANG):
+            return _cut(handler)
+        if fault is not None:
+            wait = {"Retry-After": "0"} if fault == 429 else {}
+            return _send(handler, fault, {"error": {"message": f"fault of {number}"}}, wait)
+        return _send(handler, 200, {"object": "text_completion", "choices": [self.choice(request)]})
+
+
+class _Quiet(ThreadingHTTPServer):
+    request_queue_size = 128
+
+    def handle_error(self, *_: Any) -> None:
+        """Clients that went away are part of the tests."""
+
+
+def _handler(server: LocalServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args: object) -> None:
+            """Stay quiet."""
+
+        def handle_any(self) -> None:
+            server.answer(self, self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+
+        do_GET = do_POST = handle_any
+
+    return Handler
+
+
+def _send(
+    handler: BaseHTTPRequestHandler, status: int, value: Json, headers: dict[str, str] | None = None
+) -> None:
+    body = json.dumps(value).encode()
+    handler.send_response(status)
+    for name, text in {**(headers or {}), "Content-Length": str(len(body))}.items():
+        handler.send_header(name, text)
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def _cut(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"choices": [')
+    handler.wfile.flush()
+    handler.connection.shutdown(socket.SHUT_RDWR)
+    handler.close_connection = True
