@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,41 @@ def test_token_over_the_edge_is_cut(tokenizer: Any) -> None:
     assert learned(tokenizer, [document]) == [answer + tokenizer.eos_token] * 2
     for start, _ in document.learn:
         assert document.tokens[:start][-len(parts[0]) :] == parts[0]
+
+
+@needs_data
+def test_tokenizer_that_joins_blanks_with_words_gets_no_second_one() -> None:
+    """SentencePiece's way: a text begins with a blank that decoding hides."""
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "stories260K")
+    for name in ("chujiezheng/vicuna", "trl/llama3", "trl/deepseekv3", "llama.cpp/Reka-Edge"):
+        path = DATA / f"chat-templates/{name}.jinja"
+        found = row(path, tokenizer, conversation(), {})
+        assert found.error == ""
+        said = [re.split("<[|｜/s]", text)[0].strip() for text in found.learned]
+        assert said == [answer.strip() for _, answer in TALK]
+        [document] = found.documents
+        text = tokenizer.apply_chat_template(conversation(), tokenize=False)
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert document.tokens == whole[: len(document.tokens)]
+
+
+@needs_data
+@pytest.mark.parametrize("name", ["trl/qwen2_5", "trl/qwen2_5_training", "trl/qwen3"])
+def test_tool_calls_are_the_assistants_and_results_are_not(qwen: Any, name: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    tokenizer = use(qwen, name)
+    documents = Spans(tokenizer).documents(messages)
+    called, said = learned(tokenizer, documents)
+    assert json.loads(called.split("<tool_call>")[1].split("</tool_call>")[0]) == call["function"]
+    assert called.endswith("</tool_call><|im_end|>")
+    assert "think" not in called
+    assert said == "It is 3.<|im_end|>"
 
 
 # ---------------------------------------------------------------- without the real data

@@ -80,6 +80,9 @@ class Spans:
     def _as_asked(self, written: Written, messages: Sequence[Message], answer: Said) -> Document:
         """The prompt that asked for this answer, then the answer as it was written."""
         around = written.around([answer], answer.place + 1)
+        called = written.called(answer) if answer.calls else None
+        if called:
+            return self._document(written.render(answer.place + 1), [called], "turns")
         if around is None or answer.calls:
             raise ValueError(
                 f"turn {answer.place + 1}: expected the answer in what the chat template renders, "
@@ -119,10 +122,9 @@ class Spans:
         added = whole is not None and self._decode(pieces[0]) != self._decode(whole[0])
         if not added and self._reads(pieces, text, spans, _same):
             return pieces
-        for found in (
-            whole,
-            pieces,
-        ):  # tokenizers that hide spaces at the edges of what they decode
+        wider = [(start - (text[start - 1 : start] == " "), stop) for start, stop in spans]
+        joined = whole and self._in_one(text, wider)
+        for found in (whole, joined, pieces):  # some decoders hide the blanks at the edges
             if found and self._reads(found, text, spans, _same_words):
                 return found
         raise ValueError(
@@ -203,7 +205,12 @@ def _same(found: str, text: str) -> bool:
 
 
 def _same_words(found: str, text: str) -> bool:
-    return "".join(found.split()) == "".join(text.split())
+    """But for blanks, which some decoders also make of the ▁ in a special token's name."""
+    return _letters(found) == _letters(text)
+
+
+def _letters(text: str) -> str:
+    return "".join(text.replace("▁", " ").split())
 
 
 def _longest_first(texts: Sequence[str]) -> list[str]:

@@ -25,6 +25,7 @@ Span = tuple[int, int]
 
 STAND_IN = "DRAFTHEADS-ANSWER-{}-STANDS-HERE"
 OPEN, CLOSE = "<think>", "</think>"
+EMPTY = re.compile(rf"\A\s*{OPEN}\s*{CLOSE}\s*")
 GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
@@ -92,6 +93,18 @@ class Written:
         around = self.around([answer], answer.place + 1)
         return around[0] if around else asked
 
+    def called(self, answer: Said) -> Span | None:
+        """Where tool calls stand when nothing follows them: behind their prompt, an empty thinking
+        block left out.
+        """
+        asked, whole = self.asked(answer), self.render(answer.place + 1)
+        if not whole.startswith(asked):
+            return None
+        rest = whole[len(asked) :]
+        start = len(whole) - len(EMPTY.sub("", rest, count=1))
+        stands = all(part in whole[start:] for part in (answer.text, *answer.calls))
+        return (start, len(whole.rstrip())) if stands else None
+
     def around(self, answers: Sequence[Said], count: int) -> list[str] | None:
         """Of the first `count` messages, the text before, between and behind these answers."""
         exchanged = self._messages[:count]
@@ -135,24 +148,27 @@ class Written:
 
     def _by_prefix(self) -> list[Span] | None:
         """Behind the generation prompts, where the text begins with them."""
-        spans = []
-        for answer in self.said:
-            asked = self.render(answer.place, ask=True)
-            whole = self.render(answer.place + 1) if answer.calls else self.text
-            if not (self.text.startswith(asked) and self.text.startswith(whole)):
-                return None
-            spans.append(self._within(len(asked), len(whole), answer))
-        return _all(spans)
+        return _all([self._prefixed(answer) for answer in self.said])
+
+    def _prefixed(self, answer: Said) -> Span | None:
+        asked = self.render(answer.place, ask=True)
+        whole = self.render(answer.place + 1) if answer.calls else self.text
+        if not (self.text.startswith(asked) and self.text.startswith(whole)):
+            return None
+        return self._within(len(asked), len(whole), answer)
 
     def _by_markers(self) -> list[Span] | None:
-        """Between the parts of the text that stay when the answers are exchanged."""
-        if any(answer.calls for answer in self.said):
-            return None
-        parts, spans = self.around(self.said, len(self._messages)), []
+        """Between the parts of the text that stay when contents are exchanged.
+
+        Calls are not exchanged; they stand behind their generation prompts.
+        """
+        exchanged = [answer for answer in self.said if not answer.calls]
+        parts = self.around(exchanged, len(self._messages))
         if parts is None or not self.text.startswith(parts[0]):
             return None
         at = len(parts[0])
-        for answer, behind in zip(self.said, parts[1:], strict=True):
+        spans: list[Span | None] = [self._prefixed(one) for one in self.said if one.calls]
+        for answer, behind in zip(exchanged, parts[1:], strict=True):
             whole = content(self._messages[answer.place])
             shown = (whole, whole.lstrip(), whole.rstrip(), whole.strip())
             fits = [text for text in shown if self.text.startswith(text + behind, at)]
@@ -160,7 +176,8 @@ class Written:
                 return None
             spans.append((at, at + len(fits[0])))
             at += len(fits[0]) + len(behind)
-        return spans if at == len(self.text) else None
+        found = _all(spans)
+        return sorted(found) if found and at == len(self.text) else None
 
     def _within(self, start: int, stop: int, answer: Said) -> Span | None:
         """The answer and the blanks before it, at the start of a part of the text.
