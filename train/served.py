@@ -12,14 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig
 
 from draftheads.train.conversation import LOSSY, Conversation, Renderer
 from draftheads.train.generate import Answerer, Batch, Sampling, until_end
 from draftheads.train.remote import Completion, Json, Server, ServerError, ServerGone, ServerOptions
+from draftheads.train.textside import TextSide
 
 AHEAD = 4
 """Conversations begun before the oldest batch is done, per request at a time: long answers then
@@ -42,12 +42,9 @@ class ServedTarget(Answerer):
         config = AutoConfig.from_pretrained(name, revision=revision)
         text = config.get_text_config(decoder=True)
         context = getattr(text, "max_position_embeddings", None) or 1 << 30
-        super().__init__(
-            name,
-            _tokenizer(name, revision),
-            _eos_ids(name, revision, config),
-            min(context, self._server.context or context),
-        )
+        side = TextSide.load(name, revision)
+        context = min(context, self._server.context or context)
+        super().__init__(name, side.tokenizer, side.eos_ids, context)
         self._revision = revision or getattr(config, "_commit_hash", None)
         self._vocabulary: int = text.vocab_size
         self._renderer = Renderer(self, {})
@@ -158,21 +155,3 @@ def _collected(
 ) -> tuple[list[Conversation], ServerError | None]:
     errors = [error for future in futures if (error := future.result())]
     return rows, errors[-1] if errors else None
-
-
-def _tokenizer(name: str, revision: str | None) -> Any:
-    folder = Path(name).expanduser()
-    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
-        return None  # which the renderer refuses, saying what is missing
-    return AutoTokenizer.from_pretrained(name, revision=revision)
-
-
-def _eos_ids(name: str, revision: str | None, config: Any) -> tuple[int, ...]:
-    try:
-        generation = GenerationConfig.from_pretrained(name, revision=revision)
-    except OSError:  # models without the file: transformers does the same when it loads them
-        generation = GenerationConfig.from_model_config(config)
-    found = generation.eos_token_id
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
