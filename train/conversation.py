@@ -77,15 +77,23 @@ class Renderer:
             return None
         return self._after(rest.removeprefix(SENTINEL), answers[-1][-1])
 
-    def written(self, text: str) -> list[int] | None:
-        """Token ids of an answer's text; None if they do not decode to just this text.
+    def written(self, text: str, before: Sequence[int]) -> list[int] | None:
+        """Token ids of an answer's text behind the ids `before`; None if none decode to just this
+        text there.
 
         A replacement character stands for bytes that are lost, so it never comes back either.
         """
-        ids = self._behind(self.eos_ids[0], text) if self.eos_ids else self._encode(text)
-        end = list(self.eos_ids[:1])  # before it for decoders that strip a text's first space
-        decoded = self._decode(end + ids).removeprefix(self._decode(end))
-        return ids if decoded == text and REPLACEMENT not in text else None
+        if REPLACEMENT in text:
+            return None
+        tail = list(before[-4:])  # enough for decoders that join a token with its neighbours
+        start, newline = self._decode(tail), self._encode("\n")
+        behind_end = self._behind(self.eos_ids[0], text) if self.eos_ids else self._encode(text)
+        # tokenizers that put a blank before each text, end tokens or not, leave it out inside one
+        inside = self._encode("\n" + text)[len(newline) :]
+        for ids in (behind_end, inside):
+            if self._decode(tail + ids) == start + text:
+                return ids
+        return None
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)

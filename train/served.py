@@ -125,7 +125,7 @@ class ServedTarget(Answerer):
         """Put an answer behind its question, its end token included."""
         ids = completion.ids
         if ids is None:
-            ids = self._renderer.written(completion.text)
+            ids = self._renderer.written(completion.text, row.tokens)
             if ids is None:
                 row.end("skipped", LOSSY)
                 return
