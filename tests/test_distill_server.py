@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 from local_server import CUT, HANG, Json, LocalServer
 from tiny_chat import CONTEXT, END, files, llama, options, prompts, records
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from draftheads.heads.target import Target
 from draftheads.scripts import cli
 from draftheads.train import remote
-from draftheads.train.conversation import LOSSY, TOO_LONG
+from draftheads.train.conversation import LOSSY, TOO_LONG, Renderer
 from draftheads.train.distill import distill, read_manifest
 from draftheads.train.generate import Sampling, generate
 from draftheads.train.prompts import Prompt
 from draftheads.train.remote import ServerError, ServerGone, ServerOptions
 from draftheads.train.served import ServedTarget
+from draftheads.train.textside import TextSide
 
 
 def saved(target: Target, folder: Path) -> Path:
@@ -136,6 +139,25 @@ def test_text_that_does_not_come_back_is_skipped_and_counted(
     assert report.counts.reasons == {f"skipped: {LOSSY}": 3}
     assert (report.counts.done, report.counts.skipped, report.counts.retokenized) == (3, 3, 3)
     assert [record["finish"] for record in records(tmp_path / "o")[1::2]] == ["length"] * 3
+
+
+def test_text_is_tokenised_as_inside_a_text() -> None:
+    """With a tokenizer that, like Llama 2's, puts a blank before every text."""
+    alphabet = ["</s>", "\u2581", *"\nabc", "\u2581a"]
+    model = models.BPE({piece: place for place, piece in enumerate(alphabet)}, [("\u2581", "a")])
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    renderer = Renderer(TextSide("blank", wrapped, (0,)), {})
+    before = wrapped("c", add_special_tokens=False)["input_ids"]
+    for text, pieces in ((" a", ["\u2581a"]), ("ab", ["a", "b"]), ("", [])):
+        assert renderer.written(text, before) == wrapped.convert_tokens_to_ids(pieces)
 
 
 def test_end_token_left_out_by_the_server_is_learned(
