@@ -25,6 +25,7 @@ from draftheads.heads.eagle3 import default_features
 from draftheads.train import plan_listen as listen
 from draftheads.train.answers import Answer
 from draftheads.train.choices import DecoderChoices, Eagle3Choices
+from draftheads.train.judge_choices import JudgeChoices
 from draftheads.train.plan_sizes import HeadSizes, TargetSizes, read_config
 from draftheads.train.plan_trial import Trial, read_trial
 from draftheads.train.plan_workload import (
@@ -183,6 +184,7 @@ class Prober:
             "data": recipe.data.model_copy(update=data),
             "features": recipe.features.model_copy(update={"path": place / "features"}),
             "head": recipe.head.model_copy(update=head),
+            "judge": JudgeChoices(every=0, report=False),
             "run": recipe.run.model_copy(update=run),
         }
         return recipe.model_copy(update=values)
