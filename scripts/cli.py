@@ -16,6 +16,7 @@ import typer
 from rich.logging import RichHandler
 
 from draftheads.scripts.data_preview import data_preview, import_answers
+from draftheads.scripts.doctor import Doctor
 from draftheads.scripts.options import (
     Device,
     Dtype,
@@ -251,6 +252,9 @@ def chat(
             show_accepted=show_accepted,
         ),
     )
+
+
+app.command("doctor")(Doctor)
 
 
 @app.command()

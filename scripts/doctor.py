@@ -1,0 +1,168 @@
+"""`draftheads doctor`: why is my acceptance low?"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from draftheads.scripts.options import (
+    Device,
+    Dtype,
+    PromptWords,
+    Seed,
+    TargetName,
+    Temperature,
+    load_head,
+    load_target,
+    rule,
+    set_threads,
+)
+
+if TYPE_CHECKING:
+    from draftheads.heads.target import Target
+    from draftheads.train.batches import Documents
+    from draftheads.train.evidence import Case
+    from draftheads.train.finding import Diagnosis, Finding
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say why few drafts are accepted: what is wrong, the number that shows it, and the next step.
+
+    Exit code 0: healthy. 1: something was found.
+    """
+
+    target: TargetName
+    head: Annotated[str, typer.Option("--head", help="head folder, run folder or Hub id")]
+    data: Annotated[
+        Path | None,
+        typer.Option(help="a folder that distill wrote; default: the one the head was trained on"),
+    ] = None
+    prompts: Annotated[
+        str | None, typer.Option(help="decode these prompts instead of the data's own")
+    ] = None
+    prompt_words: PromptWords = None
+    limit: Annotated[int, typer.Option(min=1, help="prompts to decode")] = 16
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="tokens per answer")] = 64
+    temperature: Temperature = 0.0
+    json_out: Annotated[Path | None, typer.Option("--json", help="write the findings here")] = None
+    dtype: Dtype = "auto"
+    device: Device = None
+    threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        """The command: typer makes one of these from what was typed."""
+        from draftheads.train.diagnose import diagnose
+
+        set_threads(self.threads)
+        case = self.case()
+        diagnosis = diagnose(case)
+        print_diagnosis(case, diagnosis)
+        if self.json_out:
+            write_diagnosis(diagnosis, self.json_out)
+        raise typer.Exit(0 if diagnosis.healthy else 1)
+
+    def case(self) -> Case:
+        """Who is examined, and on what. Raises ValueError where there is nothing to decode."""
+        from draftheads.heads.hub import find_head, read_config
+        from draftheads.scripts.journey import opening_ids
+        from draftheads.train.evidence import Case
+
+        model = load_target(self.target, self.dtype, self.device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the target has changed is a finding with a price
+            head = load_head(self.head, model)
+        facts = read_config(find_head(self.head)).get("draftheads", {})
+        documents, manifest = _read(self.data or _recorded(facts), model)
+        if self.prompts:
+            openings = opening_ids(model, self.prompts, self.prompt_words, self.limit)
+        else:
+            openings = _openings(facts, documents, self.limit)
+        sampling = rule(self.temperature, 1.0, 0, False, self.seed) if self.temperature else None
+        texts = documents, manifest
+        return Case(model, head, facts, openings, *texts, self.max_new_tokens, sampling)
+
+
+def print_diagnosis(case: Case, diagnosis: Diagnosis, console: Console | None = None) -> None:
+    """Findings, the one that explains most first, then what costs nothing that can be noticed."""
+    console = console or Console(highlight=False, markup=False, soft_wrap=True)
+    recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
+    console.print(
+        f"{case.head.kind} head on {case.target.name}: {diagnosis.measured:.2f} tokens per step "
+        f"measured (greedy, {diagnosis.steps} steps, the target's own token counted); "
+        f"{diagnosis.predicted:.2f} predicted for the best fixed tree of {case.nodes} draft nodes "
+        f"({diagnosis.positions} positions){recorded}"
+    )
+    if diagnosis.healthy:
+        console.print("healthy: nothing found that costs tokens", style="green")
+    for number, finding in enumerate(diagnosis.findings, start=1):
+        title = f"{number}. {finding.check}: explains {finding.explains:.2f} tokens per step"
+        console.print(title, style="bold red")
+        _print_body(console, finding)
+    for finding in diagnosis.remarks:
+        console.print(f"also seen, at no price: {finding.check}", style="yellow")
+        _print_body(console, finding)
+
+
+def write_diagnosis(diagnosis: Diagnosis, path: Path) -> None:
+    """The diagnosis as JSON; the file appears complete or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(
+        json.dumps({"healthy": diagnosis.healthy, **asdict(diagnosis)}, indent=2) + "\n"
+    )
+    os.replace(part, path)
+
+
+def _print_body(console: Console, finding: Finding) -> None:
+    console.print(f"   found:  {finding.shown}")
+    console.print(f"   normal: {finding.normal}")
+    console.print(f"   next:   {finding.advice}")
+
+
+def _recorded(facts: dict[str, Any]) -> Path | None:
+    """The folder of the data that the head was trained on, where it is still there."""
+    from draftheads.train.answers import MANIFEST
+
+    recipe = (facts.get("training") or {}).get("recipe", {})
+    path = recipe.get("data", {}).get("path")
+    return Path(path) if path and (Path(path) / MANIFEST).is_file() else None
+
+
+def _read(folder: Path | None, target: Target) -> tuple[Documents | None, dict[str, Any]]:
+    """The data and its manifest. Raises ValueError for tokens that the target does not have."""
+    from draftheads.train.answers import read_answers, read_manifest
+    from draftheads.train.batches import Documents
+
+    if folder is None:
+        return None, {}
+    manifest = read_manifest(folder)
+    documents = Documents.read(read_answers(folder))
+    largest = int(documents.tokens_N.max())
+    if largest >= target.vocab_size:
+        raise ValueError(
+            f"{folder}: expected token ids below {target.vocab_size} ({target.name}), got "
+            f"{largest}; give the data of this target"
+        )
+    return documents, manifest
+
+
+def _openings(facts: dict[str, Any], documents: Documents | None, limit: int) -> list[list[int]]:
+    """Prompts of documents that were not trained on."""
+    from draftheads.train.evidence import unseen
+    from draftheads.train.origins import openings_of
+
+    if documents is None:
+        raise ValueError(
+            "expected something to decode, got neither --prompts nor --data, and the folder that "
+            "the head was trained on is not here; give one of them"
+        )
+    spans = unseen(facts.get("training") or {}, documents)
+    return openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
