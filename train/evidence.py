@@ -25,7 +25,7 @@ from draftheads.train.answers import Answer
 from draftheads.train.batches import Documents, Rows, Span
 
 TEXT_TOKENS = 4096
-"""Of the documents along which heads are observed; one forward of the target."""
+"""Of the documents along which heads are observed."""
 ROWS_PER_BATCH = 4
 BLOCK = 16
 """Neighbouring positions depend on each other: errors are estimated from means of so many."""
@@ -36,7 +36,7 @@ SURE = 4.0
 @dataclass(frozen=True)
 class Case:
     """Who is examined, and on what. facts: the head's config.json, "draftheads". documents,
-    manifest: the data, if any. openings: prompts, as token ids. sampling: to try besides greedy.
+    manifest: the data, if any. openings: prompts, as ids. sampling: tried besides greedy decoding.
     """
 
     target: Target

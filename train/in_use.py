@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftheads.heads.shape import TreeShape
 from draftheads.train.evidence import Evidence, Written, is_above, replayed, write
-from draftheads.train.finding import Finding
+from draftheads.train.finding import WORTH, Finding
 
 MANY_TIES = 0.02
 """Share of the target's choices that rounding may decide."""
@@ -49,7 +49,7 @@ def wrong_tree(evidence: Evidence, left: float) -> Iterator[Finding]:
             best = head.tree.fitted(known_MK, head.tree.draft_nodes)
             best_M.append(_caught(best, judged_MK) - _caught(head.tree, judged_MK))
         gain_M = torch.cat([best_M[0], best_M[1]])
-        if is_above(gain_M, 0.0):
+        if is_above(gain_M, WORTH):
             fitted = head.tree.fitted(ranks_MK, head.tree.draft_nodes)
             gain, paths = float(gain_M.mean()), json.dumps(fitted.to_json(), separators=(",", ":"))
             yield Finding(
