@@ -11,11 +11,30 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import transformers
+from accelerate.state import AcceleratorState, GradientState
 from local_hub import LocalHub
+from tiny_training import random_answers, write_answers, write_target
 
 transformers.logging.disable_progress_bar()
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """Accelerate keeps its state for the life of a process; each test is a run of its own."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with a tiny target in `target` and answers to train on in `data`."""
+    folder = tmp_path_factory.mktemp("made")
+    write_target(folder / "target")
+    write_answers(folder / "data", random_answers(60))
+    return folder
 
 
 @pytest.fixture

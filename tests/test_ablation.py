@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from tiny_training import random_answers, tiny_recipe, write_answers, write_target
 
 from draftheads.heads.hub import load_head
@@ -31,14 +30,6 @@ NAMES = [
     "kind=medusa,depth=2",
 ]
 REFUSED = "conditioning=hydra,rank=4"
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the life of a process; each test is a run of its own."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True)

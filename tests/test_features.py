@@ -19,7 +19,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from tiny_training import (
     HEAD_SECTIONS,
     VOCABULARY,
@@ -58,9 +57,6 @@ AMPLE = 1 << 40
 def small_shards(monkeypatch):
     """Three full rows of fp32 in a shard."""
     monkeypatch.setattr(contents, "SHARD_BYTES", 3 * ROW_BYTES + contents.HEADER_BYTES)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from tiny_training import (
     assert_same,
@@ -20,7 +20,6 @@ from tiny_training import (
     tiny_model,
     weights,
     write_answers,
-    write_target,
 )
 
 from draftheads.heads.base import Batch
@@ -28,23 +27,6 @@ from draftheads.heads.target import Target
 from draftheads.train import checkpoint
 from draftheads.train.launch import STOP_FILE
 from draftheads.train.progress import Progress, read_metrics
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the life of a process; each test is a run of its own."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """target and data."""
-    folder = tmp_path_factory.mktemp("made")
-    write_target(folder / "target")
-    write_answers(folder / "data", random_answers(60))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -17,19 +17,16 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from tiny_heads import overfitted, random_head, written_by
 from tiny_training import (
     assert_same,
     conversation,
-    random_answers,
     recipe_of,
     run,
     tiny_recipe,
     tiny_target,
     weights,
     write_answers,
-    write_target,
 )
 
 from draftheads.heads.hub import HEADS, load_head
@@ -45,23 +42,6 @@ from draftheads.train.state import read_state
 ROOT = Path(__file__).parent.parent
 DECODING = ["judge.every=2", "judge.prompts=3", "judge.new_tokens=12"]
 TIMES = {"tokens_per_second", "speedup"}
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the life of a process; each test is a run of its own."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """target and data."""
-    folder = tmp_path_factory.mktemp("made")
-    write_target(folder / "target")
-    write_answers(folder / "data", random_answers(60))
-    return folder
 
 
 @pytest.fixture(params=HEADS)

@@ -7,41 +7,20 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from tiny_training import (
-    random_answers,
     tiny_recipe,
     weights,
-    write_answers,
-    write_target,
 )
 
 from draftheads.train.launch import check_environment, right_command
 from draftheads.train.medusa import main
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """target and data."""
-    folder = tmp_path_factory.mktemp("made")
-    write_target(folder / "target")
-    write_answers(folder / "data", random_answers(60))
-    return folder
 
 
 def free_port() -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from tiny_targets import CONFIGS
 from tiny_training import (
     CONTEXT,
@@ -21,8 +20,6 @@ from tiny_training import (
     tiny_model,
     tiny_recipe,
     tiny_target,
-    write_answers,
-    write_target,
 )
 from transformers import CONFIG_MAPPING, LlamaConfig
 
@@ -38,23 +35,6 @@ from draftheads.train.plan_sizes import Launch, ShapeTarget, head_sizes
 from draftheads.train.plan_trial import read_trial
 
 ALONE = Launch(1, "ddp", "cpu")
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the life of a process; each test is a run of its own."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """target and data."""
-    folder = tmp_path_factory.mktemp("made")
-    write_target(folder / "target")
-    write_answers(folder / "data", random_answers(60))
-    return folder
 
 
 def recipe_file(made: Path, folder: Path, kind: str = "medusa", **run_choices) -> Path:

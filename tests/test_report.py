@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from accelerate.state import AcceleratorState, GradientState
-from tiny_training import random_answers, run, write_answers, write_target
+from tiny_training import run
 
 from draftheads.train import report
 from draftheads.train.progress import read_metrics
@@ -21,23 +20,6 @@ from draftheads.train.report import CURVES, REPORT, main, write_report
 
 SECTIONS = ["Judged on held-out documents", "By depth", "Tree", "Skipped steps", "Use", "Recipe"]
 PNG = b"\x89PNG"
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the life of a process; each test is a run of its own."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """target and data."""
-    folder = tmp_path_factory.mktemp("made")
-    write_target(folder / "target")
-    write_answers(folder / "data", random_answers(60))
-    return folder
 
 
 @pytest.fixture(scope="module")

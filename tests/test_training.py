@@ -6,17 +6,14 @@ import json
 import os
 import signal
 from functools import partialmethod
-from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from tiny_heads import decode
 from tiny_training import (
     assert_same,
     conversation,
-    random_answers,
     recipe_of,
     run,
     tiny_recipe,
@@ -44,23 +41,6 @@ BY_HEART = {
     "eagle": {"noise": 0.0, "steps": 3, "regression": 0.0, "classification": 1.0, "layers": 2},
 }
 """Choices with which a head learns a text to the last token."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """Accelerate keeps its state for the life of a process; each test is a run of its own."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """target and data."""
-    folder = tmp_path_factory.mktemp("made")
-    write_target(folder / "target")
-    write_answers(folder / "data", random_answers(60))
-    return folder
 
 
 @pytest.fixture(params=HEADS)
