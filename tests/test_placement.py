@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from placement_worker import random_batch
-from test_launch import ROOT, fresh_accelerate, torchrun
+from test_launch import ROOT, torchrun
 from tiny_heads import decode, overfitted, written_by
 from tiny_targets import CONFIGS, greedy, random_model, some_prompts, tiny_target
 from tiny_training import (
@@ -41,7 +41,6 @@ from draftheads.train.progress import read_metrics
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
-_ = fresh_accelerate  # an autouse fixture
 
 
 def write_llama(folder: Path, **options: Any) -> Path:
