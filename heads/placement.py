@@ -76,7 +76,7 @@ def load_model(
     The arguments are those of `Target.load`. sharded: every process must call this.
     """
     check_placement(placement, bits)
-    _check_path(path)
+    check_path(path)
     local_gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU per launched process
     device = device or (local_gpu if torch.cuda.is_available() else "cpu")
     if dtype == "auto" and device == "cpu":
@@ -95,7 +95,8 @@ def load_model(
     return model, None
 
 
-def _check_path(path: str) -> None:
+def check_path(path: str) -> None:
+    """Raise FileNotFoundError for what is a folder's name, where there is no model."""
     local = Path(path).expanduser()
     is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if (is_path or local.exists()) and not (local / "config.json").is_file():

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS
 from draftheads.heads.losses import CHUNK_LOGITS, CHUNK_ROWS
+from draftheads.heads.placement import check_path
 from draftheads.heads.target import Target
 from draftheads.train.choices import MedusaChoices, SequentialChoices
 from draftheads.train.recipe import Recipe
@@ -162,6 +163,7 @@ class ShapeTarget(Target):
 
 def read_config(recipe: Recipe) -> PretrainedConfig:
     """The target's config.json, from its folder or the Hub. Raises OSError when there is none."""
+    check_path(recipe.target)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             recipe.target, revision=recipe.target_revision
