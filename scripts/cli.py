@@ -78,9 +78,9 @@ def distill(
     seed: Seed = 0,
 ) -> None:
     """Let the target answer prompts; its own tokens become the training set."""
-    from draftheads.train.distill import DistillOptions
-    from draftheads.train.distill import distill as run
-    from draftheads.train.prompts import read_prompts
+    from draftheads.train.data.distill import DistillOptions
+    from draftheads.train.data.distill import distill as run
+    from draftheads.train.data.prompts import read_prompts
 
     options = DistillOptions(
         out=out,
@@ -124,8 +124,8 @@ def plan(
     import transformers
 
     from draftheads.scripts.plan_table import print_plan, write_plan
-    from draftheads.train.plan import make_plan
-    from draftheads.train.plan_sizes import Launch
+    from draftheads.train.plan.planner import make_plan
+    from draftheads.train.plan.sizes import Launch
     from draftheads.train.recipe import load_recipe
 
     transformers.logging.disable_progress_bar()

@@ -35,9 +35,9 @@ def data_preview(
     Loads a tokenizer, no weights. Of prompts: how the first of them render.
     """
     from draftheads.scripts.preview import Pen, show_answers, show_prompts, text_side
-    from draftheads.train.answers import MANIFEST
-    from draftheads.train.conversation import Renderer
-    from draftheads.train.prompts import read_prompts
+    from draftheads.train.data.answers import MANIFEST
+    from draftheads.train.data.conversation import Renderer
+    from draftheads.train.data.prompts import read_prompts
 
     side = text_side(target, path)
     out = Console(highlight=False, soft_wrap=True)
@@ -66,10 +66,10 @@ def import_answers(
 
     Loads a tokenizer, no weights, so that the target wrote the answers is not checked.
     """
-    from draftheads.train.imports import import_answers as run
-    from draftheads.train.prompts import read_conversations
-    from draftheads.train.textside import TextSide
-    from draftheads.train.turns import check_tools
+    from draftheads.train.data.imports import import_answers as run
+    from draftheads.train.data.prompts import read_conversations
+    from draftheads.train.data.textside import TextSide
+    from draftheads.train.data.turns import check_tools
 
     side = TextSide.load(target)
     arguments = json_object("--template-args", template_args)

@@ -22,9 +22,9 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.race import BenchOptions
 from draftheads.infer.report import BenchReport, print_report, write_json
 from draftheads.scripts.journey import opening_ids
-from draftheads.train.distill import DistillOptions, distill
+from draftheads.train.data.distill import DistillOptions, distill
+from draftheads.train.data.prompts import read_prompts
 from draftheads.train.loop import fit
-from draftheads.train.prompts import read_prompts
 from draftheads.train.recipe import load_recipe
 
 KINDS = {

@@ -28,8 +28,8 @@ from draftheads.scripts.options import (
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
-    from draftheads.train.evidence import Case
-    from draftheads.train.finding import Diagnosis, Finding
+    from draftheads.train.doctor.evidence import Case
+    from draftheads.train.doctor.finding import Diagnosis, Finding
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Doctor:
 
     def __post_init__(self) -> None:
         """The command: typer makes one of these from what was typed."""
-        from draftheads.train.diagnose import diagnose
+        from draftheads.train.doctor.diagnose import diagnose
 
         set_threads(self.threads)
         case = self.case()
@@ -74,7 +74,7 @@ class Doctor:
         """Who is examined, and on what. Raises ValueError where there is nothing to decode."""
         from draftheads.heads.hub import find_head, read_config
         from draftheads.scripts.journey import opening_ids
-        from draftheads.train.evidence import Case
+        from draftheads.train.doctor.evidence import Case
 
         model = load_target(self.target, self.dtype, self.device)
         with warnings.catch_warnings():
@@ -129,7 +129,7 @@ def _print_body(console: Console, finding: Finding) -> None:
 
 def _recorded(facts: dict[str, Any]) -> Path | None:
     """The folder of the data that the head was trained on, where it is still there."""
-    from draftheads.train.answers import MANIFEST
+    from draftheads.train.data.answers import MANIFEST
 
     recipe = (facts.get("training") or {}).get("recipe", {})
     path = recipe.get("data", {}).get("path")
@@ -138,8 +138,8 @@ def _recorded(facts: dict[str, Any]) -> Path | None:
 
 def _read(folder: Path | None, target: Target) -> tuple[Documents | None, dict[str, Any]]:
     """The data and its manifest. Raises ValueError for tokens that the target does not have."""
-    from draftheads.train.answers import read_answers, read_manifest
     from draftheads.train.batches import Documents
+    from draftheads.train.data.answers import read_answers, read_manifest
 
     if folder is None:
         return None, {}
@@ -156,8 +156,8 @@ def _read(folder: Path | None, target: Target) -> tuple[Documents | None, dict[s
 
 def _openings(facts: dict[str, Any], documents: Documents | None, limit: int) -> list[list[int]]:
     """Prompts of documents that were not trained on."""
-    from draftheads.train.evidence import unseen
-    from draftheads.train.origins import openings_of
+    from draftheads.train.doctor.evidence import unseen
+    from draftheads.train.doctor.origins import openings_of
 
     if documents is None:
         raise ValueError(

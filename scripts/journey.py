@@ -14,7 +14,7 @@ from draftheads.infer.bench import Entry
 from draftheads.infer.plot import plot
 from draftheads.infer.report import BenchReport, measured_facts, write_json
 from draftheads.infer.text import encode_prompt
-from draftheads.train.prompts import Prompt, read_prompts
+from draftheads.train.data.prompts import Prompt, read_prompts
 
 
 def opening_ids(

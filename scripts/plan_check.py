@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.scripts.options import mistakes_in_one_line
-from draftheads.train.plan import make_plan
-from draftheads.train.plan_listen import CLOCKS
-from draftheads.train.plan_sizes import Launch
+from draftheads.train.plan.listen import CLOCKS
+from draftheads.train.plan.planner import make_plan
+from draftheads.train.plan.sizes import Launch
 from draftheads.train.recipe import Recipe, load_recipe
 
 TRAIN = [sys.executable, "-m", "draftheads.scripts.cli", "train"]

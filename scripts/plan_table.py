@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftheads.train.plan import Plan
-from draftheads.train.plan_needs import Memory
+from draftheads.train.plan.needs import Memory
+from draftheads.train.plan.planner import Plan
 
 BUSY = 0.5
 """Processes per core that want to run, from which on they slow each other down."""

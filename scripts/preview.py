@@ -16,17 +16,17 @@ from rich.text import Text
 
 from draftheads.infer.answer import printable
 from draftheads.infer.text import TextStream
-from draftheads.train.answers import (
+from draftheads.train.data.answers import (
     MANIFEST,
     Answer,
     Counts,
     read_answers,
     read_manifest,
 )
-from draftheads.train.answers import count as counted
-from draftheads.train.conversation import Conversation, Renderer
-from draftheads.train.prompts import Prompt
-from draftheads.train.textside import TextSide
+from draftheads.train.data.answers import count as counted
+from draftheads.train.data.conversation import Conversation, Renderer
+from draftheads.train.data.prompts import Prompt
+from draftheads.train.data.textside import TextSide
 
 LEARNED, ENDING, REST = "green", "bold reverse green", "dim"
 FREQUENT = 12

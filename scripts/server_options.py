@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from draftheads.train.served import ServedTarget
+    from draftheads.train.data.served import ServedTarget
 
 Server = Annotated[
     str | None,
@@ -32,8 +32,8 @@ def connect(
         raise ValueError("--server: expected http://HOST:PORT, got none; name the server's address")
     import transformers
 
-    from draftheads.train.remote import ServerOptions
-    from draftheads.train.served import ServedTarget
+    from draftheads.train.data.remote import ServerOptions
+    from draftheads.train.data.served import ServedTarget
 
     transformers.logging.set_verbosity_error()
     options = ServerOptions(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftheads.train.spans import Document, Spans
+from draftheads.train.data.spans import Document, Spans
 
 TALK = (("Hello there.", "Hi."), ("And 2 + 2?", " It is four.\n"), ("Bye.", "Good *bye*!"))
 SPECIAL = re.compile(r"<\|?[A-Za-z][\w▁|:-]*\|?>|<｜[^｜<>]+｜>|</s>|\[/?[A-Z_]+\]")

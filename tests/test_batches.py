@@ -11,7 +11,6 @@ import torch
 from tiny_training import VOCABULARY, random_answers, tiny_target
 
 from draftheads.heads.base import Batch
-from draftheads.train.answers import Answer
 from draftheads.train.batches import (
     Documents,
     Order,
@@ -20,6 +19,7 @@ from draftheads.train.batches import (
     rows_per_step,
     share,
 )
+from draftheads.train.data.answers import Answer
 
 LENGTH = 48
 

@@ -17,8 +17,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from draftheads.heads.target import Target
-from draftheads.train.conversation import REWRITTEN, Conversation, Renderer
-from draftheads.train.prompts import Prompt
+from draftheads.train.data.conversation import REWRITTEN, Conversation, Renderer
+from draftheads.train.data.prompts import Prompt
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 

@@ -13,10 +13,10 @@ from tiny_chat import END, byte_tokenizer, llama, options, prompts
 
 from draftheads.scripts.data_preview import data_preview, import_answers
 from draftheads.scripts.preview import Pen, Summary, show_answers
-from draftheads.train.answers import Answer, read_answers, read_manifest
 from draftheads.train.batches import Documents
-from draftheads.train.distill import distill
-from draftheads.train.textside import TextSide
+from draftheads.train.data.answers import Answer, read_answers, read_manifest
+from draftheads.train.data.distill import distill
+from draftheads.train.data.textside import TextSide
 
 TALK = [("Hello.", "Hi there."), ("Bye?", "Good bye.")]
 

@@ -25,10 +25,10 @@ from tiny_chat import (
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from draftheads.heads.target import Target
-from draftheads.train.conversation import TOO_LONG
-from draftheads.train.distill import distill, read_answers, read_manifest
-from draftheads.train.generate import Sampling, generate
-from draftheads.train.prompts import Prompt
+from draftheads.train.data.conversation import TOO_LONG
+from draftheads.train.data.distill import distill, read_answers, read_manifest
+from draftheads.train.data.generate import Sampling, generate
+from draftheads.train.data.prompts import Prompt
 
 
 @pytest.fixture(scope="module")

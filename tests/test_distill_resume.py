@@ -20,8 +20,8 @@ from tiny_chat import (
 )
 
 from draftheads.heads.target import Target
-from draftheads.train import distill as distill_module
-from draftheads.train.distill import distill, read_answers, read_manifest
+from draftheads.train.data import distill as distill_module
+from draftheads.train.data.distill import distill, read_answers, read_manifest
 
 
 @pytest.fixture(scope="module")

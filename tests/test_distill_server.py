@@ -21,14 +21,14 @@ from transformers import PreTrainedTokenizerFast
 
 from draftheads.heads.target import Target
 from draftheads.scripts import cli
-from draftheads.train import remote
-from draftheads.train.conversation import LOSSY, TOO_LONG, Renderer
-from draftheads.train.distill import distill, read_manifest
-from draftheads.train.generate import Sampling, generate
-from draftheads.train.prompts import Prompt
-from draftheads.train.remote import ServerError, ServerGone, ServerOptions
-from draftheads.train.served import ServedTarget
-from draftheads.train.textside import TextSide
+from draftheads.train.data import remote
+from draftheads.train.data.conversation import LOSSY, TOO_LONG, Renderer
+from draftheads.train.data.distill import distill, read_manifest
+from draftheads.train.data.generate import Sampling, generate
+from draftheads.train.data.prompts import Prompt
+from draftheads.train.data.remote import ServerError, ServerGone, ServerOptions
+from draftheads.train.data.served import ServedTarget
+from draftheads.train.data.textside import TextSide
 
 
 def saved(target: Target, folder: Path) -> Path:

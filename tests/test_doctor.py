@@ -27,7 +27,7 @@ from draftheads.heads.hub import save_head
 from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
 from draftheads.scripts import cli
-from draftheads.train.answers import Answer
+from draftheads.train.data.answers import Answer
 from draftheads.train.heldout import calibrate
 
 QUESTIONS = ["apples 1", "bees, 22", "a cat? 3", "dogs: 44", "eels = 5", "6 flies!"]

@@ -31,8 +31,8 @@ from tiny_training import (
 
 from draftheads.heads.hub import HEADS, load_head
 from draftheads.heads.target import Target
-from draftheads.train.answers import Answer
 from draftheads.train.assemble import load_data
+from draftheads.train.data.answers import Answer
 from draftheads.train.features import OnlineFeatures
 from draftheads.train.judge import Continued, Judge, Measured, Verdict, as_decoded, check_judge
 from draftheads.train.loop import Trainer

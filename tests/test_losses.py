@@ -15,8 +15,8 @@ from draftheads.heads.base import RANKS, Batch
 from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
-from draftheads.train.answers import Answer
 from draftheads.train.batches import Documents, Rows
+from draftheads.train.data.answers import Answer
 
 DEPTH = 3
 OBJECTIVES = ["ce", "tv", "lk", "hybrid"]

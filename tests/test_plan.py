@@ -26,13 +26,13 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 from draftheads.heads.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.scripts import cli
-from draftheads.train import plan as planning
 from draftheads.train.assemble import create_head
 from draftheads.train.batches import Documents
-from draftheads.train.plan import make_plan
-from draftheads.train.plan_probe import write_shallow
-from draftheads.train.plan_sizes import Launch, ShapeTarget, head_sizes
-from draftheads.train.plan_trial import read_trial
+from draftheads.train.plan import planner as planning
+from draftheads.train.plan.planner import make_plan
+from draftheads.train.plan.probe import write_shallow
+from draftheads.train.plan.sizes import Launch, ShapeTarget, head_sizes
+from draftheads.train.plan.trial import read_trial
 
 ALONE = Launch(1, "ddp", "cpu")
 
@@ -147,7 +147,7 @@ def test_engines_divide_the_trained_state(made, engine, weights, gradients, opti
 
 def test_the_probe_trains_and_leaves_nothing(made, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("draftheads.train.plan_probe.MOST", 4)
+    monkeypatch.setattr("draftheads.train.plan.probe.MOST", 4)
     values = tiny_recipe(made, output=str(tmp_path / "run"))
     plan = make_plan(recipe_of(values), ALONE)
     assert plan.reason == ""
@@ -166,7 +166,7 @@ def test_a_deep_target_is_extrapolated(made, tmp_path, monkeypatch):
     config.save_pretrained(tmp_path / "deep")  # no weights: they are not needed
     values = {**tiny_recipe(made, "eagle3"), "target": str(tmp_path / "deep")}
     values["data"]["path"] = str(tmp_path / "missing")
-    monkeypatch.setattr("draftheads.train.plan_probe.MOST", 4)
+    monkeypatch.setattr("draftheads.train.plan.probe.MOST", 4)
     plan = make_plan(recipe_of(values), ALONE)
     assert plan.probed == [3, 6]  # four states: three features and that of the labels
     assert plan.time is not None

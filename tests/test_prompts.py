@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from draftheads.train.prompts import Prompt, read_prompts
+from draftheads.train.data.prompts import Prompt, read_prompts
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")

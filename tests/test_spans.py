@@ -13,7 +13,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer, GPT2TokenizerFast
 
 from draftheads.scripts.template_table import TALK, conversation, row
-from draftheads.train.spans import Spans
+from draftheads.train.data.spans import Spans
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 TEMPLATES = sorted((DATA / "chat-templates").rglob("*.jinja"))

@@ -238,7 +238,7 @@ def test_a_loss_that_is_not_finite_is_skipped_then_fatal(made, tmp_path, capsys)
 def test_data_that_teaches_nothing_is_refused(
     made, tmp_path, capsys, answers, fingerprint, message
 ):
-    from draftheads.train.answers import Answer
+    from draftheads.train.data.answers import Answer
 
     data = write_answers(tmp_path / "data", [Answer(*answer) for answer in answers], fingerprint)
     assert run(made, tmp_path / "run", f"data.path={data}") == 2

@@ -10,10 +10,10 @@ import pytest
 from tiny_chat import CONTEXT, END, byte_tokenizer
 from transformers import AutoTokenizer
 
-from draftheads.train.conversation import Conversation, Renderer
-from draftheads.train.prompts import Prompt, read_conversations, read_prompts
-from draftheads.train.textside import TextSide
-from draftheads.train.turns import check_tools
+from draftheads.train.data.conversation import Conversation, Renderer
+from draftheads.train.data.prompts import Prompt, read_conversations, read_prompts
+from draftheads.train.data.textside import TextSide
+from draftheads.train.data.turns import check_tools
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")

@@ -20,8 +20,8 @@ from draftheads.heads.eagle import EagleHead
 from draftheads.heads.eagle3 import SWITCHES, Eagle3Head
 from draftheads.heads.target import Target
 from draftheads.heads.unroll import UnrolledMemory
-from draftheads.train.answers import Answer
 from draftheads.train.batches import Documents, Rows
+from draftheads.train.data.answers import Answer
 
 STEPS = 4
 ODD = list(range(1, VOCABULARY, 2))

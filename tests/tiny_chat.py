@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from draftheads.heads.target import Target
-from draftheads.train.distill import DistillOptions
-from draftheads.train.prompts import Prompt
+from draftheads.train.data.distill import DistillOptions
+from draftheads.train.data.prompts import Prompt
 
 CONTEXT = 256
 END = 258

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.target import Target
-from draftheads.train.answers import Answer, write_manifest
+from draftheads.train.data.answers import Answer, write_manifest
 from draftheads.train.medusa import main
 from draftheads.train.recipe import Recipe
 

@@ -19,8 +19,8 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS
 from draftheads.heads.placement import check_placement
 from draftheads.heads.target import Target
-from draftheads.train.answers import read_answers, read_manifest
 from draftheads.train.batches import Documents, Rows
+from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.recipe import OptimChoices, Recipe
 
 LOW_SHARE = 0.05

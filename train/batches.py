@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.base import Batch
-from draftheads.train.answers import Answer
+from draftheads.train.data.answers import Answer
 
 OPEN_ROWS = 64
 """Rows that packing keeps open: first fit among them stays linear and fills rows to about 99 %."""

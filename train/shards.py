@@ -29,8 +29,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draftheads.train.answers import MANIFEST, write_manifest
 from draftheads.train.contents import Contents, Tensors, encode
+from draftheads.train.data.answers import MANIFEST, write_manifest
 
 OPEN_SHARDS = 512
 """Shards that a reader keeps mapped."""

@@ -1,7 +1,7 @@
 """The child process of a probe: it trains as a recipe says and notes when what began, and the
 highest memory of each phase.
 
-    python -m draftheads.train.plan_listen FOLDER CLOCK
+    python -m draftheads.train.plan.listen FOLDER CLOCK
 
 It reads recipe.json in the folder and writes marks.json there.
 It listens through torch's own global hooks, so that what is measured is the trainer itself.
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from draftheads.heads.base import DraftHead
 from draftheads.train.loop import fit
-from draftheads.train.plan_machine import peak, reset_peak, resident
+from draftheads.train.plan.machine import peak, reset_peak, resident
 from draftheads.train.recipe import Recipe
 
 RECIPE, MARKS = "recipe.json", "marks.json"

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftheads.train.prompt_files import describe, records
-from draftheads.train.turns import EmptyPromptError, Messages, Reading, as_text, read_turns
+from draftheads.train.data.prompt_files import describe, records
+from draftheads.train.data.turns import EmptyPromptError, Messages, Reading, as_text, read_turns
 
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text")
 
@@ -67,7 +67,7 @@ def read_prompts(
     split: of a Hub data set. limit: stop after this many prompts. prompt_words: cut plain text to
     its first words. skip_empty: leave out records without a question. tools: what becomes of tool
     calls and their results; before keeping them see that the target's chat template can, with
-    `draftheads.train.turns.check_tools`. Raises ValueError, naming the record.
+    `draftheads.train.data.turns.check_tools`. Raises ValueError, naming the record.
     """
     for name, value in (("limit", limit), ("prompt_words", prompt_words)):
         if value is not None and value < 1:

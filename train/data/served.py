@@ -16,10 +16,17 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from draftheads.train.conversation import LOSSY, Conversation, Renderer
-from draftheads.train.generate import Answerer, Batch, Sampling, until_end
-from draftheads.train.remote import Completion, Json, Server, ServerError, ServerGone, ServerOptions
-from draftheads.train.textside import TextSide
+from draftheads.train.data.conversation import LOSSY, Conversation, Renderer
+from draftheads.train.data.generate import Answerer, Batch, Sampling, until_end
+from draftheads.train.data.remote import (
+    Completion,
+    Json,
+    Server,
+    ServerError,
+    ServerGone,
+    ServerOptions,
+)
+from draftheads.train.data.textside import TextSide
 
 AHEAD = 4
 """Conversations begun before the oldest batch is done, per request at a time: long answers then

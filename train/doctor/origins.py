@@ -11,13 +11,13 @@ from os.path import commonprefix
 
 from draftheads.train.assemble import LOW_SHARE
 from draftheads.train.batches import Documents, Span
-from draftheads.train.conversation import SENTINEL, Renderer
-from draftheads.train.distill import MANY_CUT
-from draftheads.train.evidence import Evidence, is_above, runs, write
-from draftheads.train.finding import Finding
+from draftheads.train.data.conversation import SENTINEL, Renderer
+from draftheads.train.data.distill import MANY_CUT
+from draftheads.train.data.prompts import Prompt
+from draftheads.train.doctor.evidence import Evidence, is_above, runs, write
+from draftheads.train.doctor.finding import Finding
+from draftheads.train.doctor.in_use import accepts_less
 from draftheads.train.heldout import calibrate
-from draftheads.train.in_use import accepts_less
-from draftheads.train.prompts import Prompt
 
 PROMPTS = 64
 """Documents whose prompts are compared with the chat template."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.shape import TreeShape
-from draftheads.train.evidence import Evidence, Written, is_above, replayed, write
-from draftheads.train.finding import WORTH, Finding
+from draftheads.train.doctor.evidence import Evidence, Written, is_above, replayed, write
+from draftheads.train.doctor.finding import WORTH, Finding
 
 MANY_TIES = 0.02
 """Share of the target's choices that rounding may decide."""

@@ -22,8 +22,8 @@ from draftheads.heads.eagle3 import Eagle3Head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.prefix import PrefixLayer
 from draftheads.heads.sequential import SequentialHead
-from draftheads.train.evidence import Evidence, Variant, is_above, observe, runs
-from draftheads.train.finding import WORTH, Finding
+from draftheads.train.doctor.evidence import Evidence, Variant, is_above, observe, runs
+from draftheads.train.doctor.finding import WORTH, Finding
 from draftheads.train.heldout import calibrate
 
 ROPE_BASES = (10000.0, 500000.0, 1000000.0)

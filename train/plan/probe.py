@@ -1,7 +1,7 @@
 """A few steps of the real trainer on a shallow target of the same widths, and what they say of the
 whole one: time and memory are lines in the number of layers.
 
-Everything it writes is in a temporary folder; training runs in child processes (`plan_listen`).
+Everything it writes is in a temporary folder; training runs in child processes (`listen`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftheads.heads.eagle3 import default_features
-from draftheads.train import plan_listen as listen
-from draftheads.train.answers import Answer
 from draftheads.train.choices import DecoderChoices, Eagle3Choices
+from draftheads.train.data.answers import Answer
 from draftheads.train.judge_choices import JudgeChoices
-from draftheads.train.plan_sizes import HeadSizes, TargetSizes, read_config
-from draftheads.train.plan_trial import Trial, read_trial
-from draftheads.train.plan_workload import (
+from draftheads.train.plan import listen as listen
+from draftheads.train.plan.sizes import HeadSizes, TargetSizes, read_config
+from draftheads.train.plan.trial import Trial, read_trial
+from draftheads.train.plan.workload import (
     Steps,
     Workload,
     heldout_tokens,
@@ -97,7 +97,7 @@ class Probe:
 @dataclass(frozen=True)
 class Prober:
     """Makes trials of a recipe; the sizes are those of its real target and head. clock: a key of
-    `plan_listen.CLOCKS`.
+    `listen.CLOCKS`.
     """
 
     recipe: Recipe

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from draftheads.infer.baseline import without_defaults
-from draftheads.train.conversation import Conversation
+from draftheads.train.data.conversation import Conversation
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target

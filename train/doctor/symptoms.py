@@ -15,14 +15,14 @@ from torch import Tensor
 
 from draftheads.heads.autoregressive import AutoregressiveHead
 from draftheads.heads.base import DraftHead
-from draftheads.train.evidence import (
+from draftheads.train.doctor.evidence import (
     Evidence,
     error,
     is_above,
     runs,
 )
-from draftheads.train.finding import WORTH, Finding
-from draftheads.train.suspects import known_ids
+from draftheads.train.doctor.finding import WORTH, Finding
+from draftheads.train.doctor.suspects import known_ids
 
 MANY_UNKNOWN = 0.1
 """Share of the target's tokens outside the draft vocabulary from which it is too small."""

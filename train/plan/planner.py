@@ -1,7 +1,7 @@
 """What a run will need: memory per device, disk and time, before anything is loaded.
 
-Sizes follow from shapes (`plan_sizes`), rows from the data (`plan_workload`); what shapes do not
-tell is tried (`plan_probe`) and extrapolated to the target's depth.
+Sizes follow from shapes (`sizes`), rows from the data (`workload`); what shapes do not
+tell is tried (`probe`) and extrapolated to the target's depth.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from draftheads.train.contents import SHARD_BYTES
-from draftheads.train.plan_machine import device_memory, resident
-from draftheads.train.plan_needs import Disk, Duration, Memory
-from draftheads.train.plan_probe import Probe, ProbeError, Prober
-from draftheads.train.plan_sizes import (
+from draftheads.train.plan.machine import device_memory, resident
+from draftheads.train.plan.needs import Disk, Duration, Memory
+from draftheads.train.plan.probe import Probe, ProbeError, Prober
+from draftheads.train.plan.sizes import (
     FEATURE_BYTES,
     HeadSizes,
     Launch,
@@ -26,8 +26,8 @@ from draftheads.train.plan_sizes import (
     activation_bytes,
     head_sizes,
 )
-from draftheads.train.plan_trial import Trial
-from draftheads.train.plan_workload import Steps, Workload, plan_steps, read_workload
+from draftheads.train.plan.trial import Trial
+from draftheads.train.plan.workload import Steps, Workload, plan_steps, read_workload
 from draftheads.train.recipe import Recipe
 
 

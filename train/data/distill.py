@@ -1,7 +1,7 @@
 """The target answers prompts; its own tokens become the training set.
 
-`distill` fills a folder (see `draftheads.train.answers` for what is in it). Work is divided into
-batches of consecutive prompts, numbered from 0. What a batch holds and what is drawn for it
+`distill` fills a folder (see `draftheads.train.data.answers` for what is in it). Work is divided
+into batches of consecutive prompts, numbered from 0. What a batch holds and what is drawn for it
 depend on its number and the seed alone, so neither the number of processes nor an interruption
 changes a single token. With RANK and WORLD_SIZE in the environment (torchrun, accelerate launch)
 each process answers its share.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 from tqdm import tqdm
 
-from draftheads.train.answers import (
+from draftheads.train.data.answers import (
     MANIFEST,
     Answer,
     Counts,
@@ -31,10 +31,10 @@ from draftheads.train.answers import (
     read_manifest,
     write_manifest,
 )
-from draftheads.train.conversation import Conversation, Renderer
-from draftheads.train.generate import Answerer, LocalAnswerer, Sampling
-from draftheads.train.manifest import describe, refuse_other
-from draftheads.train.prompts import Prompt
+from draftheads.train.data.conversation import Conversation, Renderer
+from draftheads.train.data.generate import Answerer, LocalAnswerer, Sampling
+from draftheads.train.data.manifest import describe, refuse_other
+from draftheads.train.data.prompts import Prompt
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftheads.train.answers import FORMAT
-from draftheads.train.prompts import Prompt
+from draftheads.train.data.answers import FORMAT
+from draftheads.train.data.prompts import Prompt
 
 if TYPE_CHECKING:
-    from draftheads.train.distill import DistillOptions
+    from draftheads.train.data.distill import DistillOptions
 
 
 def describe(

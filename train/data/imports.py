@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftheads.train.answers import FORMAT, MANIFEST, Counts, Journal, Record, write_manifest
-from draftheads.train.spans import Spans
-from draftheads.train.textside import TextSide
-from draftheads.train.turns import Messages
+from draftheads.train.data.answers import FORMAT, MANIFEST, Counts, Journal, Record, write_manifest
+from draftheads.train.data.spans import Spans
+from draftheads.train.data.textside import TextSide
+from draftheads.train.data.turns import Messages
 
 BATCH = 64
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.train.prompt_files import describe
+from draftheads.train.data.prompt_files import describe
 
 USER_ROLES = frozenset({"user", "human", "prompter"})
 SYSTEM_ROLES = frozenset({"system", "developer"})

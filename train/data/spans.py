@@ -2,7 +2,7 @@
 
 Distillation knows what the target wrote, as it was there. Of conversations that were written
 earlier only messages are left. `Spans.documents` renders them, finds the answers in the text
-(`draftheads.train.written` knows how) and brings them to tokens. A conversation becomes one
+(`draftheads.train.data.written` knows how) and brings them to tokens. A conversation becomes one
 document; where the chat template rewrites what was written, each answer becomes one, behind the
 prompt that asked for it.
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftheads.train.written import CLOSE, OPEN, Message, Said, Span, Written, content, said
+from draftheads.train.data.written import CLOSE, OPEN, Message, Said, Span, Written, content, said
 
 Tokens = tuple[list[int], list[Span]]
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from draftheads.infer.text import REPLACEMENT
-from draftheads.train.prompts import Prompt
+from draftheads.train.data.prompts import Prompt
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
-    from draftheads.train.generate import Answerer
-    from draftheads.train.textside import TextSide
+    from draftheads.train.data.generate import Answerer
+    from draftheads.train.data.textside import TextSide
 
 SENTINEL = "DRAFTHEADS-ANSWER-STANDS-HERE"
 TOO_LONG = "prompt does not fit into the target's context"

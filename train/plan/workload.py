@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from draftheads.train.answers import (
+from draftheads.train.batches import Documents, Order, Rows, rows_per_step
+from draftheads.train.data.answers import (
     MANIFEST,
     Answer,
     count,
@@ -22,7 +23,6 @@ from draftheads.train.answers import (
     read_manifest,
     write_manifest,
 )
-from draftheads.train.batches import Documents, Order, Rows, rows_per_step
 from draftheads.train.heldout import HELDOUT_TOKENS
 from draftheads.train.recipe import Recipe
 

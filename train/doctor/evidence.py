@@ -21,8 +21,8 @@ from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import Speculator
-from draftheads.train.answers import Answer
 from draftheads.train.batches import Documents, Rows, Span
+from draftheads.train.data.answers import Answer
 
 TEXT_TOKENS = 4096
 """Of the documents along which heads are observed."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from draftheads.train import in_use, origins, suspects, symptoms
-from draftheads.train.evidence import Case, Evidence, is_above, runs
-from draftheads.train.finding import WORTH, Diagnosis, Finding
+from draftheads.train.doctor import in_use, origins, suspects, symptoms
+from draftheads.train.doctor.evidence import Case, Evidence, is_above, runs
+from draftheads.train.doctor.finding import WORTH, Diagnosis, Finding
 from draftheads.train.heldout import calibrate
 
 Check = Callable[[Evidence, float], Iterator[Finding]]
