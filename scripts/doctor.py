@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,69 +26,56 @@ from draftheads.scripts.options import (
 )
 
 if TYPE_CHECKING:
+    from draftheads.heads.base import DraftHead
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
     from draftheads.train.doctor.evidence import Case
     from draftheads.train.doctor.finding import Diagnosis, Finding
 
 
-@dataclass(frozen=True)
-class Doctor:
+def doctor(
+    target: TargetName,
+    head: Annotated[str, typer.Option("--head", help="head folder, run folder or Hub id")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="a folder that distill wrote; default: the one the head was trained on"),
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="decode these prompts instead of the data's own")
+    ] = None,
+    prompt_words: PromptWords = None,
+    limit: Annotated[int, typer.Option(min=1, help="prompts to decode")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="tokens per answer")] = 64,
+    temperature: Temperature = 0.0,
+    json_out: Annotated[Path | None, typer.Option("--json", help="write the findings here")] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
+    seed: Seed = 0,
+) -> None:
     """Say why few drafts are accepted: what is wrong, the number that shows it, and the next step.
 
     Exit code 0: healthy. 1: something was found.
     """
+    from draftheads.scripts.journey import opening_ids
+    from draftheads.train.doctor.diagnose import diagnose
+    from draftheads.train.doctor.evidence import Case
 
-    target: TargetName
-    head: Annotated[str, typer.Option("--head", help="head folder, run folder or Hub id")]
-    data: Annotated[
-        Path | None,
-        typer.Option(help="a folder that distill wrote; default: the one the head was trained on"),
-    ] = None
-    prompts: Annotated[
-        str | None, typer.Option(help="decode these prompts instead of the data's own")
-    ] = None
-    prompt_words: PromptWords = None
-    limit: Annotated[int, typer.Option(min=1, help="prompts to decode")] = 16
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="tokens per answer")] = 64
-    temperature: Temperature = 0.0
-    json_out: Annotated[Path | None, typer.Option("--json", help="write the findings here")] = None
-    dtype: Dtype = "auto"
-    device: Device = None
-    threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None
-    seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        """The command: typer makes one of these from what was typed."""
-        from draftheads.train.doctor.diagnose import diagnose
-
-        set_threads(self.threads)
-        case = self.case()
-        diagnosis = diagnose(case)
-        print_diagnosis(case, diagnosis)
-        if self.json_out:
-            write_diagnosis(diagnosis, self.json_out)
-        raise typer.Exit(0 if diagnosis.healthy else 1)
-
-    def case(self) -> Case:
-        """Who is examined, and on what. Raises ValueError where there is nothing to decode."""
-        from draftheads.heads.hub import find_head, read_config
-        from draftheads.scripts.journey import opening_ids
-        from draftheads.train.doctor.evidence import Case
-
-        model = load_target(self.target, self.dtype, self.device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the target has changed is a finding with a price
-            head = load_head(self.head, model)
-        facts = read_config(find_head(self.head)).get("draftheads", {})
-        documents, manifest = _read(self.data or _recorded(facts), model)
-        if self.prompts:
-            openings = opening_ids(model, self.prompts, self.prompt_words, self.limit)
-        else:
-            openings = _openings(facts, documents, self.limit)
-        sampling = rule(self.temperature, 1.0, 0, False, self.seed) if self.temperature else None
-        texts = documents, manifest
-        return Case(model, head, facts, openings, *texts, self.max_new_tokens, sampling)
+    set_threads(threads)
+    model = load_target(target, dtype, device)
+    heads, facts = _read_head(head, model)
+    documents, manifest = _read_data(data or _recorded(facts), model)
+    if prompts:
+        openings = opening_ids(model, prompts, prompt_words, limit)
+    else:
+        openings = _openings(facts, documents, limit)
+    sampling = rule(temperature, 1.0, 0, False, seed) if temperature else None
+    case = Case(model, heads, facts, openings, documents, manifest, max_new_tokens, sampling)
+    diagnosis = diagnose(case)
+    print_diagnosis(case, diagnosis)
+    if json_out:
+        write_diagnosis(diagnosis, json_out)
+    raise typer.Exit(0 if diagnosis.healthy else 1)
 
 
 def print_diagnosis(case: Case, diagnosis: Diagnosis, console: Console | None = None) -> None:
@@ -127,6 +114,16 @@ def _print_body(console: Console, finding: Finding) -> None:
     console.print(f"   next:   {finding.advice}")
 
 
+def _read_head(name: str, target: Target) -> tuple[DraftHead, dict[str, Any]]:
+    """The head, and what it records of itself."""
+    from draftheads.heads.hub import find_head, read_config
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the target has changed is a finding with a price
+        head = load_head(name, target)
+    return head, read_config(find_head(name)).get("draftheads", {})
+
+
 def _recorded(facts: dict[str, Any]) -> Path | None:
     """The folder of the data that the head was trained on, where it is still there."""
     from draftheads.train.data.answers import MANIFEST
@@ -136,7 +133,7 @@ def _recorded(facts: dict[str, Any]) -> Path | None:
     return Path(path) if path and (Path(path) / MANIFEST).is_file() else None
 
 
-def _read(folder: Path | None, target: Target) -> tuple[Documents | None, dict[str, Any]]:
+def _read_data(folder: Path | None, target: Target) -> tuple[Documents | None, dict[str, Any]]:
     """The data and its manifest. Raises ValueError for tokens that the target does not have."""
     from draftheads.train.batches import Documents
     from draftheads.train.data.answers import read_answers, read_manifest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,6 +107,10 @@ def test_the_whole_journey(run, target, tmp_path, kind):
     ]
     assert "| 4 |" in (tmp_path / "run" / "best" / "README.md").read_text()
     assert load_head(tmp_path / "run").depth == 2
+    (tmp_path / "run" / "report.md").unlink()
+    assert run("report", tmp_path / "run")[0] == 0
+    assert (tmp_path / "run" / "report.md").is_file()
+    failed(run("report", tmp_path / "data"), "expected a training run")
 
 
 def test_trees_of_the_command_line(run, target, tmp_path):
@@ -241,6 +246,14 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(run, tar
     bench = ["bench", "--target", target, "--head", "me/heads", "--prompts", questions(tmp_path)]
     failed(run(*bench, "--json", tmp_path / "file" / "a.json"), "a.json", "can be written")
     failed(run(*bench, "--card"), "--card", "me/heads")
+
+
+def test_help_waits_for_no_library():
+    """What is slow to import is imported by the command that needs it."""
+    slow = "{'torch', 'transformers', 'huggingface_hub', 'pydantic', 'draftheads.heads'}"
+    line = f"import sys, draftheads.scripts.cli; sys.exit(repr({slow} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
+    assert ended.stderr.strip() == "set()"
 
 
 def test_options_that_do_not_exist(run):
