@@ -29,6 +29,7 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.shape import tree_from_json
 from draftheads.heads.target import Target
+from draftheads.heads.weights import same_weights
 
 HEADS: dict[str, type[DraftHead]] = {
     kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head)
@@ -217,7 +218,7 @@ def _check_target(head: DraftHead, recorded: dict[str, Any], target: Target) -> 
                 f"head expects {what} {expected} ({name}), target has {got} ({target.name}); "
                 "pass the target this head was trained for"
             )
-    if recorded.get("fingerprint", target.fingerprint()) != target.fingerprint():
+    if not same_weights(recorded.get("fingerprint"), target.fingerprint()):
         warnings.warn(
             f"this head was trained on other weights ({name}) than {target.name} has now: output "
             "stays the target's own, but fewer drafts will be accepted",

@@ -207,8 +207,8 @@ class Target:
         return weight if weight.device == self.device else self._lm_head_copy
 
     def fingerprint(self) -> str:
-        """16 hex digits that name these weights, the same for every dtype, number of bits and
-        placement they are loaded in (see `heads.weights.fingerprint`).
+        """Hex digits that name these weights, whatever dtype, number of bits and placement they are
+        loaded in (see `heads.weights.fingerprint`).
         """
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self.model)

@@ -19,6 +19,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS
 from draftheads.heads.placement import check_placement
 from draftheads.heads.target import Target
+from draftheads.heads.weights import same_weights
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.recipe import OptimChoices, Recipe
@@ -168,7 +169,7 @@ def facts(recipe: Recipe, data: TrainingData, accelerator: Accelerator) -> dict[
 def _check_origin(recipe: Recipe, manifest: dict[str, Any], target: Target) -> None:
     origin = manifest.get("target", {})
     fingerprint = origin.get("fingerprint")
-    if fingerprint and fingerprint != target.fingerprint():
+    if not same_weights(fingerprint, target.fingerprint()):
         raise ValueError(
             f"{recipe.data.path}: expected answers of {target.name} ({target.fingerprint()}), "
             f"got answers of {origin.get('name')} ({fingerprint}); distill with this target, "

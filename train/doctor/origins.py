@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 
+from draftheads.heads.weights import same_weights
 from draftheads.train.assemble import LOW_SHARE
 from draftheads.train.batches import Documents, Span
 from draftheads.train.data.conversation import SENTINEL, Renderer
@@ -49,7 +50,7 @@ def target_changed(evidence: Evidence, left: float) -> Iterator[Finding]:
     """Whether the target's weights are those that the head was trained on."""
     recorded = evidence.case.facts.get("target", {})
     known, now = recorded.get("fingerprint"), evidence.target.fingerprint()
-    if known and known != now:
+    if not same_weights(known, now):
         yield Finding(
             "target",
             left,
@@ -65,7 +66,7 @@ def other_writer(evidence: Evidence, left: float) -> Iterator[Finding]:
     """Whether this target wrote the data."""
     writer = evidence.case.manifest.get("target", {})
     known, now = writer.get("fingerprint"), evidence.target.fingerprint()
-    if known and known != now:
+    if not same_weights(known, now):
         yield Finding(
             "data",
             max(left, _worse_in_use(evidence)),
