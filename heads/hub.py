@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 
 from draftheads.heads.base import DraftHead
@@ -28,6 +27,7 @@ from draftheads.heads.formats import WEIGHT_FILES, read_stored
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.shape import tree_from_json
+from draftheads.heads.snapshot import head_snapshot
 from draftheads.heads.target import Target
 from draftheads.heads.weights import same_weights
 
@@ -119,7 +119,7 @@ def load_head(
     head = HEADS[kind].from_config(stored.config, stored.tensors)
     stored.check_names(set(head.state_dict()))
     if target is not None:
-        _check_target(head, facts.get("target", {}), target)
+        check_target(head, target, facts.get("target", {}))
     stored.check_shapes(head.state_dict())
     head.load_state_dict(stored.tensors)
     if facts.get("tree"):
@@ -129,6 +129,24 @@ def load_head(
         head.to(target.device)
     floating = dtype or (target.dtype if target is not None else None)
     return (head.to(floating) if floating else head).eval()
+
+
+def load_pair(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+) -> tuple[Target, DraftHead]:
+    """The target that a head records, and the head on it. source, revision: as of `load_head`;
+    dtype, device: as of `Target.load`.
+
+    Raises ValueError for a head that records no target or does not fit it; warns when its weights
+    are not those that the head was trained on.
+    """
+    name, commit = head_target(source, revision=revision)
+    target = Target.load(name, dtype=dtype, device=device, revision=commit)
+    return target, load_head(source, target=target, revision=revision)
 
 
 def head_target(source: str | Path, *, revision: str | None = None) -> tuple[str, str | None]:
@@ -168,7 +186,7 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
         raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
     patterns = [CONFIG, *WEIGHT_FILES, CARD]
-    return Path(snapshot_download(str(source), revision=revision, allow_patterns=patterns))
+    return head_snapshot(str(source), revision, patterns)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -207,7 +225,10 @@ def staged(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)  # gone already when the rename went well
 
 
-def _check_target(head: DraftHead, recorded: dict[str, Any], target: Target) -> None:
+def check_target(head: DraftHead, target: Target, recorded: dict[str, Any]) -> None:
+    """Raise ValueError, naming both, when a head is too wide or narrow for a target; warn when the
+    weights are not those recorded (name, fingerprint; {} if none are).
+    """
     name = recorded.get("name", "its target")
     for what, expected, got in (
         ("hidden size", head.hidden_size, target.hidden_size),
