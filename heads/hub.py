@@ -1,4 +1,5 @@
-"""Head folders: config.json, model.safetensors and README.md, on disk or on the Hub.
+"""Head folders: config.json, model.safetensors, README.md and custom_generate/, on disk or on the
+Hub.
 
 Our own facts (format, target, tree, training) stand in one nested "draftheads" key of config.json;
 everything else there, and every tensor name, is what serving engines read.
@@ -25,6 +26,7 @@ from draftheads.heads.eagle import EagleHead
 from draftheads.heads.eagle3 import Eagle3Head
 from draftheads.heads.formats import WEIGHT_FILES, read_stored
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.remote_code import write_remote_code
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.shape import tree_from_json
 from draftheads.heads.snapshot import head_snapshot
@@ -76,6 +78,7 @@ def save_head(
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (staging / CARD).write_text(render_card(config) + "\n")
+        write_remote_code(staging)
     return Path(folder)
 
 
