@@ -5,12 +5,18 @@ the target wrote earlier.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from draftheads.scripts.options import TargetName, json_object
+from draftheads.scripts.options import (
+    TargetName,
+    TemplateArgs,
+    Tools,
+    json_object,
+    keep_or_drop,
+)
 
 
 def data_preview(
@@ -28,7 +34,8 @@ def data_preview(
     boundaries: Annotated[
         bool, typer.Option("--boundaries", help="put a | between tokens")
     ] = False,
-    template_args: Annotated[str, typer.Option(help="chat template variables, as JSON")] = "{}",
+    tools: Tools = "drop",
+    template_args: TemplateArgs = "{}",
 ) -> None:
     """Print what heads would learn from: documents with the target's tokens marked, and a summary.
 
@@ -38,6 +45,7 @@ def data_preview(
     from draftheads.train.data.answers import MANIFEST
     from draftheads.train.data.conversation import Renderer
     from draftheads.train.data.prompts import read_prompts
+    from draftheads.train.data.turns import check_tools, with_tools
 
     side = text_side(target, path)
     out = Console(highlight=False, soft_wrap=True)
@@ -47,7 +55,11 @@ def data_preview(
         show_answers(Path(path), side, pen, count, out)
     else:
         renderer = Renderer(side, json_object("--template-args", template_args))
-        show_prompts(read_prompts(path, limit=max(count, 1)), renderer, pen, out)
+        kept = keep_or_drop("--tools", tools)
+        prompts = read_prompts(path, limit=max(count, 1), tools=kept)
+        if any(with_tools(prompt.messages or ()) for prompt in prompts):
+            check_tools(side.tokenizer, renderer.template_args)
+        show_prompts(prompts, renderer, pen, out)
 
 
 def import_answers(
@@ -56,26 +68,32 @@ def import_answers(
     ],
     target: TargetName,
     out: Annotated[Path, typer.Option("--out", help="folder to write, a new one")],
-    tools: Annotated[str, typer.Option(help="tool calls and their results: keep or drop")] = "keep",
-    reasoning: Annotated[
-        str, typer.Option(help="<think> ... </think> in answers: keep or drop")
+    tools: Annotated[
+        str, typer.Option(help="tool calls (learned) and their results (context): keep or drop")
     ] = "keep",
-    template_args: Annotated[str, typer.Option(help="chat template variables, as JSON")] = "{}",
+    reasoning: Annotated[
+        str, typer.Option(help="<think> ... </think> in answers: keep (learned) or drop (removed)")
+    ] = "keep",
+    template_args: TemplateArgs = "{}",
 ) -> None:
     """Make a training set of conversations that the target wrote earlier, without asking it again.
 
-    Loads a tokenizer, no weights, so that the target wrote the answers is not checked.
+    Learned is what the assistant says: reasoning and calls of tools, unless dropped, and the end of
+    each answer. Loads a tokenizer, no weights, so that the target wrote it is not checked.
     """
     from draftheads.train.data.imports import import_answers as run
     from draftheads.train.data.prompts import read_conversations
     from draftheads.train.data.textside import TextSide
-    from draftheads.train.data.turns import check_tools
+    from draftheads.train.data.turns import check_tools, with_tools
 
     side = TextSide.load(target)
     arguments = json_object("--template-args", template_args)
-    keep_tools, keep_reasoning = _choice("--tools", tools), _choice("--reasoning", reasoning)
-    found = read_conversations(conversations, tools=keep_tools, reasoning=keep_reasoning)
-    if any(message["role"] == "tool" for messages in found for message in messages):
+    found = read_conversations(
+        conversations,
+        tools=keep_or_drop("--tools", tools),
+        reasoning=keep_or_drop("--reasoning", reasoning),
+    )
+    if any(with_tools(messages) for messages in found):
         check_tools(side.tokenizer, arguments)
     counts = run(side, found, out, template_args=arguments, source=conversations)
     print(
@@ -85,10 +103,3 @@ def import_answers(
     )
     for why, number in counts.reasons.most_common():
         print(f"  {number} {why}")
-
-
-def _choice(option: str, value: str) -> Literal["keep", "drop"]:
-    choices: dict[str, Literal["keep", "drop"]] = {"keep": "keep", "drop": "drop"}
-    if value not in choices:
-        raise ValueError(f"{option}: expected keep or drop, got {value!r}")
-    return choices[value]

@@ -15,35 +15,51 @@ from draftheads.scripts.options import (
     Seed,
     TargetName,
     Temperature,
+    TemplateArgs,
+    Tools,
     TopK,
     TopP,
     json_object,
+    keep_or_drop,
     load_target,
 )
 from draftheads.scripts.server_options import ApiKeyEnv, Concurrency, Server, ServerModel, connect
+
+Out = Annotated[Path, typer.Option(help="folder to write; an unfinished one is continued")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="tokens per answer")]
+BatchSize = Annotated[int, typer.Option(min=1, help="prompts answered together")]
+Limit = Annotated[int | None, typer.Option(min=1, help="use only the first N prompts")]
+Split = Annotated[str, typer.Option(help="split of a Hub data set")]
+Streaming = Annotated[
+    bool | None,
+    typer.Option(help="store nothing of a Hub data set, fetch what is read; default: with --limit"),
+]
+SkipEmpty = Annotated[bool, typer.Option("--skip-empty", help="pass over empty prompts")]
+MaxTurns = Annotated[int | None, typer.Option(min=1, help="user turns per conversation")]
+Reasoning = Annotated[
+    str,
+    typer.Option(help="<think> ... </think> of the target: keep (learned) or drop (context)"),
+]
 
 
 def distill(
     target: TargetName,
     prompts: Prompts,
-    out: Annotated[
-        Path, typer.Option("--out", help="folder to write; an unfinished one is continued")
-    ],
+    out: Out,
     temperature: Temperature = 0.3,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="prompts answered together")] = 32,
-    limit: Annotated[int | None, typer.Option(min=1, help="use only the first N prompts")] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    batch_size: BatchSize = 32,
+    limit: Limit = None,
     prompt_words: PromptWords = None,
-    split: Annotated[str, typer.Option(help="split of a Hub data set")] = "train",
-    skip_empty: Annotated[
-        bool, typer.Option("--skip-empty", help="pass over empty prompts")
-    ] = False,
-    max_turns: Annotated[
-        int | None, typer.Option(min=1, help="user turns per conversation")
-    ] = None,
-    template_args: Annotated[str, typer.Option(help="chat template variables, as JSON")] = "{}",
+    split: Split = "train",
+    streaming: Streaming = None,
+    skip_empty: SkipEmpty = False,
+    max_turns: MaxTurns = None,
+    tools: Tools = "drop",
+    reasoning: Reasoning = "keep",
+    template_args: TemplateArgs = "{}",
     server: Server = None,
     server_model: ServerModel = None,
     api_key_env: ApiKeyEnv = None,
@@ -52,10 +68,15 @@ def distill(
     device: Device = None,
     seed: Seed = 0,
 ) -> None:
-    """Let the target answer prompts; its own tokens become the training set."""
+    """Let the target answer prompts; its own tokens become the training set.
+
+    Learned is what the target writes, its thoughts too: with --reasoning drop they stay before the
+    answer as context (--template-args may switch them off instead). Tool calls and results of the
+    prompts are context as well: the target answers behind them.
+    """
     from draftheads.train.data.distill import DistillOptions
     from draftheads.train.data.distill import distill as run
-    from draftheads.train.data.prompts import read_prompts
+    from draftheads.train.data.prompts import Hub, read_prompts
 
     options = DistillOptions(
         out=out,
@@ -67,10 +88,13 @@ def distill(
         batch_size=batch_size,
         seed=seed,
         max_turns=max_turns,
+        reasoning=keep_or_drop("--reasoning", reasoning),
         template_args=json_object("--template-args", template_args),
     )
+    hub = Hub(split, streaming)
+    kept = keep_or_drop("--tools", tools)
     texts = read_prompts(
-        prompts, split=split, limit=limit, prompt_words=prompt_words, skip_empty=skip_empty
+        prompts, hub=hub, limit=limit, prompt_words=prompt_words, skip_empty=skip_empty, tools=kept
     )
     if server or server_model or api_key_env:
         run(connect(target, server, server_model, api_key_env, concurrency), texts, options)

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -40,6 +40,12 @@ IsTypical = Annotated[
     bool, typer.Option("--typical", help="Medusa's typical acceptance: faster, but LOSSY")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="of all draws")]
+Tools = Annotated[
+    str, typer.Option("--tools", help="tool calls and their results: keep (as context) or drop")
+]
+TemplateArgs = Annotated[
+    str, typer.Option("--template-args", help="chat template variables, as JSON")
+]
 
 
 def load_target(name: str, dtype: str, device: str | None, revision: str | None = None) -> Target:
@@ -83,6 +89,15 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{option}: expected a JSON object, got {text!r}")
     return value
+
+
+def keep_or_drop(option: str, value: str) -> Literal["keep", "drop"]:
+    """An option's value as one of the two. Raises ValueError when it is neither."""
+    if value == "keep":
+        return "keep"
+    if value == "drop":
+        return "drop"
+    raise ValueError(f"{option}: expected keep or drop, got {value!r}")
 
 
 def spread(arguments: list[str]) -> list[str]:

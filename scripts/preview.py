@@ -135,7 +135,7 @@ def _summary(summary: Summary, counts: Counts, pen: Pen) -> list[str]:
         f"{counts.failed:,} failed",
         f"tokens         {summary.tokens:,}, {learned / max(1, summary.tokens):.1%} learned",
         f"answers        {counts.turns:,}, {learned / max(1, counts.turns):.1f} tokens on average; "
-        f"{counts.cut / max(1, counts.done):.1%} of the documents cut by length",
+        f"{counts.cut / max(1, counts.documents):.1%} of the documents cut by length",
         f"most frequent  {frequent}",
         f"draft tokens   {coverage}{len(summary.learned):,} all (of what is learned here)",
         *(f"               {number:,} {why}" for why, number in counts.reasons.most_common()),

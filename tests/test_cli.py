@@ -154,6 +154,21 @@ def test_broken_line_of_a_prompt_file(run, target, tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+def test_template_that_cannot_show_tool_calls(run, target, tmp_path):
+    calls = [{"function": {"name": "add", "arguments": "{}"}}]
+    talk = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "content": "3"}]  # fmt: skip
+    source = prompt_file(tmp_path, json.dumps({"messages": talk}))
+    distill = ["distill", "--target", target, "--prompts", source, "--max-new-tokens", 4,
+               "--out", tmp_path / "data"]  # fmt: skip
+    for command in (distill, ["data-preview", source, "--target", target]):
+        failed(run(*command, "--tools", "keep"), "drops them", "leave them out with --tools drop")
+        failed(run(*command, "--tools", "some"), "--tools: expected keep or drop, got 'some'")
+    assert not (tmp_path / "data").exists()
+    failed(run(*distill, "--reasoning", "some"), "--reasoning: expected keep or drop, got 'some'")
+    assert run(*distill, "--tools", "drop")[0] == 0
+
+
 @pytest.mark.parametrize("command", ["distill", "bench"])
 def test_missing_prompt_file(run, target, tmp_path, command):
     questions(tmp_path)

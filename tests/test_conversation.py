@@ -1,8 +1,9 @@
-"""A later turn adds what the chat template puts between answers, and never rewrites an answer."""
+"""A later turn adds what the template puts between answers; each is learned as it was written."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_chat import (
@@ -11,14 +12,15 @@ from tiny_chat import (
     TEMPLATE,
     byte_tokenizer,
     llama,
-    prompts,
 )
 from tokenizers import processors
 from transformers import AutoTokenizer
 
 from draftheads.heads.target import Target
-from draftheads.train.data.conversation import REWRITTEN, Conversation, Renderer
+from draftheads.train.data.answers import documents_of
+from draftheads.train.data.conversation import ONLY_THOUGHTS, Conversation, Renderer
 from draftheads.train.data.prompts import Prompt
+from draftheads.train.data.textside import TextSide
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
@@ -47,16 +49,18 @@ def test_turns_stand_together_as_the_template_writes_them(target: Target) -> Non
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")
 @pytest.mark.parametrize(
-    ("template", "turns"),
+    ("template", "answer", "documents"),
     [
-        ("trl/qwen2_5", 2),
-        ("trl/qwen3", 2),
-        ("trl/qwen3_5_think", 1),
-        ("llama.cpp/Qwen-QwQ-32B", 1),
-        ("chujiezheng/chatml", 1),  # rendered raw it inserts blank lines
+        ("trl/qwen2_5", "Fine.", 1),
+        ("trl/qwen3", "Fine.", 1),
+        ("trl/qwen3", "<think>\nHm.\n</think>\n\nFine.", 2),
+        ("trl/qwen3_5_think", "Hm.\n</think>\n\nFine.", 2),
+        ("llama.cpp/Qwen-QwQ-32B", "Hm.\n</think>\n\nFine.", 2),
+        ("chujiezheng/chatml", "Fine.", 2),  # rendered raw it inserts blank lines
     ],
 )
-def test_real_templates(target: Target, template: str, turns: int) -> None:
+def test_real_templates(target: Target, template: str, answer: str, documents: int) -> None:
+    """The second answer stands behind what a chat sends."""
     tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizers/qwen2.5")
     tokenizer.chat_template = (DATA / f"chat-templates/{template}.jinja").read_text()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -65,33 +69,82 @@ def test_real_templates(target: Target, template: str, turns: int) -> None:
     messages = tuple({"role": "user", "content": content} for content in ("Hello.", "And now?"))
     conversation = Conversation(Prompt(0, messages=messages), Renderer(asking, {}), 10_000, None)
     while conversation.ask():
-        conversation.answer([*tokenizer("Fine.")["input_ids"], end])
-    record = conversation.record((end,))
-    assert record["turns"] == turns
-    if turns == 1:
-        assert record["stopped"] == REWRITTEN
-        return
-    answer = {"role": "assistant", "content": "Fine."}
-    whole = tokenizer.apply_chat_template(
-        [messages[0], answer, messages[1]], add_generation_prompt=True
-    )["input_ids"]
-    assert record["tokens"][: record["learn"][-1][0]] == whole
+        conversation.answer([*tokenizer(answer)["input_ids"], end])
+    record = conversation.record()
+    found = documents_of(record)
+    assert len(found) == documents and sum(document["turns"] for document in found) == 2
+    said = {"role": "assistant", "content": answer}
+    chat = [messages[0], said, messages[1]]
+    whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert found[-1]["tokens"][: found[-1]["learn"][-1][0]] == whole
 
 
-def test_answer_that_the_template_would_rewrite_stops_the_conversation(target: Target) -> None:
-    stripping = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
-    thinking = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")  # in the open turn only
-    for template, answer, kept in (
-        (stripping, "plain", True),
-        (stripping, "<think>hm</think>so", False),
-        (thinking, "plain", False),
-    ):
-        asking = Target(target.model, byte_tokenizer(template), name="t")
-        conversation = Conversation(prompts(1, turns=2)[0], Renderer(asking, {}), CONTEXT, None)
+STRIPPING = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
+OPENING = STRIPPING.replace("assistant\n", "assistant\n<think>")  # in the open turn only
+
+
+def told(template: str, *answers: str, **choices: Any) -> tuple[dict[str, Any], list[list[str]]]:
+    """The record of a conversation with these answers, and what is learned from each document,
+    with the text before it.
+    """
+    side = TextSide("t", byte_tokenizer(template), (END,))
+    messages = tuple({"role": "user", "content": f"Q{n}"} for n in range(len(answers)))
+    asking = Prompt(0, messages=messages)
+    conversation = Conversation(asking, Renderer(side, {}), 10_000, None, **choices)
+    for answer in answers:
         assert conversation.ask()
-        conversation.answer([*target.tokenizer(answer)["input_ids"], END])
-        assert conversation.ask() is kept
-        assert (conversation.outcome == {"stopped": REWRITTEN}) is not kept
+        conversation.answer([*side.tokenizer(answer)["input_ids"], END])
+    assert not conversation.ask() and not conversation.outcome
+    record = conversation.record()
+    texts = []
+    for document in documents_of(record):
+        at, pieces = 0, []
+        for start, stop in document["learn"]:
+            pieces += [document["tokens"][at:start], document["tokens"][start:stop]]
+            at = stop
+        assert at == len(document["tokens"])
+        texts.append([side.tokenizer.decode(piece).replace("<|im_end|>", "|") for piece in pieces])
+    short = {"<|im_start|>user\n": "U:", "<|im_start|>assistant\n": "A:", "|\n": "|"}
+    for old, new in short.items():
+        texts = [[text.replace(old, new) for text in document] for document in texts]
+    return record, texts
+
+
+def test_answer_behind_rewritten_turns_stands_in_a_document_of_its_own() -> None:
+    record, texts = told(STRIPPING, "a", "<think>hm</think>b", "c", "d", "<think>hm</think>e")
+    assert texts == [
+        ["U:Q0|A:", "a|", "\nU:Q1|A:", "<think>hm</think>b|"],
+        ["U:Q0|A:a|U:Q1|A:b|U:Q2|A:", "c|", "\nU:Q3|A:", "d|", "\nU:Q4|A:", "<think>hm</think>e|"],
+    ]
+    assert [document["turns"] for document in record["documents"]] == [2, 3]
+    assert set(record) == {"id", "documents"}
+    _, texts = told(OPENING, "hm</think>a", "hm</think>b", "c")
+    assert texts == [
+        ["U:Q0|A:<think>", "hm</think>a|"],
+        ["U:Q0|A:a|U:Q1|A:<think>", "hm</think>b|"],
+        ["U:Q0|A:a|U:Q1|A:b|U:Q2|A:<think>", "c|"],
+    ]
+
+
+def test_thoughts_are_learned_or_stay_as_context() -> None:
+    answers = ["<think>hm</think>a", "b</think>", "<think>endless"]
+    assert told(TEMPLATE, *answers)[1] == [
+        [
+            "U:Q0|A:",
+            "<think>hm</think>a|",
+            "\nU:Q1|A:",
+            "b</think>|",
+            "\nU:Q2|A:",
+            "<think>endless|",
+        ]
+    ]
+    record, texts = told(TEMPLATE, *answers, reasoning="drop")
+    assert texts == [["U:Q0|A:<think>hm</think>", "a|", "\nU:Q1|A:", "b</think>|"]]
+    assert record["turns"] == 2, "the answers that are learned"
+    _, texts = told(OPENING, "hm</think>a", "endless", reasoning="drop")
+    assert texts == [["U:Q0|A:<think>hm</think>", "a|"]]
+    record, _ = told(STRIPPING, "<think>endless", reasoning="drop")
+    assert record == {"id": 0, "skipped": ONLY_THOUGHTS}
 
 
 def test_without_chat_template_contents_are_joined_by_newlines() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny_chat import END, byte_tokenizer, llama, options, prompts
+from tiny_chat import END, TEMPLATE, byte_tokenizer, llama, options, prompts
 
 from draftheads.scripts.data_preview import data_preview, import_answers
 from draftheads.scripts.preview import Pen, Summary, show_answers
@@ -129,6 +129,21 @@ def test_prompts_are_shown_as_they_would_be_asked(
     assert "prompt 1:" in shown
     with pytest.raises(ValueError, match="expected --target to render prompts with"):
         data_preview(talks)
+
+
+def test_tool_calls_of_prompts_are_shown_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calling = TEMPLATE.replace("<|im_end|>", "{{ m['tool_calls'] or '' }}<|im_end|>", 1)
+    byte_tokenizer(calling).save_pretrained(tmp_path / "target")
+    call = {"name": "add", "arguments": {"a": 1}}
+    turns = [("human", "1 + 2?"), ("function_call", json.dumps(call)), ("observation", "3")]
+    record = {"conversations": [{"from": role, "value": value} for role, value in turns]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(record))
+    for tools in ("drop", "keep"):
+        data_preview(str(tmp_path / "p.jsonl"), target=str(tmp_path / "target"), tools=tools)
+        shown = capsys.readouterr().out
+        assert ("'name': 'add'" in shown and "tool\n3<|im_end|>" in shown) is (tools == "keep")
 
 
 def test_control_characters_do_not_reach_the_terminal(side: str) -> None:

@@ -216,5 +216,5 @@ def test_many_cut_answers_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         report = distill(endless, prompts(3), options(tmp_path / "o"))
     assert report.counts.cut == 3
-    assert "3 of 3 answers were cut at 12 tokens" in caplog.text
+    assert "3 of 3 documents were cut at 12 tokens" in caplog.text
     assert "raise --max-new-tokens" in caplog.text

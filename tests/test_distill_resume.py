@@ -197,5 +197,6 @@ def test_damaged_answers_are_refused(whole: Path, tmp_path: Path) -> None:
 
 def test_missing_answer_file_is_noticed(whole: Path, tmp_path: Path) -> None:
     shutil.copy(whole / "manifest.json", tmp_path)
-    with pytest.raises(ValueError, match="expected 14 answers, got 0; an answer file is missing"):
+    complaint = "expected 14 answered prompts, got 0; an answer file is missing"
+    with pytest.raises(ValueError, match=complaint):
         list(read_answers(tmp_path))

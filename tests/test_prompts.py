@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from draftheads.train.data.prompts import Prompt, read_prompts
+from draftheads.train.data.prompts import Hub, Prompt, read_prompts
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")
@@ -125,10 +125,14 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert len(read_prompts("owner/name:main", split="test", limit=1)) == 1
+    assert len(read_prompts("owner/name:main", hub=Hub("test"), limit=1)) == 1
     assert len(read_prompts("owner/name")) == 2
+    assert len(read_prompts("owner/name", hub=Hub(streaming=True))) == 2
+    assert len(read_prompts("owner/name", hub=Hub(streaming=False), limit=1)) == 1
     assert calls == [
         (("owner/name", "main"), {"split": "test", "streaming": True}),
+        (("owner/name", None), {"split": "train", "streaming": False}),
+        (("owner/name", None), {"split": "train", "streaming": True}),
         (("owner/name", None), {"split": "train", "streaming": False}),
     ]
 

@@ -133,7 +133,7 @@ def test_template_is_asked_whether_it_shows_tools(
     if complaint is None:
         check_tools(tokenizer, {})
         return
-    with pytest.raises(ValueError, match=f"{complaint}.*; leave them out with tools=drop"):
+    with pytest.raises(ValueError, match=f"{complaint}.*; leave them out with --tools drop"):
         check_tools(tokenizer, {})
 
 

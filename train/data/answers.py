@@ -6,9 +6,11 @@
 A line is one of
     {"id": 7, "tokens": [...], "learn": [[start, end), ...], "turns": 2, "finish": "eos" | "length"}
     {"id": 8, "skipped": reason}        {"id": 9, "failed": reason}
+or, where a chat template rewrites earlier turns, of several documents
+    {"id": 10, "documents": [{"tokens", "learn", "turns", "finish"}, ...]}
 `learn` spans what the target wrote, its end token included; position 0 is never in it. `finish`
-is how the last answer ended; "stopped" is added when later turns could not be asked, and says
-why; "retokenized" counts answers that a server gave as text alone.
+is how the document's last answer ended; "stopped" is added when later turns could not be asked, and
+says why; "retokenized" counts answers that a server gave as text alone.
 
 A batch counts only when all of its lines are there: what a killed process left behind it is
 ignored by readers and cut off by the next run.
@@ -36,7 +38,9 @@ logger = logging.getLogger("draftheads")
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids of one conversation and the half-open spans of them that the target wrote."""
+    """Token ids of one document and the half-open spans of them that are learned: what the target
+    wrote. A conversation is one, or several where its chat template rewrites earlier turns.
+    """
 
     tokens: list[int]
     learn: list[tuple[int, int]]
@@ -44,11 +48,13 @@ class Answer:
 
 @dataclass
 class Counts:
-    """What a folder holds. learned_tokens: the target's; cut: last answer ended by length;
-    retokenized: answers whose ids were made from text.
+    """What a folder holds. done: prompts answered, in so many documents; learned_tokens: the
+    target's; turns: answers; cut: documents whose last answer ended by length; retokenized: answers
+    whose ids were made from text.
     """
 
     done: int = 0
+    documents: int = 0
     skipped: int = 0
     failed: int = 0
     tokens: int = 0
@@ -69,16 +75,25 @@ class Counts:
         for kind in ("skipped", "failed", "stopped"):
             if kind in record:
                 self.reasons[f"{kind}: {record[kind]}"] += 1
-        if "tokens" not in record:
+        documents = documents_of(record)
+        if not documents:
             self.skipped += "skipped" in record
             self.failed += "failed" in record
             return
         self.done += 1
-        self.tokens += len(record["tokens"])
-        self.learned_tokens += sum(end - start for start, end in record["learn"])
-        self.turns += record["turns"]
-        self.cut += record["finish"] == "length"
+        self.documents += len(documents)
         self.retokenized += record.get("retokenized", 0)
+        for document in documents:
+            self.tokens += len(document["tokens"])
+            self.learned_tokens += sum(end - start for start, end in document["learn"])
+            self.turns += document["turns"]
+            self.cut += document["finish"] == "length"
+
+
+def documents_of(record: Record) -> list[Record]:
+    """Of a line: the line itself where it is one, none where nothing was answered."""
+    documents: list[Record] = record.get("documents", [record] if "tokens" in record else [])
+    return documents
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -121,13 +136,14 @@ def _answers(folder: Path, manifest: dict[str, Any]) -> Iterator[Answer]:
     streams = [_lines(path, manifest) for path in journals(folder)]
     found = 0
     for record in heapq.merge(*streams, key=lambda record: record["id"]):
-        if "tokens" in record:
-            found += 1
-            yield Answer(record["tokens"], [(start, end) for start, end in record["learn"]])
+        documents = documents_of(record)
+        found += bool(documents)
+        for document in documents:
+            yield Answer(document["tokens"], [(start, end) for start, end in document["learn"]])
     if manifest["complete"] and found != manifest["counts"]["done"]:
         raise ValueError(
-            f"{folder}: expected {manifest['counts']['done']} answers, got {found}; an answer file "
-            "is missing or cut: copy it again, or distill again to fill the gap"
+            f"{folder}: expected {manifest['counts']['done']} answered prompts, got {found}; an "
+            "answer file is missing or cut: copy it again, or distill again to fill the gap"
         )
 
 

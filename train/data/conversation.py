@@ -3,8 +3,9 @@
 The target's answers stay the ids it produced. What a later turn adds is only the text that the
 chat template puts between the answer and the next generation prompt; it is found by rendering the
 conversation with a sentinel in the answer's place. A template that rewrites earlier turns (drops
-their thinking, or inserts an empty thinking block) leaves no such text: the conversation then
-stops after the turn.
+their thinking, or inserts an empty thinking block) leaves no such text. The document is then
+closed, and the next answer stands in one of its own, behind the history as the template renders it
+now: what the target sees in a chat. Every answer is learned once, where it was written.
 
 Calls of tools and their results, where a prompt has them, are the source's and not learned; the
 target is asked behind the last result.
@@ -12,14 +13,16 @@ target is asked behind the last result.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2.exceptions import TemplateError
 
 from draftheads.infer.text import REPLACEMENT
 from draftheads.train.data.prompts import Prompt
+from draftheads.train.data.written import CLOSE, OPEN
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
@@ -28,9 +31,10 @@ if TYPE_CHECKING:
 
 SENTINEL = "DRAFTHEADS-ANSWER-STANDS-HERE"
 TOO_LONG = "prompt does not fit into the target's context"
-REWRITTEN = "chat template rewrites earlier turns"
+ONLY_THOUGHTS = "answers are thoughts alone, which are not learned"
 LOSSY = "answer's text does not come back from its tokens"
 Turn = list[dict[str, Any]]
+Record = dict[str, Any]
 
 
 class Renderer:
@@ -60,22 +64,41 @@ class Renderer:
         closed = bare and ids[:-1][-len(bare) :] == bare and ids[-1] in self.eos_ids
         return ids[:-1] if closed else ids  # some tokenizers put an end token behind each text
 
-    def between(self, turns: Sequence[Turn], answers: Sequence[list[int]]) -> list[int] | None:
+    def between(
+        self, turns: Sequence[Turn], answers: Sequence[list[int]], first: int
+    ) -> list[int] | None:
         """Token ids between the last answer and the next; None if the template rewrites turns.
 
-        turns: one more than answers. The end-of-turn text is left out where the target already
-        wrote it.
+        turns: one more than answers. first: the answers before this one are history already. The
+        end-of-turn text is left out where the target already wrote it.
         """
-        stand_ins = [SENTINEL] * len(answers)
+        texts = self._texts(answers)
+        stand_ins = [*texts[:first], *[SENTINEL] * (len(answers) - first)]
         before = self._render(turns[:-1], stand_ins[:-1])
         whole = self._render(turns, stand_ins)
         rest = whole[len(before) :].lstrip()
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in answers]
         rendered = self._render(turns, texts)
-        kept = all(text in rendered for text in texts)
+        kept = all(text.strip() in rendered for text in texts[first:])
         if not (kept and whole.startswith(before) and rest.startswith(SENTINEL)):
             return None
         return self._after(rest.removeprefix(SENTINEL), answers[-1][-1])
+
+    def history(self, turns: Sequence[Turn], answers: Sequence[list[int]]) -> list[int]:
+        """Token ids of the conversation as the template renders it now, ready for the next answer:
+        what a chat sends. turns: one more than answers.
+        """
+        return self._encode(self._render(turns, self._texts(answers)))
+
+    def thought(self, ids: list[int], before: Sequence[int]) -> int:
+        """How many of an answer's first ids are a thought, its </think> included; all of them when
+        it does not end. before: ids that the answer stands behind; they may open the thought.
+        """
+        opened = self._decode(list(before[-16:])).rstrip().endswith(OPEN)
+        text = self._decode(ids)
+        if not (opened or text.lstrip().startswith(OPEN)):
+            return 0
+        lengths = range(len(ids))
+        return bisect_left(lengths, True, key=lambda length: CLOSE in self._decode(ids[:length]))
 
     def written(self, text: str, before: Sequence[int]) -> list[int] | None:
         """Token ids of an answer's text behind the ids `before`; None if none decode to just this
@@ -94,6 +117,9 @@ class Renderer:
             if self._decode(tail + ids) == start + text:
                 return ids
         return None
+
+    def _texts(self, answers: Sequence[list[int]]) -> list[str]:
+        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -137,70 +163,112 @@ class Renderer:
 
 
 class Conversation:
-    """A prompt, its answers so far, and why it ended. retokenized: answers known as text alone."""
+    """A prompt, its answers so far, and why it ended.
 
-    def __init__(self, prompt: Prompt, renderer: Renderer, context: int, max_turns: int | None):
+    tokens: of the document that is open, what the target sees when it is asked. answered: answers
+    so far. retokenized: of them, those known as text alone. reasoning: "keep" learns the thoughts
+    that open answers, "drop" leaves them where the target wrote them, as context for what follows.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        renderer: Renderer,
+        context: int,
+        max_turns: int | None,
+        reasoning: Literal["keep", "drop"] = "keep",
+    ) -> None:
         self.prompt = prompt
         self.tokens: list[int] = []
-        self.learn: list[tuple[int, int]] = []
         self.outcome: dict[str, str] = {}
         self.retokenized = 0
         self._renderer = renderer
         self._context = context
         self._turns = _turns(prompt)[:max_turns]
+        self._reasoning = reasoning
+        self._answers: list[list[int]] = []
+        self._learn: list[tuple[int, int]] = []
+        self._first = 0  # answer in the open document; those before it stand there as history
+        self._closed: list[Record] = []
+
+    @property
+    def answered(self) -> int:
+        """Answers so far."""
+        return len(self._answers)
 
     def ask(self) -> bool:
-        """Put the next question behind the tokens; False when none is left or it cannot be."""
-        if self.outcome or len(self.learn) == len(self._turns):
+        """Put the next question behind the tokens, or open a document that asks it; False when none
+        is left or it cannot be.
+        """
+        if self.outcome or self.answered == len(self._turns):
             return False
         try:
-            ids = self._next_ids()
+            tokens, first = self._asked()
         except (
             TemplateError
         ) as error:  # templates refuse roles they do not know; other prompts are fine
             self.end("skipped", f"chat template refuses the messages: {error}")
             return False
-        if ids is None:
-            self.end("skipped", REWRITTEN)
-        elif not ids and not self.tokens:
+        if not tokens:
             self.end("skipped", "prompt has no tokens")
-        elif len(self.tokens) + len(ids) + 1 > self._context:
+        elif len(tokens) + 1 > self._context:
             self.end("skipped", TOO_LONG)
         else:
-            self.tokens += ids
+            if first != self._first:
+                self._closed += self._open()
+                self._learn, self._first = [], first
+            self.tokens = tokens
         return not self.outcome
 
     def answer(self, ids: list[int]) -> None:
         """Put the target's answer, at least one token, behind the question."""
         assert ids and self.tokens, "an answer has a token and position 0 is never learned"
-        self.learn.append((len(self.tokens), len(self.tokens) + len(ids)))
+        dropped = self._reasoning == "drop"
+        thought = self._renderer.thought(ids, self.tokens) if dropped else 0
+        if thought < len(ids):
+            self._learn.append((len(self.tokens) + thought, len(self.tokens) + len(ids)))
         self.tokens += ids
+        self._answers.append(ids)
 
     def end(self, kind: str, reason: str) -> None:
         """Ask nothing more. kind: "skipped" or "failed"; "stopped" once there is an answer."""
-        self.outcome = {"stopped" if self.learn else kind: reason}
+        self.outcome = {"stopped" if self._answers else kind: reason}
 
-    def record(self, eos_ids: Sequence[int]) -> dict[str, Any]:
+    def record(self) -> Record:
         """The line that is stored."""
-        if not self.learn:
-            return {"id": self.prompt.index, **self.outcome}
-        tokens = self.tokens[: self.learn[-1][1]]  # a question without its answer teaches nothing
+        documents = [*self._closed, *self._open()]
+        if not documents:
+            outcome = {"skipped": ONLY_THOUGHTS} if self._answers else self.outcome
+            return {"id": self.prompt.index, **outcome}
         return {
             "id": self.prompt.index,
-            "tokens": tokens,
-            "learn": [list(span) for span in self.learn],
-            "turns": len(self.learn),
-            "finish": "eos" if tokens[-1] in eos_ids else "length",
+            **(documents[0] if len(documents) == 1 else {"documents": documents}),
             **({"retokenized": self.retokenized} if self.retokenized else {}),
             **self.outcome,
         }
 
-    def _next_ids(self) -> list[int] | None:
-        asked = len(self.learn)
-        if not asked:
-            return self._renderer.opening(self.prompt, self._turns[0])
-        answers = [self.tokens[start:end] for start, end in self.learn]
-        return self._renderer.between(self._turns[: asked + 1], answers)
+    def _asked(self) -> tuple[list[int], int]:
+        """What the target is to see, and the first answer that stands there as it was written."""
+        turns = self._turns[: self.answered + 1]
+        if not self._answers:
+            return self._renderer.opening(self.prompt, turns[0]), 0
+        ids = self._renderer.between(turns, self._answers, self._first)
+        if ids is None:
+            return self._renderer.history(turns, self._answers), self.answered
+        return self.tokens + ids, self._first
+
+    def _open(self) -> list[Record]:
+        """The open document, if it has something to learn."""
+        if not self._learn:
+            return []
+        tokens = self.tokens[: self._learn[-1][1]]  # a question without its answer teaches nothing
+        document = {
+            "tokens": tokens,
+            "learn": [list(span) for span in self._learn],
+            "turns": len(self._learn),
+            "finish": "eos" if tokens[-1] in self._renderer.eos_ids else "length",
+        }
+        return [document]
 
 
 def _turns(prompt: Prompt) -> list[Turn]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 from tqdm import tqdm
@@ -35,6 +35,7 @@ from draftheads.train.data.conversation import Conversation, Renderer
 from draftheads.train.data.generate import Answerer, LocalAnswerer, Sampling
 from draftheads.train.data.manifest import describe, refuse_other
 from draftheads.train.data.prompts import Prompt
+from draftheads.train.data.turns import check_tools, with_tools
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
@@ -59,6 +60,11 @@ class DistillOptions(Sampling):
     template_args: dict[str, Any] = Field(
         default_factory=dict, description='chat template variables, e.g. {"enable_thinking": false}'
     )
+    reasoning: Literal["keep", "drop"] = Field(
+        "keep",
+        description="thoughts, <think> ... </think>, that open the target's answers: learned, or "
+        "kept where they are as context alone",
+    )
     source: str = Field("", description="where the prompts came from; for the manifest")
 
 
@@ -82,6 +88,9 @@ class DistillReport:
             f"{counts.learned_tokens} tokens to learn in {counts.turns} answers, {mean:.1f} on "
             f"average; {counts.cut} cut by length; {self.seconds:.1f} s",
         ]
+        if counts.documents > counts.done:
+            why = "as the chat template rewrites earlier turns"
+            lines.append(f"{counts.done} conversations became {counts.documents} documents, {why}")
         if counts.retokenized:
             lines.append(f"{counts.retokenized} answers came as text and were tokenised here")
         return "\n".join(lines + [f"  {number} {why}" for why, number in counts.reasons.items()])
@@ -92,14 +101,18 @@ def distill(
 ) -> DistillReport:
     """Let the target answer the prompts and store its tokens in `options.out`, or go on with it.
 
-    target: in this process, or a `ServedTarget`. Raises ValueError when the folder belongs to other
-    options or cannot be written, OSError when a server goes away. After these and a
-    KeyboardInterrupt everything answered so far is kept.
+    Learned is what the target writes, thoughts included unless `options.reasoning` says otherwise;
+    tool calls and results of the prompts are context. target: in this process, or a
+    `ServedTarget`. Raises ValueError when the folder belongs to other options or cannot be written,
+    and for prompts with tool calls that the chat template does not show; OSError when a server goes
+    away. After these and a KeyboardInterrupt everything answered so far is kept.
     """
     started = time.monotonic()
     rank, world = _place()
     answerer = target if isinstance(target, Answerer) else LocalAnswerer(target)
     renderer = Renderer(answerer, options.template_args)
+    if any(with_tools(prompt.messages or ()) for prompt in prompts):
+        check_tools(renderer.tokenizer, options.template_args)
     manifest = describe(answerer.origin(), prompts, options)
     journal = _open(options.out, manifest, rank, world)
     work = _Work(answerer, renderer, prompts, options)
@@ -125,8 +138,9 @@ class _Work:
 
     def batch(self, number: int) -> list[Conversation]:
         size = self.options.batch_size
+        choices = self.options.max_turns, self.options.reasoning
         return [
-            Conversation(prompt, self.renderer, self.answerer.context, self.options.max_turns)
+            Conversation(prompt, self.renderer, self.answerer.context, *choices)
             for prompt in self.prompts[number * size : (number + 1) * size]
         ]
 
@@ -145,12 +159,12 @@ def _answer_missing(
     lost: list[int] = []
     with _Progress(sum(sizes.values()), done, rank, world) as progress, closing(answers):
         for conversations, error in answers:
-            answered = any(row.learn for row in conversations)
+            answered = any(row.answered for row in conversations)
             lost = [] if answered or error is None else [*lost, journal.tell()]
             if error is not None and len(lost) == MAX_LOST_BATCHES:
                 journal.cut(lost[0])  # what broke is not these prompts: ask them again next time
                 raise error
-            records = [row.record(work.answerer.eos_ids) for row in conversations]
+            records = [row.record() for row in conversations]
             journal.append(records)
             progress.add(records)
 
@@ -226,11 +240,11 @@ def _finish(out: Path, manifest: dict[str, Any]) -> tuple[Counts, bool]:
 
 def _warn(report: DistillReport, options: DistillOptions) -> None:
     counts = report.counts
-    if counts.cut > MANY_CUT * max(1, counts.done):
+    if counts.cut > MANY_CUT * max(1, counts.documents):
         logger.warning(
-            "%d of %d answers were cut at %d tokens or at the context's end and teach no ending; "
+            "%d of %d documents were cut at %d tokens or at the context's end and teach no ending; "
             "raise --max-new-tokens (and use another --out)",
-            *(counts.cut, counts.done, options.max_new_tokens),
+            *(counts.cut, counts.documents, options.max_new_tokens),
         )
     if report.complete and not counts.done:
         logger.warning("no prompt was answered; the reasons are listed above")

@@ -16,6 +16,9 @@ from draftheads.train.data.prompts import Prompt
 if TYPE_CHECKING:
     from draftheads.train.data.distill import DistillOptions
 
+BEFORE = {"reasoning": "keep"}
+"""What folders that do not record these options were made with."""
+
 
 def describe(
     origin: dict[str, Any], prompts: Sequence[Prompt], options: DistillOptions
@@ -33,6 +36,7 @@ def describe(
         digest.update(json.dumps([prompt.messages, prompt.text]).encode() + b"\n")
     packages = ("draftheads", "torch", "transformers", "tokenizers")
     sampling = {"temperature", "top_p", "top_k", "max_new_tokens", "max_turns", "template_args"}
+    sampling |= set(BEFORE)
     return {
         "format": FORMAT,
         "target": origin,
@@ -56,7 +60,8 @@ def refuse_other(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     was_by, now_by = _answered_by(old["target"]), _answered_by(new["target"])
     pairs = [("answers come from", was_by, now_by)]
     pairs += [(key, old[key], new[key]) for key in ("seed", "batch_size")]
-    pairs += [(key, old["sampling"].get(key), value) for key, value in new["sampling"].items()]
+    was = BEFORE | old["sampling"]
+    pairs += [(key, was.get(key), value) for key, value in new["sampling"].items()]
     if was_by == now_by:
         pairs += _differing(old, new, "target", ("fingerprint", "dtype"))
     pairs += _differing(old, new, "prompts", ("count", "sha256"))

@@ -2,6 +2,9 @@
 
 Files: .json (a list, or {"data": [...]}), .jsonl, .jsonl.gz, .parquet, plain .txt and .md. Each
 record comes with the words that name its place in an error message: "prompts.jsonl line 17".
+
+Nothing is read ahead of the records that are taken, so that the first of many gigabytes cost
+little; but a .json list, and plain text up to its first blank line, are read as a whole.
 """
 
 from __future__ import annotations
@@ -11,14 +14,29 @@ import gzip
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PARQUET_ROWS = 1024
+"""Read together."""
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".parquet", ".txt", ".md")
 
 
+@dataclass(frozen=True)
+class Hub:
+    """How a Hub data set is read.
+
+    streaming: record by record as they are taken, nothing is stored; None: where a limit says that
+    not all of it is needed.
+    """
+
+    split: str = "train"
+    streaming: bool | None = None
+
+
 def records(
-    source: str | Path, split: str, limit: int | None, by_line: bool
+    source: str | Path, hub: Hub, limit: int | None, by_line: bool
 ) -> Iterator[tuple[str, Any]]:
     """Yield (place, record) for each record of a file, a folder or a Hub data set.
 
@@ -38,7 +56,9 @@ def records(
     elif path.is_file():
         yield from _file_records(path, by_line)
     elif isinstance(source, str) and _looks_like_hub_id(source):
-        yield from _hub_records(source, split, streaming=limit is not None)
+        limited = limit is not None
+        streaming = limited if hub.streaming is None else hub.streaming
+        yield from _hub_records(source, hub.split, streaming=streaming)
     else:
         raise ValueError(_missing(path))
 
@@ -86,14 +106,15 @@ def _load_json(where: str, text: bytes) -> Any:
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    text = path.read_bytes()
-    first, _, rest = text.strip().partition(b"\n")
-    if first.startswith(b"{") and first.rstrip().endswith(b"}") and rest:
+    with path.open("rb") as lines:
+        filled = filter(None, map(bytes.strip, lines))
+        first, more = next(filled, b""), any(filled)
+    if first.startswith(b"{") and first.endswith(b"}") and more:
         yield from _json_lines(
             path
         )  # JSON lines under the name .json, as many Hub data sets have them
         return
-    loaded = _load_json(str(path), text)
+    loaded = _load_json(str(path), path.read_bytes())
     data = loaded.get("data") if isinstance(loaded, dict) else loaded
     if not isinstance(data, list):
         raise ValueError(
@@ -109,22 +130,39 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
 
     number = 0
     with pyarrow.parquet.ParquetFile(path) as table:
-        for batch in table.iter_batches():
+        for batch in table.iter_batches(PARQUET_ROWS):
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path} record {number}", record
 
 
 def _text_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
+    lines = _text_lines(path)
+    texts = filter(str.strip, lines) if by_line else _paragraphs(lines)
+    for number, text in enumerate(texts, start=1):
+        yield f"{path} prompt {number}", {"text": text.strip()}
+
+
+def _text_lines(path: Path) -> Iterator[str]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as lines:
+            yield from lines
     except UnicodeDecodeError as error:  # it does not know which file it is in
         raise ValueError(f"{path}: expected UTF-8 text, got {error}; convert the file") from error
-    paragraphs = re.split(r"\n\s*\n", text)
-    if by_line or len(paragraphs) == 1:
-        paragraphs = text.split("\n")
-    for number, paragraph in enumerate(filter(str.strip, paragraphs), start=1):
-        yield f"{path} prompt {number}", {"text": paragraph.strip()}
+
+
+def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
+    """What stands between blank lines; without any, each line."""
+    paragraph: list[str] = []
+    parted = False
+    for line in lines:
+        if line.strip():
+            paragraph.append(line)
+        elif paragraph:
+            parted = True
+            yield "".join(paragraph)
+            paragraph = []
+    yield from ["".join(paragraph)] if parted and paragraph else paragraph
 
 
 def _looks_like_hub_id(source: str) -> bool:

@@ -31,12 +31,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftheads.train.data.prompt_files import describe, records
+from draftheads.train.data.prompt_files import Hub, describe, records
 from draftheads.train.data.turns import EmptyPromptError, Messages, Reading, as_text, read_turns
 
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text")
 
-__all__ = ["EmptyPromptError", "Messages", "Prompt", "read_conversations", "read_prompts"]
+AS_USUAL = Hub()
+
+__all__ = ["EmptyPromptError", "Hub", "Messages", "Prompt", "read_conversations", "read_prompts"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Prompt:
 def read_prompts(
     source: str | Path,
     *,
-    split: str = "train",
+    hub: Hub = AS_USUAL,
     limit: int | None = None,
     prompt_words: int | None = None,
     skip_empty: bool = False,
@@ -64,15 +66,15 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read the prompts of a file, a folder or a Hub data set.
 
-    split: of a Hub data set. limit: stop after this many prompts. prompt_words: cut plain text to
+    hub: how a data set of the Hub is read. limit: read no further than this many prompts.
+    prompt_words: cut plain text to
     its first words. skip_empty: leave out records without a question. tools: what becomes of tool
-    calls and their results; before keeping them see that the target's chat template can, with
-    `draftheads.train.data.turns.check_tools`. Raises ValueError, naming the record.
+    calls and their results. Raises ValueError, naming the record.
     """
     for name, value in (("limit", limit), ("prompt_words", prompt_words)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
-    rows = records(source, split, limit, prompt_words is not None)
+    rows = records(source, hub, limit, prompt_words is not None)
     found = _parsed(rows, Reading(tools=tools), skip_empty)
     prompts = []
     for index, (where, messages, text) in enumerate(itertools.islice(found, limit)):
@@ -89,18 +91,18 @@ def read_prompts(
 def read_conversations(
     source: str | Path,
     *,
-    split: str = "train",
+    hub: Hub = AS_USUAL,
     limit: int | None = None,
     tools: Literal["keep", "drop"] = "keep",
     reasoning: Literal["keep", "drop"] = "keep",
 ) -> list[Messages]:
     """Read conversations with the answers they hold, those without any left out.
 
-    split, limit, tools: as in `read_prompts`. reasoning: what becomes of <think> ... </think> in
+    hub, limit, tools: as in `read_prompts`. reasoning: what becomes of <think> ... </think> in
     answers. Raises ValueError, naming the record, also where it is plain text.
     """
     reading = Reading(tools=tools, reasoning=reasoning, answers=True)
-    found = _parsed(records(source, split, limit, by_line=False), reading, skip_empty=True)
+    found = _parsed(records(source, hub, limit, by_line=False), reading, skip_empty=True)
     conversations = []
     for where, messages, _ in itertools.islice(found, limit):
         if messages is None:

@@ -114,7 +114,7 @@ class ServedTarget(Answerer):
             return row.ask()
 
     def _request(self, row: Conversation, sampling: Sampling, seed: int) -> Json:
-        drawn = hashlib.sha256(f"{seed}/{row.prompt.index}/{len(row.learn)}".encode()).digest()
+        drawn = hashlib.sha256(f"{seed}/{row.prompt.index}/{row.answered}".encode()).digest()
         return {
             "prompt": row.tokens,
             "max_tokens": min(sampling.max_new_tokens, self.context - len(row.tokens)),

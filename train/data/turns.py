@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,6 +78,11 @@ def as_text(where: str, value: Any) -> str:
     return value
 
 
+def with_tools(messages: Sequence[Message]) -> bool:
+    """Whether a conversation has tool calls or their results."""
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+
+
 def check_tools(tokenizer: Any, template_args: dict[str, Any]) -> None:
     """Raises ValueError for a chat template that does not show tool calls and their results."""
     call = {"name": "look_up", "arguments": {"word": "heron"}}
@@ -95,8 +101,8 @@ def check_tools(tokenizer: Any, template_args: dict[str, Any]) -> None:
     if not (shown and "look_up" in shown and "A bird." in shown):
         problem = problem if tokenizer.chat_template else "is missing"
         raise ValueError(
-            f"tools: expected a chat template that shows tool calls and results, the one of "
-            f"{tokenizer.name_or_path} {problem}; leave them out with tools=drop"
+            f"--tools: expected a chat template that shows tool calls and results, the one of "
+            f"{tokenizer.name_or_path} {problem}; leave them out with --tools drop"
         )
 
 
