@@ -25,6 +25,7 @@ from draftheads.train.data.answers import (
 )
 from draftheads.train.data.answers import count as counted
 from draftheads.train.data.conversation import Conversation, Renderer
+from draftheads.train.data.prompt_files import check_source
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.textside import TextSide
 
@@ -160,6 +161,7 @@ def text_side(target: str | None, folder: str) -> TextSide:
     if target:
         return TextSide.load(target)
     if not (Path(folder) / MANIFEST).is_file():
+        check_source(folder)
         raise ValueError(
             f"{folder}: expected --target to render prompts with, got none; pass the target's "
             "folder or Hub id, or give a folder that `draftheads distill` wrote"

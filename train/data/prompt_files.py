@@ -43,6 +43,7 @@ def records(
     by_line: plain text gives one record per line, else one per paragraph. limit: only a hint that
     not all of a Hub data set is needed.
     """
+    check_source(source)
     path = Path(source).expanduser()
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if _is_prompt_file(file)]
@@ -55,11 +56,17 @@ def records(
             yield from _file_records(file, by_line)
     elif path.is_file():
         yield from _file_records(path, by_line)
-    elif isinstance(source, str) and _looks_like_hub_id(source):
+    else:
         limited = limit is not None
         streaming = limited if hub.streaming is None else hub.streaming
-        yield from _hub_records(source, hub.split, streaming=streaming)
-    else:
+        yield from _hub_records(str(source), hub.split, streaming=streaming)
+
+
+def check_source(source: str | Path) -> None:
+    """Raises ValueError for what is no file, no folder, and cannot be the name of a data set."""
+    path = Path(source).expanduser()
+    named = isinstance(source, str) and _looks_like_hub_id(source)
+    if not (path.is_dir() or path.is_file() or named):
         raise ValueError(_missing(path))
 
 
