@@ -122,6 +122,15 @@ def test_a_missing_file_names_near_ones(path):
         load_recipe(path.with_name("recipes.yaml"))
 
 
+def test_near_files_are_recipes(path):
+    """Launch configurations and the settings of tools are YAML too."""
+    path.with_name("recipe-ddp.yaml").write_text("num_processes: 2\n")
+    path.with_name(".recip.yaml").write_text("target: x\n")
+    with pytest.raises(FileNotFoundError) as caught:
+        load_recipe(path.with_name("recip.yaml"))
+    assert str(caught.value).endswith(f"did you mean {path}?")
+
+
 def test_a_file_that_is_not_yaml_is_one_line(path):
     path.write_text("target: [a\nrun: {\n")
     assert "not YAML" in error(path)

@@ -261,9 +261,9 @@ def _known_keys(model: type[BaseModel], head: type[Section], prefix: str = "") -
 
 
 def _near_files(path: Path) -> str:
-    found = [
-        str(near) for folder in {path.parent, Path("recipes")} for near in folder.glob("*.yaml")
-    ]
+    files = [*path.parent.glob("[!.]*.yaml"), *Path("recipes").glob("*.yaml")]
+    texts = {str(file): file.read_text(errors="replace") for file in files}
+    found = [name for name, text in texts.items() if "\ntarget:" in f"\n{text}"]
     near = difflib.get_close_matches(str(path), found, n=2, cutoff=0.5)
     names = near or sorted(found)[:5]
     return f"did you mean {' or '.join(names)}?" if names else "give the path of a YAML recipe"
