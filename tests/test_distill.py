@@ -174,6 +174,9 @@ def test_messages_that_the_template_refuses_are_skipped_with_its_reason(tmp_path
     report = distill(target, asked, options(tmp_path / "o"))
     assert (report.counts.done, report.counts.skipped) == (1, 1)
     assert [reason.split(": ")[-1] for reason in report.counts.reasons] == ["no system"]
+    target = llama(template="{% for tool in tools %}{{ tool }}{% endfor %}" + TEMPLATE)
+    report = distill(target, prompts(3), options(tmp_path / "p"))  # the third one is plain text
+    assert (report.counts.done, report.counts.skipped) == (1, 2)
 
 
 # ---------------------------------------------------------------- errors while generating

@@ -148,9 +148,12 @@ class Renderer:
                 messages.append({"role": "assistant", "content": answer})
         if not self.tokenizer.chat_template:
             return self._join(messages)
-        rendered: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.template_args
-        )
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self.template_args
+            )
+        except TypeError as error:  # raised by templates that loop over the tools they expect
+            raise TemplateError(str(error)) from error
         return rendered
 
     def _encode(self, text: str) -> list[int]:
