@@ -35,7 +35,7 @@ from draftheads.heads.unroll import step_weights, unroll
 @dataclass(frozen=True)
 class EagleDesign:
     """What an EAGLE-1 head is, without its weights. vocab_size: of the target. window: positions
-    that a layer sees, None: all. fc_bias: published heads may have one, ours have none.
+    that a layer sees, None: all.
     """
 
     shape: LayerShape
@@ -43,7 +43,17 @@ class EagleDesign:
     vocab_size: int
     layers: int = 1
     window: int | None = None
-    fc_bias: bool = False
+
+
+class FixedBias(nn.Linear):
+    """A matrix whose bias is no parameter: published heads may have one, ours stays zero. It is
+    stored nonetheless, as SGLang draws a bias that it does not find, and vLLM has none.
+    """
+
+    def __init__(self, wide: int, width: int) -> None:
+        super().__init__(wide, width, bias=False)
+        del self.bias  # it is None, and its name is taken
+        self.register_buffer("bias", torch.zeros(width))
 
 
 class EagleHead(AutoregressiveHead):
@@ -67,7 +77,7 @@ class EagleHead(AutoregressiveHead):
         self.regression, self.classification = 1.0, 0.1
         self.tree = DynamicTree()
         width = self.hidden_size
-        self.fc = nn.Linear(2 * width, width, bias=design.fc_bias)
+        self.fc = FixedBias(2 * width, width)
         self.layers = nn.ModuleList(
             DecoderLayer(design.shape, input_norm=number > 0) for number in range(design.layers)
         )
@@ -165,18 +175,20 @@ class EagleHead(AutoregressiveHead):
         )
 
     def config(self) -> dict[str, Any]:
-        """config.json as SGLang reads it; other engines differ in `architectures` alone."""
+        """config.json as SGLang reads it; other engines differ in `architectures` alone. There is
+        no key `bias`: vLLM and SGLang take it for one of the attention, EAGLE's code for one of fc.
+        """
         design = self.design
         return {
             "model_type": "llama",
             **design.shape.config(),
             "num_hidden_layers": design.layers,
             "vocab_size": design.vocab_size,
-            "bias": design.fc_bias,
             "tie_word_embeddings": False,
             "rope_theta": design.rope.theta,
             "rope_scaling": design.rope.scaling,
             "sliding_window": design.window,
+            **({"layer_types": ["sliding_attention"] * design.layers} if design.window else {}),
         }
 
     @classmethod
@@ -192,6 +204,5 @@ class EagleHead(AutoregressiveHead):
                 int(config["vocab_size"]),
                 max(numbers, default=0) + 1,
                 config.get("sliding_window"),
-                "fc.bias" in tensors,
             )
         )

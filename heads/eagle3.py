@@ -248,6 +248,7 @@ class Eagle3Head(AutoregressiveHead):
             "rope_theta": design.rope.theta,
             "rope_scaling": design.rope.scaling,
             "sliding_window": design.window,
+            **({"layer_types": ["sliding_attention"] * design.layers} if design.window else {}),
             **{name: getattr(design, name) for name in SWITCHES},
             **ids,
         }

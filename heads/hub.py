@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.card import render_card
 from draftheads.heads.eagle import EagleHead
 from draftheads.heads.eagle3 import Eagle3Head
-from draftheads.heads.formats import WEIGHT_FILES, read_stored
+from draftheads.heads.formats.stored import (
+    INDEXES,
+    WEIGHT_FILES,
+    Stored,
+    parts_of,
+    target_name,
+)
+from draftheads.heads.formats.table import as_ours, read_stored
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.remote_code import write_remote_code
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.shape import tree_from_json
 from draftheads.heads.snapshot import head_snapshot
+from draftheads.heads.staging import staged
 from draftheads.heads.target import Target
 from draftheads.heads.weights import same_weights
 
@@ -66,6 +69,8 @@ def save_head(
                 "name": target.name,
                 "revision": target.revision,
                 "fingerprint": target.fingerprint(),
+                "architecture": type(target.model).__name__,
+                "layers": target.layers,
             },
             "feature_layers": list(head.feature_layers),
             "tree": head.tree.to_json(),
@@ -73,10 +78,10 @@ def save_head(
             "measured": measured or [],
         },
     }
+    tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+    stored = Stored(Path(folder) / WEIGHTS, config, tensors)
     with staged(Path(folder)) as staging:
-        tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
-        save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
-        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        as_ours(stored, target).save(staging)
         (staging / CARD).write_text(render_card(config) + "\n")
         write_remote_code(staging)
     return Path(folder)
@@ -110,9 +115,27 @@ def load_head(
     differ, naming both; warns when they agree but the weights are not those that the head was
     trained on.
     """
+    head, stored = read_head(source, target=target, revision=revision)
+    facts = stored.facts
+    head.load_state_dict(stored.tensors)
+    if facts.get("tree"):
+        head.tree = tree_from_json(facts["tree"])
+        head.check_tree(head.tree)
+    if target is not None:
+        head.to(target.device)
+    floating = dtype or (target.dtype if target is not None else None)
+    return (head.to(floating) if floating else head).eval()
+
+
+def read_head(
+    source: str | Path, *, target: Target | None = None, revision: str | None = None
+) -> tuple[DraftHead, Stored]:
+    """A head without its weights, and what is stored of it in our own words, once names and shapes
+    agree; source, target, revision and errors: as of `load_head`.
+    """
     folder = find_head(source, revision=revision)
     stored = read_stored(folder, read_config(folder), target)
-    facts = stored.config.get("draftheads", {})
+    facts = stored.facts
     kind = facts.get("kind", stored.config.get("model_type"))
     if kind not in HEADS:
         raise ValueError(
@@ -124,14 +147,7 @@ def load_head(
     if target is not None:
         check_target(head, target, facts.get("target", {}))
     stored.check_shapes(head.state_dict())
-    head.load_state_dict(stored.tensors)
-    if facts.get("tree"):
-        head.tree = tree_from_json(facts["tree"])
-        head.check_tree(head.tree)
-    if target is not None:
-        head.to(target.device)
-    floating = dtype or (target.dtype if target is not None else None)
-    return (head.to(floating) if floating else head).eval()
+    return head, stored
 
 
 def load_pair(
@@ -158,13 +174,14 @@ def head_target(source: str | Path, *, revision: str | None = None) -> tuple[str
     """
     folder = find_head(source, revision=revision)
     config = read_config(folder)
-    target = config.get("draftheads", {}).get("target", {})
-    name = target.get("name") or config.get("base_model_name_or_path")
-    if not name:
+    name = target_name(config)
+    if name is None and "medusa_num_heads" in config and config.get("architectures"):
+        return str(source), revision  # Medusa v1.0: the heads stand in one folder with their target
+    if name is None:
         raise ValueError(
             f"{folder}/{CONFIG} does not say which target it was trained for; pass --target"
         )
-    return name, target.get("revision")
+    return name, config.get("draftheads", {}).get("target", {}).get("revision")
 
 
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
@@ -188,8 +205,14 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
         )
     if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
         raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
-    patterns = [CONFIG, *WEIGHT_FILES, CARD]
-    return head_snapshot(str(source), revision, patterns)
+    patterns = [CONFIG, *WEIGHT_FILES, *INDEXES, CARD]
+    folder = head_snapshot(str(source), revision, patterns)
+    parts = {
+        part for name in INDEXES if (folder / name).is_file() for part in parts_of(folder / name)
+    }
+    if parts and not any((folder / name).is_file() for name in WEIGHT_FILES):
+        head_snapshot(str(source), revision, sorted(parts))
+    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -201,31 +224,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / CONFIG}, line {error.lineno}: not JSON ({error.msg})"
         ) from error
     return config
-
-
-@contextmanager
-def staged(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and is
-    deleted otherwise.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        staging.chmod(0o755)
-        yield staging
-        for path in staging.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-            folder.rename(old / "head")
-            staging.rename(folder)
-            shutil.rmtree(old)
-        else:
-            staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)  # gone already when the rename went well
 
 
 def check_target(head: DraftHead, target: Target, recorded: dict[str, Any]) -> None:

@@ -82,12 +82,12 @@ NAMES = {
     "eagle": (
         "eagle",
         {},
-        {"fc.weight"} | under("layers.0", LAYER - {"input_layernorm.weight"}),
+        {"fc.weight", "fc.bias"} | under("layers.0", LAYER - {"input_layernorm.weight"}),
     ),
     "eagle-two-layers": (
         "eagle",
         {"layers": 2},
-        {"fc.weight"}
+        {"fc.weight", "fc.bias"}
         | under("layers.0", LAYER - {"input_layernorm.weight"})
         | under("layers.1", LAYER),
     ),
@@ -165,6 +165,7 @@ def test_the_config_of_eagle3_leaves_nothing_to_defaults(tmp_path):
     expected = EAGLE_CONFIG | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
+        "layer_types": ["sliding_attention"],
         "draft_vocab_size": VOCABULARY,
         "target_hidden_size": 32,
         "norm_before_residual": False,
@@ -187,9 +188,10 @@ def test_the_config_of_eagle_is_that_of_sglang(tmp_path):
     expected = EAGLE_CONFIG | {
         "architectures": ["LlamaForCausalLMEagle"],
         "num_hidden_layers": 2,
-        "bias": False,
+        "layer_types": ["sliding_attention"] * 2,
     }
     assert {key: config[key] for key in expected} == expected
+    assert "bias" not in config  # vLLM and SGLang would make biases in the attention
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])

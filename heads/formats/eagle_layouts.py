@@ -1,0 +1,240 @@
+"""EAGLE-1 and EAGLE-3 heads as SafeAILab, SpecForge, ModelOpt, vLLM and SGLang write them: one set
+of names, which differ by prefixes and by what is left out.
+
+Legend: D width, v draft vocabulary, V vocabulary of the target.
+Sources: eagle/model/cnets1.py and cnets.py of SafeAILab/EAGLE; vLLM and SGLang llama_eagle3.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftheads.heads.eagle3 import SWITCHES, default_features
+from draftheads.heads.formats.stored import Stored, target_name
+from draftheads.heads.target import Target
+from draftheads.heads.vocabulary import t2d
+
+RENAMED = [
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
+    (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
+    (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
+]
+UNUSED = re.compile(r"rotary_emb\.inv_freq$|^verifier_(norm|lm_head)\.")
+"""Made from the config, or the target's own, to train with."""
+KEPT = (
+    "num_attention_heads",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+)
+"""Keys whose values no tensor tells."""
+
+
+def is_eagle(stored: Stored) -> bool:
+    """Whether it has a matrix that joins features, in front of decoder layers."""
+    names = _plain_names(stored)
+    return "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names
+
+
+def from_eagle(stored: Stored, target: Target | None) -> Stored:
+    """EAGLE-3 where layer 0 has a norm for features, else EAGLE-1. Sizes are those of the tensors;
+    embeddings must be the target's, which the file may repeat.
+    """
+    tensors = _plain_names(stored)
+    _check_embeddings(stored, tensors.pop("embed_tokens.weight", None), target)
+    is_third = "layers.0.hidden_norm.weight" in tensors
+    tensors = _without_zero_biases(stored, tensors)
+    width = len(tensors["fc.weight"])
+    config = _sizes(stored, tensors, width)
+    if is_third:
+        facts, more = "eagle3", _third(stored, tensors, target)
+        tensors = _with_vocabulary(stored, tensors, more, target)
+    else:
+        facts, more = "eagle", {"vocab_size": _vocab_size(stored, target)}
+        tensors.setdefault("fc.bias", tensors["fc.weight"].new_zeros(width))
+    described = {"target": {"name": target_name(stored.config)}, **stored.facts, "kind": facts}
+    return stored.having({**config, **more, "draftheads": described}, tensors)
+
+
+def _plain_names(stored: Stored) -> dict[str, Tensor]:
+    tensors = {}
+    for name, tensor in stored.tensors.items():
+        for pattern, ours in RENAMED:
+            name = pattern.sub(ours, name)
+        if not UNUSED.search(name):
+            tensors[name] = tensor
+    return tensors
+
+
+def _without_zero_biases(stored: Stored, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our layers have no biases, and those that are zero add nothing; fc of EAGLE-1 may have
+    one.
+    """
+    third = "layers.0.hidden_norm.weight" in tensors
+    biases = [n for n in tensors if n.endswith(".bias") and (third or n != "fc.bias")]
+    for name in biases:
+        if tensors[name].any():
+            raise stored.refuse(
+                f"expected no biases but fc.bias of EAGLE-1, got {name} that is not zero; such "
+                "heads are not read, train one here instead"
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in biases}
+
+
+def _check_embeddings(stored: Stored, theirs_VD: Tensor | None, target: Target | None) -> None:
+    """A copy of the target's embeddings is not needed, other embeddings would be lost."""
+    changed = bool(stored.config.get("embed_requires_grad"))
+    if theirs_VD is not None and target is not None and not changed:
+        ours_VD = target.model.get_input_embeddings().weight.detach()
+        rows = min(len(theirs_VD), len(ours_VD))  # one of them may be padded
+        changed = theirs_VD.shape[1] != ours_VD.shape[1] or not torch.allclose(
+            theirs_VD[:rows].float(), ours_VD[:rows].cpu().float(), rtol=1e-2, atol=1e-3
+        )
+    if theirs_VD is not None and changed:
+        raise stored.refuse(
+            "expected embeddings that are the target's, got embed_tokens.weight of its own; such "
+            "heads are not read, or is this another target's head?"
+        )
+
+
+def _sizes(stored: Stored, tensors: dict[str, Tensor], width: int) -> dict[str, Any]:
+    """What `LayerShape.read` and `read_rope` want."""
+    config = stored.config
+    if "num_attention_heads" not in config:
+        raise stored.refuse(
+            "expected num_attention_heads in config.json, which no tensor tells, got none"
+        )
+    if config.get("target_hidden_size") not in (None, width):
+        raise stored.refuse(
+            f"expected a head as wide as its target, got {width} and target_hidden_size "
+            f"{config['target_hidden_size']}; such heads are not read"
+        )
+    attention = "layers.0.self_attn"
+    heads = int(config["num_attention_heads"])
+    head_dim = len(tensors[f"{attention}.q_proj.weight"]) // heads
+    return {
+        **{key: config[key] for key in KEPT if config.get(key) is not None},
+        "hidden_size": width,
+        "head_dim": head_dim,
+        "num_key_value_heads": len(tensors[f"{attention}.k_proj.weight"]) // head_dim,
+        "intermediate_size": len(tensors["layers.0.mlp.gate_proj.weight"]),
+        "sliding_window": _window(stored),
+    }
+
+
+def _window(stored: Stored) -> int | None:
+    """Of all layers or none; the key alone is often left over from the target."""
+    kinds = set(stored.config.get("layer_types") or ())
+    if kinds <= {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"}:
+        raise stored.refuse(
+            f"expected layers that all have a window or all have none, got {sorted(kinds)}"
+        )
+    return int(stored.config["sliding_window"])
+
+
+def _vocab_size(stored: Stored, target: Target | None) -> int:
+    size = stored.config.get("vocab_size") or (target.vocab_size if target else None)
+    if size is None:
+        raise stored.refuse("expected vocab_size in config.json, got none; pass the target")
+    return int(size)
+
+
+def _third(stored: Stored, tensors: dict[str, Tensor], target: Target | None) -> dict[str, Any]:
+    """What is EAGLE-3's alone."""
+    config = stored.config
+    nested = config.get("eagle_config") or {}
+    switches = {
+        **{name: bool(config.get(name, nested.get(name))) for name in SWITCHES},
+        "fc_norm": "fc_norm.0.weight" in tensors,
+        "norm_before_fc": "input_norm.weight" in tensors,
+    }
+    count = tensors["fc.weight"].shape[1] // len(tensors["fc.weight"])
+    layers = _feature_layers(stored, target)
+    if len(layers) != count:
+        raise stored.refuse(
+            f"expected fc.weight to join {len(layers)} states of the target ({layers}), got {count}"
+        )
+    return {
+        "vocab_size": _vocab_size(stored, target),
+        "eagle_aux_hidden_state_layer_ids": layers,
+        **switches,
+    }
+
+
+def _feature_layers(stored: Stored, target: Target | None) -> list[int]:
+    """As indices into the hidden states: those of the top level; the nested ones count outputs of
+    layers, as SGLang and ModelOpt do; without either, the field's default.
+    """
+    config, nested = stored.config, stored.config.get("eagle_config") or {}
+    if layers := config.get("eagle_aux_hidden_state_layer_ids"):
+        return list(layers)
+    if layers := nested.get("eagle_aux_hidden_state_layer_ids"):
+        return [layer + 1 for layer in layers]
+    if layers := config.get("layer_ids") or nested.get("layer_ids"):
+        return list(layers)
+    if target is None:
+        raise stored.refuse(
+            "expected the target, whose number of layers tells which states this head reads, got "
+            f"none; load {target_name(config) or 'it'} and pass it: load_head(..., target=target) "
+            "or --target"
+        )
+    return list(default_features(target.layers))
+
+
+def _with_vocabulary(
+    stored: Stored, tensors: dict[str, Tensor], config: dict[str, Any], target: Target | None
+) -> dict[str, Tensor]:
+    """Names of ours, with both maps of a draft vocabulary, and the last matrix that a file may
+    leave to the target.
+    """
+    tensors = dict(tensors)
+    offsets_v, known_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    weight_vD = tensors.get("lm_head.weight")
+    if known_V is not None:
+        config["vocab_size"] = len(known_V)
+    draft = len(weight_vD) if weight_vD is not None else None
+    if offsets_v is not None and len(offsets_v) < config["vocab_size"]:
+        ids_v = offsets_v + torch.arange(len(offsets_v))
+        if (
+            not bool((ids_v.diff() > 0).all())
+            or not 0 <= int(ids_v[0]) <= int(ids_v[-1]) < (config["vocab_size"])
+        ):
+            raise stored.refuse(
+                "expected d2t to hold target id minus draft index, rising, got ids from "
+                f"{int(ids_v.min())} to {int(ids_v.max())}; were absolute ids stored?"
+            )
+        tensors["d2t"] = offsets_v
+        tensors["t2d"] = t2d(ids_v, config["vocab_size"]) if known_V is None else known_V
+    elif draft is not None and draft < config["vocab_size"]:
+        raise stored.refuse(
+            f"expected d2t, which says what the {draft} draft tokens are, got none; the file is "
+            "not whole"
+        )
+    if weight_vD is None:
+        tensors["lm_head.weight"] = _rows_of(stored, tensors, target)
+    if not any(name.startswith("layers.1.") for name in tensors):
+        first = re.compile(r"^layers\.0\.")
+        tensors = {first.sub("midlayer.", name): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _rows_of(stored: Stored, tensors: dict[str, Tensor], target: Target | None) -> Tensor:
+    if target is None:
+        raise stored.refuse(
+            "expected the target, whose last matrix this head uses, got none; pass it: "
+            "load_head(..., target=target) or --target"
+        )
+    weight_VD = target.unembed_weight().detach().to("cpu", tensors["fc.weight"].dtype)
+    if "d2t" not in tensors:
+        return weight_VD
+    return weight_VD[tensors["d2t"] + torch.arange(len(tensors["d2t"]))]
