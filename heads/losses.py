@@ -33,10 +33,10 @@ Judged = tuple[Tensor, Tensor, Tensor]
 (C,).
 """
 
-Objective = Literal["ce", "tv", "lk", "hybrid"]
-"""ce: cross-entropy. The others look at the acceptance a = sum min(p, q) of a draft distribution q
-by the target's p: tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s) tv, where s = exp(-3 a) falls as
-the head improves (LK losses, arXiv 2602.23881).
+Objective = Literal["ce", "kl", "tv", "lk", "hybrid"]
+"""ce: cross-entropy. kl: the same, less the entropy of p. The others look at the acceptance a = sum
+min(p, q) of a draft distribution q by the target's p: tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s)
+tv, where s = exp(-3 a) falls as the head improves (LK losses, arXiv 2602.23881).
 """
 
 
@@ -205,8 +205,9 @@ def _soft(logits_Cv: Tensor, teacher: Teacher, part: slice, weights_C: Tensor) -
     expected_C = _dot(p_Cv, logits_Cv)
     q_Cv, normaliser_C1 = _softmax(logits_Cv)
     entropy_C = normaliser_C1[:, 0] - expected_C
-    if teacher.objective == "ce":
-        loss_C, grad_Cv = entropy_C, q_Cv.sub_(p_Cv)
+    if teacher.objective in ("ce", "kl"):
+        known = torch.special.entr(p_Cv).sum(1) if teacher.objective == "kl" else 0.0
+        loss_C, grad_Cv = entropy_C - known, q_Cv.sub_(p_Cv)
     else:
         loss_C, grad_Cv = _acceptance(q_Cv, p_Cv, entropy_C, teacher.objective)
     return loss_C, grad_Cv, weights_C * known_C

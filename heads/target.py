@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from draftheads.heads.adapter import Adapter
 from draftheads.heads.base import Batch
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.masks import MaskBuilder, refuse_unsupported
 from draftheads.heads.placement import Bits, Placement, load_model
 from draftheads.heads.tree import TokenTree
+from draftheads.heads.unembedding import Unembedding
 from draftheads.heads.weights import fingerprint, release_layers, release_lm_head
 
 PREFILL_CHUNK = 1024
@@ -45,6 +47,9 @@ class Target:
     given: recurrent and linear-attention models, ALiBi models, encoder-decoders.
     """
 
+    adapter: Adapter | None = None
+    """What changes its matrices since heads were trained together with it (Medusa-2)."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -68,6 +73,7 @@ class Target:
         self.eos_ids = _as_tuple(model.generation_config.eos_token_id)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = MaskBuilder(model)
+        self._unembedding = Unembedding(model, self.name)
 
     @classmethod
     def load(
@@ -103,6 +109,28 @@ class Target:
         )
         commit = revision or getattr(model.config, "_commit_hash", None)
         return cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
+
+    def adapt(self, **choices: Any) -> Adapter:
+        """Put a new adapter on, which changes nothing until it is trained; choices: of
+        `Adapter.create`.
+        """
+        self.adapter = Adapter.create(self.model, self.fingerprint(), **choices)
+        return self.adapter
+
+    def attach(self, folder: str | Path, *, merge: bool = True) -> Target:
+        """Put the adapter of a head folder on, and return the target. merge: into its matrices,
+        which costs nothing when decoding, but cannot be undone; quantised ones are not merged.
+
+        Raises ValueError for another target's adapter.
+        """
+        self.adapter = Adapter.load(self.model, self.fingerprint(), Path(folder))
+        if merge and not getattr(self.model.config, "quantization_config", None):
+            self.adapter.merge()
+        return self
+
+    def untouched(self) -> AbstractContextManager[None]:
+        """Inside, the target is as it came, without an adapter that was put on."""
+        return self.adapter.off() if self.adapter else nullcontext()
 
     @property
     def device(self) -> torch.device:
@@ -158,19 +186,23 @@ class Target:
         """
         return self._decode(tree.tokens_BN, tree.ancestors(), tree.depths(), cache, layers)
 
+    @torch.no_grad()
     def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         """Features of packed training tokens, (B, T, D), obeying the alignment law; no gradient.
 
         Documents are kept apart by their position resets, which transformers honours without mask
         and cache.
         """
-        with torch.no_grad():
-            out = self.model.get_decoder()(
-                batch.tokens_BT,
-                position_ids=batch.positions_BT,
-                use_cache=False,
-                output_hidden_states=list(layers),
-            )
+        return self.states(batch, layers)
+
+    def states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
+        """As `features`, with the gradients of an adapter that learns."""
+        out = self.model.get_decoder()(
+            batch.tokens_BT,
+            position_ids=batch.positions_BT,
+            use_cache=False,
+            output_hidden_states=list(layers),
+        )
         states_BTD = self._concatenate(out.hidden_states, layers)
         return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
 
@@ -185,26 +217,14 @@ class Target:
         Raises ValueError where lm_head(hidden) is not what the model returns (its logits are scaled
         or capped).
         """
-        if self._unembed_fault:
-            raise ValueError(self._unembed_fault)
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        return logits.to(hidden.device)
+        return self._unembedding.logits(hidden)
 
     def unembed_weight(self) -> Tensor:
         """The lm_head weight (V, hidden), after the same check as `unembed`.
 
         Raises ValueError also where there is a bias, which the weight alone would leave out.
         """
-        if self._unembed_fault:
-            raise ValueError(self._unembed_fault)
-        lm_head = self.model.get_output_embeddings()
-        if getattr(lm_head, "bias", None) is not None:
-            raise ValueError(
-                f"{self.name}: its lm_head has a bias, which shared heads leave out; "
-                "use heads with their own lm_head and hard labels"
-            )
-        weight: Tensor = lm_head.weight
-        return weight if weight.device == self.device else self._lm_head_copy
+        return self._unembedding.weight()
 
     def fingerprint(self) -> str:
         """Hex digits that name these weights, whatever dtype, number of bits and placement they are
@@ -222,33 +242,9 @@ class Target:
         must be released by every process.
         """
         self.fingerprint()
-        _ = self._unembed_fault  # a check that could not run later
-        if lm_head:
-            self.__dict__.pop("_lm_head_copy", None)
+        self._unembedding.prepare_release()
         freed = release_lm_head(self.model) if lm_head else 0
         return freed + (release_layers(self.model) if layers else 0)
-
-    @cached_property
-    def _lm_head_copy(self) -> Tensor:
-        """Of a lm_head that stands elsewhere than the features, made once."""
-        weight: Tensor = self.model.get_output_embeddings().weight
-        return weight.to(self.device)
-
-    @cached_property
-    def _unembed_fault(self) -> str | None:
-        tokens = torch.arange(min(4, self.vocab_size), device=self.device)[None]
-        with torch.no_grad():
-            out = self.model(tokens, use_cache=False, output_hidden_states=[self.layers])
-            got = self.model.get_output_embeddings()(out.hidden_states[self.layers])
-        if torch.allclose(got.float(), out.logits.float().to(got.device), rtol=1e-3, atol=1e-3):
-            return None
-        causes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
-        found = [f"{key}={value}" for key in causes if (value := getattr(self.config, key, None))]
-        return (
-            f"{self.name}: lm_head(hidden state) is not this model's logits "
-            f"({', '.join(found) or 'cause unknown'}); "
-            "use heads with their own lm_head and hard labels"
-        )
 
     def _decode(
         self,

@@ -28,13 +28,13 @@ def fingerprint(model: PreTrainedModel) -> str:
         if parameter.ndim == 1:
             module = model.get_submodule(name.rpartition(".")[0])
             with align_module_device(module):  # it may be on disk
-                _update(digest, model.get_parameter(name))
+                hash_tensor(digest, model.get_parameter(name))
         elif parameter.is_meta:
             dense = False
         elif dense:
-            _update(matrices, parameter[(0,) * (parameter.ndim - 1)])
+            hash_tensor(matrices, parameter[(0,) * (parameter.ndim - 1)])
     embeddings = model.get_input_embeddings().weight
-    _update(digest, embeddings[:: max(1, len(embeddings) // 64)])
+    hash_tensor(digest, embeddings[:: max(1, len(embeddings) // 64)])
     parts = [digest.hexdigest()[:16], *([matrices.hexdigest()[:8]] if dense else [])]
     return "-".join(parts)
 
@@ -105,5 +105,6 @@ def _size(module: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def _update(digest: Any, tensor: Tensor) -> None:
+def hash_tensor(digest: Any, tensor: Tensor) -> None:
+    """Add a tensor's numbers, in bfloat16, to a hash."""
     digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())

@@ -18,8 +18,8 @@ from draftheads.heads.base import Batch, DraftHead
 from draftheads.heads.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.scripts.step_floor import Part, frozen_parts, head_parts
-from draftheads.train.assemble import create_optimizer
 from draftheads.train.batches import Documents, Rows
+from draftheads.train.learner import Learner
 from draftheads.train.recipe import OptimChoices
 
 
@@ -100,7 +100,7 @@ class Trial:
     def __init__(self, kind: str, setup: Setup, target: Target, batch: Batch) -> None:
         self.kind, self.target, self.batch = kind, target, batch
         self.head = create_head(kind, setup, target)
-        self.optimizer = create_optimizer(self.head, OptimChoices())
+        self.optimizer = Learner(self.head, "fp32").optimizer(OptimChoices())
         self.dtype = target.dtype
         self.features_BTD: Tensor | None = None
 

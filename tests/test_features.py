@@ -42,7 +42,7 @@ from draftheads.train.features import (
     make_features,
     write_missing,
 )
-from draftheads.train.heldout import observe
+from draftheads.train.heldout import Share, observe
 from draftheads.train.shards import DiskBudget, Shards
 
 LAYERS = (1, -1)
@@ -387,7 +387,8 @@ def test_a_cached_run_needs_no_forward_of_the_target(tmp_path, target, monkeypat
     layers = head.training_layers
     count = heldout.observed(rows[1])
     assert sum(rows[1].sizes[: count - 1]) < heldout.HELDOUT_TOKENS <= sum(rows[1].sizes[:count])
-    online_MK = observe(head, target, rows[1], 2, accelerator, OnlineFeatures(target, layers))
+    share = Share(rows[1], 2, accelerator)
+    online_MK = observe(head, target, share, OnlineFeatures(target, layers))
     recipe = cached_recipe(tmp_path)
     make_features(recipe, target, rows, layers, accelerator)
     folder = tmp_path / "data-features"
@@ -395,7 +396,7 @@ def test_a_cached_run_needs_no_forward_of_the_target(tmp_path, target, monkeypat
     forwards = counted(monkeypatch, target)
     train, apart = make_features(recipe, target, rows, layers, accelerator)
     assert len(losses(train, rows[0], target, "medusa")) == 8
-    ranks_MK = observe(head, target, rows[1], 2, accelerator, apart)
+    ranks_MK = observe(head, target, share, apart)
     assert not forwards
     assert torch.equal(ranks_MK, online_MK)
 
@@ -415,8 +416,8 @@ def test_a_process_without_a_held_out_batch_runs_one_all_the_same(target, monkey
         )
         with monkeypatch.context() as patch:
             calls = counted(patch, target)
-            parts.append(observe(head, target, rows, size, one, source))
+            parts.append(observe(head, target, Share(rows, size, one), source))
         forwards.append(calls.total())
     assert len(set(forwards)) == 1
     assert sum(forwards) > -(-len(rows) // size)
-    assert sum(map(len, parts)) == len(observe(head, target, rows, size, real, source))
+    assert sum(map(len, parts)) == len(observe(head, target, Share(rows, size, real), source))

@@ -88,7 +88,7 @@ def test_a_head_that_knows_the_text_brings_depth_plus_one_and_a_random_one_nearl
 def test_only_what_the_target_did_not_write_is_a_prompt(made):
     target = tiny_target()
     judge = judge_of(made, target, prompts=100, new_tokens=1000)
-    documents = judge.rows.documents
+    documents = judge.share.rows.documents
     texts = [(span, tuple(documents.tokens_N[slice(*span)].tolist())) for span in documents.spans]
     assert 1 < len(judge.jobs) == len({job.prompt for job in judge.jobs})
     for job in judge.jobs:
@@ -164,7 +164,7 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
         calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
         tau = decoded[step - 1]
         part = Continued(0, 100, round(100 * tau), [50], 100, 1.0, 1.0)
-        return Verdict(calibration, Measured([part]) if decode and self.jobs else None)
+        return Verdict(calibration, Measured([part]) if decode and self.jobs else None, None)
 
     trainer: list[Trainer] = []
     monkeypatch.setattr(

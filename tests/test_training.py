@@ -28,7 +28,8 @@ from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator
 from draftheads.train.checkpoint import load_moments
-from draftheads.train.loop import Trainer, fit, learning_rate
+from draftheads.train.learner import learning_rate
+from draftheads.train.loop import Trainer, fit
 from draftheads.train.progress import Progress, read_metrics
 from draftheads.train.recipe import OptimChoices
 

@@ -22,7 +22,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.weights import same_weights
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import read_answers, read_manifest
-from draftheads.train.recipe import OptimChoices, Recipe
+from draftheads.train.recipe import Recipe
 
 LOW_SHARE = 0.05
 """Share of learned tokens below which something is likely wrong with the data."""
@@ -75,7 +75,21 @@ def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
     if placement == "sharded":  # all processes load together, and the first one downloads
         return load()
     with accelerator.main_process_first():  # one download, not one per process
-        return load()
+        target = load()
+    if recipe.adapter:
+        _adapt(target, recipe)
+    return target
+
+
+def _adapt(target: Target, recipe: Recipe) -> None:
+    assert recipe.adapter is not None
+    try:
+        target.unembed_weight()
+    except ValueError as error:
+        raise ValueError(f"adapter: its divergence cannot be measured ({error})") from error
+    torch.manual_seed(recipe.run.seed)
+    keys = {"rank", "alpha", "layers", "modules"}
+    target.adapt(**recipe.adapter.model_dump(include=keys))
 
 
 def load_data(recipe: Recipe, target: Target, say: Say) -> TrainingData:
@@ -117,26 +131,15 @@ def create_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHe
     return HEADS[recipe.head.kind].create(target, **choices).float().to(target.device)
 
 
-def create_optimizer(head: DraftHead, choices: OptimChoices) -> torch.optim.AdamW:
-    """AdamW over all of the head that requires a gradient; weight decay for matrices only."""
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    groups = [
-        {
-            "params": [p for p in trained if p.ndim >= 2],
-            "weight_decay": choices.weight_decay,
-        },
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    used = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(used, lr=choices.lr, betas=choices.betas)
-
-
 def check_trained(head: DraftHead, target: Target, say: Say) -> None:
-    """Assert that nothing of the target is trained, and print what is."""
+    """Assert that nothing of the target is trained but its adapter, and print what is."""
     trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
-    frozen = list(target.model.parameters())
+    adapter = target.adapter.parameters if target.adapter else {}
+    changing = {id(parameter) for parameter in adapter.values()}
+    frozen = [p for p in target.model.parameters() if id(p) not in changing]
     own = {id(parameter) for parameter in trained.values()}
     assert not any(p.requires_grad or id(p) in own for p in frozen), "the target must freeze"
+    trained |= adapter
     kinds = Counter(
         (re.sub(r"\d+", "*", name), tuple(parameter.shape)) for name, parameter in trained.items()
     )

@@ -28,7 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import CONFIG, WEIGHTS, save_head, staged
+from draftheads.heads.hub import CONFIG, WEIGHTS, save_head
+from draftheads.heads.staging import staged
 from draftheads.heads.target import Target
 from draftheads.train.state import FORMAT, STATE, TRAINER, RunState, read_state
 

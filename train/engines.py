@@ -5,7 +5,7 @@ take the same calls and speak of the head's parameters by name, as whole float32
 checkpoint does not know which engine wrote it, and any engine goes on with it, on any number of
 processes.
 
-The frozen target stands outside: an engine sees nothing but the head.
+The frozen target stands outside: an engine sees nothing but a `Learner`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from draftheads.heads.base import Batch, DraftHead, HeadLoss
-from draftheads.heads.target import Target
-from draftheads.train.assemble import create_optimizer
+from draftheads.heads.base import DraftHead
 from draftheads.train.launch import asked_for_fsdp
-from draftheads.train.recipe import OptimChoices, Precision
+from draftheads.train.learner import ADAPTER, JointLearner, Learner, Rates
+from draftheads.train.recipe import OptimChoices
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, beside its number of steps."""
@@ -36,37 +35,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 State = dict[str, Tensor]
 
 
-class Learner(nn.Module):
-    """What an engine wraps: the head, its matmuls in the recipe's precision, its weights float32.
-
-    Autocast stands inside, where no engine's own precision settings reach it.
-    """
-
-    def __init__(self, head: DraftHead, precision: Precision) -> None:
-        super().__init__()
-        self.head, self.precision = head, precision
-
-    def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
-        """The training loss."""
-        with autocast(self.precision, features_BTD.device):
-            out: HeadLoss = self.head(batch, features_BTD, target)
-        return out
-
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Matmuls in bfloat16 where the recipe says so."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-
-
 class Engine(ABC):
-    """Trains one head on all processes; every process calls the same methods in the same order."""
+    """Trains on all processes; every process calls the same methods in the same order."""
 
     model: nn.Module
-    """Called as the head itself; returns its loss."""
+    """Called as the learner itself; returns its loss."""
 
-    def __init__(self, head: DraftHead, choices: OptimChoices, world: int) -> None:
-        self.head, self.choices, self.world = head, choices, world
-        self._named = trained(head)
+    def __init__(self, learner: Learner, choices: OptimChoices, world: int) -> None:
+        self.learner, self.choices, self.world = learner, choices, world
+        self._named = learner.trained()
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -75,7 +52,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def update(self, lr: float) -> float:
+    def update(self, rates: Rates) -> float:
         """Clip and step, unless the gradient is not finite; forget the gradient. Returns its norm
         before clipping, inf or nan when nothing was changed; the same on all processes.
         """
@@ -93,7 +70,7 @@ class Engine(ABC):
 
     @abstractmethod
     def restore(self, moments: State) -> None:
-        """Put `moments` back. The weights were put into the head before the engine took it."""
+        """Put `moments` back. The weights were put into the learner before the engine took it."""
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         """Where a micro batch is run: processes exchange gradients at the last one only."""
@@ -103,12 +80,10 @@ class Engine(ABC):
 class ReplicatedEngine(Engine):
     """Everything whole on every process: one process alone, or DDP."""
 
-    def __init__(
-        self, head: DraftHead, choices: OptimChoices, accelerator: Accelerator, precision: Precision
-    ) -> None:
-        super().__init__(head, choices, accelerator.num_processes)
-        self.model = accelerator.prepare_model(Learner(head, precision))
-        self.optimizer = create_optimizer(head, choices)
+    def __init__(self, learner: Learner, choices: OptimChoices, accelerator: Accelerator) -> None:
+        super().__init__(learner, choices, accelerator.num_processes)
+        self.model = accelerator.prepare_model(learner)
+        self.optimizer = learner.optimizer(choices)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         """DDP's no_sync until the last."""
@@ -121,13 +96,13 @@ class ReplicatedEngine(Engine):
         """DDP averages over processes."""
         (loss * self.world).backward()  # type: ignore[no-untyped-call]
 
-    def update(self, lr: float) -> float:
+    def update(self, rates: Rates) -> float:
         """torch's clipping and AdamW."""
-        return _step(self.optimizer, list(self._named.values()), lr, self.choices.clip)
+        return _step(self.optimizer, list(self._named.values()), rates, self.choices.clip)
 
     def whole(self) -> DraftHead:
         """The head itself."""
-        return self.head
+        return self.learner.head
 
     def moments(self, *, keep: bool) -> State:
         """Of torch's optimizer."""
@@ -145,18 +120,20 @@ class ReplicatedEngine(Engine):
 class PartitionedEngine(Engine):
     """Weights stand in parts on the processes, or belong to the engine: `whole` makes a copy."""
 
-    def __init__(self, head: DraftHead, choices: OptimChoices, world: int) -> None:
-        super().__init__(head, choices, world)
+    def __init__(self, learner: Learner, choices: OptimChoices, world: int) -> None:
+        super().__init__(learner, choices, world)
+        head = learner.head
         self._blank = copy.deepcopy(head).to("meta")
         self._buffers = {n: t for n, t in head.state_dict().items() if n not in self._named}
 
     def whole(self) -> DraftHead:
         """A copy, gathered from all processes."""
-        weights = {name: self._gather(p) for name, p in self._named.items()}
+        heads = {name: p for name, p in self._named.items() if not name.startswith(ADAPTER)}
+        weights = {name: self._gather(p) for name, p in heads.items()}
         device = next(iter(weights.values())).device
         head = copy.deepcopy(self._blank).to_empty(device=device)
         head.load_state_dict({**self._buffers, **weights})
-        head.tree = self.head.tree
+        head.tree = self.learner.head.tree
         return head
 
     @abstractmethod
@@ -172,14 +149,12 @@ class ShardedEngine(PartitionedEngine):
 
     model: Learner
 
-    def __init__(
-        self, head: DraftHead, choices: OptimChoices, world: int, precision: Precision
-    ) -> None:
-        super().__init__(head, choices, world)
-        self.model = Learner(head, precision)
+    def __init__(self, learner: Learner, choices: OptimChoices, world: int) -> None:
+        super().__init__(learner, choices, world)
+        self.model = learner
         fully_shard(self.model)
-        self._named = trained(head)
-        self.optimizer = create_optimizer(head, choices)
+        self._named = learner.trained()
+        self.optimizer = learner.optimizer(choices)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         """Gradients stay whole on each process until the last."""
@@ -191,9 +166,9 @@ class ShardedEngine(PartitionedEngine):
         """FSDP2 averages over processes."""
         (loss * self.world).backward()  # type: ignore[no-untyped-call]
 
-    def update(self, lr: float) -> float:
+    def update(self, rates: Rates) -> float:
         """torch's clipping and AdamW, which know divided tensors."""
-        return _step(self.optimizer, list(self._named.values()), lr, self.choices.clip)
+        return _step(self.optimizer, list(self._named.values()), rates, self.choices.clip)
 
     def moments(self, *, keep: bool) -> State:
         """Gathered one at a time."""
@@ -215,34 +190,35 @@ class ShardedEngine(PartitionedEngine):
         return _gathered(parameter)
 
 
-def make_engine(
-    head: DraftHead, choices: OptimChoices, accelerator: Accelerator, precision: Precision
-) -> Engine:
-    """The engine that the launch asked for. It takes the head's weights as they are now."""
+def make_engine(learner: Learner, choices: OptimChoices, accelerator: Accelerator) -> Engine:
+    """The engine that the launch asked for. It takes the learner's weights as they are now.
+
+    Raises ValueError where it cannot train what the learner has.
+    """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from draftheads.train.zero import DeepSpeedEngine  # it is optional, and slow to import
 
-        return DeepSpeedEngine(head, choices, accelerator, precision)
+        return DeepSpeedEngine(learner, choices, accelerator)
     if asked_for_fsdp(os.environ) and accelerator.num_processes > 1:
-        return ShardedEngine(head, choices, accelerator.num_processes, precision)
-    return ReplicatedEngine(head, choices, accelerator, precision)
+        if isinstance(learner, JointLearner):
+            raise ValueError(
+                "adapter: expected DDP, ZeRO-1 or ZeRO-2, got FSDP, which would divide matrices "
+                "that stand in the target; launch with recipes/accelerate-zero2.yaml"
+            )
+        return ShardedEngine(learner, choices, accelerator.num_processes)
+    return ReplicatedEngine(learner, choices, accelerator)
 
 
 def _step(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], lr: float, clip: float
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], rates: Rates, clip: float
 ) -> float:
     norm = float(_gathered(nn.utils.clip_grad_norm_(parameters, clip)))
     if math.isfinite(norm):
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = rates[group["name"]]
         optimizer.step()
     optimizer.zero_grad()
     return norm
-
-
-def trained(head: DraftHead) -> dict[str, nn.Parameter]:
-    """The head's parameters that learn, by name."""
-    return {name: p for name, p in head.named_parameters() if p.requires_grad}
 
 
 def _moments(

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftheads.heads.base import Batch, DraftHead
-from draftheads.heads.hub import staged
+from draftheads.heads.staging import staged
 from draftheads.heads.target import Target
 
 if TYPE_CHECKING:

@@ -41,7 +41,19 @@ class FeatureSource(Protocol):
 
 
 class OnlineFeatures:
-    """Computed for every batch."""
+    """Of the untouched target, computed for every batch."""
+
+    def __init__(self, target: Target, layers: Sequence[int]) -> None:
+        self.target, self.layers = target, tuple(layers)
+
+    def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
+        """As of `FeatureSource`; one forward."""
+        with self.target.untouched():
+            return self.target.features(batch, self.layers)
+
+
+class AdaptedFeatures:
+    """Of the target with its adapter, which changes in every step."""
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
         self.target, self.layers = target, tuple(layers)
@@ -53,7 +65,7 @@ class OnlineFeatures:
 
 @dataclass(frozen=True)
 class RowForward:
-    """The target's features of one row, computed by itself."""
+    """The untouched target's features of one row, computed by itself."""
 
     target: Target
     rows: Rows
@@ -62,7 +74,8 @@ class RowForward:
     def __call__(self, number: int) -> Tensor:
         """features_TD on the target's device."""
         batch = self.rows.batch([number]).to(self.target.device)
-        return self.target.features(batch, self.layers)[0]
+        with self.target.untouched():
+            return self.target.features(batch, self.layers)[0]
 
 
 class RememberedFeatures:
@@ -112,13 +125,15 @@ def make_features(
     layers: Sequence[int],
     accelerator: Accelerator,
 ) -> tuple[FeatureSource, FeatureSource]:
-    """The sources that a recipe asks for, of the rows to train on and of those held out.
+    """The sources that a recipe asks for, of the rows to train on and of those held out. Where an
+    adapter learns, the latter are the adapted target's.
 
     With features.mode "cached", what is not on disk yet is written first, by all processes
     together. Raises ValueError where the disk or its budget does not hold that, or the files are
     of something else, and OSError where the disk becomes full all the same.
     """
     train, heldout = rows
+    adapted = AdaptedFeatures(target, layers) if target.adapter else None
     if recipe.features.mode == "cached":
         place = Place(
             accelerator.process_index,
@@ -126,19 +141,23 @@ def make_features(
             accelerator.wait_for_everyone,
             speaker(accelerator),
         )
-        counts = {"train": (train, len(train)), "heldout": (heldout, observed(heldout))}
+        counts = {"train": (train, len(train))}
+        if not adapted:
+            counts["heldout"] = heldout, observed(heldout)
         folder = recipe.features.path or Path(f"{recipe.data.path}-features")
         stores = [
             Shards(folder / name, _contents(recipe, target, part, layers))
             for name, part in counts.items()
         ]
         write_missing(stores, target, DiskBudget(folder, int(recipe.features.disk_gb * 1e9)), place)
-        return StoredFeatures(stores[0], target.dtype), StoredFeatures(stores[1], target.dtype)
+        return StoredFeatures(stores[0], target.dtype), adapted or StoredFeatures(
+            stores[1], target.dtype
+        )
     online = OnlineFeatures(target, layers)
     if recipe.data.cache_gb:
         compute = RowForward(target, train, tuple(layers))
-        return RememberedFeatures(compute, recipe.data.cache_gb), online
-    return online, online
+        return RememberedFeatures(compute, recipe.data.cache_gb), adapted or online
+    return online, adapted or online
 
 
 @dataclass(frozen=True)

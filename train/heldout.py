@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from draftheads.heads.base import DraftHead
+from draftheads.heads.base import Batch, DraftHead
 from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Target
 from draftheads.train.batches import Rows
@@ -55,31 +55,39 @@ class Calibration:
         )
 
 
+@dataclass(frozen=True)
+class Share:
+    """This process's part of the held-out rows."""
+
+    rows: Rows
+    rows_per_batch: int
+    accelerator: Accelerator
+
+    def batches(self) -> Iterator[tuple[int | None, list[int], Batch]]:
+        """Number among all batches, row numbers, tokens. All processes run equally many, as a
+        forward may be a collective: one that has none left runs the last again, as number None.
+        """
+        batches = list(_batches(self.rows, self.rows_per_batch))
+        world = self.accelerator.num_processes
+        for first in range(0, len(batches), world):
+            number = first + self.accelerator.process_index
+            numbers = batches[min(number, len(batches) - 1)]
+            batch = self.rows.batch(numbers).to(self.accelerator.device)
+            yield (number if number < len(batches) else None), numbers, batch
+
+
 @torch.no_grad()
-def observe(
-    head: DraftHead,
-    target: Target,
-    rows: Rows,
-    rows_per_batch: int,
-    accelerator: Accelerator,
-    features: FeatureSource,
-) -> Tensor:
+def observe(head: DraftHead, target: Target, share: Share, features: FeatureSource) -> Tensor:
     """ranks_MK of the held-out rows, in row order, on every process; they share the work.
 
-    features: of these rows. All processes run equally many batches, as a forward may be a
-    collective: one that has none left runs the last again.
+    features: of these rows.
     """
     mine: list[tuple[int, Tensor]] = []
-    batches = list(_batches(rows, rows_per_batch))
-    world = accelerator.num_processes
-    for first in range(0, len(batches), world):
-        number = first + accelerator.process_index
-        numbers = batches[min(number, len(batches) - 1)]
-        batch = rows.batch(numbers).to(accelerator.device)
-        with torch.autocast(accelerator.device.type, enabled=False):  # as heads are trained on
+    for number, numbers, batch in share.batches():
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):  # as heads are trained on
             features_BTD = features(numbers, batch)
         ranks_MK = head.observe(batch, features_BTD, target).cpu()
-        if number < len(batches):
+        if number is not None:
             mine.append((number, ranks_MK))
     everyone = sorted(gather_object(mine), key=lambda part: part[0])
     return torch.cat([ranks_MK for _, ranks_MK in everyone])

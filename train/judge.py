@@ -19,10 +19,11 @@ from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.engine import Speculator, Statistics, Step
 from draftheads.infer.race import PLAIN, Contestant, Job, timed
 from draftheads.train.assemble import Say, TrainingData
-from draftheads.train.engines import autocast
+from draftheads.train.drift import Drift, measure_drift
 from draftheads.train.features import FeatureSource
-from draftheads.train.heldout import Calibration, calibrate, observe
+from draftheads.train.heldout import Calibration, Share, calibrate, observe
 from draftheads.train.judge_choices import DECODED, decodes
+from draftheads.train.learner import autocast
 from draftheads.train.recipe import Recipe
 
 HEADED = "heads"
@@ -107,19 +108,23 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verdict:
-    """calibration: on held-out ranks. measured: by decoding, with the tree that follows."""
+    """calibration: on held-out ranks. measured: by decoding, with the tree that follows. drift: of
+    an adapted target.
+    """
 
     calibration: Calibration
     measured: Measured | None
+    drift: Drift | None
 
     def __str__(self) -> str:
-        return f"{self.calibration}" + (f"; {self.measured}" if self.measured else "")
+        parts = (self.calibration, self.measured, self.drift)
+        return "; ".join(str(part) for part in parts if part)
 
 
 class Judge:
     """Judges the heads of one run; every process calls it equally often.
 
-    features: of the held-out rows.
+    features: of the held-out rows, as the heads read them.
     """
 
     def __init__(
@@ -131,7 +136,8 @@ class Judge:
         features: FeatureSource,
     ) -> None:
         self.recipe, self.accelerator, self.target = recipe, accelerator, target
-        self.rows, self.features = data.heldout, features
+        self.share = Share(data.heldout, recipe.data.rows_per_batch, accelerator)
+        self.features = features
         self.jobs = heldout_jobs(recipe, data, target.context)
         self._warm = False
 
@@ -145,17 +151,15 @@ class Judge:
         also by decoding, where the run does.
         """
         with autocast(self.recipe.run.precision, self.accelerator.device):
-            ranks_MK = observe(
-                head,
-                self.target,
-                self.rows,
-                self.recipe.data.rows_per_batch,
-                self.accelerator,
-                self.features,
-            )
+            ranks_MK = observe(head, self.target, self.share, self.features)
         calibration = calibrate(ranks_MK, self.recipe.head.nodes, head.tree)
         head.tree = calibration.tree
-        return Verdict(calibration, self._decode(head) if decode and self.jobs else None)
+        adapter, drift = self.target.adapter, None
+        if adapter:
+            drift = measure_drift(self.target, self.share, head.training_layers)
+            adapter.drift = drift.facts()
+        measured = self._decode(head) if decode and self.jobs else None
+        return Verdict(calibration, measured, drift)
 
     def _decode(self, head: DraftHead) -> Measured:
         """The processes share the prompts."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.train.assemble import (
     check_trained,
     create_head,
@@ -31,8 +32,9 @@ from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.judge import Judge, check_judge
 from draftheads.train.judge_choices import decodes
 from draftheads.train.launch import StopRequest, make_accelerator, speaker
+from draftheads.train.learner import make_learner
 from draftheads.train.progress import Progress
-from draftheads.train.recipe import OptimChoices, Recipe
+from draftheads.train.recipe import Recipe
 from draftheads.train.report import write_report
 from draftheads.train.state import (
     RunState,
@@ -100,8 +102,9 @@ class Trainer:
             self.state = replace(old, **{name: getattr(self.state, name) for name in kept})
         self.head = create_head(recipe, self.target, self.data.documents)
         check_trained(self.head, self.target, self.say)
+        self.learner = make_learner(recipe, self.head, self.target)
         # weights and two moments, all float32
-        size = 12 * sum(p.numel() for p in self.head.parameters() if p.requires_grad)
+        size = 12 * sum(parameter.numel() for parameter in self.learner.trained().values())
         self.engine = self._engine()
         if checkpoint and old:
             self.say(continuing(checkpoint, old, self.state))
@@ -146,10 +149,12 @@ class Trainer:
         choices = self.recipe.run
         if self.checkpoint:
             self.head.load_state_dict(load_weights(self.checkpoint))
+            if self.target.adapter:
+                self.target.adapter.restore(self.checkpoint / ADAPTER)
         self.head.recompute = choices.gradient_checkpointing
         if choices.compile:
             self.head.compile_layers()
-        engine = make_engine(self.head, self.recipe.optim, self.accelerator, choices.precision)
+        engine = make_engine(self.learner, self.recipe.optim, self.accelerator)
         if self.checkpoint:
             engine.restore(load_moments(self.checkpoint))
         return engine
@@ -158,6 +163,8 @@ class Trainer:
         """Of the rows to train on and of those held out; frees what of the target is not needed."""
         rows, layers = (self.data.train, self.data.heldout), self.head.training_layers
         sources = make_features(self.recipe, self.target, rows, layers, self.accelerator)
+        if self.target.adapter:
+            return sources
         if decodes(self.state.recipe):
             if self.recipe.features.mode == "cached":
                 self.say("the target stays whole, to judge heads with; judge.every=0 frees it")
@@ -200,13 +207,13 @@ class Trainer:
 
     def _step(self, stop: StopRequest, progress: Progress) -> bool:
         """One optimizer step; True when any process was asked to stop."""
-        parts = self.recipe, self.accelerator, self.target, self.data, self.order, self.features
-        step = Step(self.state.step, *parts)
-        lr = learning_rate(self.recipe.optim, step.number, self.state.steps)
+        parts = self.recipe, self.accelerator, self.target, self.data, self.order
+        step = Step(self.state.step, *parts, self.state.steps, self.features)
+        rates = self.learner.rates(self.recipe.optim, step.number, self.state.steps)
         loss, ranks_KR = step.accumulate(self.engine)
         flags = torch.tensor([float(stop.heard())], device=loss.device)
         total, asked = self.accelerator.reduce(torch.cat([loss[None], flags]), "sum").tolist()
-        norm = self.engine.update(lr)
+        norm = self.engine.update(rates)
         is_finite = math.isfinite(norm)
         self.state = replace(
             self.state,
@@ -216,7 +223,7 @@ class Trainer:
             skipped=0 if is_finite else self.state.skipped + 1,
         )
         if is_finite:
-            progress.step(self.state.step, total, norm, ranks_KR, step.tokens, lr)
+            progress.step(self.state.step, total, norm, ranks_KR, step.tokens, rates["heads"])
         else:
             self._skip(step, f"loss {total}, gradient norm {norm}", progress)
         return bool(asked > 0)
@@ -242,13 +249,14 @@ class Trainer:
         recipe, head, step = self.recipe, self.engine.whole(), self.state.step
         scheduled = self.judge.due(step, self.state.steps)
         verdict = self.judge(head, decode=scheduled)
-        calibration, measured = verdict.calibration, verdict.measured
+        calibration, measured, drift = verdict.calibration, verdict.measured, verdict.drift
         self.head.tree = head.tree
         progress.judged(step, verdict)
         self.state = replace(
             self.state,
             tokens_per_step=calibration.tokens_per_step,
             measured=measured.facts() if measured else None,
+            drift=drift.facts() if drift else None,
         )
         # an interrupted run counts as one that was not
         self.state = self.state.judged() if scheduled else self.state
@@ -265,18 +273,6 @@ class Trainer:
         published = {**results, **facts(recipe, self.data, self.accelerator)}
         moments = self.engine.moments(keep=self.accelerator.is_main_process)
         return self.checkpoints.save(head, moments, self.state, self.target, published)
-
-
-def learning_rate(choices: OptimChoices, step: int, steps: int) -> float:
-    """Of the update that follows `step` steps: linear warm-up, then cosine to zero at `steps`, or
-    constant.
-    """
-    warmup = round(choices.warmup * steps)
-    if step < warmup:
-        return choices.lr * (step + 1) / warmup
-    if choices.schedule == "constant":
-        return choices.lr
-    return choices.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:

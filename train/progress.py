@@ -98,7 +98,8 @@ class Progress:
             "heldout_top1": calibration.top1,
             "heldout_top5": calibration.top5,
         }
-        self._write(step, values | ({"measured": measured.facts()} if measured else {}))
+        found = {"measured": measured, "drift": verdict.drift}
+        self._write(step, values | {name: each.facts() for name, each in found.items() if each})
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from draftheads.train.adapter_choices import AdapterChoices
 from draftheads.train.choices import HEAD_MODELS, HeadChoices, Kind, MedusaChoices, Section
 from draftheads.train.judge_choices import JudgeChoices, comparison
 
@@ -109,8 +110,27 @@ class Recipe(Section):
     features: FeatureChoices = Field(default_factory=FeatureChoices)
     head: HeadChoices = Field(default_factory=MedusaChoices)
     optim: OptimChoices = Field(default_factory=OptimChoices)
+    adapter: AdapterChoices | None = Field(
+        None, description="changes the target, too (Medusa-2); null: it stays as it is"
+    )
     judge: JudgeChoices = Field(default_factory=JudgeChoices)
     run: RunChoices
+
+    @model_validator(mode="after")
+    def _can_adapt(self) -> Recipe:
+        if self.adapter is None:
+            return self
+        if not isinstance(self.head, MedusaChoices):
+            raise ValueError(
+                f"adapter with head.kind medusa or sequential, got {self.head.kind}; EAGLE heads "
+                "learn on a frozen target: set adapter to null"
+            )
+        if self.target_bits or self.target_placement == "sharded":
+            raise ValueError(
+                "adapter with target_bits null and target_placement whole or split, as it is kept "
+                f"near the target itself, got {self.target_bits} and {self.target_placement}"
+            )
+        return self
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "medusa") -> Recipe:

@@ -23,7 +23,8 @@ class RunState:
     seconds: of training, over all its launches. tokens_per_step: simulated. skipped: steps in a
     row, up to this one, that were not finite. rows_per_step: over all processes. recipe: as dumped.
     target: its fingerprint. data: counts and a digest of the token ids. versions: of what computes.
-    measured: what decoding showed at this step (`Measured.facts`), or None. best, best_step: the
+    measured: what decoding showed at this step (`Measured.facts`), or None. drift: of an adapted
+    target (`Drift.facts`), or None. best, best_step: the
     greatest worth that was judged so far, and where. waited: judgements since it last rose.
     """
 
@@ -40,13 +41,18 @@ class RunState:
     data: dict[str, Any]
     versions: dict[str, str]
     measured: dict[str, Any] | None = None
+    drift: dict[str, Any] | None = None
     best: float | None = None
     best_step: int = 0
     waited: int = 0
 
     @property
     def worth(self) -> float | None:
-        """By the run's measure, more is better; None where that was not judged."""
+        """By the run's measure, more is better; None where that was not judged, or the target has
+        drifted too far.
+        """
+        if self.drift and self.drift["agreement"] < self.recipe["adapter"]["agreement"]:
+            return None
         measure = measure_of(self.recipe)
         if measure == "simulated":
             return self.tokens_per_step

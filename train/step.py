@@ -18,15 +18,16 @@ from draftheads.heads.base import Batch
 from draftheads.heads.target import Target
 from draftheads.train.assemble import TrainingData
 from draftheads.train.batches import Order, share
-from draftheads.train.engines import Engine, autocast
+from draftheads.train.engines import Engine
 from draftheads.train.faults import Examiner
 from draftheads.train.features import FeatureSource
+from draftheads.train.learner import autocast
 from draftheads.train.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Step:
-    """Number `number`, counted from 0. order: which rows it has."""
+    """Number `number` of `steps`, counted from 0. order: which rows it has."""
 
     number: int
     recipe: Recipe
@@ -34,6 +35,7 @@ class Step:
     target: Target
     data: TrainingData
     order: Order
+    steps: int
     features: FeatureSource
 
     @property
@@ -48,6 +50,7 @@ class Step:
         """
         learned = sum(self.data.train.learned[row] for row in self.order.step(self.number))
         last_number = self._share()[-1][0]
+        engine.learner.done = self.number / self.steps
         losses: list[Tensor] = []
         ranks: list[Tensor] = []
         for number, _, batch, features_BTD in self._batches():
@@ -66,8 +69,10 @@ class Step:
         """Run this process's share again, alone, and note what is not finite in it."""
         examiner = Examiner(engine.whole(), self.target, self.accelerator)
         for number, rows, batch, features_BTD in self._batches():
+            with torch.no_grad():
+                seen_BTD = engine.learner.seen(batch, features_BTD, self.target)
             with autocast(self.recipe.run.precision, self.accelerator.device):
-                examiner.examine(number, rows, batch, features_BTD)
+                examiner.examine(number, rows, batch, seen_BTD)
         return examiner
 
     def _share(self) -> list[tuple[int, list[int]]]:

@@ -20,30 +20,31 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftHead
-from draftheads.train.assemble import create_optimizer
-from draftheads.train.engines import MOMENTS, Learner, PartitionedEngine, State, trained
-from draftheads.train.recipe import OptimChoices, Precision
+from draftheads.train.engines import MOMENTS, PartitionedEngine, State
+from draftheads.train.learner import JointLearner, Learner, Rates
+from draftheads.train.recipe import OptimChoices
 
 
 class DeepSpeedEngine(PartitionedEngine):
     """ZeRO-1, 2 and 3. DeepSpeed itself refuses a step whose gradient is not finite."""
 
-    def __init__(
-        self, head: DraftHead, choices: OptimChoices, accelerator: Accelerator, precision: Precision
-    ) -> None:
-        super().__init__(head, choices, accelerator.num_processes)
+    def __init__(self, learner: Learner, choices: OptimChoices, accelerator: Accelerator) -> None:
+        super().__init__(learner, choices, accelerator.num_processes)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         plugin = accelerator.state.deepspeed_plugin
+        if plugin.zero_stage == 3 and isinstance(learner, JointLearner):
+            raise ValueError(
+                "adapter: expected DDP, ZeRO-1 or ZeRO-2, got ZeRO-3, which would divide matrices "
+                "that stand in the target; launch with recipes/accelerate-zero2.yaml"
+            )
         plugin.deepspeed_config.update(
             train_micro_batch_size_per_gpu=1,  # what it would read from a DataLoader
             gradient_accumulation_steps=1,  # told at each micro batch instead
             gradient_clipping=choices.clip,
         )
-        learner = Learner(head, precision)
-        self._engine, _ = accelerator.prepare(learner, create_optimizer(head, choices))
+        self._engine, _ = accelerator.prepare(learner, learner.optimizer(choices))
         self.model = self._engine
-        self._named = trained(head)
+        self._named = learner.trained()
         if plugin.zero_stage == 3:  # losses read matrices without calling the module they are in
             for parameter in self._named.values():
                 register_external_parameter(learner, parameter)
@@ -60,10 +61,10 @@ class DeepSpeedEngine(PartitionedEngine):
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self.world)
 
-    def update(self, lr: float) -> float:
+    def update(self, rates: Rates) -> float:
         """DeepSpeed's own clipping around torch's AdamW."""
         for group in self._zero.param_groups:
-            group["lr"] = lr
+            group["lr"] = rates[group["name"]]
         self._engine.step()
         return math.nan if self._zero.overflow else float(self._engine.get_global_grad_norm())
 

@@ -1,0 +1,207 @@
+"""LoRA on a target, for heads that are trained together with it (Medusa-2): what PEFT does, seen
+through create, load, switch off, save and merge.
+
+The folder that `save` writes is PEFT's own, so other tools load it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftheads.heads.weights import decoder_layers, hash_tensor, same_weights
+
+if TYPE_CHECKING:  # slow to import, and needed by few
+    from peft import PeftModel
+
+    from draftheads.heads.target import Target
+
+FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"
+"""Where a head folder has its adapter, and what is in there."""
+NAME = "default"
+"""PEFT's, of the only adapter that a target has."""
+
+
+class Adapter:
+    """Low-rank changes of a target's matrices: W + (alpha / rank) B A. A plain object, as the
+    target is.
+
+    base: fingerprint of the target without it. drift: how far it moves the target's output
+    (`train.drift`), as last measured.
+    """
+
+    drift: dict[str, Any] | None = None
+
+    def __init__(self, wrapped: PeftModel, base: str) -> None:
+        self.wrapped, self.base = wrapped, base
+        self.config: dict[str, Any] = wrapped.peft_config[NAME].to_dict()
+        self._merged: dict[str, Tensor] | None = None
+
+    @classmethod
+    def create(
+        cls,
+        model: PreTrainedModel,
+        base: str,
+        *,
+        rank: int,
+        alpha: float,
+        layers: int | None = None,
+        modules: Sequence[str] | None = None,
+    ) -> Adapter:
+        """A new one, which changes nothing until it is trained; its parameters are float32.
+
+        layers: how many, counted from the last; None: all. modules: the matrices in them, by the
+        ends of their names; None: all. Raises ValueError for layers or modules that there are not.
+        """
+        from peft import LoraConfig, get_peft_model
+
+        stack = decoder_layers(model)
+        first = 0 if layers is None else len(stack) - layers
+        if first < 0:
+            raise ValueError(f"adapter.layers: expected {len(stack)} or fewer, got {layers}")
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=_modules(stack, modules),
+            layers_to_transform=list(range(first, len(stack))),
+            layers_pattern=_name_of(stack, model).rpartition(".")[2],
+            task_type="CAUSAL_LM",
+        )
+        with _quiet():
+            return cls(get_peft_model(model, config).eval(), base)
+
+    @classmethod
+    def load(cls, model: PreTrainedModel, base: str, folder: Path) -> Adapter:
+        """The one that `save` wrote. Raises ValueError where it was trained on other weights than
+        `base`, and FileNotFoundError where there is none.
+        """
+        from peft import PeftModel
+
+        if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+            raise FileNotFoundError(
+                f"adapter {folder}: expected {CONFIG} and {WEIGHTS}, found no such files"
+            )
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            trained_on = (file.metadata() or {}).get("target")
+        if not same_weights(trained_on, base):
+            raise ValueError(
+                f"adapter {folder}: expected a target with fingerprint {trained_on}, got {base}; "
+                "pass the target that it was trained on, or, if it is merged already, none"
+            )
+        with _quiet():
+            return cls(PeftModel.from_pretrained(model, folder).eval(), base)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that learn, under PEFT's names."""
+        named = self.wrapped.named_parameters()
+        return {name: each for name, each in named if each.requires_grad}
+
+    def state(self) -> dict[str, Tensor]:
+        """All of its tensors, as PEFT stores them."""
+        from peft import get_peft_model_state_dict
+
+        if self._merged is not None:
+            return self._merged
+        state: dict[str, Tensor] = get_peft_model_state_dict(self.wrapped)
+        return {name: tensor.detach().contiguous() for name, tensor in state.items()}
+
+    def restore(self, folder: Path) -> None:
+        """Take the weights of a saved adapter of the same shape."""
+        from peft import set_peft_model_state_dict
+
+        result = set_peft_model_state_dict(self.wrapped, load_file(folder / WEIGHTS))
+        assert not result.unexpected_keys, result.unexpected_keys
+
+    def save(self, folder: Path, name: str) -> None:
+        """Write PEFT's files; name: of the target, for those who load them."""
+        folder.mkdir()
+        config = {**self.config, "base_model_name_or_path": name, "inference_mode": True}
+        config["target_modules"] = sorted(config["target_modules"])
+        save_file(self.state(), folder / WEIGHTS, {"format": "pt", "target": self.base})
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, default=str) + "\n")
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The target as it came, inside. Not for a merged one."""
+        assert self._merged is None, "what is merged cannot be switched off"
+        self.wrapped.base_model.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            self.wrapped.base_model.enable_adapter_layers()
+
+    def merge(self) -> None:
+        """Add it to the matrices for good: the model is then one without an adapter, as fast."""
+        self._merged = self.state()
+        self.wrapped.merge_and_unload()
+
+    def fingerprint(self) -> str:
+        """16 hex digits that name its weights."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state().items()):
+            digest.update(name.encode())
+            hash_tensor(digest, tensor)
+        return digest.hexdigest()[:16]
+
+    def facts(self) -> dict[str, Any]:
+        """What a head's config.json says of it."""
+        return {
+            "fingerprint": self.fingerprint(),
+            "rank": self.config["r"],
+            "alpha": self.config["lora_alpha"],
+            "modules": sorted(self.config["target_modules"]),
+            "layers": len(self.config["layers_to_transform"]),
+            "parameters": sum(tensor.numel() for tensor in self.state().values()),
+            "drift": self.drift,
+        }
+
+
+def check_adapter(recorded: dict[str, Any] | None, target: Target) -> None:
+    """Warn when a target's adapter is not the one that a head records (`facts`; None if none)."""
+    expected = recorded["fingerprint"] if recorded else None
+    got = target.adapter.fingerprint() if target.adapter else None
+    if expected != got:
+        remedy = "with Target.load(...).attach(head_adapter(head))" if expected else "alone"
+        warnings.warn(
+            f"this head was trained with {f'adapter {expected}' if expected else 'no adapter'} on "
+            f"its target, {target.name} has {got or 'none'}: output stays the target's own, but "
+            f"fewer drafts will be accepted; load the target {remedy}",
+            stacklevel=4,
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PEFT asks transformers in words that it calls deprecated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
+
+
+def _modules(layers: nn.ModuleList, wanted: Sequence[str] | None) -> list[str]:
+    """Last names of the matrices to change."""
+    linear = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+    names = sorted({name.rpartition(".")[2] for name in linear})
+    missing = sorted(set(wanted or ()) - set(names))
+    if missing or not names:
+        raise ValueError(
+            f"adapter.modules: expected some of {', '.join(names) or 'none'}, which the target's "
+            f"layers have, got {', '.join(missing) or 'none'}"
+        )
+    return names if wanted is None else sorted(wanted)
+
+
+def _name_of(module: nn.Module, model: PreTrainedModel) -> str:
+    names: dict[nn.Module, str] = {each: name for name, each in model.named_modules()}
+    return names[module]
