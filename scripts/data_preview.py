@@ -11,6 +11,9 @@ import typer
 from rich.console import Console
 
 from draftheads.scripts.options import (
+    Limit,
+    Split,
+    Streaming,
     TargetName,
     TemplateArgs,
     Tools,
@@ -34,6 +37,7 @@ def data_preview(
     boundaries: Annotated[
         bool, typer.Option("--boundaries", help="put a | between tokens")
     ] = False,
+    split: Split = "train",
     tools: Tools = "drop",
     template_args: TemplateArgs = "{}",
 ) -> None:
@@ -44,7 +48,7 @@ def data_preview(
     from draftheads.scripts.preview import Pen, show_answers, show_prompts, text_side
     from draftheads.train.data.answers import MANIFEST
     from draftheads.train.data.conversation import Renderer
-    from draftheads.train.data.prompts import read_prompts
+    from draftheads.train.data.prompts import Hub, read_prompts
     from draftheads.train.data.turns import check_tools, with_tools
 
     side = text_side(target, path)
@@ -56,7 +60,7 @@ def data_preview(
     else:
         renderer = Renderer(side, json_object("--template-args", template_args))
         kept = keep_or_drop("--tools", tools)
-        prompts = read_prompts(path, limit=max(count, 1), tools=kept)
+        prompts = read_prompts(path, hub=Hub(split), limit=max(count, 1), tools=kept)
         if any(with_tools(prompt.messages or ()) for prompt in prompts):
             check_tools(side.tokenizer, renderer.template_args)
         show_prompts(prompts, renderer, pen, out)
@@ -74,6 +78,9 @@ def import_answers(
     reasoning: Annotated[
         str, typer.Option(help="<think> ... </think> in answers: keep (learned) or drop (removed)")
     ] = "keep",
+    limit: Limit = None,
+    split: Split = "train",
+    streaming: Streaming = None,
     template_args: TemplateArgs = "{}",
 ) -> None:
     """Make a training set of conversations that the target wrote earlier, without asking it again.
@@ -82,7 +89,7 @@ def import_answers(
     each answer. Loads a tokenizer, no weights, so that the target wrote it is not checked.
     """
     from draftheads.train.data.imports import import_answers as run
-    from draftheads.train.data.prompts import read_conversations
+    from draftheads.train.data.prompts import Hub, read_conversations
     from draftheads.train.data.textside import TextSide
     from draftheads.train.data.turns import check_tools, with_tools
 
@@ -90,6 +97,8 @@ def import_answers(
     arguments = json_object("--template-args", template_args)
     found = read_conversations(
         conversations,
+        hub=Hub(split, streaming),
+        limit=limit,
         tools=keep_or_drop("--tools", tools),
         reasoning=keep_or_drop("--reasoning", reasoning),
     )

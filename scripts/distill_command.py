@@ -10,9 +10,12 @@ import typer
 from draftheads.scripts.options import (
     Device,
     Dtype,
+    Limit,
     Prompts,
     PromptWords,
     Seed,
+    Split,
+    Streaming,
     TargetName,
     Temperature,
     TemplateArgs,
@@ -28,12 +31,6 @@ from draftheads.scripts.server_options import ApiKeyEnv, Concurrency, Server, Se
 Out = Annotated[Path, typer.Option(help="folder to write; an unfinished one is continued")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="tokens per answer")]
 BatchSize = Annotated[int, typer.Option(min=1, help="prompts answered together")]
-Limit = Annotated[int | None, typer.Option(min=1, help="use only the first N prompts")]
-Split = Annotated[str, typer.Option(help="split of a Hub data set")]
-Streaming = Annotated[
-    bool | None,
-    typer.Option(help="store nothing of a Hub data set, fetch what is read; default: with --limit"),
-]
 SkipEmpty = Annotated[bool, typer.Option("--skip-empty", help="pass over empty prompts")]
 MaxTurns = Annotated[int | None, typer.Option(min=1, help="user turns per conversation")]
 Reasoning = Annotated[

@@ -29,6 +29,17 @@ PromptWords = Annotated[
     int | None,
     typer.Option("--prompt-words", min=1, help="use the first N words of plain texts as prompts"),
 ]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, help="use only the first N prompts or conversations")
+]
+Split = Annotated[str, typer.Option("--split", help="split of a Hub data set")]
+Streaming = Annotated[
+    bool | None,
+    typer.Option(
+        "--streaming/--no-streaming",
+        help="store nothing of a Hub data set, fetch what is read; default: with --limit",
+    ),
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16")]
 Device = Annotated[
     str | None, typer.Option("--device", help="e.g. cuda:0; default: CUDA if there is one")

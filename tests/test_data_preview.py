@@ -77,6 +77,8 @@ def test_imported_folder_is_training_data_that_says_where_it_is_from(
     assert byte_tokenizer().decode(documents.tokens_N[documents.learn_N]) == said
     with pytest.raises(ValueError, match="expected a new folder"):
         import_answers(talks, side, out)
+    import_answers(talks, side, tmp_path / "one", limit=1)
+    assert len(list(read_answers(tmp_path / "one"))) == 1
 
 
 def test_conversations_that_cannot_be_shown_are_skipped(
