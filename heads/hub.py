@@ -65,13 +65,7 @@ def save_head(
         "draftheads": {
             "format": FORMAT,
             "kind": head.kind,
-            "target": {
-                "name": target.name,
-                "revision": target.revision,
-                "fingerprint": target.fingerprint(),
-                "architecture": type(target.model).__name__,
-                "layers": target.layers,
-            },
+            "target": about_target(target),
             "feature_layers": list(head.feature_layers),
             "tree": head.tree.to_json(),
             "training": training or {},
@@ -85,6 +79,17 @@ def save_head(
         (staging / CARD).write_text(render_card(config) + "\n")
         write_remote_code(staging)
     return Path(folder)
+
+
+def about_target(target: Target) -> dict[str, Any]:
+    """What a head records of the target that it stands on."""
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "fingerprint": target.fingerprint(),
+        "architecture": type(target.model).__name__,
+        "layers": target.layers,
+    }
 
 
 def record_measured(folder: Path, rows: list[dict[str, Any]]) -> None:

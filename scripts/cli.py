@@ -13,6 +13,7 @@ import warnings
 import typer
 from rich.logging import RichHandler
 
+from draftheads.scripts.convert import convert
 from draftheads.scripts.data_preview import data_preview, import_answers
 from draftheads.scripts.decoding_commands import bench, chat
 from draftheads.scripts.distill_command import distill
@@ -38,6 +39,7 @@ app.command("report")(report)
 app.command("bench")(bench)
 app.command("chat")(chat)
 app.command("doctor")(doctor)
+app.command("convert")(convert)
 app.command("publish")(publish)
 
 
