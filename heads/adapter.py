@@ -148,11 +148,7 @@ class Adapter:
 
     def fingerprint(self) -> str:
         """16 hex digits that name its weights."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.state().items()):
-            digest.update(name.encode())
-            hash_tensor(digest, tensor)
-        return digest.hexdigest()[:16]
+        return _fingerprint(self.state())
 
     def facts(self) -> dict[str, Any]:
         """What a head's config.json says of it."""
@@ -167,6 +163,11 @@ class Adapter:
         }
 
 
+def stored_fingerprint(folder: Path) -> str:
+    """Of the adapter in a folder."""
+    return _fingerprint(load_file(folder / WEIGHTS))
+
+
 def check_adapter(recorded: dict[str, Any] | None, target: Target) -> None:
     """Warn when a target's adapter is not the one that a head records (`facts`; None if none)."""
     expected = recorded["fingerprint"] if recorded else None
@@ -179,6 +180,14 @@ def check_adapter(recorded: dict[str, Any] | None, target: Target) -> None:
             f"fewer drafts will be accepted; load the target {remedy}",
             stacklevel=4,
         )
+
+
+def _fingerprint(state: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode())
+        hash_tensor(digest, tensor)
+    return digest.hexdigest()[:16]
 
 
 @contextmanager

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftheads.heads.adapter import FOLDER as ADAPTER
+from draftheads.heads.adapter import check_adapter, stored_fingerprint
 from draftheads.heads.base import DraftHead
 from draftheads.heads.card import render_card
 from draftheads.heads.eagle import EagleHead
@@ -67,6 +70,7 @@ def save_head(
             "kind": head.kind,
             "target": about_target(target),
             "feature_layers": list(head.feature_layers),
+            "adapter": target.adapter.facts() if target.adapter else None,
             "tree": head.tree.to_json(),
             "training": training or {},
             "measured": measured or [],
@@ -78,6 +82,8 @@ def save_head(
         as_ours(stored, target).save(staging)
         (staging / CARD).write_text(render_card(config) + "\n")
         write_remote_code(staging)
+        if target.adapter:
+            target.adapter.save(staging / ADAPTER, target.name)
     return Path(folder)
 
 
@@ -151,6 +157,7 @@ def read_head(
     stored.check_names(set(head.state_dict()))
     if target is not None:
         check_target(head, target, facts.get("target", {}))
+        check_adapter(facts.get("adapter"), target)
     stored.check_shapes(head.state_dict())
     return head, stored
 
@@ -162,14 +169,18 @@ def load_pair(
     dtype: str = "auto",
     device: str | None = None,
 ) -> tuple[Target, DraftHead]:
-    """The target that a head records, and the head on it. source, revision: as of `load_head`;
-    dtype, device: as of `Target.load`.
+    """The target that a head records, with the adapter that it was trained together with if there
+    is one, and the head on it. source, revision: as of `load_head`; dtype, device: as of
+    `Target.load`.
 
     Raises ValueError for a head that records no target or does not fit it; warns when its weights
     are not those that the head was trained on.
     """
     name, commit = head_target(source, revision=revision)
     target = Target.load(name, dtype=dtype, device=device, revision=commit)
+    adapter = head_adapter(source, revision=revision)
+    if adapter is not None:
+        target.attach(adapter)
     return target, load_head(source, target=target, revision=revision)
 
 
@@ -187,6 +198,30 @@ def head_target(source: str | Path, *, revision: str | None = None) -> tuple[str
             f"{folder}/{CONFIG} does not say which target it was trained for; pass --target"
         )
     return name, config.get("draftheads", {}).get("target", {}).get("revision")
+
+
+def head_adapter(source: str | Path, *, revision: str | None = None) -> Path | None:
+    """The folder of the adapter that a head was trained together with, for `Target.attach`; None
+    where its target stayed as it was.
+    """
+    folder = find_head(source, revision=revision) / ADAPTER
+    return folder if folder.is_dir() else None
+
+
+def shared_adapter(sources: Sequence[str | Path]) -> Path | None:
+    """The one adapter that all of these heads were trained together with, or None.
+
+    Raises ValueError where they differ in it: no target is right for all of them.
+    """
+    adapters = {str(source): head_adapter(source) for source in sources}
+    names = {name: path and stored_fingerprint(path) for name, path in adapters.items()}
+    if len(set(names.values())) > 1:
+        said = ", ".join(f"{name}: {each or 'none'}" for name, each in names.items())
+        raise ValueError(
+            f"expected heads that were trained with the same adapter of the target, got {said}; "
+            "use one of them at a time"
+        )
+    return next(iter(adapters.values()), None)
 
 
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
@@ -210,7 +245,7 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
         )
     if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
         raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
-    patterns = [CONFIG, *WEIGHT_FILES, *INDEXES, CARD]
+    patterns = [CONFIG, *WEIGHT_FILES, *INDEXES, CARD, f"{ADAPTER}/*"]
     folder = head_snapshot(str(source), revision, patterns)
     parts = {
         part for name in INDEXES if (folder / name).is_file() for part in parts_of(folder / name)

@@ -68,7 +68,7 @@ def bench(
 
     set_threads(threads)
     journey.check_outputs([json_out, plot], head if card else [])
-    model = load_target(target, dtype, device)
+    model = load_target(target, dtype, device, heads=head)
     names = journey.head_names(head)
     loaded = [load_head(source, model) for source in head]
     heads = journey.with_trees(dict(zip(names, loaded, strict=True)), tree or ())
@@ -113,7 +113,7 @@ def chat(
 
     set_threads(threads)
     name, revision = (target, None) if target else head_target(head)
-    model = load_target(name, dtype, device, revision)
+    model = load_target(name, dtype, device, revision, [head])
     drafts = load_head(head, model)
     shape = parse_tree(tree) if tree else drafts.tree
     run(

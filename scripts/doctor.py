@@ -62,7 +62,7 @@ def doctor(
     from draftheads.train.doctor.evidence import Case
 
     set_threads(threads)
-    model = load_target(target, dtype, device)
+    model = load_target(target, dtype, device, heads=[head])
     heads, facts = _read_head(head, model)
     documents, manifest = _read_data(data or _recorded(facts), model)
     if prompts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -59,15 +59,26 @@ TemplateArgs = Annotated[
 ]
 
 
-def load_target(name: str, dtype: str, device: str | None, revision: str | None = None) -> Target:
-    """The target, with transformers' own chatter silenced."""
+def load_target(
+    name: str,
+    dtype: str,
+    device: str | None,
+    revision: str | None = None,
+    heads: Sequence[str] = (),
+) -> Target:
+    """The target, with the adapter that `heads` were trained together with, where they were, and
+    with transformers' own chatter silenced.
+    """
     import transformers
 
+    from draftheads.heads.hub import shared_adapter
     from draftheads.heads.target import Target
 
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
-    return Target.load(name, dtype=dtype, device=device, revision=revision)
+    adapter = shared_adapter(heads)
+    target = Target.load(name, dtype=dtype, device=device, revision=revision)
+    return target.attach(adapter) if adapter else target
 
 
 def load_head(name: str, target: Target) -> DraftHead:
