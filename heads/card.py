@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from draftheads.heads.serving import engine_commands, merging
 from draftheads.heads.shape import DynamicTree, tree_from_json
 
 LIBRARY = "draftheads"
@@ -17,44 +21,136 @@ PAPERS = {
 }
 """What each kind is called, and where it is described."""
 
+HERE = "THIS_FOLDER_OR_REPO"
+"""Stands for the head in commands, until it is published."""
+SECTIONS = ("## Use", "## Use from transformers", "## Serve", "## Training", "## Measured")
+METADATA = ("library_name", "pipeline_tag", "tags")
+
 
 def render_card(config: dict[str, Any]) -> str:
-    """The card: what the head is, how to use it, how it was trained, what was measured."""
+    """The card: what the head is, how to use and serve it, how it was trained, what was measured.
+
+    Raises KeyError for a config without our own facts.
+    """
     facts = config["draftheads"]
     target = facts["target"]["name"] or "an unnamed target"
     name, paper = PAPERS[facts["kind"]]
-    is_hub_id = target.count("/") == 1 and not target.startswith((".", "/", "~"))
-    data = ModelCardData(
-        library_name=LIBRARY,
-        pipeline_tag="text-generation",
-        base_model=target if is_hub_id else None,
-        tags=["speculative-decoding", "draft-head", facts["kind"]],
-    )
+    use, transformers, serve, training, measured = SECTIONS
     sections = [
         f"# {name} draft head for `{target}`",
-        f"{name} ([paper]({paper})), trained with {LIBRARY} on the frozen "
-        "target. It proposes a tree of tokens; the target verifies it in one forward pass, so "
-        "greedy and sampled output stay the target's own.",
-        _use(target),
+        f"{name} ([paper]({paper})), trained with {LIBRARY}. It proposes a tree of tokens; the "
+        f"target verifies it in one forward pass, so {_promise(facts.get('adapter'))}.",
+        *_adapter(facts.get("adapter")),
+        f"{use}\n\n{_use()}",
+        f"{transformers}\n\n{_use_from_transformers(target, facts.get('adapter'))}",
+        f"{serve}\n\n{engine_commands(config, target, HERE)}",
         "## Shape\n\n" + _table(_shape(config)),
-        "## Training\n\n" + (_table(facts["training"]) or "Not trained yet."),
-        "## Measured\n\n" + _measured(facts["measured"]),
+        f"{training}\n\n{_training(facts['training'])}",
+        f"{measured}\n\n{_measured(facts['measured'])}",
     ]
-    card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections))
+    card = ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n" + "\n\n".join(sections))
     return str(card)
 
 
-def _use(target: str) -> str:
+def for_repository(card: str, repo_id: str, licence: str | None) -> str:
+    """A folder's card as it is published: commands name the repository. licence: a Hub identifier,
+    e.g. apache-2.0; None says nothing new of it.
+    """
+    made = ModelCard(card.replace(HERE, repo_id))
+    if licence:
+        made.data.license = licence
+    return str(made)
+
+
+def card_faults(card: str) -> list[str]:
+    """What a published card needs and this one lacks."""
+    try:  # the card may have been edited by hand
+        data = ModelCard(card).data
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        reason = str(error).strip().splitlines()[0]
+        return [f"README.md does not begin with metadata in YAML ({reason})"]
+    lacking = [f"README.md lacks {key} in its metadata" for key in METADATA if not data.get(key)]
+    return lacking + [
+        f"README.md lacks its section {title.removeprefix('## ')!r}"
+        for title in SECTIONS
+        if f"\n{title}\n" not in card
+    ]
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether this names a repository or data set on the Hub, and nothing on this machine."""
     return (
-        "## Use\n\n```python\n"
-        "from draftheads.heads.hub import load_head\n"
-        "from draftheads.heads.target import Target\n"
+        bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name or ""))
+        and not Path(name or "").exists()
+    )
+
+
+def _metadata(facts: dict[str, Any]) -> ModelCardData:
+    target = facts["target"]["name"]
+    source = facts["training"].get("data", {}).get("prompts", {}).get("source")
+    known = is_hub_id(target)
+    return ModelCardData(
+        library_name=LIBRARY,
+        pipeline_tag="text-generation",
+        base_model=target if known else None,
+        base_model_relation="adapter" if known else None,
+        datasets=[source] if is_hub_id(source) else None,
+        tags=["speculative-decoding", "draft-head", facts["kind"]],
+    )
+
+
+def _promise(adapter: dict[str, Any] | None) -> str:
+    if adapter is None:
+        return "greedy and sampled output stay the target's own"
+    return "greedy and sampled output are exactly those of the target *with this adapter on*"
+
+
+def _adapter(adapter: dict[str, Any] | None) -> list[str]:
+    if adapter is None:
+        return []
+    said = (
+        "## Adapter\n\nThese heads were trained jointly with a LoRA adapter of the target "
+        f"(rank {adapter['rank']}, alpha {_cell(adapter['alpha'])}), which stands in `adapter/` in "
+        "PEFT's format. What is verified, and so what you get, is the output of the *adapted* "
+        "target, not of the untouched one. "
+    )
+    drift = adapter.get("drift")
+    if not drift:
+        return [said + "How far it has moved was not measured."]
+    return [
+        said + f"On {drift['tokens']:,} held-out tokens its first choice is the untouched target's "
+        f"at {drift['agreement']:.2%}, and its distribution is {drift['kl']:.4f} nats per token "
+        "from it (KL)."
+    ]
+
+
+def _use() -> str:
+    return (
+        f"```sh\npip install {LIBRARY}\ndraftheads chat --head {HERE}\n```\n\n```python\n"
+        "from draftheads.heads.hub import load_pair\n"
         "from draftheads.infer.engine import Speculator\n\n"
-        f'target = Target.load("{target}")\n'
-        'head = load_head("THIS_FOLDER_OR_REPO", target=target)\n'
+        f'target, head = load_pair("{HERE}")\n'
         'prompt = target.tokenizer("Once upon a time")["input_ids"]\n'
         "for step in Speculator(target, head).generate(prompt, max_new_tokens=100):\n"
         '    print(target.tokenizer.decode(step.tokens), end="")\n```'
+    )
+
+
+def _use_from_transformers(target: str, adapter: dict[str, Any] | None) -> str:
+    loading = (
+        merging(target, HERE)
+        if adapter
+        else "from transformers import AutoModelForCausalLM\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{target}")'
+    )
+    return (
+        f"```python\nfrom transformers import AutoTokenizer\n{loading}\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{target}")\n'
+        'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
+        f'model.generate(**inputs, custom_generate="{HERE}", trust_remote_code=True)\n```\n\n'
+        "The same without remote code:\n\n```python\n"
+        "from draftheads.infer.speculative import speculative\n\n"
+        f'model.generate(**inputs, custom_generate=speculative("{HERE}"))\n```'
     )
 
 
@@ -66,9 +162,17 @@ def _shape(config: dict[str, Any]) -> dict[str, Any]:
     return {**shape, "tree": f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {kind}"}
 
 
+def _training(facts: dict[str, Any]) -> str:
+    """The recipe as it was run goes last, as a recipe."""
+    if not facts:
+        return "Not trained yet."
+    table = _table({key: value for key, value in facts.items() if key != "recipe"})
+    if "recipe" not in facts:
+        return table
+    return f"{table}\n\n```yaml\n{yaml.safe_dump(facts['recipe'], sort_keys=False)}```"
+
+
 def _table(values: dict[str, Any]) -> str:
-    if not values:
-        return ""
     rows = [f"| {key} | {_cell(value)} |" for key, value in values.items()]
     return "\n".join(["| | |", "| --- | --- |", *rows])
 

@@ -14,12 +14,16 @@ from urllib.parse import unquote, urlparse
 
 
 class LocalHub:
-    """`repos` maps "user/name" to {"private": bool, "files": {path: bytes}}; `url` is the
-    HF_ENDPOINT to use.
+    """`repos` maps "user/name" to {"private": bool, "files": {path: bytes}}, and other branches
+    than main to their files in "branches"; every state that one had can be had again by its hash.
+    `refuses`: whether it lets nobody in. `requests`: all that were made. `url`: the HF_ENDPOINT.
     """
 
     def __init__(self) -> None:
         self.repos: dict[str, dict] = {}
+        self.refuses = False
+        self.requests: list[str] = []
+        self._states: dict[str, dict] = {}
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -30,6 +34,7 @@ class LocalHub:
 
             def handle_any(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                hub.requests.append(f"{self.command} {self.path}")
                 status, headers, answer = hub.answer(unquote(urlparse(self.path).path), body)
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(answer))}.items():
@@ -51,28 +56,36 @@ class LocalHub:
 
     def answer(self, path: str, body: bytes) -> tuple[int, dict, bytes]:
         """(status, headers, body) for a request."""
+        if self.refuses:
+            return 403, {}, b"{}"
         if path == "/api/validate-yaml":
             return _json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             wish = json.loads(body)
             name = f"{wish.get('organization') or 'me'}/{wish['name']}"
             private = wish.get("private") or wish.get("visibility") == "private"
-            self.repos.setdefault(name, {"private": bool(private), "files": {}})
+            self.repos.setdefault(name, {"private": bool(private), "files": {}, "branches": {}})
             return _json({"url": f"{self.url}/{name}", "name": name})
         match = re.fullmatch(
-            r"/api/models/([^/]+/[^/]+)/(preupload|commit|tree|revision)/(.+)", path
+            r"/api/models/([^/]+/[^/]+)/(preupload|commit|tree|revision|branch)/([^/]+)", path
         )
         if match:
-            return self._model(match[1], match[2], body)
-        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path)
+            return self._model(match[1], match[2], match[3], body)
+        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if match and match[1] in self.repos:
-            return self._file(match[1], match[2])
+            return self._file(match[1], match[2], match[3])
         return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
 
-    def _model(self, name: str, verb: str, body: bytes) -> tuple[int, dict, bytes]:
+    def _model(self, name: str, verb: str, revision: str, body: bytes) -> tuple[int, dict, bytes]:
         if name not in self.repos:
             return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
-        files = self.repos[name]["files"]
+        if verb == "branch":
+            repo = self.repos[name]
+            repo["branches"][revision] = dict(repo["files"])
+            return _json({})
+        files = self._at(name, revision)
+        if files is None:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
         if verb == "preupload":
             wished = [file["path"] for file in json.loads(body)["files"]]
             entry = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
@@ -81,13 +94,8 @@ class LocalHub:
             for line in map(json.loads, body.decode().splitlines()):
                 if line["key"] == "file":
                     files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            return _json(
-                {
-                    "success": True,
-                    "commitOid": self._sha(name),
-                    "commitUrl": f"{self.url}/{name}/commit/1",
-                }
-            )
+            address = f"{self.url}/{name}/commit/{self._sha(files)}"
+            return _json({"success": True, "commitOid": self._sha(files), "commitUrl": address})
         if verb == "tree":
             return _json(
                 [
@@ -96,24 +104,27 @@ class LocalHub:
                 ]
             )
         siblings = [{"rfilename": path} for path in files]
-        return _json(
-            {
-                "id": name,
-                "modelId": name,
-                "sha": self._sha(name),
-                "private": False,
-                "siblings": siblings,
-            }
-        )
+        about = {"id": name, "modelId": name, "sha": self._sha(files), "private": False}
+        return _json({**about, "siblings": siblings})
 
-    def _file(self, name: str, path: str) -> tuple[int, dict, bytes]:
-        content = self.repos[name]["files"].get(path)
-        if content is None:
-            return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self._sha(name)}, b"{}"
-        return 200, {"ETag": f'"{_hash(content)}"', "X-Repo-Commit": self._sha(name)}, content
+    def _file(self, name: str, revision: str, path: str) -> tuple[int, dict, bytes]:
+        files = self._at(name, revision)
+        if files is None:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+        commit = {"X-Repo-Commit": self._sha(files)}
+        if path not in files:
+            return 404, {"X-Error-Code": "EntryNotFound", **commit}, b"{}"
+        return 200, {"ETag": f'"{_hash(files[path])}"', **commit}, files[path]
 
-    def _sha(self, name: str) -> str:
-        return _hash(repr(sorted(self.repos[name]["files"].items())).encode())
+    def _at(self, name: str, revision: str) -> dict[str, bytes] | None:
+        repo = self.repos[name]
+        branches = {"main": repo["files"], **repo.get("branches", {})}
+        return branches.get(revision, self._states.get(revision))
+
+    def _sha(self, files: dict[str, bytes]) -> str:
+        sha = _hash(repr(sorted(files.items())).encode())
+        self._states[sha] = dict(files)
+        return sha
 
 
 def _json(value: object) -> tuple[int, dict, bytes]:

@@ -5,7 +5,6 @@ unchanged.
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import (
     HEADS,
     find_head,
-    head_target,
     load_head,
     record_measured,
     save_head,
@@ -28,7 +26,6 @@ from draftheads.heads.hub import (
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.shape import DynamicTree, TreeShape
 from draftheads.heads.target import Target
-from draftheads.scripts.publish import publish
 
 SCALED = {
     "rope_type": "llama3",
@@ -229,28 +226,5 @@ def test_measurements_are_added_without_touching_the_rest(tmp_path):
     assert "| 4 | 2.00 | 1.50 |" in (folder / "README.md").read_text()
     assert load_head(folder, target=tiny_target()).depth == 4
     assert {path.name for path in folder.iterdir()} == {
-        "config.json", "model.safetensors", "README.md", "trainer"
+        "config.json", "model.safetensors", "README.md", "custom_generate", "trainer"
     }  # fmt: skip
-
-
-def test_published_and_loaded_by_id(hub, tmp_path):
-    head = trained()
-    save_head(head, tmp_path / "run" / "step-000010", target=tiny_target())
-    (tmp_path / "run" / "step-000010" / "trainer").mkdir()
-    (tmp_path / "run" / "step-000010" / "trainer" / "optimizer.pt").write_bytes(b"private")
-    address = publish(tmp_path / "run", "me/heads")
-    assert address.startswith(f"{hub.url}/me/heads")
-    assert hub.repos["me/heads"]["private"]
-    assert set(hub.repos["me/heads"]["files"]) == {"config.json", "model.safetensors", "README.md"}
-    with warnings.catch_warnings():
-        again = load_head("me/heads", target=tiny_target())
-    assert all(map(torch.equal, again.state_dict().values(), head.state_dict().values()))
-    assert head_target("me/heads") == ("tiny-llama", None)
-
-
-def test_an_unfit_folder_is_not_published(hub, tmp_path):
-    save_head(trained(), tmp_path / "head", target=tiny_target())
-    (tmp_path / "head" / "README.md").unlink()
-    with pytest.raises(ValueError, match=r"README\.md missing"):
-        publish(tmp_path / "head", "me/heads")
-    assert hub.repos == {}
