@@ -126,6 +126,20 @@ def test_answer_behind_rewritten_turns_stands_in_a_document_of_its_own() -> None
     ]
 
 
+def test_history_that_changes_later_is_not_gone_on_with() -> None:
+    """The thoughts of the last answer alone stand in brackets."""
+    brackets = "m['content'].replace('<think>', '(').replace('</think>', ')')"
+    last = (
+        f"{brackets} if loop.index0 == messages|length - 2 else m['content'].split('</think>')[-1]"
+    )
+    _, texts = told(TEMPLATE.replace("m['content']", last), "<think>hm</think>a", "b", "c", "d")
+    assert texts == [
+        ["U:Q0|A:", "<think>hm</think>a|"],
+        ["U:Q0|A:(hm)a|U:Q1|A:", "b|"],
+        ["U:Q0|A:a|U:Q1|A:b|U:Q2|A:", "c|", "\nU:Q3|A:", "d|"],
+    ]
+
+
 def test_thoughts_are_learned_or_stay_as_context() -> None:
     answers = ["<think>hm</think>a", "b</think>", "<think>endless"]
     assert told(TEMPLATE, *answers)[1] == [
