@@ -106,6 +106,32 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class Processed:
+    """Lossless under what `processors` make of the target's logits: their argmax, or with `sample`
+    one draw at every node, as in `Sampled`.
+
+    A tree's nodes are processed side by side, so no processor may look at the tokens before.
+    """
+
+    processors: LogitsProcessorList
+    sample: bool
+    lossless = True
+    _random: _Random = field(default_factory=lambda: _Random(), repr=False, compare=False)
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        return follow(tree, self.choose(logits_BNV))
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The argmax or one draw, after the processors."""
+        made = processed(logits, self.processors)
+        return self._random.draw(made) if self.sample else made.argmax(-1)
+
+    def seed(self, seed: int) -> None:
+        """Restart the random stream."""
+        self._random.seed(seed)
+
+
+@dataclass(frozen=True)
 class Typical:
     """Medusa's typical acceptance (lossy): keep x where p(x) > min(epsilon, delta * exp(-H(p))), p
     at `temperature`.
@@ -205,14 +231,19 @@ def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1.0:
         warpers.append(TopPLogitsWarper(top_p))
+    return processed(logits, warpers)
+
+
+def processed(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
+    """float32 logits (..., V) after processors that do not look at the tokens before."""
     flat = logits.float().reshape(-1, logits.shape[-1])
-    warped: Tensor = warpers(torch.empty(0, device=logits.device), flat)
-    return warped.reshape(logits.shape)
+    made: Tensor = processors(torch.empty(0, device=logits.device), flat)
+    return made.reshape(logits.shape)
 
 
 class _Random:
-    """A random stream on the device of its first draw; seeded from the global one until `seed` is
-    called.
+    """A random stream on the device of its first draw; seeded by torch's global one, so that
+    `torch.manual_seed` decides it, unless `seed` was called.
     """
 
     def __init__(self) -> None:
@@ -228,6 +259,7 @@ class _Random:
         """
         if self._generator is None:
             self._generator = torch.Generator(logits.device)
-            self._generator.manual_seed(torch.seed() if self._seed is None else self._seed)
+            seed = int(torch.randint(1 << 62, ())) if self._seed is None else self._seed
+            self._generator.manual_seed(seed)
         race = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=self._generator)
         return (torch.softmax(logits.float(), dim=-1) / race).argmax(-1)

@@ -1,0 +1,112 @@
+"""What of `generate`'s many arguments draft heads can honour. The rest is refused, never ignored.
+
+Legend: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import logits_process as processing
+from transformers.generation.configuration_utils import GenerationMode
+
+WARPERS: tuple[type, ...] = (
+    processing.TemperatureLogitsWarper,
+    processing.TopHLogitsWarper,
+    processing.TopKLogitsWarper,
+    processing.TopPLogitsWarper,
+    processing.MinPLogitsWarper,
+    processing.TypicalLogitsWarper,
+    processing.EpsilonLogitsWarper,
+    processing.EtaLogitsWarper,
+)
+"""What `do_sample` brings; none of them looks at the tokens before."""
+MEMORYLESS: tuple[type, ...] = (
+    *WARPERS,
+    processing.SuppressTokensLogitsProcessor,
+    processing.InfNanRemoveLogitsProcessor,
+)
+USED = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+"""What `generate` prepares for any model."""
+KEPT_BY_GENERATE = ("scores", "logits", "attentions", "hidden_states")
+
+
+def check_config(config: GenerationConfig, assistant: Any) -> None:
+    """Raise ValueError for beams, other drafts, a cache that changes the output, and for results
+    that are not kept.
+    """
+    mode = config.get_generation_mode(assistant)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"draft heads: expected greedy search or sampling, got {mode.value}; leave out "
+            "num_beams and other drafts (assistant_model, prompt_lookup_num_tokens)"
+        )
+    if config.cache_implementation == "quantized":
+        raise ValueError(
+            "draft heads keep a cache of their own, in full precision: expected no "
+            "cache_implementation, got quantized; leave it out"
+        )
+    wanted = [f"output_{kind}" for kind in KEPT_BY_GENERATE if getattr(config, f"output_{kind}")]
+    if config.return_dict_in_generate and wanted:
+        raise ValueError(
+            f"draft heads keep sequences alone, got {', '.join(wanted)}; leave it out, and run the "
+            "model once over the sequences to have them"
+        )
+
+
+def check_processors(processors: LogitsProcessorList, *, sampling_alone: bool) -> None:
+    """Raise ValueError for processors that are not known to judge each position by itself, or with
+    `sampling_alone` for all but those that `do_sample` brings.
+    """
+    allowed = WARPERS if sampling_alone else MEMORYLESS
+    foreign = [type(each).__name__ for each in processors if type(each) not in allowed]
+    if foreign:
+        raise ValueError(
+            "draft heads: expected logits processors that do not look at the tokens before, got "
+            f"{', '.join(foreign)}; switch off what asks for it, in the call or in "
+            "model.generation_config (for example repetition_penalty=1.0)"
+        )
+
+
+def check_prepared(input_ids: Tensor, prepared: dict[str, Any]) -> None:
+    """Raise ValueError for a prompt that is not whole rows of token ids. prepared: what `generate`
+    hands to the model.
+    """
+    unknown = sorted(key for key in prepared.keys() - USED if prepared[key] is not None)
+    if unknown:
+        raise ValueError(
+            f"draft heads: expected input_ids and attention_mask, got {', '.join(unknown)}; give "
+            "the prompt as token ids"
+        )
+    if getattr(prepared.get("past_key_values"), "_is_user_defined", False):
+        raise ValueError(
+            "draft heads keep a cache of their own: expected the whole prompt in input_ids, got "
+            "past_key_values; leave them out"
+        )
+    mask, positions = prepared.get("attention_mask"), prepared.get("position_ids")
+    mask_BT = torch.ones_like(input_ids) if mask is None else mask.long()
+    if positions is not None and ((mask_BT.cumsum(-1) - 1 != positions) & (mask_BT == 1)).any():
+        raise ValueError(
+            "draft heads: expected position_ids that count the tokens of a row from 0, got others; "
+            "leave them out"
+        )
+
+
+def without_padding(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """The prompts' token ids. Raises ValueError for padding elsewhere than on the left, where
+    `generate` would go wrong as well.
+    """
+    rows: list[list[int]] = input_ids.tolist()
+    if mask is None:
+        return rows
+    mask_BT = mask.long()
+    if (mask_BT.diff(dim=1) < 0).any() or not mask_BT[:, -1].all():
+        raise ValueError(
+            "draft heads: expected padding on the left alone, got an attention_mask with zeros "
+            "behind a token; set tokenizer.padding_side='left'"
+        )
+    starts = (input_ids.shape[1] - mask_BT.sum(1)).tolist()
+    return [row[start:] for row, start in zip(rows, starts, strict=True)]
