@@ -185,9 +185,7 @@ def _numbered(reader: str, stored: Stored) -> tuple[dict[str, Any], dict[str, Te
             "head.vocabulary, or convert to vllm"
         )
     if name is None:
-        raise stored.refuse(
-            f"{reader} wants to know the target, nothing here names it; pass --target"
-        )
+        raise stored.refuse(f"{reader} must be told the target, nothing names it; pass --target")
     config: dict[str, Any] = {
         "base_model_name_or_path": name,
         "medusa_num_heads": ours["num_heads"],

@@ -68,7 +68,7 @@ def speculators_config(config: dict[str, Any]) -> dict[str, Any]:
     """
     name = target_name(config)
     if name is None:
-        raise ValueError("speculators wants to know the target, nothing names it; pass --target")
+        raise ValueError("speculators must be told the target, nothing names it; pass --target")
     target = config["draftheads"]["target"]
     architectures = [target["architecture"]] if "architecture" in target else []
     tree = tree_from_json(config["draftheads"]["tree"])

@@ -13,7 +13,11 @@ from draftheads.heads.formats import medusa_layouts as medusa
 from draftheads.heads.formats.eagle_layouts import from_eagle, is_eagle
 from draftheads.heads.formats.hydra_layout import from_hydra, is_hydra
 from draftheads.heads.formats.refusals import check_design
-from draftheads.heads.formats.speculators_layout import from_speculators, is_speculators
+from draftheads.heads.formats.speculators_layout import (
+    from_speculators,
+    is_speculators,
+    speculators_config,
+)
 from draftheads.heads.formats.stored import Stored, Written, read_files
 from draftheads.heads.target import Target
 
@@ -33,8 +37,11 @@ def as_it_is(stored: Stored, target: Target | None) -> Stored:
 
 
 def as_ours(stored: Stored, target: Target | None) -> Written:
-    """Our own words."""
-    return Written(stored.config, {"model.safetensors": stored.tensors})
+    """Our own words, and for EAGLE-3 the keys with which `vllm serve FOLDER` finds the target."""
+    config = stored.config
+    if stored.facts["kind"] == "eagle3" and stored.facts["target"].get("name"):
+        config = {**config, **speculators_config(config)}
+    return Written(config, {"model.safetensors": stored.tensors})
 
 
 READERS: list[tuple[str, Knows, Reads]] = [

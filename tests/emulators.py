@@ -1,0 +1,136 @@
+"""What serving engines make of a folder of Medusa heads, restated from the facts of their loaders:
+which names they look for, rename, drop without a word, or leave as memory happened to be.
+
+Source: medusa.md, sections 4.4 to 4.6: vLLM 0.22 (0.33 has no Medusa any more),
+text-generation-inference 3, TensorRT-LLM's legacy loader.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+Shapes = dict[str, tuple[int, ...]]
+Config = dict[str, Any]
+BOTH = ("weight", "bias")
+
+
+class EngineError(Exception):
+    """The engine does not start."""
+
+
+@dataclass
+class Served:
+    """A head as an engine has it. parameters: what it makes. loaded: what it finds. dropped: names
+    in the file that it passes over. facts: what else it believes.
+    """
+
+    parameters: Shapes
+    loaded: dict[str, Tensor] = field(default_factory=dict)
+    dropped: set[str] = field(default_factory=set)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def uninitialised(self) -> set[str]:
+        """Parameters that stay what they were."""
+        return set(self.parameters) - set(self.loaded)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Load one; engines check shapes."""
+        if tuple(tensor.shape) != self.parameters[name]:
+            raise EngineError(f"{name}: {tuple(tensor.shape)} into {self.parameters[name]}")
+        self.loaded[name] = tensor
+
+
+def read(folder: Path, file: str = "model.safetensors") -> tuple[Config, dict[str, Tensor]]:
+    if not (folder / file).is_file():
+        raise EngineError(f"no {file}")
+    config = json.loads((folder / "config.json").read_text())
+    if file.endswith(".pt"):
+        return config, torch.load(folder / file, weights_only=True)
+    return config, load_file(folder / file)
+
+
+def under(prefix: str, shapes: Shapes) -> Shapes:
+    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+
+
+def vllm_medusa(folder: Path) -> Served:
+    """MedusaConfig takes any key with "num" and "heads" (or "layers") in it; what the file has
+    besides is skipped, what it lacks is not missed.
+    """
+    config, tensors = read(folder)
+    if config.get("model_type") != "medusa":
+        raise EngineError("MedusaConfig is chosen by model_type")
+    said: Config = {"num_heads": 5, "num_hidden_layers": 1, "truncated_vocab_size": None}
+    for key, value in config.items():
+        short = "num_heads" if "num" in key and "heads" in key else key
+        short = "num_hidden_layers" if "num" in key and "layers" in key else short
+        said[short] = value
+    width, whole = said["hidden_size"], said["vocab_size"]
+    rows = said["truncated_vocab_size"] or whole
+    block: Shapes = {"weight": (width, width)}
+    if said.get("medusa_fc_bias", False):
+        block["bias"] = (width,)
+    served = Served({})
+    for k in range(said["num_heads"]):
+        for j in range(said["num_hidden_layers"]):
+            served.parameters |= under(f"blocks.{k}.layers.{j}", block)
+        if not said.get("original_lm_head", False):
+            served.parameters[f"lm_heads.{k}.weight"] = (rows, width)
+    if said.get("original_lm_head", False):
+        served.parameters["lm_head.weight"] = (rows, width)
+    token_map = tensors.get("token_map") if rows < whole else None
+    if rows < whole and token_map is None:
+        raise EngineError("a truncated vocabulary without token_map")
+    for name, tensor in tensors.items():
+        plain = name.replace("medusa_heads.", "")
+        if plain == "lm_heads.0.weight" and plain not in served.parameters:
+            plain = "lm_head.weight"
+        if plain == "token_map" and token_map is not None:
+            continue
+        if plain not in served.parameters:
+            served.dropped.add(name)
+            continue
+        if "lm_head" in plain and token_map is not None and len(tensor) > len(token_map):
+            tensor = tensor[token_map]
+        served.put(plain, tensor)
+    served.facts["ids"] = None if token_map is None else token_map.tolist()
+    return served
+
+
+def tgi(folder: Path) -> Served:
+    """A config with `architectures` is taken for another speculator. "V1" (own last matrices) is
+    tried first, then "V2".
+    """
+    config, tensors = read(folder, "medusa_lm_head.safetensors")
+    if "architectures" in config:
+        raise EngineError("architectures: no heads are made")
+    if "base_model_name_or_path" not in config:
+        raise EngineError("base_model_name_or_path is read")
+    count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
+    first = {f"{k}.{layers}.weight" for k in range(count)}
+    names = {f"{k}.{j}.linear.{p}" for k in range(count) for j in range(layers) for p in BOTH}
+    if first <= set(tensors):
+        names |= first
+    elif layers != 1:
+        raise EngineError("V2 has one block for each head")
+    if not names <= set(tensors):
+        raise EngineError(f"weight {sorted(names - set(tensors))[0]} does not exist")
+    return Served({}, {n: tensors[n] for n in names}, set(tensors) - names, {"depth": count})
+
+
+def tensorrt_llm(folder: Path, heads: int, layers: int) -> Served:
+    """Heads and layers are flags of its converter."""
+    _, tensors = read(folder, "medusa_lm_head.pt")
+    names = {f"{k}.{j}.linear.{p}" for k in range(heads) for j in range(layers) for p in BOTH}
+    names |= {f"{k}.{layers}.weight" for k in range(heads)}
+    if not names <= set(tensors):
+        raise EngineError(f"KeyError: {sorted(names - set(tensors))[0]}")
+    return Served({}, {n: tensors[n] for n in names}, set(tensors) - names)

@@ -1,0 +1,195 @@
+"""What serving engines make of a folder of an EAGLE head, restated from the facts of their loaders.
+
+Source: eagle.md, sections 4.1, 4.4 and 4.6 to 4.8: vLLM 0.33, SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from emulators import Config, EngineError, Served, Shapes, read, under
+from torch import Tensor
+
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def llama_layer(config: Config, wide: int) -> Shapes:
+    """q, k and v apart, as they are in files. Either key means biases, in both engines."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or width // heads
+    q, kv = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
+    shapes: Shapes = {
+        "self_attn.q_proj.weight": (q, wide),
+        "self_attn.k_proj.weight": (kv, wide),
+        "self_attn.v_proj.weight": (kv, wide),
+        "self_attn.o_proj.weight": (width, q),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+        "post_attention_layernorm.weight": (width,),
+    }
+    if config.get("attention_bias", False) or config.get("bias", False):
+        shapes |= {
+            f"self_attn.{p}_proj.bias": (n,) for p, n in zip("qkv", (q, kv, kv), strict=True)
+        }
+    return shapes
+
+
+def eagle1_layers(config: Config) -> Shapes:
+    width = config["hidden_size"]
+    shapes: Shapes = {"fc.weight": (width, 2 * width)}
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= under(f"layers.{layer}", llama_layer(config, width))
+        if layer:
+            shapes[f"layers.{layer}.input_layernorm.weight"] = (width,)
+    return shapes
+
+
+def vllm_eagle1(folder: Path) -> Served:
+    """The engine's word goes in front of `architectures`, and that class must be known. fc has no
+    bias; names that end in .bias are dropped without a word, others are errors.
+    """
+    config, tensors = read(folder)
+    if "Eagle" + config["architectures"][0] != "EagleLlamaForCausalLM":
+        raise EngineError(f"Eagle{config['architectures'][0]} is not registered")
+    if config.get("layer_types"):
+        raise EngineError("layer_types is read at the place of the target's layers")
+    served = Served(eagle1_layers(config), facts={"rope": rope(config)})
+    return _strictly(served, {name: name for name in tensors}, tensors)
+
+
+def sglang_eagle1(folder: Path) -> Served:
+    """fc always has a bias. Last matrix and embeddings are the target's."""
+    config, tensors = read(folder)
+    if config["architectures"] != ["LlamaForCausalLMEagle"]:
+        raise EngineError(f"{config['architectures']} has no model class of its own here")
+    served = Served(eagle1_layers(config), facts={"rope": rope(config), "window": None})
+    served.parameters["fc.bias"] = (config["hidden_size"],)
+    return _leniently(served, {name: name for name in tensors}, tensors)
+
+
+def vllm_eagle3(folder: Path, *, style: str = "plain") -> Served:
+    """style: "plain" reads the top level, "speculators" the nested config, as `vllm serve FOLDER`
+    does. Later layers have hidden_norm too, which is not used.
+    """
+    config, tensors = read(folder)
+    if style == "speculators":
+        config = _nested(config)
+    elif config["architectures"][0] not in ("LlamaForCausalLM", "LlamaForCausalLMEagle3"):
+        raise EngineError(f"{config['architectures'][0]} is not known")
+    nested = config.get("eagle_config") or {}
+    switches = {name: bool(config.get(name, nested.get(name, False))) for name in SWITCHES}
+    aux = config.get("eagle_aux_hidden_state_layer_ids")  # indices into the hidden states
+    layers: int = config["num_hidden_layers"]
+    draft = config.get("draft_vocab_size") or config["vocab_size"]
+    served = Served(_eagle3(config, switches, len(aux or "123"), layers, draft))
+    kinds = config.get("layer_types") or []
+    served.facts |= {
+        "switches": switches,
+        "aux": aux,
+        "window": config["sliding_window"] if "sliding_attention" in kinds else None,
+        "rope": rope(config),
+        "ids": _ids(tensors) if draft < config["vocab_size"] else None,
+    }
+    names = {name: name.replace("midlayer.", "layers.0.") for name in tensors if name != "t2d"}
+    if draft < config["vocab_size"]:
+        names.pop("d2t", None)
+    return _strictly(served, names, tensors)
+
+
+def sglang_eagle3(folder: Path) -> Served:
+    """Unknown names are passed over. Counts outputs of layers, in the nested list alone; adds to
+    the state before the norm; looks at the window of its own command line.
+    """
+    config, tensors = read(folder)
+    if config["architectures"] != ["LlamaForCausalLMEagle3"]:
+        raise EngineError(f"{config['architectures']} has no model class of its own here")
+    if "draft_vocab_size" not in config or config["tie_word_embeddings"]:
+        raise EngineError("draft_vocab_size is read, and embeddings are not tied")
+    nested = config.get("eagle_config") or {}
+    ids = nested.get("eagle_aux_hidden_state_layer_ids")
+    aux = [layer + 1 for layer in ids] if ids else None
+    count = config.get("num_aux_hidden_states") or len(ids or "123")
+    switches = {name: bool(config.get(name)) for name in SWITCHES}
+    switches |= {"norm_before_residual": False, "norm_before_fc": False}
+    served = Served(_eagle3(config, switches, count, 1, config["draft_vocab_size"]))
+    served.facts |= {"switches": switches, "aux": aux, "window": None, "rope": rope(config)}
+    served.facts["ids"] = _ids(tensors) if "d2t" in tensors else None
+    if count == 1:
+        raise EngineError("fc is left out where a feature is as wide as an embedding")
+    names = {name: name.replace("midlayer", "layers.0") for name in tensors}
+    return _leniently(served, {a: b for a, b in names.items() if a not in ("d2t", "t2d")}, tensors)
+
+
+def _eagle3(config: Config, switches: Config, count: int, layers: int, draft: int) -> Shapes:
+    width = config["hidden_size"]
+    wide = config.get("target_hidden_size") or width
+    shapes: Shapes = {
+        "fc.weight": (width, count * wide),
+        "norm.weight": (width,),
+        "lm_head.weight": (draft, width),
+        "layers.0.hidden_norm.weight": (width,),
+    }
+    for layer in range(layers):
+        shapes |= under(f"layers.{layer}", llama_layer(config, width if layer else 2 * width))
+        shapes[f"layers.{layer}.input_layernorm.weight"] = (width,)
+    if switches["fc_norm"]:
+        shapes |= {f"fc_norm.{i}.weight": (wide,) for i in range(count)}
+    if switches["norm_before_fc"]:
+        shapes["input_norm.weight"] = (count * wide,)
+    return shapes
+
+
+def _nested(config: Config) -> Config:
+    """What vLLM keeps of a speculators config, with its own word for what is absent."""
+    try:
+        _ = config["speculators_config"]["verifier"]["name_or_path"]
+        tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        layer = dict(config["transformer_layer_config"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise EngineError(f"invalid speculators config: {error}") from error
+    if config["speculators_model_type"] != "eagle3" or layer["model_type"] not in (
+        "llama",
+        "qwen3",
+    ):
+        raise EngineError("not supported")
+    layer["norm_before_residual"] = config.get("norm_before_residual", True)
+    for key in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", *SWITCHES[1:]):
+        layer[key] = config.get(key)
+    if config.get("target_hidden_size") is not None:
+        layer["target_hidden_size"] = config["target_hidden_size"]
+    return {**layer, "num_lookahead_tokens": tokens}
+
+
+def rope(config: Config) -> tuple[float, Any]:
+    return config.get("rope_theta") or 10000.0, config.get("rope_scaling")
+
+
+def _ids(tensors: dict[str, Tensor]) -> list[int]:
+    """The target's ids: offsets are added to places."""
+    if "d2t" not in tensors:
+        return list(range(len(tensors["lm_head.weight"])))
+    return (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
+
+
+def _strictly(served: Served, names: dict[str, str], tensors: dict[str, Tensor]) -> Served:
+    for theirs, name in names.items():
+        if name in served.parameters:
+            served.put(name, tensors[theirs])
+        elif name.endswith(".bias"):
+            served.dropped.add(theirs)
+        else:
+            raise EngineError(f"no parameter is named {name}")
+    return served
+
+
+def _leniently(served: Served, names: dict[str, str], tensors: dict[str, Tensor]) -> Served:
+    for theirs, name in names.items():
+        if name in served.parameters:
+            served.put(name, tensors[theirs])
+        else:
+            served.dropped.add(theirs)
+    return served

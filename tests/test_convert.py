@@ -1,0 +1,224 @@
+"""The promise: a head converted for others and back is the same head, bit by bit, and drafts the
+same trees; what a destination cannot be told is an error, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_hub import FEW, SCALED, trained
+from tiny_heads import drafts_of
+from tiny_targets import some_prompts, tiny_target
+
+from draftheads.heads.formats.table import WRITERS
+from draftheads.heads.hub import head_target, load_head, save_head
+from draftheads.scripts.cli import main
+from draftheads.scripts.convert import converted
+
+THREE = {"feature_layers": [1, 2, 3]}
+USUAL = {"feature_layers": [2, 2, 2]}  # what n = 5 layers would have: [2, n // 2, n - 3]
+CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "medusa-own": ({"layers": 1, "depth": 3}, {"vllm", "tgi", "fasterdecoding"}),
+    "medusa-shared": ({"lm_head": "shared"}, {"vllm", "tgi", "fasterdecoding"}),
+    "medusa-deep": ({"layers": 2}, {"vllm", "tgi"}),
+    "medusa-deep-shared": ({"layers": 2, "lm_head": "shared"}, {"vllm"}),
+    "medusa-reduced": ({"vocabulary": FEW}, {"vllm"}),
+    "medusa-shared-reduced": ({"lm_head": "shared", "vocabulary": FEW}, {"vllm"}),
+    "sequential-recurrent": ({}, set()),
+    "sequential-hydra": ({"conditioning": "hydra"}, set()),
+    "eagle-plain": ({}, {"vllm", "sglang", "eagle"}),
+    "eagle-deep": ({"layers": 3}, {"vllm", "sglang", "eagle"}),
+    "eagle-window": ({"sliding_window": 5}, set()),
+    "eagle-scaled": ({"rope_scaling": SCALED}, {"vllm", "sglang"}),
+    "eagle-sizes": ({"head_dim": 16}, {"vllm", "sglang"}),
+    "eagle3-usual": (USUAL, {"vllm", "sglang", "speculators", "specforge", "eagle"}),
+    "eagle3-theta": (
+        {**USUAL, "rope_theta": 5e5, "vocabulary": FEW},
+        {"vllm", "sglang", "speculators", "specforge", "eagle"},
+    ),
+    "eagle3-reduced": (
+        {"vocabulary": FEW, "feature_layers": [1, 1, 2]},
+        {"vllm", "sglang", "speculators", "specforge"},
+    ),
+    "eagle3-two": ({"feature_layers": [1, 2]}, {"vllm", "sglang", "speculators"}),
+    "eagle3-one": ({"feature_layers": [2]}, {"vllm", "speculators"}),
+    "eagle3-embeddings": ({"feature_layers": [0, 1, 2]}, {"vllm", "speculators"}),
+    "eagle3-last": (THREE, set()),
+    "eagle3-norms": (
+        {**USUAL, "fc_norm": True, "norm_output": True},
+        {"vllm", "sglang", "speculators", "specforge"},
+    ),
+    "eagle3-before-fc": ({**USUAL, "norm_before_fc": True}, {"vllm", "speculators"}),
+    "eagle3-residual": ({**USUAL, "norm_before_residual": True}, {"vllm", "speculators"}),
+    "eagle3-both-norms": ({**USUAL, "norm_before_fc": True, "fc_norm": True}, {"vllm"}),
+    "eagle3-deep": ({**USUAL, "layers": 2}, {"vllm", "speculators"}),
+    "eagle3-window": ({**USUAL, "sliding_window": 5}, {"vllm", "speculators"}),
+    "eagle3-scaled": (
+        {**USUAL, "rope_scaling": SCALED},
+        {"vllm", "sglang", "speculators", "specforge"},
+    ),
+}
+"""Heads, and the destinations that can be told of them."""
+POSSIBLE = [
+    (name, to) for name, (_, ways) in CHOICES.items() for to in (*sorted(ways), "draftheads")
+]
+
+
+def saved(name: str, path: Path) -> Path:
+    kind, choices = name.partition("-")[0], CHOICES[name][0]
+    return save_head(trained(kind, **choices), path, target=tiny_target(), training={"steps": 3})
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return set(one) == set(other) and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def forget(folder: Path) -> None:
+    """Our own facts, so that only others' words are left."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["draftheads"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("name", "to"), POSSIBLE)
+def test_there_and_back_nothing_has_changed(tmp_path, name, to):
+    target, ours = tiny_target(), saved(name, tmp_path / "ours")
+    converted(ours, tmp_path / "theirs", to, target)
+    back = converted(tmp_path / "theirs", tmp_path / "back", "draftheads", target)
+    assert same(load_file(back / "model.safetensors"), load_file(ours / "model.safetensors"))
+    assert json.loads((back / "config.json").read_text()) == json.loads(
+        (ours / "config.json").read_text()
+    )
+    assert (back / "README.md").read_text() == (ours / "README.md").read_text()
+
+
+DRAFTING = ["medusa-shared-reduced", "eagle-scaled", "eagle3-reduced", "eagle3-residual"]
+
+
+@pytest.mark.parametrize(("name", "to"), [pair for pair in POSSIBLE if pair[0] in DRAFTING])
+def test_a_converted_head_drafts_the_same_without_our_facts(tmp_path, name, to):
+    target, ours = tiny_target(), saved(name, tmp_path / "ours")
+    head, prompts = load_head(ours, target=target), some_prompts(6)
+    theirs = converted(ours, tmp_path / "theirs", to, target)
+    if to != "draftheads":
+        forget(theirs)
+    again = load_head(theirs, target=target)
+    assert same(again.state_dict(), head.state_dict())
+    assert drafts_of(again, target, prompts, 2, head.tree) == drafts_of(head, target, prompts, 2)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_cannot_be_told_is_an_error_and_nothing_is_written(tmp_path, name):
+    ours = saved(name, tmp_path / "ours")
+    for to in set(WRITERS) - CHOICES[name][1] - {"draftheads"}:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is the test
+            converted(ours, tmp_path / "theirs", to, tiny_target())
+        message = str(caught.value)
+        assert "\n" not in message and str(ours) in message and len(message) < 400
+        assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+REASONS = {
+    ("eagle3-residual", "sglang"): "norm_before_residual: SGLang adds to the state before the norm",
+    ("eagle3-deep", "sglang"): "several layers",
+    ("eagle3-before-fc", "sglang"): "SGLang drops input_norm",
+    ("eagle3-one", "sglang"): "SGLang leaves out fc",
+    ("eagle3-last", "vllm"): "the last state as a feature: vLLM takes it before the final norm",
+    ("eagle3-reduced", "eagle"): r"EAGLE's code takes \[2, n // 2, n - 3\] of n layers",
+    ("eagle3-both-norms", "speculators"): "one or the other",
+    ("medusa-reduced", "tgi"): "has no draft vocabulary, these heads guess 6 of 19 tokens",
+    (
+        "medusa-deep",
+        "fasterdecoding",
+    ): "uses one block 2 times, these heads have blocks that differ",
+    ("medusa-deep-shared", "tgi"): "reads one block for heads that share",
+    ("sequential-hydra", "vllm"): "got sequential; sequential heads go to draftheads$",
+    ("medusa-own", "sglang"): "medusa heads go to draftheads, vllm, tgi, fasterdecoding",
+}
+
+
+@pytest.mark.parametrize(("name", "to"), REASONS)
+def test_the_error_says_why(tmp_path, name, to):
+    with pytest.raises(ValueError, match=REASONS[name, to]):
+        converted(saved(name, tmp_path / "ours"), tmp_path / "theirs", to, tiny_target())
+
+
+def test_a_bias_that_vllm_would_drop_is_an_error(tmp_path):
+    ours = saved("eagle-plain", tmp_path / "ours")
+    tensors = load_file(ours / "model.safetensors")
+    tensors["fc.bias"][3] = 0.5
+    save_file(tensors, ours / "model.safetensors")
+    with pytest.raises(ValueError, match="a bias of fc that is not zero: vLLM drops fc.bias"):
+        converted(ours, tmp_path / "theirs", "vllm")
+    for to in ("sglang", "eagle"):  # they read it
+        theirs = converted(ours, tmp_path / to, to)
+        assert torch.equal(load_head(theirs).fc.bias, tensors["fc.bias"])
+
+
+def test_weights_keep_their_dtype(tmp_path):
+    head = trained("medusa", depth=2).bfloat16()
+    ours = save_head(head, tmp_path / "ours", target=tiny_target())
+    for to in ("vllm", "tgi", "fasterdecoding"):
+        converted(ours, tmp_path / to, to)
+        back = converted(tmp_path / to, tmp_path / f"{to}-back", "draftheads")
+        assert same(load_file(back / "model.safetensors"), dict(head.state_dict()))
+        assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_target_is_asked_for_where_it_is_needed(tmp_path):
+    ours = saved("medusa-shared", tmp_path / "ours")
+    with pytest.raises(ValueError, match="whose last matrix vLLM wants .* pass --target"):
+        converted(ours, tmp_path / "theirs", "vllm")
+    config = json.loads((ours / "config.json").read_text())
+    config["draftheads"]["target"]["name"] = None
+    (ours / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="must be told the target, nothing names it"):
+        converted(ours, tmp_path / "theirs", "tgi")
+    converted(ours, tmp_path / "theirs", "tgi", tiny_target())
+    assert head_target(tmp_path / "theirs") == ("tiny-llama", None)
+
+
+def test_nothing_is_replaced(tmp_path):
+    ours = saved("medusa-own", tmp_path / "ours")
+    (tmp_path / "theirs").mkdir()
+    with pytest.raises(FileExistsError, match="is there already"):
+        converted(ours, tmp_path / "theirs", "vllm")
+
+
+def test_nothing_half_written_is_left(tmp_path, monkeypatch):
+    ours = saved("medusa-own", tmp_path / "ours")
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("draftheads.heads.formats.stored.torch.save", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        converted(ours, tmp_path / "theirs", "fasterdecoding")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_the_command_prints_the_folder_and_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
+    ours = saved("medusa-own", tmp_path / "ours")
+    command = ["draftheads", "convert", str(ours), str(tmp_path / "theirs"), "--to"]
+    monkeypatch.setattr("sys.argv", [*command, "tgi"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"{tmp_path / 'theirs'}\n"
+    monkeypatch.setattr("sys.argv", [*command, "llama.cpp"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "is there already" in capsys.readouterr().err
+    command[3] = str(tmp_path / "other")
+    monkeypatch.setattr("sys.argv", [*command, "llama.cpp"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert capsys.readouterr().err.startswith("error: --to: expected one of draftheads, vllm,")

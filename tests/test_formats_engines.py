@@ -1,0 +1,208 @@
+"""The promise: in a folder that training wrote, or that was converted, every engine finds all that
+it looks for, passes over nothing, and believes what is true. Engines are those of `emulators`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulators import EngineError, Served, tensorrt_llm, tgi, vllm_medusa
+from emulators_eagle import sglang_eagle1, sglang_eagle3, vllm_eagle1, vllm_eagle3
+from safetensors.torch import load_file, save_file
+from test_convert import CHOICES, saved, trained
+from test_hub import FEW
+from tiny_targets import tiny_target
+
+from draftheads.heads.hub import load_head, save_head
+from draftheads.scripts.convert import converted
+
+ENGINES = {
+    "vllm": {"medusa": vllm_medusa, "eagle": vllm_eagle1, "eagle3": vllm_eagle3},
+    "sglang": {"eagle": sglang_eagle1, "eagle3": sglang_eagle3},
+    "tgi": {"medusa": tgi},
+}
+EXPORTS = [(name, to) for name, (_, ways) in CHOICES.items() for to in sorted(ways & set(ENGINES))]
+
+
+def served(name: str, to: str, folder: Path) -> Served:
+    return ENGINES[to][name.partition("-")[0]](folder)
+
+
+def complete(head: Served) -> bool:
+    return head.uninitialised == set() and head.dropped == set()
+
+
+def believed(name: str, folder: Path, head: Served) -> None:
+    """What the engine believes is what the head is."""
+    ours = load_head(folder, target=tiny_target())
+    kind = name.partition("-")[0]
+    if kind in ("medusa", "eagle3") and "ids" in head.facts:
+        ids = ours.token_map
+        assert head.facts["ids"] == (None if ids is None else ids.tolist())
+    if kind != "medusa":
+        assert head.facts["rope"] == (ours.rope.theta, ours.rope.scaling)
+        assert head.facts.get("window") == ours.window
+    if kind == "eagle3":
+        assert tuple(head.facts["aux"]) == ours.feature_layers
+        assert head.facts["switches"] == {
+            switch: getattr(ours.design, switch) for switch in head.facts["switches"]
+        }
+
+
+@pytest.mark.parametrize(("name", "to"), EXPORTS)
+def test_an_export_is_complete_for_its_engine(tmp_path, name, to):
+    ours = saved(name, tmp_path / "ours")
+    theirs = converted(ours, tmp_path / "theirs", to, tiny_target())
+    head = served(name, to, theirs)
+    assert complete(head)
+    believed(name, theirs, head)
+    loaded = {tensor.data_ptr() for tensor in head.loaded.values()}
+    assert len(loaded) == len(head.loaded)
+
+
+THIRD = [name for name, (_, ways) in CHOICES.items() if name[:6] == "eagle3" and "vllm" in ways]
+
+
+@pytest.mark.parametrize("name", THIRD)
+@pytest.mark.parametrize("style", ["plain", "speculators"])
+def test_what_training_writes_of_eagle_3_is_complete_for_vllm(tmp_path, name, style):
+    ours = saved(name, tmp_path / "ours")
+    head = vllm_eagle3(ours, style=style)
+    assert complete(head)
+    believed(name, ours, head)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, ways) in CHOICES.items() if "sglang" in ways])
+def test_what_training_writes_is_complete_for_sglang(tmp_path, name):
+    ours = saved(name, tmp_path / "ours")
+    head = served(name, "sglang", ours)
+    assert complete(head)
+    believed(name, ours, head)
+
+
+@pytest.mark.parametrize("name", ["medusa-own", "medusa-deep", "medusa-reduced"])
+def test_what_training_writes_of_medusa_is_complete_for_vllm(tmp_path, name):
+    ours = saved(name, tmp_path / "ours")
+    assert complete(vllm_medusa(ours))
+    assert set(vllm_medusa(ours).loaded) | {"token_map"} >= set(load_head(ours).state_dict())
+
+
+def test_shared_heads_need_the_matrix_that_convert_adds(tmp_path):
+    ours = saved("medusa-shared", tmp_path / "ours")
+    assert vllm_medusa(ours).uninitialised == {"lm_head.weight"}
+    head = vllm_medusa(converted(ours, tmp_path / "theirs", "vllm", tiny_target()))
+    assert torch.equal(head.loaded["lm_head.weight"], tiny_target().unembed_weight())
+    reduced = saved("medusa-shared-reduced", tmp_path / "reduced")
+    head = vllm_medusa(converted(reduced, tmp_path / "smaller", "vllm", tiny_target()))
+    assert torch.equal(head.loaded["lm_head.weight"], tiny_target().unembed_weight()[sorted(FEW)])
+
+
+def test_vllm_reads_eagle_1_under_another_name_and_without_its_bias(tmp_path):
+    ours = saved("eagle-plain", tmp_path / "ours")
+    with pytest.raises(EngineError, match="EagleLlamaForCausalLMEagle is not registered"):
+        vllm_eagle1(ours)
+    theirs = converted(ours, tmp_path / "theirs", "vllm")
+    assert "fc.bias" not in load_file(theirs / "model.safetensors")
+    assert complete(vllm_eagle1(theirs))
+
+
+def test_tensorrt_llm_reads_the_layout_of_fasterdecoding(tmp_path):
+    theirs = converted(
+        saved("medusa-own", tmp_path / "ours"), tmp_path / "theirs", "fasterdecoding"
+    )
+    assert complete(tensorrt_llm(theirs, heads=3, layers=1))
+    with pytest.raises(EngineError, match=r"KeyError: 3\.0\.linear\.bias"):
+        tensorrt_llm(theirs, heads=4, layers=1)
+    assert tensorrt_llm(theirs, heads=2, layers=1).dropped == {
+        "2.0.linear.weight", "2.0.linear.bias", "2.1.weight"
+    }  # fmt: skip
+    shared = saved("medusa-shared", tmp_path / "shared")
+    with pytest.raises(EngineError, match=r"KeyError: 0\.1\.weight"):
+        tensorrt_llm(converted(shared, tmp_path / "other", "fasterdecoding"), heads=4, layers=1)
+
+
+def broken(folder: Path, change: str, name: str, config: dict[str, Any]) -> None:
+    """The folder with one tensor renamed or gone, and other words in its config."""
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    if change == "renamed":
+        tensors[f"{name}.renamed"] = tensors[name]
+    if change in ("renamed", "gone"):
+        del tensors[name]
+    save_file(tensors, file)
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | config))
+
+
+FAULTS = {
+    "medusa-bias-renamed": ("medusa-own", "vllm", "renamed", "blocks.0.layers.0.bias", {}),
+    "medusa-key-gone": ("medusa-own", "vllm", "gone", "lm_heads.1.weight", {}),
+    "medusa-more-heads": ("medusa-own", "vllm", "", "", {"num_heads": 4}),
+    "medusa-fewer-heads": ("medusa-own", "vllm", "", "", {"num_heads": 2}),
+    "medusa-biases-denied": ("medusa-own", "vllm", "", "", {"medusa_fc_bias": False}),
+    "medusa-map-denied": ("medusa-reduced", "vllm", "", "", {"truncated_vocab_size": None}),
+    "medusa-map-gone": ("medusa-reduced", "vllm", "gone", "token_map", {}),
+    "tgi-bias-renamed": ("medusa-own", "tgi", "renamed", "0.0.linear.bias", {}),
+    "tgi-key-gone": ("medusa-own", "tgi", "gone", "1.1.weight", {}),
+    "tgi-more-heads": ("medusa-own", "tgi", "", "", {"medusa_num_heads": 4}),
+    "tgi-fewer-heads": ("medusa-own", "tgi", "", "", {"medusa_num_heads": 2}),
+    "tgi-architectures": ("medusa-own", "tgi", "", "", {"architectures": ["MedusaModel"]}),
+    "eagle-bias-renamed": ("eagle-plain", "sglang", "renamed", "fc.bias", {}),
+    "eagle-bias-gone": ("eagle-plain", "sglang", "gone", "fc.bias", {}),
+    "eagle-key-gone": ("eagle-plain", "vllm", "gone", "fc.weight", {}),
+    "eagle-bias-key": ("eagle-plain", "sglang", "", "", {"bias": True}),
+    "eagle-bias-key-vllm": ("eagle-plain", "vllm", "", "", {"bias": True}),
+    "eagle-more-layers": ("eagle-plain", "sglang", "", "", {"num_hidden_layers": 2}),
+    "eagle3-norm-renamed": ("eagle3-usual", "sglang", "renamed", "norm.weight", {}),
+    "eagle3-key-gone": ("eagle3-usual", "vllm", "gone", "midlayer.hidden_norm.weight", {}),
+    "eagle3-unknown-key": ("eagle3-usual", "vllm", "renamed", "norm.weight", {}),
+    "eagle3-wrong-vocabulary": ("eagle3-reduced", "vllm", "", "", {"draft_vocab_size": 9}),
+    "eagle3-fewer-features": ("eagle3-usual", "sglang", "", "", {"num_aux_hidden_states": 2}),
+}
+
+
+@pytest.mark.parametrize(("name", "to", "change", "tensor", "config"), FAULTS.values(), ids=FAULTS)
+def test_the_emulators_notice(tmp_path, name, to, change, tensor, config):
+    ours = saved(name, tmp_path / "ours")
+    theirs = converted(ours, tmp_path / "theirs", to, tiny_target())
+    assert complete(served(name, to, theirs))
+    broken(theirs, change, tensor, config)
+    try:
+        head = served(name, to, theirs)
+    except EngineError:
+        return
+    assert not complete(head)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        {"norm_before_residual": True},
+        {"rope_theta": 5e5},
+    ],
+    ids=str,
+)
+def test_the_emulators_notice_what_is_believed(tmp_path, config):
+    ours = saved("eagle3-usual", tmp_path / "ours")
+    believed("eagle3-usual", ours, vllm_eagle3(ours))
+    said = json.loads((ours / "config.json").read_text())
+    right = vllm_eagle3(ours)
+    (ours / "config.json").write_text(json.dumps(said | config))
+    assert vllm_eagle3(ours).facts != right.facts
+
+
+def test_offsets_taken_for_ids_are_noticed(tmp_path):
+    head = trained("eagle3", vocabulary=FEW, feature_layers=[1, 2])
+    ours = save_head(head, tmp_path / "ours", target=tiny_target())
+    assert sglang_eagle3(ours).facts["ids"] == sorted(FEW)
+    tensors = load_file(ours / "model.safetensors")
+    tensors["d2t"] = torch.tensor(sorted(FEW))
+    save_file(tensors, ours / "model.safetensors")
+    assert sglang_eagle3(ours).facts["ids"] != sorted(FEW)
+    with pytest.raises(ValueError, match="were absolute ids stored"):
+        load_head(ours)
