@@ -113,7 +113,10 @@ class Adapter:
 
         if self._merged is not None:
             return self._merged
-        state: dict[str, Tensor] = get_peft_model_state_dict(self.wrapped)
+        state: dict[str, Tensor] = get_peft_model_state_dict(
+            self.wrapped,
+            save_embedding_layers=False,  # which "auto" asks the Hub about
+        )
         return {name: tensor.detach().contiguous() for name, tensor in state.items()}
 
     def restore(self, folder: Path) -> None:

@@ -18,6 +18,7 @@ from draftheads.scripts.data_preview import data_preview, import_answers
 from draftheads.scripts.decoding_commands import bench, chat
 from draftheads.scripts.distill_command import distill
 from draftheads.scripts.doctor import doctor
+from draftheads.scripts.merge import merge
 from draftheads.scripts.options import mistakes_in_one_line, spread
 from draftheads.scripts.sharing_commands import publish
 from draftheads.scripts.training_commands import demo, plan, report, train
@@ -39,6 +40,7 @@ app.command("report")(report)
 app.command("bench")(bench)
 app.command("chat")(chat)
 app.command("doctor")(doctor)
+app.command("merge")(merge)
 app.command("convert")(convert)
 app.command("publish")(publish)
 

@@ -44,7 +44,9 @@ if __name__ == "__main__":
         folder = out / path.parent.name
         trainer = train(path, folder / "whole")
         rank = accelerator.process_index
-        left = {"head": trainer.engine.whole().state_dict(), "drawn": torch.rand(()).item()}
+        adapter = trainer.target.adapter
+        learned = trainer.engine.whole().state_dict() | (adapter.state() if adapter else {})
+        left = {"head": learned, "drawn": torch.rand(()).item()}
         torch.save(left, folder / f"rank-{rank}.pt")
         train(path, halve(folder / "whole", folder / "resumed", first=rank == 0))
         train(path, halve(path.parent / "one", folder / "moved", first=rank == 0))

@@ -40,13 +40,23 @@ LAUNCHES = {
     "zero3": ({}, "recipes/accelerate-zero3.yaml"),
 }
 """Environment, and the accelerate config where torchrun does not do."""
-KINDS = {"ddp": list(HEADS), "zero1": ["medusa"]}
+JOINT = "joint"
+"""In the place of a kind: Medusa heads and an adapter of the target."""
+KINDS = {
+    "ddp": [*HEADS, JOINT],
+    "zero1": ["medusa", JOINT],
+    "zero2": ["medusa", "sequential", "eagle3", JOINT],
+}
 DRAWN = {"eagle3": 0.1, "eagle": 0.2}
 """Noise on features: random numbers belong to a micro batch, not to a process."""
 
 
 def recipe_for(made: Path, folder: Path, kind: str) -> Path:
-    values = tiny_recipe(made, kind, output=str(folder / "one"), save_every=3)
+    is_joint = kind == JOINT
+    head = "medusa" if is_joint else kind
+    values = tiny_recipe(made, head, output=str(folder / "one"), save_every=3)
+    if is_joint:
+        values["adapter"] = {"rank": 4, "lr": 0.02, "start": 0.3}
     values["data"]["rows_per_batch"] = 1
     if kind in DRAWN:
         values["head"]["noise"] = DRAWN[kind]
@@ -65,7 +75,7 @@ def alone(tmp_path_factory) -> Path:
     script = (
         "import sys; from draftheads.train import medusa; [medusa.main([p]) for p in sys.argv[1:]]"
     )
-    recipes = [str(recipe_for(folder, folder / kind, kind)) for kind in HEADS]
+    recipes = [str(recipe_for(folder, folder / kind, kind)) for kind in [*HEADS, JOINT]]
     result = subprocess.run([sys.executable, "-c", script, *recipes], env=environment({}))
     assert result.returncode == 0
     return folder
@@ -103,6 +113,12 @@ def together(request, alone, tmp_path_factory) -> tuple[str, Path]:
     return request.param, folder
 
 
+def learned(output: Path) -> dict[str, torch.Tensor]:
+    """The weights at the end: the heads', and the adapter's."""
+    adapter = output / "step-000006" / "adapter" / "adapter_model.safetensors"
+    return weights(output, 6) | (load_file(adapter) if adapter.is_file() else {})
+
+
 def moments(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "step-000006" / "trainer" / "optimizer.safetensors")
 
@@ -121,7 +137,7 @@ def test_two_processes_train_as_one(alone, together):
             for key in single.keys() & {"loss", "gradient_norm", "top1", "chain", "heldout_top5"}:
                 expected = pytest.approx(single[key], rel=1e-4)
                 assert shared[key] == expected, (engine, kind, single["step"], key)
-        left, right = weights(alone / kind / "one", 6), weights(folder / kind / "whole", 6)
+        left, right = learned(alone / kind / "one"), learned(folder / kind / "whole")
         assert left.keys() == right.keys()
         assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)
 
@@ -131,14 +147,14 @@ def test_all_processes_have_the_same_weights_and_noise_of_their_own(together):
     for kind in kinds_in(folder):
         ranks = [torch.load(folder / kind / f"rank-{n}.pt", weights_only=True) for n in (0, 1)]
         assert_same(ranks[0]["head"], ranks[1]["head"])
-        assert_same(ranks[0]["head"], weights(folder / kind / "whole", 6))
+        assert_same(ranks[0]["head"], learned(folder / kind / "whole"))
         assert ranks[0]["drawn"] != ranks[1]["drawn"]
 
 
 def test_a_continued_run_equals_an_uninterrupted_one_bit_for_bit(together):
     _, folder = together
     for kind in kinds_in(folder):
-        assert_same(weights(folder / kind / "whole", 6), weights(folder / kind / "resumed", 6))
+        assert_same(learned(folder / kind / "whole"), learned(folder / kind / "resumed"))
         assert_same(moments(folder / kind / "whole"), moments(folder / kind / "resumed"))
         assert load_head(folder / kind / "resumed").tree == load_head(folder / kind / "whole").tree
 
@@ -146,7 +162,7 @@ def test_a_continued_run_equals_an_uninterrupted_one_bit_for_bit(together):
 def test_any_engine_goes_on_with_what_one_process_began(alone, together):
     _, folder = together
     for kind in kinds_in(folder):
-        for read in (lambda output: weights(output, 6), moments):
+        for read in (learned, moments):
             left, right = read(alone / kind / "one"), read(folder / kind / "moved")
             assert left.keys() == right.keys()
             assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.base import Batch, DraftHead, HeadLoss
@@ -170,20 +172,19 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 @contextmanager
 def _recomputed(target: Target, recompute: bool) -> Iterator[None]:
-    """A forward of the target that keeps only what goes into its layers, where `recompute` is set.
-
-    transformers does this for layers in training mode; what is inside them stays in evaluation.
+    """A forward of the target that keeps only what goes into its layers, where `recompute` is set:
+    its backward pass runs them again.
     """
-    if not (recompute and torch.is_grad_enabled()):
-        yield
-        return
-    target.model.gradient_checkpointing_enable({"use_reentrant": False})
-    layers = decoder_layers(target.model)
+    wanted = recompute and torch.is_grad_enabled()
+    layers = list(decoder_layers(target.model)) if wanted else []
+    own = [vars(layer).get("forward") for layer in layers]  # accelerate's, of a divided target
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     try:
-        for layer in layers:
-            layer.training = True
         yield
     finally:
-        for layer in layers:
-            layer.training = False
-        target.model.gradient_checkpointing_disable()
+        for layer, forward in zip(layers, own, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward

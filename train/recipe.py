@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -219,6 +219,8 @@ def _explain(
 ) -> str:
     """One line for a fault in `values`, the recipe with its overrides."""
     names = [str(part) for part in fault["loc"]]
+    if not names:  # a fault between sections
+        return f"{path}: expected {fault['msg'].removeprefix('Value error, ')}"
     if names[0] == "head":
         del names[1:2]  # the kind, which pydantic puts between the section and the key
     key = ".".join(names)
@@ -275,9 +277,10 @@ def _known_keys(model: type[BaseModel], head: type[Section], prefix: str = "") -
     """The keys of a model and of the sections in it; `head`: the one chosen of its alternatives."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        section = head if prefix + name == "head" else field.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            yield from _known_keys(section, head, f"{prefix}{name}.")
+        options = get_args(field.annotation) or (field.annotation,)
+        for section in (head,) if prefix + name == "head" else options:
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                yield from _known_keys(section, head, f"{prefix}{name}.")
 
 
 def _near_files(path: Path) -> str:

@@ -23,6 +23,7 @@ CAUSES: list[Check] = [
     origins.data_teaches,
     symptoms.unfit_weights,
     origins.target_changed,
+    origins.adapter_missing,
     origins.other_template,
     origins.other_writer,
     in_use.warm,

@@ -62,6 +62,24 @@ def target_changed(evidence: Evidence, left: float) -> Iterator[Finding]:
         )
 
 
+def adapter_missing(evidence: Evidence, left: float) -> Iterator[Finding]:
+    """Whether the target has the adapter that the head was trained together with."""
+    recorded, adapter = evidence.case.facts.get("adapter"), evidence.target.adapter
+    expected = recorded["fingerprint"] if recorded else "none"
+    got = adapter.fingerprint() if adapter else "none"
+    if expected != got:
+        yield Finding(
+            "adapter",
+            left,
+            f"the head was trained with adapter {expected} on its target; the target has {got}",
+            "the same adapter",
+            "restore the folder adapter/ beside the head's config.json, which is where it is read "
+            "from"
+            if recorded
+            else "load the target without an adapter",
+        )
+
+
 def other_writer(evidence: Evidence, left: float) -> Iterator[Finding]:
     """Whether this target wrote the data."""
     writer = evidence.case.manifest.get("target", {})

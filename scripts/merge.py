@@ -1,0 +1,69 @@
+"""`draftheads merge`: a target and the adapter of its heads, as one model of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draftheads.scripts.options import MaybeTarget
+
+
+def merge(
+    head: Annotated[str, typer.Argument(help="head folder, run folder or Hub id, with an adapter")],
+    out: Annotated[Path, typer.Argument(help="folder to write: the model, and heads/ in it")],
+    target: MaybeTarget = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="of the written model; auto: the target's own")
+    ] = "auto",
+) -> None:
+    """Write the adapted target of Medusa-2 heads as a plain model, with its heads beside it.
+
+    The model is one that any engine loads; its heads are in OUT/heads.
+    """
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    print(merged(head, out, target, dtype))
+
+
+def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
+    """Write both; returns the folder of the heads.
+
+    Raises ValueError for heads without an adapter and for a folder that is there already.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from draftheads.heads.hub import (
+        find_head,
+        head_adapter,
+        head_target,
+        load_head,
+        read_config,
+        save_head,
+    )
+    from draftheads.heads.staging import staged
+    from draftheads.heads.target import Target
+
+    adapter = head_adapter(head)
+    if adapter is None:
+        raise ValueError(f"{head}: expected heads with an adapter/, found none; nothing to merge")
+    if out.exists():
+        raise ValueError(f"{out} exists already; give a folder that does not")
+    name, revision = (target, None) if target else head_target(head)
+    if dtype == "auto":
+        own = AutoConfig.from_pretrained(name, revision=revision).get_text_config(decoder=True)
+        dtype = str(own.dtype or torch.float32).removeprefix("torch.")
+    model = Target.load(name, dtype="float32", revision=revision).attach(adapter)  # one rounding
+    heads = load_head(head, target=model)
+    facts = read_config(find_head(head))["draftheads"]
+    with staged(out) as staging:
+        model.model.to(getattr(torch, dtype)).save_pretrained(staging)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(staging)
+        plain = Target(model.model, name=str(out))
+        training = {**facts["training"], "merged_adapter": facts["adapter"]}
+        save_head(heads, staging / "heads", target=plain, training=training)
+    return out / "heads"
