@@ -24,6 +24,7 @@ PAPERS = {
 HERE = "THIS_FOLDER_OR_REPO"
 """Stands for the head in commands, until it is published."""
 SECTIONS = ("## Use", "## Use from transformers", "## Serve", "## Training", "## Measured")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 METADATA = ("library_name", "pipeline_tag", "tags")
 
 
@@ -58,7 +59,7 @@ def for_repository(card: str, repo_id: str, licence: str | None) -> str:
     """
     made = ModelCard(card.replace(HERE, repo_id))
     if licence:
-        made.data.license = licence
+        made.data["license"] = licence
     return str(made)
 
 
@@ -71,7 +72,8 @@ def card_faults(card: str) -> list[str]:
         return [f"README.md does not begin with metadata in YAML ({reason})"]
     lacking = [f"README.md lacks {key} in its metadata" for key in METADATA if not data.get(key)]
     return lacking + [
-        f"README.md lacks its section {title.removeprefix('## ')!r}"
+        f"README.md lacks its section {title.removeprefix('## ')!r} (draftheads bench --card writes "
+        "it anew)"
         for title in SECTIONS
         if f"\n{title}\n" not in card
     ]
@@ -79,10 +81,7 @@ def card_faults(card: str) -> list[str]:
 
 def is_hub_id(name: str | None) -> bool:
     """Whether this names a repository or data set on the Hub, and nothing on this machine."""
-    return (
-        bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name or ""))
-        and not Path(name or "").exists()
-    )
+    return bool(name and HUB_ID.fullmatch(name) and not Path(name).exists())
 
 
 def _metadata(facts: dict[str, Any]) -> ModelCardData:

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import validate_repo_id
 
 from draftheads.heads.adapter import FOLDER as ADAPTER
-from draftheads.heads.card import card_faults, for_repository, is_hub_id
+from draftheads.heads.card import HUB_ID, card_faults, for_repository, is_hub_id
 from draftheads.heads.hub import CARD, CONFIG, WEIGHTS, find_head, load_head, read_config
 from draftheads.heads.remote_code import REMOTE_CODE
 
@@ -53,9 +52,8 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
     source: a head folder or a run folder. licence: a Hub identifier. Raises ValueError, naming all
     that is wrong, or FileNotFoundError.
     """
-    if repo_id.count("/") != 1:
-        raise ValueError(f"repository {repo_id!r}: expected user/name")
-    validate_repo_id(repo_id)
+    if not HUB_ID.fullmatch(repo_id):
+        raise ValueError(f"repository {repo_id!r}: expected user/name in letters, digits and ._-")
     folder = find_head(source)
     faults = list(_faults(folder))
     if faults:
