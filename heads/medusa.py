@@ -145,15 +145,15 @@ class MedusaHead(DraftHead):
             raise ValueError(
                 f"expected Medusa tensors blocks.0.layers.0.weight, ..., got {sorted(tensors)[:3]}"
             )
-        own = "lm_heads.0.weight" in tensors
+        last = [tensor for name, tensor in tensors.items() if name.startswith("lm_heads.")]
         token_map = tensors.get("token_map")
-        full = own and token_map is None
+        full = bool(last) and token_map is None
         return cls(
-            tensors["blocks.0.layers.0.weight"].shape[0],
-            tensors["lm_heads.0.weight"].shape[0] if full else int(config["vocab_size"]),
+            len(tensors[".".join(blocks[0])]),
+            len(last[0]) if full else int(config["vocab_size"]),
             1 + max(int(part[1]) for part in blocks),
             1 + max(int(part[3]) for part in blocks),
-            own_lm_head=own,
+            own_lm_head=bool(last),
             token_map=token_map,
         )
 

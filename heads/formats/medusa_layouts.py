@@ -91,8 +91,9 @@ def _ours(stored: Stored, tensors: dict[str, Tensor], vocab_size: int) -> Stored
 
 def _vocabulary(stored: Stored, tensors: dict[str, Tensor], target: Target | None) -> int:
     """Of the target."""
-    if "lm_heads.0.weight" in tensors and "token_map" not in tensors:
-        return len(tensors["lm_heads.0.weight"])
+    last = [tensor for name, tensor in tensors.items() if name.startswith("lm_heads.")]
+    if last and "token_map" not in tensors:
+        return len(last[0])
     size = stored.config.get("vocab_size") or (target.vocab_size if target else None)
     if size is None:
         raise stored.refuse(

@@ -44,29 +44,29 @@ DESIGNS: list[tuple[str, Callable[[Config], bool]]] = [
         ),
     ),
     (
-        "multi-head latent attention (MLA)",
+        "one with multi-head latent attention (MLA)",
         lambda config: "kv_lora_rank" in config,
     ),
     (
-        "positions in three dimensions (mrope)",
+        "one with positions in three dimensions (mrope)",
         lambda config: "mrope_section" in _scaling(config),
     ),
     (
-        "norms of queries and keys",
+        "one with norms of queries and keys",
         lambda config: (
             bool(config.get("use_qk_norm")) or _architecture(config) == "Eagle3Qwen3ForCausalLM"
         ),
     ),
     (
-        "biases in its attention",
+        "one with biases in its attention",
         lambda config: bool(config.get("qkv_bias") or config.get("attention_bias")),
     ),
     (
-        "another activation than SiLU",
+        "one with another activation than SiLU",
         lambda config: config.get("hidden_act", "silu") not in ("silu", "swish"),
     ),
 ]
-"""What a head may have that ours have not."""
+"""What a draft model may be that ours are not."""
 
 
 def check_design(stored: Stored) -> None:
@@ -74,8 +74,8 @@ def check_design(stored: Stored) -> None:
     for what, has in DESIGNS:
         if has(stored.config):
             raise stored.refuse(
-                f"expected a Medusa, Hydra or EAGLE head, got one with {what}; this project does "
-                "not run such heads, train one with it instead"
+                f"expected a Medusa, Hydra or EAGLE head, got {what}; this project does not run "
+                "such heads, train one with it instead"
             )
     architecture = _architecture(stored.config)
     is_eagle = any("self_attn.q_proj" in name for name in stored.tensors)

@@ -1,0 +1,356 @@
+"""The promise: heads in the layouts that others publish are read from their tensors' names and
+shapes, strictly, and what cannot be read is refused in one line that says why.
+
+Source: medusa.md, section 4; eagle.md, section 4.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_convert import same
+from test_hub import FEW, trained
+from tiny_targets import VOCABULARY, tiny_target
+from torch import Tensor
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.hub import head_target, load_head
+from draftheads.heads.target import Target
+
+BASE = {"base_model_name_or_path": "tiny-llama"}
+V01 = {**BASE, "medusa_num_heads": 2, "medusa_num_layers": 1}  # as published; there are 5 heads
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+    "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "vocab_size": VOCABULARY, "hidden_act": "silu",
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+HEADLESS = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
+
+
+def folder_of(path: Path, file: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if file.endswith(".safetensors"):
+        save_file(tensors, path / file)
+    else:
+        torch.save(tensors, path / file)
+    return path
+
+
+def refusal(folder: Path, target: Target | None = None) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is the test
+        load_head(folder, target=target)
+    message = str(caught.value)
+    assert "\n" not in message and str(folder) in message
+    return message
+
+
+# Medusa
+
+
+def numbered(head: DraftHead, layers: int, prefix: str = "") -> dict[str, Tensor]:
+    """The state dict of FasterDecoding's module list."""
+    tensors = {}
+    for name, tensor in head.state_dict().items():
+        kind, k, *rest = name.split(".")
+        last = f"{k}.{layers}.weight"
+        theirs = last if kind == "lm_heads" else f"{k}.{rest[1]}.linear.{rest[2]}"
+        tensors[prefix + theirs] = tensor
+    return tensors
+
+
+MEDUSAS = {
+    "v0.1": ("medusa_lm_head.pt", "", {"depth": 5}, V01),
+    "v0.1-deep": ("medusa_lm_head.pt", "", {"depth": 3, "layers": 2}, V01),
+    "pull-request-1": ("medusa_lm_head.safetensors", "", {"depth": 5}, V01),
+    "version-2": (
+        "medusa_lm_head.safetensors", "", {"lm_head": "shared"}, {**V01, "version": "2"},
+    ),
+    "model-optimizer": ("model.safetensors", "medusa_heads.", {}, {**LLAMA, **BASE}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "prefix", "choices", "config"), MEDUSAS.values(), ids=MEDUSAS)
+def test_medusa_heads_with_numbers_for_names(tmp_path, file, prefix, choices, config):
+    head = trained("medusa", **choices)
+    tensors = numbered(head, choices.get("layers", 1), prefix)
+    folder = folder_of(tmp_path / "head", file, tensors, config)
+    again = load_head(folder, target=tiny_target())
+    assert same(again.state_dict(), head.state_dict())
+    assert (again.depth, again.layers) == (head.depth, head.layers)
+    assert head_target(folder) == ("tiny-llama", None)
+
+
+def test_a_head_that_shares_its_last_matrix_needs_the_vocabulary(tmp_path):
+    tensors = numbered(trained("medusa", lm_head="shared"), 1)
+    folder = folder_of(tmp_path / "head", "medusa_lm_head.pt", tensors, V01)
+    assert "pass the target: load_head(..., target=target) or --target" in refusal(folder)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_heads_in_one_folder_with_their_target(tmp_path, parts):
+    """Medusa v1.0: a backbone with heads, perhaps in several files of which some hold no head."""
+    head = trained("medusa", depth=3)
+    inside = numbered(head, 1, "medusa_head.")
+    backbone = dict(tiny_target().model.state_dict())
+    config = {**LLAMA, "num_hidden_layers": 3, "medusa_num_heads": 3, "medusa_num_layers": 1}
+    file = "model.safetensors" if parts == 1 else "model-00002-of-00002.safetensors"
+    folder = folder_of(tmp_path / "whole", file, {**inside, "extra": torch.ones(1)}, config)
+    places = dict.fromkeys(inside, file) | dict.fromkeys(
+        backbone, "model-00001-of-00002.safetensors"
+    )
+    if parts == 2:  # the first part is not even there
+        index = json.dumps({"metadata": {}, "weight_map": places})
+        (folder / "model.safetensors.index.json").write_text(index)
+    assert same(load_head(folder).state_dict(), head.state_dict())
+    assert head_target(folder) == (str(folder), None)
+
+
+def test_only_the_parts_with_heads_are_fetched(hub, tmp_path):
+    inside = numbered(trained("medusa", depth=3), 1, "medusa_head.")
+    second = "model-00002-of-00002.safetensors"
+    config = {**LLAMA, "medusa_num_heads": 3}
+    folder = folder_of(tmp_path / "whole", second, inside, config)
+    places = {**dict.fromkeys(inside, second), "lm_head.weight": "model-00001-of-00002.safetensors"}
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": places}).encode()
+    files["model-00001-of-00002.safetensors"] = b"not wanted"
+    hub.repos["them/whole"] = {"private": False, "files": files}
+    assert load_head("them/whole").depth == 3
+    assert head_target("them/whole") == ("them/whole", None)
+
+
+VLLM = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": 32,
+        "vocab_size": VOCABULARY, "num_heads": 9, "num_hidden_layers": 1}  # fmt: skip
+
+
+def test_vllm_heads_without_biases_get_zeros(tmp_path):
+    head = trained("medusa", depth=3)
+    tensors = {name: each for name, each in head.state_dict().items() if ".bias" not in name}
+    again = load_head(folder_of(tmp_path / "head", "model.safetensors", tensors, VLLM))
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, tensors.get(name, torch.zeros(32)))
+    assert again.depth == 3
+
+
+def test_vllm_maps_may_be_unsorted_and_matrices_whole(tmp_path):
+    weights = trained("medusa", depth=2, layers=1).state_dict()
+    tensors = {**weights, "token_map": torch.tensor(FEW)}
+    config = {**VLLM, "truncated_vocab_size": len(FEW)}
+    folder = folder_of(tmp_path / "whole", "model.safetensors", tensors, config)
+    cut = {n: each[FEW] if "lm_head" in n else each for n, each in tensors.items()}
+    other = folder_of(
+        tmp_path / "cut", "model.safetensors", {**cut, "token_map": tensors["token_map"]}, config
+    )
+    for head in (load_head(folder), load_head(other)):
+        assert head.token_map.tolist() == sorted(FEW) and head.vocab_size == VOCABULARY
+        for k in range(2):
+            expected = weights[f"lm_heads.{k}.weight"][sorted(FEW)]
+            assert torch.equal(head.state_dict()[f"lm_heads.{k}.weight"], expected)
+    unused = folder_of(tmp_path / "unused", "model.safetensors", tensors, VLLM)
+    assert load_head(unused).token_map is None  # as vLLM does without truncated_vocab_size
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "lm_heads.0.weight"])
+def test_vllm_heads_with_the_targets_matrix_share_it(tmp_path, name):
+    head, target = trained("medusa", lm_head="shared"), tiny_target()
+    tensors = {**head.state_dict(), name: target.unembed_weight().detach().clone()}
+    config = {**VLLM, "original_lm_head": True}
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors, config)
+    for again in (load_head(folder), load_head(folder, target=target)):
+        assert not again.own_lm_head and same(again.state_dict(), head.state_dict())
+    tensors[name] = torch.randn(VOCABULARY, 32)
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors, config)
+    assert "expected lm_head.weight to be the last matrix of tiny-llama" in refusal(folder, target)
+
+
+def test_every_name_of_medusa_must_be_there_and_no_other(tmp_path):
+    whole = numbered(trained("medusa", depth=3), 1)
+    for name in whole:
+        rest = {other: each for other, each in whole.items() if other != name}
+        message = refusal(folder_of(tmp_path / "head", "medusa_lm_head.pt", rest, V01))
+        assert "missing tensors ['" in message and message.count("'") == 2
+    for name in ("0.0.linear.scale", "lm_head.weight"):
+        folder = folder_of(
+            tmp_path / "head", "medusa_lm_head.pt", {**whole, name: torch.ones(1)}, V01
+        )
+        assert f"unexpected ['{name}']" in refusal(folder)
+    folder = folder_of(tmp_path / "head", "model.safetensors", trained("medusa").state_dict(),
+                       {**VLLM, "logit_scale": 0.5})  # fmt: skip
+    assert "expected logit_scale 1.0, got 0.5" in refusal(folder)
+
+
+# EAGLE
+
+
+def eagle3(**choices: Any) -> DraftHead:
+    return trained("eagle3", feature_layers=[1, 2], intermediate_size=48, **choices)
+
+
+def renamed(head: DraftHead, old: str, new: str) -> dict[str, Tensor]:
+    return {name.replace(old, new): each for name, each in head.state_dict().items()}
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize("new", ["midlayer.", "layers.0.", "model.layers.0."])
+def test_prefixes_of_eagle_3(tmp_path, file, new):
+    head = eagle3(vocabulary=FEW)
+    tensors = renamed(head, "midlayer.", new)
+    again = load_head(folder_of(tmp_path / "head", file, tensors, {**LLAMA, **HEADLESS}))
+    assert same(again.state_dict(), head.state_dict())
+    assert (again.vocab_size, again.feature_layers) == (VOCABULARY, (1, 2))
+    assert again.rope.theta == 10000.0 and again.rope.scaling is None
+
+
+def test_sizes_of_eagle_are_those_of_its_tensors(tmp_path):
+    head = trained("eagle", heads=2, kv_heads=1, head_dim=24, intermediate_size=40, layers=2)
+    lies = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "bias": True}
+    leftover = {"sliding_window": 7, "use_sliding_window": False}
+    tensors = {name: each for name, each in head.state_dict().items() if name != "fc.bias"}
+    tensors["embed_tokens.weight"] = tiny_target().model.get_input_embeddings().weight.detach()
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    folder = folder_of(
+        tmp_path / "head", "pytorch_model.bin", tensors, {**LLAMA, **lies, **leftover}
+    )
+    for target in (None, tiny_target()):
+        again = load_head(folder, target=target)
+        assert same(again.state_dict(), head.state_dict())
+        assert again.design.shape == head.design.shape.__class__(32, 2, 1, 24, 40, 1e-5, 64)
+        assert again.window is None
+
+
+def test_fc_of_eagle_1_may_have_a_bias(tmp_path):
+    tensors = {**trained("eagle").state_dict(), "fc.bias": torch.randn(32)}
+    head = load_head(folder_of(tmp_path / "head", "model.safetensors", tensors, LLAMA))
+    assert torch.equal(head.fc.bias, tensors["fc.bias"])
+    assert "bias" not in dict(head.fc.named_parameters())
+
+
+LAYERS = [
+    ({"eagle_aux_hidden_state_layer_ids": [0, 3]}, (0, 3)),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, (1, 2)),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 3],
+      "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, (1, 3)),
+    ({}, (1, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "expected"), LAYERS)
+def test_feature_layers_are_counted_as_their_place_says(tmp_path, config, expected):
+    """At the top: hidden states. Nested: outputs of layers. Nowhere: the field's default."""
+    folder = folder_of(
+        tmp_path / "head", "model.safetensors", eagle3().state_dict(), {**LLAMA, **config}
+    )
+    assert load_head(folder, target=tiny_target()).feature_layers == expected
+    if not config:
+        assert "whose number of layers tells which states this head reads" in refusal(folder)
+
+
+def test_what_eagle_3_leaves_to_the_target(tmp_path):
+    head, target = eagle3(vocabulary=FEW), tiny_target()
+    tensors = dict(head.state_dict())
+    del tensors["lm_head.weight"], tensors["t2d"]
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS})
+    again = load_head(folder, target=target)
+    assert torch.equal(again.lm_head.weight, target.unembed_weight()[sorted(FEW)])
+    assert torch.equal(again.t2d, head.t2d)
+    assert "whose last matrix this head uses, got none" in refusal(folder)
+
+
+def test_maps_that_change_nothing_are_no_draft_vocabulary(tmp_path):
+    head = eagle3()
+    maps = {"d2t": torch.zeros(VOCABULARY, dtype=torch.int64),
+            "t2d": torch.ones(VOCABULARY, dtype=torch.bool)}  # fmt: skip
+    tensors = {**head.state_dict(), **maps}
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS})
+    assert same(load_head(folder).state_dict(), head.state_dict())
+
+
+def test_norms_are_told_by_names_and_other_switches_by_either_place(tmp_path):
+    head = eagle3(fc_norm=True, norm_before_residual=True)
+    tensors = renamed(head, "fc_norm.0.", "aux_norm_low.")
+    tensors["aux_norm_mid.weight"] = tensors.pop("fc_norm.1.weight")
+    nested = {"eagle_config": {"norm_before_residual": True}}
+    folder = folder_of(
+        tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS, **nested}
+    )
+    again = load_head(folder)
+    assert same(again.state_dict(), head.state_dict())
+    assert again.design.fc_norm and again.design.norm_before_residual
+    assert not again.design.norm_output and not again.design.norm_before_fc
+
+
+def test_zero_biases_are_nothing_and_others_are_refused(tmp_path):
+    head, name = eagle3(), "midlayer.self_attn.q_proj.bias"
+    for value in (0.0, 0.1):
+        tensors = {**head.state_dict(), name: torch.full((32,), value)}
+        folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS})
+        if value:
+            assert "layers.0.self_attn.q_proj.bias that is not zero" in refusal(folder)
+        else:
+            assert same(load_head(folder).state_dict(), head.state_dict())
+
+
+def test_embeddings_that_are_not_the_targets_are_refused(tmp_path):
+    tensors = {**eagle3().state_dict(), "embed_tokens.weight": torch.randn(VOCABULARY, 32)}
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS})
+    assert "got embed_tokens.weight of its own" in refusal(folder, tiny_target())
+
+
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+    "norm_before_residual": True, "transformer_layer_config": LLAMA, **HEADLESS,
+    "speculators_config": {"verifier": {"name_or_path": "tiny-llama", "architectures": []}},
+}  # fmt: skip
+
+
+def test_speculators(tmp_path):
+    head = eagle3(norm_before_residual=True, vocabulary=FEW)
+    tensors = renamed(head, "midlayer.", "layers.0.")
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors, SPECULATORS)
+    again = load_head(folder)
+    assert same(again.state_dict(), head.state_dict())
+    assert again.design.norm_before_residual and head_target(folder) == ("tiny-llama", None)
+    silent = {key: value for key, value in SPECULATORS.items() if key != "norm_before_residual"}
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors, silent)
+    assert "takes it for false, vLLM for true" in refusal(folder)
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors,
+                       {**SPECULATORS, "speculators_model_type": "mtp"})  # fmt: skip
+    assert "expected speculators_model_type eagle3, got mtp" in refusal(folder)
+
+
+REFUSED = {
+    "no-heads": ({"num_attention_heads": None}, "num_attention_heads in config.json"),
+    "wider-target": ({"target_hidden_size": 64}, "target_hidden_size 64; such heads are not read"),
+    "wrong-count": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "join 3 states of the target"),
+    "mixed": ({"layer_types": ["full_attention", "sliding_attention"]}, "all have a window"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "change with the length"),
+    "gelu": ({"hidden_act": "gelu"}, "another activation than SiLU"),
+    "other": ({"architectures": ["MyForCausalLM"]}, "got MyForCausalLM; such heads are not read"),
+}
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED.values(), ids=REFUSED)
+def test_eagle_heads_that_are_not_read(tmp_path, config, reason):
+    said = {**LLAMA, **HEADLESS, **config}
+    said = {key: value for key, value in said.items() if value is not None}
+    folder = folder_of(tmp_path / "head", "model.safetensors", eagle3().state_dict(), said)
+    with pytest.raises(ValueError, match=reason):
+        load_head(folder)
+
+
+def test_a_draft_vocabulary_without_a_map_is_not_whole(tmp_path):
+    tensors = dict(eagle3(vocabulary=FEW).state_dict())
+    del tensors["d2t"]
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS})
+    assert "which says what the 6 draft tokens are, got none" in refusal(folder)
+    tensors["d2t"] = torch.tensor(FEW)
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS})
+    assert "were absolute ids stored?" in refusal(folder)
