@@ -22,6 +22,7 @@ from accelerate.utils import (
 )
 
 from draftheads.train.recipe import Recipe
+from draftheads.train.trackers import check_trackers
 
 SUPPORTED = {
     DistributedType.NO,
@@ -41,6 +42,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     meant.
     """
     check_environment(os.environ, has_gpu=torch.cuda.is_available())
+    check_trackers(recipe.run.trackers)
     on_cpu = not torch.cuda.is_available()
     # accelerate sees one process, DeepSpeed several, when nobody names a backend that a CPU has
     gloo = on_cpu and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
@@ -60,12 +62,6 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     count = torch.cuda.device_count()
     if count > accelerator.num_processes == 1 and recipe.target_placement != "split":
         print(f"note: one of {count} GPUs is used; all: `{right_command(True, str(count))}`")
-    available = {str(tracker) for tracker in accelerator.log_with}
-    if missing := set(recipe.run.trackers) - available:
-        raise ValueError(
-            f"run.trackers: {', '.join(sorted(missing))} is not installed; "
-            "pip install it or remove it"
-        )
     return accelerator
 
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from draftheads.train.judge import Verdict
 from draftheads.train.recipe import Recipe
+from draftheads.train.trackers import log_numbers, start_trackers
 
 METRICS = "metrics.jsonl"
 
@@ -36,12 +37,10 @@ class Progress:
         self.log_every = recipe.run.log_every
         self.path = recipe.run.output / METRICS
         silent = not accelerator.is_main_process
+        start_trackers(accelerator, recipe, start)
         self.bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=silent)
         if accelerator.is_main_process:
             _forget_after(self.path, start)
-        if recipe.run.trackers:
-            choices = {k: v for k, v in _flat(recipe.model_dump(mode="json")) if v is not None}
-            accelerator.init_trackers("draftheads", config=choices)
         self.losses: list[float] = []
         self.tokens = 0
         self.ranks_KR: Tensor | None = None
@@ -120,8 +119,7 @@ class Progress:
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
-        numbers = {k: v for k, v in _flat(values) if not isinstance(v, str)}
-        self.accelerator.log(numbers, step=step)
+        log_numbers(self.accelerator, values, step)
 
 
 def read_metrics(output: str | Path) -> list[dict[str, Any]]:
@@ -142,14 +140,3 @@ def _forget_after(path: Path, step: int) -> None:
     part = path.with_name(f".{path.name}")
     part.write_text("".join(lines))
     part.replace(path)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Scalars under slash-joined names; lists are numbered from 1 (the depth)."""
-    for key, value in values.items():
-        if isinstance(value, list | tuple):
-            value = dict(enumerate(value, start=1))
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
