@@ -5,9 +5,10 @@
         --case "head.kind=medusa head.depth=4,7" --prompts P --prompt-words 10 --json OUT
 
 Every combination of the varied keys is a run in its own folder below `run.output`; a case is a
-further grid with its own keys. A finished run is not trained again, and one that OUT holds is not
-measured again: the same command goes on where it was interrupted. Times are means on whatever else
-the machine did meanwhile; `draftheads bench` is for speed.
+further grid with its own keys. Each head decodes greedily, or at every `--temperature` that is
+given. A finished run is not trained again, and one that OUT holds is not measured again: the same
+command goes on where it was interrupted. Times, in OUT, are means on whatever else the machine did
+meanwhile; `draftheads bench` is for speed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import gc
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,15 @@ from rich.table import Table
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import find_head, load_head, read_config
 from draftheads.heads.target import Target
-from draftheads.infer.engine import Speculator, Step
-from draftheads.infer.race import GENERATE, PLAIN, BenchOptions, Contestant, Job, race
+from draftheads.infer.accept import Acceptance, Greedy, Sampled
+from draftheads.infer.engine import Speculator, Statistics, Step
+from draftheads.infer.race import GENERATE, PLAIN, BenchOptions, Contestant, Job, Run, race
 from draftheads.infer.report import describe_machine, machine_line
 from draftheads.infer.summary import Summary
 from draftheads.scripts.ablation_plan import Plan, plan
 from draftheads.scripts.journey import check_outputs, opening_ids
 from draftheads.scripts.options import load_target, mistakes_in_one_line, set_threads
+from draftheads.train.judge import Continued, Measured
 from draftheads.train.loop import fit
 
 TRAINED = ("steps", "seconds", "loss", "predicted_tokens_per_step", "heldout_top1", "heldout_top5")
@@ -43,22 +46,26 @@ MEASURED = ("nodes", "lossless", "tokens_per_step", "acceptance_by_depth", "step
 
 @dataclass(frozen=True)
 class Settings:
-    """What every run is measured with. nodes: draft nodes of the trees cut from a head's own."""
+    """What every run is measured with. nodes: draft nodes of the trees cut from a head's own.
+    temperatures: of decoding; 0: greedy.
+    """
 
     prompts: str
     prompt_words: int | None
     limit: int
     max_new_tokens: int
     nodes: list[int]
+    temperatures: list[float]
 
 
 class Meter:
-    """Decodes the same prompts with one head after another, greedily. The plain engine's output is
+    """Decodes the same prompts with one head after another. The plain engine's greedy output is
     what theirs must be.
     """
 
     def __init__(self, target: Target, settings: Settings) -> None:
         self.target = target
+        self.rules = {t: Sampled(t) if t else Greedy() for t in settings.temperatures}
         self.options = BenchOptions(settings.max_new_tokens, nodes=settings.nodes)
         prompts = opening_ids(target, settings.prompts, settings.prompt_words, settings.limit)
         rooms = [min(settings.max_new_tokens, target.context - len(p)) for p in prompts]
@@ -69,32 +76,56 @@ class Meter:
                 f"{settings.prompts}: expected a prompt shorter than the context of {target.name} "
                 f"({target.context} tokens), found none"
             )
-        plain = _contestant(PLAIN, None, Speculator(target))
+        plain = _contestant(PLAIN, None, Speculator(target), Greedy())
         self.plain = race([plain], self.jobs, self.options)[PLAIN]
 
     def measure(self, head: DraftHead) -> list[dict[str, Any]]:
-        """One row for each tree size."""
+        """One row for each temperature and tree size."""
+        return [
+            {"temperature": temperature, **row}
+            for temperature, rule in self.rules.items()
+            for row in self._rows(head, rule)
+        ]
+
+    def _rows(self, head: DraftHead, rule: Acceptance) -> list[dict[str, Any]]:
         sizes = sorted({min(nodes, head.tree.draft_nodes) for nodes in self.options.nodes})
         contestants = [
-            _contestant(str(n), n, Speculator(self.target, head, tree=head.tree.head(n)))
+            _contestant(str(n), n, Speculator(self.target, head, tree=head.tree.head(n)), rule)
             for n in sizes
         ]
-        runs = race(contestants, self.jobs, self.options)
+        options = replace(self.options, sampling=rule)
+        runs = race(contestants, self.jobs, options)
         # a bench compares with `generate`; here the plain engine stands in its place
         results = {**runs, GENERATE: self.plain, PLAIN: self.plain}
-        summary = Summary(self.target, self.jobs, results, self.options)
+        summary = Summary(self.target, self.jobs, results, options)
         rows = [asdict(summary.result(contestant, None)) for contestant in contestants]
         return [
-            {**{key: row[key] for key in MEASURED}, "draft_ms": 1e3 * row["draft_seconds"]}
+            {
+                **{key: row[key] for key in MEASURED},
+                "standard_error": _by_prompt(runs[row["name"]]).error,
+                "draft_ms": 1e3 * row["draft_seconds"],
+            }
             for row in rows
         ]
 
 
-def _contestant(name: str, nodes: int | None, engine: Speculator) -> Contestant:
+def _contestant(name: str, nodes: int | None, engine: Speculator, rule: Acceptance) -> Contestant:
     def generate(prompt: Sequence[int], limit: int) -> list[Step]:
-        return list(engine.generate(prompt, max_new_tokens=limit))
+        return list(engine.generate(prompt, sampling=rule, max_new_tokens=limit))
 
     return Contestant(name, nodes, generate, engine)
+
+
+def _by_prompt(runs: Sequence[Sequence[Run]]) -> Measured:
+    """runs: of each prompt, its repetitions, of which there is one."""
+    parts = []
+    for number, [run] in enumerate(runs):
+        total = Statistics()
+        for step in run.steps:
+            total.add(step)
+        counts = total.steps, total.tokens, total.accepted
+        parts.append(Continued(number, *counts, len(run.tokens), run.seconds, None))
+    return Measured(parts)
 
 
 class Ablation:
@@ -151,14 +182,15 @@ class Ablation:
         training = read_config(folder)["draftheads"]["training"]
         head = load_head(folder, target=self.target)
         measured = self.meter.measure(head)
-        verdicts = [row["lossless"] for row in measured]  # None where bfloat16 forbids to ask
+        # None when sampling, and where bfloat16 forbids to ask
+        verdicts = [row["lossless"] for row in measured if row["lossless"] is not None]
         return {
             "name": plan.name,
             "choices": list(plan.choices),
             "parameters": sum(parameter.numel() for parameter in head.parameters()),
             "trained": {key: training[key] for key in TRAINED},
             "measured": measured,
-            "lossless": None if None in verdicts else all(verdicts),
+            "lossless": all(verdicts) if verdicts else None,
             "checkpoint": str(folder.resolve()),
             "recipe": recipe,
         }
@@ -172,25 +204,29 @@ class Ablation:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """One row per run."""
+    """One row per run and temperature."""
     sizes = sorted({row["nodes"] for run in report["runs"] for row in run["measured"]})
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     made.add_column("run", overflow="fold", min_width=24)
-    for name in ("parameters", *(f"@{n}" for n in sizes), "top-1 by depth", "lossless"):
+    for name in ("parameters", "top-1 by depth", "T", *(f"@{n}" for n in sizes), "lossless"):
         made.add_column(name, justify="right", no_wrap=name.startswith("@"))
     for run in report["runs"]:
-        cells = {
-            row["nodes"]: f"{row['tokens_per_step']:.2f} ({row['draft_ms']:.2f})"
-            for row in run["measured"]
-        }
-        made.add_row(
-            run["name"],
-            f"{run['parameters']:,}",
-            *(cells.get(n, "") for n in sizes),
-            " ".join(f"{share:.3f}"[1:] for share in run["trained"]["heldout_top1"]),
-            {True: "yes", False: "NO", None: "n/a"}[run["lossless"]],
-            style="bold red" if run["lossless"] is False else None,
-        )
+        shares = " ".join(f"{share:.3f}"[1:] for share in run["trained"]["heldout_top1"])
+        facts = run["name"], f"{run['parameters']:,}", shares
+        verdict = {True: "yes", False: "NO", None: "n/a"}[run["lossless"]]
+        for place, temperature in enumerate(report["settings"]["temperatures"]):
+            cells = {
+                row["nodes"]: f"{row['tokens_per_step']:.2f} ± {row['standard_error']:.2f}"
+                for row in run["measured"]
+                if row["temperature"] == temperature
+            }
+            made.add_row(
+                *(("", "", "") if place else facts),
+                f"{temperature:g}",
+                *(cells.get(n, "") for n in sizes),
+                "" if place else verdict,
+                style="bold red" if run["lossless"] is False else None,
+            )
     return made
 
 
@@ -206,6 +242,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--limit", type=int, default=24, help="use only the first N prompts")
     add("--max-new-tokens", type=int, default=200)
     add("--nodes", type=int, nargs="+", default=[4, 8, 16, 32, 60], help="draft nodes of the trees")
+    add("--temperature", type=float, nargs="+", default=[0.0], help="of decoding; 0: greedy")
     add("--threads", type=int, help="torch CPU threads")
     add("--json", type=Path, metavar="OUT", help="write the numbers here, after every run")
     chosen = parser.parse_intermixed_args(argv)
@@ -223,7 +260,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     plans, refused = plan(chosen.recipe, chosen.overrides, grids)
     first = plans[0].recipe
     target = load_target(first.target, first.target_dtype, None, first.target_revision)
-    settings = Settings(**{name: getattr(chosen, name) for name in Settings.__dataclass_fields__})
+    settings = Settings(
+        chosen.prompts,
+        chosen.prompt_words,
+        chosen.limit,
+        chosen.max_new_tokens,
+        chosen.nodes,
+        list(dict.fromkeys(chosen.temperature)),
+    )
     ablation = Ablation(target, settings, chosen.json)
     for name, reason in refused.items():
         ablation.skip(name, reason)
@@ -234,9 +278,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit("interrupted and saved; run the same command again to go on")
     console.print(table(ablation.report))
     console.print(
-        "@N: tokens per step (draft ms per step) with N draft nodes; lossless: the plain engine's "
-        f"tokens. {len(ablation.meter.jobs)} prompts, greedy; "
-        f"{machine_line(ablation.report['machine'])}.",
+        "@N: tokens per step with N draft nodes, ± their standard error over "
+        f"{len(ablation.meter.jobs)} prompts; T: temperature of decoding, 0 is greedy; lossless: "
+        f"the plain engine's greedy tokens. {machine_line(ablation.report['machine'])}.",
         style="dim",
     )
 

@@ -5,15 +5,20 @@ ablation goes on.
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
+from rich.table import Table
 from tiny_training import random_answers, tiny_recipe, write_answers, write_target
 
 from draftheads.heads.hub import load_head
 from draftheads.heads.target import Target
+from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.bench import bench
+from draftheads.infer.engine import Speculator
 from draftheads.infer.race import BenchOptions
 from draftheads.scripts import ablation
 from draftheads.scripts.ablation import main
@@ -114,6 +119,54 @@ def test_figures_are_those_of_a_bench(recipe, finished):
         assert run["parameters"] == sum(p.numel() for p in head.parameters())
 
 
+def test_sampling_is_measured_beside_greedy_decoding(recipe, tmp_path):
+    """Both are what a bench finds; only greedy output is compared with the plain engine's."""
+    depth = ["--vary", "head.depth=3", "--temperature", "0.7", "0", "0.7"]
+    main(arguments(recipe, tmp_path, *depth))
+    [run] = report_of(tmp_path)["runs"]
+    target = Target.load(load_recipe(recipe).target)
+    head = load_head(run["checkpoint"], target=target)
+    rows = {(row["temperature"], row["nodes"]): row for row in run["measured"]}
+    sizes = len(rows) // 2
+    assert [temperature for temperature, _ in rows] == [0.7] * sizes + [0.0] * sizes
+    for temperature, rule in [(0.7, Sampled(0.7)), (0.0, Greedy())]:
+        options = BenchOptions(12, rule, nodes=(2, 5), resamples=2)
+        for result in bench(target, {"head": head}, PROMPTS, options).heads:
+            row = rows[temperature, result.nodes]
+            assert row["tokens_per_step"] == result.tokens_per_step
+            assert row["lossless"] is (None if temperature else True)
+    assert run["lossless"] is True
+    [first, second] = lines_of(ablation.table(report_of(tmp_path)))
+    assert first.split()[-1] == "yes"
+    assert (first.count("±"), second.count("±"), second.split()[0]) == (sizes, sizes, "0")
+
+
+def lines_of(table: Table) -> list[str]:
+    """The rows of a table, without its titles."""
+    console = Console(width=200, file=StringIO())
+    with console.capture() as captured:
+        console.print(table)
+    return [line for line in captured.get().splitlines() if line.strip()][2:]
+
+
+def test_the_standard_error_is_that_of_a_ratio_over_prompts(recipe, finished):
+    target = Target.load(load_recipe(recipe).target)
+    run = report_of(finished)["runs"][0]
+    head = load_head(run["checkpoint"], target=target)
+    row = run["measured"][1]
+    engine = Speculator(target, head, tree=head.tree.head(row["nodes"]))
+    counts = []
+    for prompt in PROMPTS:
+        steps = [s for s in engine.generate(prompt, max_new_tokens=12) if s.accepted >= 0]
+        counts.append((len(steps), sum(len(step.tokens) for step in steps)))
+    tau = sum(tokens for _, tokens in counts) / sum(steps for steps, _ in counts)
+    # the linearised ratio: variance of (tokens - tau x steps) over prompts, per step
+    variance = sum((tokens - tau * steps) ** 2 for steps, tokens in counts) / (len(counts) - 1)
+    expected = (len(counts) * variance) ** 0.5 / sum(steps for steps, _ in counts)
+    assert row["standard_error"] == pytest.approx(expected)
+    assert expected > 0
+
+
 def test_a_wrong_output_is_called_so(recipe, tmp_path, monkeypatch):
     """The plain engine's output is made to end with another token."""
     kept = ablation.race
@@ -172,12 +225,14 @@ def test_a_run_that_fails_does_not_stop_the_others(recipe, tmp_path):
     assert "not finite" in report["skipped"]["optim.lr=1e30,depth=1"]
 
 
-def test_mistakes_are_explained(recipe, finished):
+def test_mistakes_are_explained(recipe, finished, tmp_path):
     with pytest.raises(ValueError, match="did you mean 'head.depth'"):
         plan(recipe, [], [["head.dept=1,2"]])
     with pytest.raises(ValueError, match="one target"):
         plan(recipe, [], [["target=a,b"]])
     with pytest.raises(ValueError, match="other settings|give another --json"):
         main([*arguments(recipe, finished, *MEDUSA), "--limit", "3"])
+    with pytest.raises(ValueError, match="temperature -1.0: expected above 0"):
+        main([*arguments(recipe, tmp_path, *MEDUSA), "--temperature", "-1"])
     with pytest.raises(SystemExit):
         main(arguments(recipe, finished))
