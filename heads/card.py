@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from draftheads.heads.serving import engine_commands, merging
+from draftheads.heads.serving import engine_commands
 from draftheads.heads.shape import DynamicTree, tree_from_json
 
 LIBRARY = "draftheads"
@@ -35,16 +36,18 @@ def render_card(config: dict[str, Any]) -> str:
     """
     facts = config["draftheads"]
     target = facts["target"]["name"] or "an unnamed target"
+    adapter = facts.get("adapter")
+    elsewhere = ("adapted", "adapted/heads") if adapter else (target, HERE)
     name, paper = PAPERS[facts["kind"]]
     use, transformers, serve, training, measured = SECTIONS
     sections = [
         f"# {name} draft head for `{target}`",
         f"{name} ([paper]({paper})), trained with {LIBRARY}. It proposes a tree of tokens; the "
-        f"target verifies it in one forward pass, so {_promise(facts.get('adapter'))}.",
-        *_adapter(facts.get("adapter")),
+        f"target verifies it in one forward pass, so {_promise(adapter)}.",
+        *_adapter(adapter),
         f"{use}\n\n{_use()}",
-        f"{transformers}\n\n{_use_from_transformers(target, facts.get('adapter'))}",
-        f"{serve}\n\n{engine_commands(config, target, HERE)}",
+        f"{transformers}\n\n{_use_from_transformers(*elsewhere)}",
+        f"{serve}\n\n{engine_commands(config, *elsewhere)}",
         "## Shape\n\n" + _table(_shape(config)),
         f"{training}\n\n{_training(facts['training'])}",
         f"{measured}\n\n{_measured(facts['measured'])}",
@@ -72,8 +75,8 @@ def card_faults(card: str) -> list[str]:
         return [f"README.md does not begin with metadata in YAML ({reason})"]
     lacking = [f"README.md lacks {key} in its metadata" for key in METADATA if not data.get(key)]
     return lacking + [
-        f"README.md lacks its section {title.removeprefix('## ')!r} (draftheads bench --card writes "
-        "it anew)"
+        f"README.md lacks its section {title.removeprefix('## ')!r} (draftheads bench --card "
+        "writes it anew)"
         for title in SECTIONS
         if f"\n{title}\n" not in card
     ]
@@ -107,19 +110,21 @@ def _promise(adapter: dict[str, Any] | None) -> str:
 def _adapter(adapter: dict[str, Any] | None) -> list[str]:
     if adapter is None:
         return []
-    said = (
+    drift = adapter.get("drift")
+    moved = (
+        f"On {drift['tokens']:,} held-out tokens its first choice is the untouched target's at "
+        f"{drift['agreement']:.2%}, and its distribution is {drift['kl']:.4f} nats per token from "
+        "it (KL)."
+        if drift
+        else "How far it has moved was not measured."
+    )
+    return [
         "## Adapter\n\nThese heads were trained jointly with a LoRA adapter of the target "
         f"(rank {adapter['rank']}, alpha {_cell(adapter['alpha'])}), which stands in `adapter/` in "
         "PEFT's format. What is verified, and so what you get, is the output of the *adapted* "
-        "target, not of the untouched one. "
-    )
-    drift = adapter.get("drift")
-    if not drift:
-        return [said + "How far it has moved was not measured."]
-    return [
-        said + f"On {drift['tokens']:,} held-out tokens its first choice is the untouched target's "
-        f"at {drift['agreement']:.2%}, and its distribution is {drift['kl']:.4f} nats per token "
-        "from it (KL)."
+        f"target, not of the untouched one. {moved}\n\nThe commands of this project put it on by "
+        "themselves. For transformers and engines, write the adapted target as a model, with the "
+        f"heads in `adapted/heads`:\n\n```sh\ndraftheads merge {HERE} adapted\n```"
     ]
 
 
@@ -135,21 +140,17 @@ def _use() -> str:
     )
 
 
-def _use_from_transformers(target: str, adapter: dict[str, Any] | None) -> str:
-    loading = (
-        merging(target, HERE)
-        if adapter
-        else "from transformers import AutoModelForCausalLM\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{target}")'
-    )
+def _use_from_transformers(target: str, head: str) -> str:
     return (
-        f"```python\nfrom transformers import AutoTokenizer\n{loading}\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'tokenizer = AutoTokenizer.from_pretrained("{target}")\n'
+        f'model = AutoModelForCausalLM.from_pretrained("{target}")\n'
         'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
-        f'model.generate(**inputs, custom_generate="{HERE}", trust_remote_code=True)\n```\n\n'
+        f'model.generate(**inputs, custom_generate="{head}", trust_remote_code=True, '
+        "max_new_tokens=100)\n```\n\n"
         "The same without remote code:\n\n```python\n"
         "from draftheads.infer.speculative import speculative\n\n"
-        f'model.generate(**inputs, custom_generate=speculative("{HERE}"))\n```'
+        f'model.generate(**inputs, custom_generate=speculative("{head}"), max_new_tokens=100)\n```'
     )
 
 
@@ -165,10 +166,19 @@ def _training(facts: dict[str, Any]) -> str:
     """The recipe as it was run goes last, as a recipe."""
     if not facts:
         return "Not trained yet."
-    table = _table({key: value for key, value in facts.items() if key != "recipe"})
+    table = _table(dict(_flat({key: facts[key] for key in facts if key != "recipe"})))
     if "recipe" not in facts:
         return table
     return f"{table}\n\n```yaml\n{yaml.safe_dump(facts['recipe'], sort_keys=False)}```"
+
+
+def _flat(values: dict[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
+    """What was given, nested keys joined: "data.target.name"."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}{key}.")
+        elif value not in (None, "", []):
+            yield f"{name}{key}", value
 
 
 def _table(values: dict[str, Any]) -> str:

@@ -21,11 +21,6 @@ def engine_commands(config: dict[str, Any], target: str, here: str) -> str:
     config: of the head. here: its folder or repository.
     """
     facts = config["draftheads"]
-    if facts.get("adapter"):
-        made = f'```python\n{merging(target, here)}\nmodel.save_pretrained("adapted")\n```'
-        plain = {**config, "draftheads": {**facts, "adapter": None}}
-        commands = engine_commands(plain, "adapted", here)
-        return f"Engines get the adapted target, tokenizer files beside it:\n\n{made}\n\n{commands}"
     tree = tree_from_json(facts["tree"])
     if facts["kind"] == "eagle3":
         return _commands(vllm(target, here, "eagle3", tree), sglang(target, here, "EAGLE3", tree))
@@ -38,17 +33,6 @@ def engine_commands(config: dict[str, Any], target: str, here: str) -> str:
     if facts["kind"] == "medusa":
         return _medusa(config, target, here, tree)
     return "No engine knows heads of this kind; use them as above."
-
-
-def merging(target: str, here: str) -> str:
-    """Python that loads a target with the adapter of a head folder or repository merged in."""
-    return (
-        "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{target}")\n'
-        f'model = PeftModel.from_pretrained(model, "{here}", subfolder="adapter")\n'
-        "model = model.merge_and_unload()"
-    )
 
 
 def vllm(target: str, head: str, method: str, tree: Tree) -> str:

@@ -219,7 +219,8 @@ def test_a_pair_brings_the_adapter_that_heads_were_trained_with(hub, tmp_path):
     }  # fmt: skip
     text = ModelCard.load("me/jointly").text
     assert "*adapted*" in text and "97.12%" in text and "0.0123 nats" in text
-    assert 'PeftModel.from_pretrained(model, "me/jointly", subfolder="adapter")' in text
+    assert "draftheads merge me/jointly adapted" in text
+    assert 'custom_generate=speculative("adapted/heads")' in text
     again, _ = load_pair("me/jointly")
     tokens = torch.tensor(some_prompts(7))
     torch.testing.assert_close(again.model(tokens).logits, target.model(tokens).logits)
