@@ -158,7 +158,7 @@ def generate_from_repository(
     **arguments: Any,
 ) -> Tensor | SpeculativeOutput:
     """What `custom_generate/generate.py` of a head repository does: load the head for this model,
-    once, and generate with it. arguments: of `generate`, all others.
+    once in the model's life, and generate with it. arguments: of `generate`, all others.
     """
     source = _argument_of_generate("custom_generate")
     if source is None:
@@ -166,10 +166,11 @@ def generate_from_repository(
             "expected to be called by model.generate(custom_generate=...); to decode with heads "
             "without it, use draftheads.infer.speculative.speculative(head)"
         )
-    folder = find_head(source, revision=revision).resolve()
-    key = (folder, (folder / WEIGHTS).stat().st_mtime_ns)
+    stored = Path(source) / WEIGHTS
+    key = (source, revision, stored.stat().st_mtime_ns if stored.is_file() else None)
     known = vars(model).setdefault("_draft_heads", {})  # lives as long as the model does
     if key not in known:
+        folder = find_head(source, revision=revision)
         known.clear()
         known[key] = SpeculativeDecoding(folder, None, None, None)
     known[key].tokenizer = tokenizer
