@@ -27,7 +27,7 @@ def draw_curves(metrics: Sequence[Line], best: int, title: str, path: Path) -> N
     _curve(loss, steps, "loss", "training loss, per learned token")
     _skips(loss, [line["step"] for line in metrics if "skipped" in line])
     _taus(taus, judged, best)
-    _depths(depths, judged)
+    _depths(depths, steps, judged)
     _curve(rate, steps, "lr", "learning rate")
     _curve(speed, steps, "tokens_per_second", "trained tokens per second")
     if found.get("acceptance"):
@@ -44,7 +44,7 @@ def draw_curves(metrics: Sequence[Line], best: int, title: str, path: Path) -> N
         axes.axvline(best, color=ROSE, linewidth=1, linestyle=":", alpha=0.6, zorder=0)
         axes.set_xlim(0, end * 1.02)
         axes.set_xlabel("step")
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(f"{title[0].upper()}{title[1:]}", fontsize=12)
     part = path.with_name(f".{path.name}")
     figure.savefig(part, format="png")
     part.replace(path)
@@ -90,41 +90,44 @@ def _taus(axes: Any, judged: Sequence[Line], best: int) -> None:
     axes.plot(*_points(simulated), marker="o", ms=4, color=PLAIN, lw=1.4, label="simulated")
     if measured:
         errors = [x["measured"]["standard_error"] for x in judged if _decoded(x)]
-        axes.fill_between(
-            list(measured),
-            [tau - error for tau, error in zip(measured.values(), errors, strict=True)],
-            [tau + error for tau, error in zip(measured.values(), errors, strict=True)],
-            **{"color": ORANGE, "alpha": 0.15, "linewidth": 0},
-        )
-        axes.plot(*_points(measured), marker="o", ms=5, color=ORANGE, lw=1.8, label="by decoding")
+        look = {"marker": "o", "ms": 5, "color": ORANGE, "lw": 1.8, "elinewidth": 1, "capsize": 3}
+        label = "by decoding, ± standard error"
+        axes.errorbar(*_points(measured), yerr=errors, label=label, **look)
     if best in simulated:
         height = measured.get(best, simulated[best])
         axes.plot(
-            [best], [height], marker="*", ms=15, color=ROSE, ls="", label=f"best: step {best}"
+            [best],
+            [height],
+            **{"marker": "*", "ms": 15, "color": ROSE, "ls": "", "zorder": 5},
+            label=f"best: step {best}",
         )
     axes.set_ylim(bottom=0)
     axes.legend(framealpha=0.9, edgecolor="none", fontsize=9, loc="lower right")
 
 
-def _depths(axes: Any, judged: Sequence[Line]) -> None:
-    """One line per depth, paler the deeper, named at its end."""
-    axes.set_title("best guess right, by depth (held out)", loc="left")
+def _depths(axes: Any, steps: Sequence[Line], judged: Sequence[Line]) -> None:
+    """One colour per depth, paler the deeper, named by what the last judgement found."""
+    axes.set_title("best guess right, by depth", loc="left")
     if not judged:
         _nothing(axes, "heads were not judged")
         return
-    steps, shares = [x["step"] for x in judged], [x["heldout_top1"] for x in judged]
-    depth = len(shares[0])
-    heights = _spread(shares[-1])
+    shares = [x["heldout_top1"] for x in judged]
+    depth, heights = len(shares[0]), _spread(shares[-1])
     for k in range(depth):
-        strength = 1 - 0.7 * k / max(1, depth - 1)
-        axes.plot(steps, [share[k] for share in shares], color=BLUE, alpha=strength, lw=1.8)
+        look = {"color": BLUE, "alpha": 1 - 0.7 * k / max(1, depth - 1)}
+        learned = [x["step"] for x in steps], [x["top1"][k] for x in steps]
+        axes.plot(*learned, lw=0.9, label=None if k else "training batches", **look)
+        heldout = [x["step"] for x in judged], [share[k] for share in shares]
+        axes.plot(*heldout, "o", ms=5, label=None if k else "held out", **look)
         axes.annotate(
             f"{k + 1}: {shares[-1][k]:.2f}",
             (1.0, heights[k]),
             xycoords=("axes fraction", "data"),
-            **{"fontsize": 8, "color": BLUE, "alpha": max(0.55, strength), "va": "center"},
+            **{**look, "fontsize": 8, "alpha": max(0.55, look["alpha"]), "va": "center"},
         )
-    axes.set_ylim(0, max(0.1, 1.15 * max(map(max, shares))))
+    highest = max(max(map(max, shares)), *(max(x["top1"]) for x in steps), 0.1)
+    axes.set_ylim(0, 1.15 * highest)
+    axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
 
 
 def _acceptance(axes: Any, shares: Sequence[float], best: int) -> None:

@@ -20,6 +20,7 @@ from draftheads.train.checkpoint import BEST
 from draftheads.train.curves import draw_curves
 from draftheads.train.judge_choices import measure_of
 from draftheads.train.progress import METRICS, read_metrics
+from draftheads.train.remarks import losses_until, remarks
 from draftheads.train.state import STATE, TRAINER, RunState, read_state
 
 REPORT, CURVES = "report.md", "report.png"
@@ -53,8 +54,9 @@ def write_report(output: Path) -> Path:
         picture = f"No curves: {error}."
     sections = [
         f"# {name[0].upper()}{name[1:]}",
-        _summary(state, best, config),
+        _summary(state, best, config, metrics),
         picture,
+        "## What it shows\n\n" + remarks(metrics, best),
         "## Judged on held-out documents\n\n" + _judged(metrics, best, config),
         "## By depth\n\n" + _depths(best, config),
         "## Tree\n\n" + _tree(config),
@@ -78,7 +80,7 @@ def _states(output: Path) -> tuple[RunState, RunState]:
     return read_state(steps[-1]), read_state(best.resolve() if best.is_dir() else steps[-1])
 
 
-def _summary(state: RunState, best: RunState, config: Line) -> str:
+def _summary(state: RunState, best: RunState, config: Line, metrics: Sequence[Line]) -> str:
     training = config["draftheads"]["training"]
     data, measured = training["data"], best.measured
     ended = "ended early by `judge.patience`" if state.exhausted else "trained to the end"
@@ -97,9 +99,17 @@ def _summary(state: RunState, best: RunState, config: Line) -> str:
         ("data", f"{data['documents']:,} documents, {data['learned_tokens']:,} learned tokens"),
         ("best", f"step {best.step:,}, by {MEASURES[measure_of(state.recipe)]}"),
         ("tokens per step", taus),
-        ("loss", f"{_number(best.loss, 4)} at the best step, {_number(state.loss, 4)} at the last"),
+        ("training loss", _losses(metrics, best, state)),
     ]
     return _table(("", ""), rows)
+
+
+def _losses(metrics: Sequence[Line], best: RunState, state: RunState) -> str:
+    """Means over the steps of a log line, as those of single steps are noisy."""
+    losses = losses_until(metrics, state.step)
+    if not (until := losses_until(metrics, best.step)):
+        return f"{_number(best.loss, 4)} in the best step, {_number(state.loss, 4)} in the last"
+    return f"{losses[0]:.4f} at first, {until[-1]:.4f} at the best step, {losses[-1]:.4f} at last"
 
 
 def _judged(metrics: Sequence[Line], best: RunState, config: Line) -> str:
@@ -120,7 +130,13 @@ def _judged(metrics: Sequence[Line], best: RunState, config: Line) -> str:
     older, newest = rows[:-MOST_ROWS], rows[-MOST_ROWS:]
     shown = [*(row for row in older if "best" in row[0]), *newest]
     cut = f"\n\nThe newest of {len(rows)} and the best; all are in {METRICS}." if older else ""
-    titles = ("step", "loss", "simulated tokens per step", "by decoding", "times plain decoding")
+    titles = (
+        "step",
+        "training loss",
+        "simulated tokens per step",
+        "by decoding",
+        "times plain decoding",
+    )
     return (_how(best.measured, config) if best.measured else "") + _table(titles, shown) + cut
 
 
@@ -138,16 +154,25 @@ def _how(measured: Line, config: Line) -> str:
 def _depths(best: RunState, config: Line) -> str:
     training = config["draftheads"]["training"]
     accepted = best.measured["acceptance"] if best.measured else []
-    titles = ("depth", "best guess right", "among the best five", "accepted when decoding")
+    before = [1.0, *accepted]
+    titles = ("depth", "best guess right", "among the best five", "accepted", "of those so far")
     rows = [
-        (str(k), _number(top1, 3), _number(top5, 3), _number(_at(accepted, k), 3))
+        (
+            str(k),
+            _number(top1, 3),
+            _number(top5, 3),
+            _number(_at(accepted, k), 3),
+            _number(accepted[k - 1] / before[k - 1] if k <= len(accepted) else None, 3),
+        )
         for k, (top1, top5) in enumerate(
             zip(training["heldout_top1"], training["heldout_top5"], strict=True), start=1
         )
     ]
     return (
-        "Of the best checkpoint. A guess counts as right or wrong whatever stood before it; an "
-        "accepted draft needs all before it.\n\n" + _table(titles, rows)
+        "Of the best checkpoint. A guess on held-out documents counts as right or wrong whatever "
+        "stood before it. When decoding, a draft needs all before it: accepted is the share of "
+        "steps that had a draft of this depth accepted, and then of those steps that had one of "
+        "the depth before.\n\n" + _table(titles, rows)
     )
 
 
@@ -175,6 +200,7 @@ def _use(output: Path, state: RunState) -> str:
         "```bash\n"
         f"draftheads bench --target {target} --head {output} --prompts PROMPTS.txt\n"
         f"draftheads chat --head {output} --target {target}\n"
+        f"draftheads doctor --target {target} --head {output}    # why not more?\n"
         f"draftheads publish {output}/{BEST} USER/NAME\n"
         "```"
     )
