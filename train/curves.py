@@ -114,7 +114,8 @@ def _depths(axes: Any, steps: Sequence[Line], judged: Sequence[Line]) -> None:
     shares = [x["heldout_top1"] for x in judged]
     depth, heights = len(shares[0]), _spread(shares[-1])
     for k in range(depth):
-        look = {"color": BLUE, "alpha": 1 - 0.7 * k / max(1, depth - 1)}
+        strength = 1 - 0.7 * k / max(1, depth - 1)
+        look: Line = {"color": BLUE, "alpha": strength}
         learned = [x["step"] for x in steps], [x["top1"][k] for x in steps]
         axes.plot(*learned, lw=0.9, label=None if k else "training batches", **look)
         heldout = [x["step"] for x in judged], [share[k] for share in shares]
@@ -123,7 +124,7 @@ def _depths(axes: Any, steps: Sequence[Line], judged: Sequence[Line]) -> None:
             f"{k + 1}: {shares[-1][k]:.2f}",
             (1.0, heights[k]),
             xycoords=("axes fraction", "data"),
-            **{**look, "fontsize": 8, "alpha": max(0.55, look["alpha"]), "va": "center"},
+            **{**look, "fontsize": 8, "alpha": max(0.55, strength), "va": "center"},
         )
     highest = max(max(map(max, shares)), *(max(x["top1"]) for x in steps), 0.1)
     axes.set_ylim(0, 1.15 * highest)
