@@ -17,7 +17,7 @@ from test_acceptance import WORDS, chi_square, surely_below
 from tiny_chat import byte_tokenizer
 from tiny_chat import llama as chat_target
 from tiny_heads import SMALL, overfitted, random_head, written_by
-from tiny_targets import VOCABULARY, random_model, some_prompts
+from tiny_targets import CONTEXT, VOCABULARY, random_model, some_prompts
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -291,6 +291,17 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(name):
     assert "\n" not in str(refusal.value)
 
 
+def test_prompts_that_are_not_whole_rows_of_tokens_are_refused():
+    model = random_model("llama")
+    asked = {"max_new_tokens": 5, "custom_generate": speculative(taught("medusa", "llama"))}
+    with pytest.raises(ValueError, match="got inputs_embeds"):
+        model.generate(inputs_embeds=torch.zeros(1, 4, 32), **asked)
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    cache = model(tokens[:, :3]).past_key_values
+    with pytest.raises(ValueError, match="got past_key_values"):
+        model.generate(tokens, past_key_values=cache, **asked)
+
+
 def test_an_assistant_is_refused_though_transformers_hides_it():
     model, head = random_model("llama"), random_head("medusa", Target(random_model("llama")))
     with pytest.raises(ValueError, match="assisted_generation"):
@@ -308,16 +319,26 @@ def test_a_head_of_another_size_is_refused():
         model.generate(torch.tensor([[3]]), max_new_tokens=5, custom_generate=speculative(head))
 
 
-def test_the_callers_model_is_used_and_given_back_as_it_was():
-    model, head = random_model("llama"), taught("medusa", "llama")
+def test_the_callers_model_is_used_without_dropout_and_given_back_as_it_was():
+    model, head = random_model("gpt2"), taught("medusa", "gpt2")
+    expected = model.generate(**inputs(1), **GREEDY)
     model.train()
-    model.lm_head.requires_grad_(False)
+    model.transformer.wpe.requires_grad_(False)
     decoding = speculative(head)
     for _ in range(2):
-        model.generate(**inputs(1), **GREEDY, custom_generate=decoding)
+        got = model.generate(**inputs(1), **GREEDY, custom_generate=decoding)
+        assert torch.equal(got, expected)
         assert all(module.training for module in model.modules())
-        assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        assert frozen == ["transformer.wpe.weight"]
     assert decoding._target.model is model
+
+
+def test_it_goes_up_to_the_last_position_of_the_context():
+    model, head = random_model("gpt2"), taught("medusa", "gpt2")
+    asked = {**padded(some_prompts(CONTEXT - 9, 4)), **GREEDY, "max_new_tokens": 9}
+    expected = model.generate(**asked)
+    assert torch.equal(model.generate(**asked, custom_generate=speculative(head)), expected)
 
 
 @pytest.fixture
