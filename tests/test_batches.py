@@ -5,6 +5,8 @@ and a step's rows do not depend on how many processes share them.
 from __future__ import annotations
 
 import itertools
+import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,14 +21,20 @@ from draftheads.train.batches import (
     rows_per_step,
     share,
 )
-from draftheads.train.data.answers import Answer
+from draftheads.train.data.answers import Answer, read_answers, write_manifest
 
 LENGTH = 48
+SPLIT_OF_20 = [3, 11, 13, 19]
+"""Which documents runs have held out of 20 since there were runs."""
 
 
 @pytest.fixture(scope="module")
 def documents() -> Documents:
     return Documents.read(random_answers(50))
+
+
+def document(answer: Answer) -> dict[str, object]:
+    return {"tokens": answer.tokens, "learn": answer.learn, "turns": 1, "finish": "eos"}
 
 
 def whole(rows: Rows) -> Batch:
@@ -169,6 +177,53 @@ def test_heldout_documents_are_apart_and_always_the_same(documents):
     assert single.split(0.02) == (single.spans, single.spans)
     pair = Documents.read(random_answers(2))
     assert [len(part) for part in pair.split(0.5)] == [1, 1]
+
+
+def test_documents_of_a_conversation_stay_on_one_side(tmp_path):
+    drawn = random_answers(60)
+    talks = [drawn[2 * n : 2 * n + 2] if n % 2 else [drawn[2 * n]] for n in range(30)]
+    lines = [
+        {"id": n, "documents": [document(answer) for answer in talk]}
+        if len(talk) > 1
+        else {"id": n, **document(talk[0])}
+        for n, talk in enumerate(talks)
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (tmp_path / "answers-00000-of-00001.jsonl").write_text(text)
+    manifest = {"format": 1, "batch_size": 30, "complete": True}
+    write_manifest(tmp_path, manifest | {"prompts": {"count": 30}, "counts": {"done": 30}})
+    documents = Documents.read(read_answers(tmp_path))
+    train, apart = documents.split(0.4)
+    conversation = [n for n, talk in enumerate(talks) for _ in talk]
+    sides = [
+        {conversation[documents.spans.index(span)] for span in part} for part in (train, apart)
+    ]
+    assert not sides[0] & sides[1]
+    assert sides[0] | sides[1] == set(range(30))
+    assert len(sides[1]) == 12, "a share of conversations"
+    assert any(len(talks[n]) == 2 for n in sides[1])
+    assert sorted(train + apart) == documents.spans
+    loose = Documents(documents.tokens_N, documents.learn_N, documents.spans)
+    assert loose.digest() != documents.digest()
+
+
+def test_conversations_with_a_copy_of_a_heldout_document_are_not_trained_on():
+    drawn = random_answers(8)
+    pairs = zip(drawn[::2], drawn[1::2], strict=True)
+    talks = [[first, replace(second, follows=True)] for first, second in pairs]
+    documents = Documents.read(answer for talk in talks for answer in talk)
+    (held,) = {documents.spans.index(span) // 2 for span in documents.split(0.25)[1]}
+    twin = (held + 1) % 4
+    talks[twin][1] = replace(talks[held][1])
+    train, apart = Documents.read(answer for talk in talks for answer in talk).split(0.25)
+    assert len(apart) == 2
+    assert len(train) == 4, "neither the copy nor what stands beside it"
+
+
+def test_single_documents_are_divided_as_ever():
+    documents = Documents.read(random_answers(20))
+    apart = documents.split(0.2)[1]
+    assert [documents.spans.index(span) for span in apart] == SPLIT_OF_20
 
 
 def test_copies_of_heldout_documents_are_not_trained_on():

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,20 +35,24 @@ class Documents:
     """Token ids of many documents end to end.
 
     tokens_N: int32. learn_N: bool, True where the target wrote the token. spans: half-open, one
-    per document.
+    per document. following: numbers of those that are of the same conversation as the one before.
     """
 
     tokens_N: Tensor
     learn_N: Tensor
     spans: list[Span]
+    following: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, answers: Iterable[Answer]) -> Documents:
         """Concatenate answers."""
         tokens, learn = array("i"), bytearray()
         spans: list[Span] = []
+        following: list[int] = []
         for answer in answers:
             start = len(tokens)
+            if answer.follows:
+                following.append(len(spans))
             tokens.extend(answer.tokens)
             learn.extend(bytes(len(answer.tokens)))
             for first, last in answer.learn:
@@ -59,28 +64,36 @@ class Documents:
             torch.frombuffer(tokens, dtype=torch.int32),
             torch.frombuffer(learn, dtype=torch.uint8).bool(),
             spans,
+            tuple(following),
         )
 
     def digest(self) -> str:
-        """16 hex digits that name these tokens and which of them are learned."""
-        spans = torch.tensor(self.spans, dtype=torch.int64)
+        """16 hex digits that name these tokens, which are learned, and what belongs together."""
+        numbers = (torch.tensor(x, dtype=torch.int64) for x in (self.spans, self.following))
         digest = hashlib.sha256()
-        for tensor in (self.tokens_N, self.learn_N, spans):
+        for tensor in (self.tokens_N, self.learn_N, *numbers):
             digest.update(tensor.numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def split(self, heldout: float) -> tuple[list[Span], list[Span]]:
-        """(documents to train on, documents held out): at least one each.
+        """(documents to train on, documents held out): at least one each. Those of a conversation stay
+        together. heldout: share of conversations.
 
-        Copies of held-out documents are not trained on: greedy answers to equal prompts are
-        equal. Where nothing else is left, e.g. of a single document, they serve as both.
+        Conversations with copies of held-out documents are not trained on: greedy answers to equal
+        prompts are equal. Where nothing else is left, e.g. of a single one, they serve as both.
         """
-        count = min(max(1, round(heldout * len(self.spans))), max(1, len(self.spans) - 1))
-        order = _permutation(len(self.spans), SPLIT_SEED)
-        apart = [self.spans[place] for place in sorted(order[:count])]
+        talks = self._conversations()
+        count = min(max(1, round(heldout * len(talks))), max(1, len(talks) - 1))
+        order = _permutation(len(talks), SPLIT_SEED)
+        apart = [span for place in sorted(order[:count]) for span in talks[place]]
         known = {self._content(span) for span in apart}
-        train = [span for span in self.spans if self._content(span) not in known]
+        new = (talk for talk in talks if known.isdisjoint(map(self._content, talk)))
+        train = [span for talk in new for span in talk]
         return train or apart, apart
+
+    def _conversations(self) -> list[list[Span]]:
+        starts = sorted(set(range(len(self.spans))).difference(self.following))
+        return [self.spans[a:b] for a, b in pairwise([*starts, len(self.spans)])]
 
     def _content(self, span: Span) -> bytes:
         return self.tokens_N[slice(*span)].numpy().tobytes()

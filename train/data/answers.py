@@ -40,10 +40,12 @@ logger = logging.getLogger("draftheads")
 class Answer:
     """Token ids of one document and the half-open spans of them that are learned: what the target
     wrote. A conversation is one, or several where its chat template rewrites earlier turns.
+    follows: it is of the same conversation as the document before it.
     """
 
     tokens: list[int]
     learn: list[tuple[int, int]]
+    follows: bool = False
 
 
 @dataclass
@@ -138,8 +140,9 @@ def _answers(folder: Path, manifest: dict[str, Any]) -> Iterator[Answer]:
     for record in heapq.merge(*streams, key=lambda record: record["id"]):
         documents = documents_of(record)
         found += bool(documents)
-        for document in documents:
-            yield Answer(document["tokens"], [(start, end) for start, end in document["learn"]])
+        for place, document in enumerate(documents):
+            learn = [(start, end) for start, end in document["learn"]]
+            yield Answer(document["tokens"], learn, follows=place > 0)
     if manifest["complete"] and found != manifest["counts"]["done"]:
         raise ValueError(
             f"{folder}: expected {manifest['counts']['done']} answered prompts, got {found}; an "
