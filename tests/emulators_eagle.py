@@ -94,6 +94,8 @@ def vllm_eagle3(folder: Path, *, style: str = "plain") -> Served:
         "rope": rope(config),
         "ids": _ids(tensors) if draft < config["vocab_size"] else None,
     }
+    if "embed_tokens.weight" in tensors:  # else the target's
+        served.parameters["embed_tokens.weight"] = (config["vocab_size"], config["hidden_size"])
     names = {name: name.replace("midlayer.", "layers.0.") for name in tensors if name != "t2d"}
     if draft < config["vocab_size"]:
         names.pop("d2t", None)

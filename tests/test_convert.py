@@ -176,6 +176,8 @@ def test_the_target_is_asked_for_where_it_is_needed(tmp_path):
     ours = saved("medusa-shared", tmp_path / "ours")
     with pytest.raises(ValueError, match="whose last matrix vLLM wants .* pass --target"):
         converted(ours, tmp_path / "theirs", "vllm")
+    with pytest.raises(ValueError, match="whose embeddings speculators wants .* pass --target"):
+        converted(saved("eagle3-usual", tmp_path / "eagle"), tmp_path / "theirs", "speculators")
     config = json.loads((ours / "config.json").read_text())
     config["draftheads"]["target"]["name"] = None
     (ours / "config.json").write_text(json.dumps(config))

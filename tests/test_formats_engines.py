@@ -5,6 +5,7 @@ it looks for, passes over nothing, and believes what is true. Engines are those 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ ENGINES = {
     "vllm": {"medusa": vllm_medusa, "eagle": vllm_eagle1, "eagle3": vllm_eagle3},
     "sglang": {"eagle": sglang_eagle1, "eagle3": sglang_eagle3},
     "tgi": {"medusa": tgi},
+    "speculators": {"eagle3": partial(vllm_eagle3, style="speculators")},
 }
 EXPORTS = [(name, to) for name, (_, ways) in CHOICES.items() for to in sorted(ways & set(ENGINES))]
 

@@ -150,8 +150,15 @@ def to_specforge(stored: Stored, target: Target | None) -> Written:
 
 
 def to_speculators(stored: Stored, target: Target | None) -> Written:
-    """Sizes go into a nested config, and the one layer is layer 0 of several."""
+    """Sizes go into a nested config, the one layer is layer 0 of several, and the target's
+    embeddings stand in the file: speculators draws those that it does not find.
+    """
     check("speculators", stored)
+    if target is None:
+        raise stored.refuse(
+            "expected the target, whose embeddings speculators wants beside a head, got none; pass "
+            "--target"
+        )
     ours = stored.config
     outside = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "draftheads")
     switches = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
@@ -165,6 +172,8 @@ def to_speculators(stored: Stored, target: Target | None) -> Written:
         "dtype": ours.get("dtype"),
     }
     tensors = {names_of_speculators(name): each for name, each in stored.tensors.items()}
+    weight_VD = target.model.get_input_embeddings().weight.detach()
+    tensors["embed_tokens.weight"] = weight_VD.to("cpu", tensors["fc.weight"].dtype)
     return _folder(config, stored.having(config, tensors))
 
 

@@ -164,7 +164,8 @@ def to_tgi(stored: Stored, target: Target | None) -> Written:
 
 def to_fasterdecoding(stored: Stored, target: Target | None) -> Written:
     """The layout v0.1, or "version 2" without last matrices. Their code makes one block and uses it
-    L times, so that blocks that differ cannot be told it.
+    L times, so blocks that differ are refused; its newest class for v0.1 makes five heads, whatever
+    the config says.
     """
     config, tensors = _numbered("FasterDecoding/Medusa", stored)
     for name, tensor in tensors.items():
