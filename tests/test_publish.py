@@ -13,6 +13,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from test_custom_generate import modules_cache  # noqa: F401
 from test_hub import trained
 from tiny_chat import llama
 from tiny_heads import drafts_of, random_head
@@ -252,6 +253,17 @@ def test_chat_by_name(hub, chat_folder, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/quit\n"))
     code, printed, _ = run("chat", "--head", "me/heads", "--max-new-tokens", 5)
     assert code == 0 and "tokens/s" in printed
+
+
+@pytest.mark.usefixtures("modules_cache")
+def test_the_python_of_the_card_runs_as_written(hub, chat_folder, capsys):
+    publish(prepare(chat_folder, "me/heads"))
+    blocks = re.findall(r"```python\n(.*?)```", ModelCard.load("me/heads").text, re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert capsys.readouterr().out, "the first one prints what is written"
 
 
 SERVED = {
