@@ -178,6 +178,13 @@ def test_the_target_is_asked_for_where_it_is_needed(tmp_path):
         converted(ours, tmp_path / "theirs", "vllm")
     with pytest.raises(ValueError, match="whose embeddings speculators wants .* pass --target"):
         converted(saved("eagle3-usual", tmp_path / "eagle"), tmp_path / "theirs", "speculators")
+    old = saved("eagle3-one", tmp_path / "old")  # it does not say how many layers its target has
+    config = json.loads((old / "config.json").read_text())
+    del config["draftheads"]["target"]["layers"]
+    (old / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="features can be told from its last state.* --target"):
+        converted(old, tmp_path / "theirs", "vllm")
+    converted(old, tmp_path / "served", "vllm", tiny_target())
     config = json.loads((ours / "config.json").read_text())
     config["draftheads"]["target"]["name"] = None
     (ours / "config.json").write_text(json.dumps(config))

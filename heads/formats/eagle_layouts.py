@@ -50,18 +50,23 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
     """
     tensors = _plain_names(stored)
     _check_embeddings(stored, tensors.pop("embed_tokens.weight", None), target)
-    is_third = "layers.0.hidden_norm.weight" in tensors
+    is_third = _is_third(tensors)
     tensors = _without_zero_biases(stored, tensors)
     width = len(tensors["fc.weight"])
     config = _sizes(stored, tensors, width)
     if is_third:
-        facts, more = "eagle3", _third(stored, tensors, target)
-        tensors = _with_vocabulary(stored, tensors, more, target)
+        config |= _third(stored, tensors, target)
+        tensors = _with_vocabulary(stored, tensors, config["vocab_size"], target)
     else:
-        facts, more = "eagle", {"vocab_size": _vocab_size(stored, target)}
+        config["vocab_size"] = _vocab_size(stored, target)
         tensors.setdefault("fc.bias", tensors["fc.weight"].new_zeros(width))
-    described = {"target": {"name": target_name(stored.config)}, **stored.facts, "kind": facts}
-    return stored.having({**config, **more, "draftheads": described}, tensors)
+    kind = "eagle3" if is_third else "eagle"
+    facts = {"target": {"name": target_name(stored.config)}, **stored.facts, "kind": kind}
+    return stored.having({**config, "draftheads": facts}, tensors)
+
+
+def _is_third(tensors: dict[str, Tensor]) -> bool:
+    return "layers.0.hidden_norm.weight" in tensors
 
 
 def _plain_names(stored: Stored) -> dict[str, Tensor]:
@@ -78,8 +83,8 @@ def _without_zero_biases(stored: Stored, tensors: dict[str, Tensor]) -> dict[str
     """Our layers have no biases, and those that are zero add nothing; fc of EAGLE-1 may have
     one.
     """
-    third = "layers.0.hidden_norm.weight" in tensors
-    biases = [n for n in tensors if n.endswith(".bias") and (third or n != "fc.bias")]
+    kept = set() if _is_third(tensors) else {"fc.bias"}
+    biases = [name for name in tensors if name.endswith(".bias") and name not in kept]
     for name in biases:
         if tensors[name].any():
             raise stored.refuse(
@@ -164,8 +169,9 @@ def _third(stored: Stored, tensors: dict[str, Tensor], target: Target | None) ->
         raise stored.refuse(
             f"expected fc.weight to join {len(layers)} states of the target ({layers}), got {count}"
         )
+    known_V = tensors.get("t2d")
     return {
-        "vocab_size": _vocab_size(stored, target),
+        "vocab_size": _vocab_size(stored, target) if known_V is None else len(known_V),
         "eagle_aux_hidden_state_layer_ids": layers,
         **switches,
     }
@@ -192,35 +198,30 @@ def _feature_layers(stored: Stored, target: Target | None) -> list[int]:
 
 
 def _with_vocabulary(
-    stored: Stored, tensors: dict[str, Tensor], config: dict[str, Any], target: Target | None
+    stored: Stored, tensors: dict[str, Tensor], vocab_size: int, target: Target | None
 ) -> dict[str, Tensor]:
     """Names of ours, with both maps of a draft vocabulary, and the last matrix that a file may
     leave to the target.
     """
     tensors = dict(tensors)
     offsets_v, known_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    weight_vD = tensors.get("lm_head.weight")
-    if known_V is not None:
-        config["vocab_size"] = len(known_V)
-    draft = len(weight_vD) if weight_vD is not None else None
-    if offsets_v is not None and len(offsets_v) < config["vocab_size"]:
+    rows = len(tensors.get("lm_head.weight", ())) or vocab_size
+    if offsets_v is not None and len(offsets_v) < vocab_size:
         ids_v = offsets_v + torch.arange(len(offsets_v))
-        if (
-            not bool((ids_v.diff() > 0).all())
-            or not 0 <= int(ids_v[0]) <= int(ids_v[-1]) < (config["vocab_size"])
-        ):
+        is_rising = bool((ids_v.diff() > 0).all())
+        if not is_rising or not 0 <= int(ids_v[0]) <= int(ids_v[-1]) < vocab_size:
             raise stored.refuse(
                 "expected d2t to hold target id minus draft index, rising, got ids from "
                 f"{int(ids_v.min())} to {int(ids_v.max())}; were absolute ids stored?"
             )
         tensors["d2t"] = offsets_v
-        tensors["t2d"] = t2d(ids_v, config["vocab_size"]) if known_V is None else known_V
-    elif draft is not None and draft < config["vocab_size"]:
+        tensors["t2d"] = t2d(ids_v, vocab_size) if known_V is None else known_V
+    elif rows < vocab_size:
         raise stored.refuse(
-            f"expected d2t, which says what the {draft} draft tokens are, got none; the file is "
-            "not whole"
+            f"expected d2t, which says what the {rows} draft tokens are, got none; the file is not "
+            "whole"
         )
-    if weight_vD is None:
+    if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = _rows_of(stored, tensors, target)
     if not any(name.startswith("layers.1.") for name in tensors):
         first = re.compile(r"^layers\.0\.")

@@ -76,9 +76,14 @@ CANNOT: dict[tuple[str, str], dict[str, str]] = {
 def check(to: str, stored: Stored) -> None:
     """Raise ValueError for what would be lost."""
     kind = stored.facts["kind"]
-    reasons = CANNOT[to, kind]
-    for trait in _traits(stored):
-        if trait in reasons:
+    reasons, traits = CANNOT[to, kind], set(_traits(stored))
+    if OTHERS in traits and stored.facts["target"].get("layers") is None:
+        raise stored.refuse(
+            "expected a head that says how many layers its target has, so that features can be "
+            "told from its last state, got none; pass --target"
+        )
+    for trait in reasons:
+        if trait in traits:
             raise stored.refuse(
                 f"expected an {kind} head that {to} can be told, got one with {trait}: "
                 f"{reasons[trait]}; nothing was written, train one without it or choose another "
