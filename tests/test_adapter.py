@@ -218,7 +218,7 @@ def test_rates_and_weights_follow_the_recipe(made):
     choices = AdapterChoices(start=0.2, heads_weight=0.5, ramp="sine", lr=1e-2)
     assert choices.weight(0.19) == 0 and choices.weight(0.2) == 0
     assert choices.weight(0.6) == pytest.approx(0.5 * math.sin(math.pi / 4))
-    assert AdapterChoices().weight(0.25) == 0.2
+    assert AdapterChoices().weight(0.25) == 1.0
     learner = JointLearner(
         HEADS["medusa"].create(target, depth=2), "fp32", target.adapt(rank=2, alpha=1.0), choices
     )

@@ -35,7 +35,7 @@ from draftheads.train.recipe import OptimChoices
 
 DRAWN = {"eagle3": ["head.noise=0.1"], "eagle": ["head.noise=0.2"]}
 """Choices that make a step random."""
-UNTRAINED = {"d2t", "t2d", "token_map"}
+UNTRAINED = {"fc.bias", "d2t", "t2d", "token_map"}
 """Buffers in a folder."""
 BY_HEART = {
     "eagle3": {"labels": "hard"},

@@ -28,7 +28,7 @@ class AdapterChoices(Section):
     lr: float = Field(5e-4, gt=0, description="its peak learning rate; optim.lr is the heads'")
     start: float = Field(0.25, ge=0, lt=1, description="share of steps that train heads alone")
     heads_weight: float = Field(
-        0.2, gt=0, description="of the heads' loss, beside the divergence, in what it learns from"
+        1.0, gt=0, description="of the heads' loss, beside the divergence, in what it learns from"
     )
     ramp: Literal["constant", "sine"] = Field(
         "constant", description="sine: that weight grows from 0 as sin does up to pi/2"
