@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftheads.scripts.options import Device, Dtype, MaybeTarget, load_target
+from draftheads.scripts.options import Device, Dtype, load_target
 
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
@@ -24,7 +24,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="a head: folder, run folder or Hub id, any layout")],
     folder: Annotated[Path, typer.Argument(help="folder to write; it must not be there yet")],
     to: Annotated[str, typer.Option("--to", help=HELP)],
-    target: MaybeTarget = None,
+    target: Annotated[str | None, typer.Option(help="the head's target, if it is needed")] = None,
     dtype: Dtype = "auto",
     device: Device = None,
 ) -> None:

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_hub import FEW, SCALED, trained
 from tiny_heads import drafts_of
-from tiny_targets import some_prompts, tiny_target
+from tiny_targets import random_model, some_prompts, tiny_target
 
 from draftheads.heads.formats.table import WRITERS
 from draftheads.heads.hub import head_target, load_head, save_head
+from draftheads.heads.target import Target
 from draftheads.scripts.cli import main
 from draftheads.scripts.convert import converted
 
@@ -192,6 +193,19 @@ def test_the_target_is_asked_for_where_it_is_needed(tmp_path):
         converted(ours, tmp_path / "theirs", "tgi")
     converted(ours, tmp_path / "theirs", "tgi", tiny_target())
     assert head_target(tmp_path / "theirs") == ("tiny-llama", None)
+
+
+def test_tgi_finds_the_targets_tokenizer_beside_the_heads(tmp_path):
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "tokenizer.json").write_text("{}")
+
+    target = Target(random_model("llama"), tokenizer=Tokenizer(), name="tiny-llama")
+    ours = saved("medusa-own", tmp_path / "ours")
+    theirs = converted(ours, tmp_path / "theirs", "tgi", target)
+    assert {path.name for path in theirs.iterdir()} == {
+        "config.json", "medusa_lm_head.safetensors", "tokenizer.json", "README.md"
+    }  # fmt: skip
 
 
 def test_nothing_is_replaced(tmp_path):
