@@ -226,7 +226,7 @@ def shared_adapter(sources: Sequence[str | Path]) -> Path | None:
 
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     """The local folder of a head: itself, a run's best (file `best`) or newest `step-*`, or a Hub
-    snapshot.
+    snapshot: user/name, or user/name@revision.
 
     Raises FileNotFoundError for a local folder that holds no head.
     """
@@ -245,13 +245,14 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
         )
     if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
         raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
+    repo_id, _, at = str(source).partition("@")
     patterns = [CONFIG, *WEIGHT_FILES, *INDEXES, CARD, f"{ADAPTER}/*"]
-    folder = head_snapshot(str(source), revision, patterns)
+    folder = head_snapshot(repo_id, revision or at or None, patterns)
     parts = {
         part for name in INDEXES if (folder / name).is_file() for part in parts_of(folder / name)
     }
     if parts and not any((folder / name).is_file() for name in WEIGHT_FILES):
-        head_snapshot(str(source), revision, sorted(parts))
+        head_snapshot(repo_id, revision or at or None, sorted(parts))
     return folder
 
 

@@ -29,7 +29,10 @@ from draftheads.scripts.options import (
 def bench(
     target: TargetName,
     head: Annotated[
-        list[str], typer.Option("--head", help="head folder, run folder or Hub id; repeatable")
+        list[str],
+        typer.Option(
+            "--head", help="head folder, run folder or Hub id (user/name@revision); repeatable"
+        ),
     ],
     prompts: Prompts,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
@@ -86,7 +89,9 @@ def bench(
 
 
 def chat(
-    head: Annotated[str, typer.Option("--head", help="head folder, run folder or Hub id")],
+    head: Annotated[
+        str, typer.Option("--head", help="head folder, run folder or Hub id (user/name@revision)")
+    ],
     target: MaybeTarget = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 512,

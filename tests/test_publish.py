@@ -110,6 +110,7 @@ def test_revisions_are_branches_of_their_own(hub, tmp_path):
         publish(prepare(tmp_path / name, "me/heads"), revision=revision)
     assert load_head("me/heads").depth == 4
     assert load_head("me/heads", revision="shallow").depth == 2
+    assert load_head("me/heads@shallow").depth == 2
     commit = next(line for line in hub.requests if "/tree/" in line).split("/tree/")[1][:40]
     assert load_head("me/heads", revision=commit).depth == 4
     with pytest.raises(FileNotFoundError, match=r"me/heads.*got deep.*") as missing:
