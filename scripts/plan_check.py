@@ -5,13 +5,15 @@
 
 Each try plans and then trains every recipe, so that other work on this machine hits both. Peak
 memory: the highest resident set of the training process. Disk: its output folder. Time: the mean of
-its steps, the first window of metrics.jsonl apart; with --clock cpu, the processor's time instead
-of the wall clock's, for machines that others use. Outputs go to a temporary folder.
+its steps, the first window of metrics.jsonl and those with a save in them apart; where an adapter
+learns, also of the steps before it does and of those after. With --clock cpu it is the processor's
+time instead of the wall clock's, for machines that others use. Outputs go to a temporary folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -34,16 +36,34 @@ from draftheads.train.plan.sizes import Launch
 from draftheads.train.recipe import Recipe, load_recipe
 
 TRAIN = [sys.executable, "-m", "draftheads.scripts.cli", "train"]
-UNITS = {"memory MB": 1e6, "disk MB": 1e6, "ms per step": 1e-3}
+UNITS = {
+    "memory MB": 1e6,
+    "disk MB": 1e6,
+    "ms per step": 1e-3,
+    "ms, heads alone": 1e-3,
+    "ms, joint": 1e-3,
+}
 Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A training process. peak: bytes. seconds: of each window of metrics.jsonl but the first."""
+    """A training process. peak: bytes. windows: (first step, step behind it, seconds) of lines in
+    metrics.jsonl, without the first and those in which a checkpoint was written.
+    """
 
     peak: int
-    seconds: list[float]
+    windows: list[tuple[int, int, float]]
+
+    def mean(self, start: int, stop: int) -> float:
+        """Seconds per step of the windows between these steps. ValueError where there are none."""
+        found = [(b - a, spent) for a, b, spent in self.windows if start <= a and b <= stop]
+        if not found:
+            raise ValueError(
+                f"expected whole windows in metrics between steps {start} and {stop}, got none; "
+                "raise run.steps or lower run.log_every"
+            )
+        return sum(spent for _, spent in found) / sum(steps for steps, _ in found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,9 +97,17 @@ def compare(recipe: Recipe, clock: str) -> tuple[Figures, Figures]:
     output = recipe.run.output
     watched = train(recipe, clock)
     saved = list(output.glob("step-*"))
-    step = sum(watched.seconds) / len(watched.seconds) / recipe.run.log_every
-    predicted = plan.memory.total, plan.disk.checkpoint * len(saved), plan.time.step
-    measured = watched.peak, sum(map(size, saved)), step
+    predicted: list[float] = [plan.memory.total, plan.disk.checkpoint * len(saved), plan.time.step]
+    measured: list[float] = [watched.peak, sum(map(size, saved))]
+    share, steps = plan.steps.alone, plan.steps.count
+    assert steps, "the data is there"
+    turn = round(share * steps)  # where an adapter begins to learn
+    if 0 < turn < steps:
+        alone, joint = watched.mean(0, turn), watched.mean(turn, steps)
+        predicted += [plan.time.alone or 0.0, plan.time.joint or 0.0]
+        measured += [share * alone + (1 - share) * joint, alone, joint]
+    else:
+        measured.append(watched.mean(0, steps))
     return _figures(predicted), _figures(measured)
 
 
@@ -102,9 +130,11 @@ def train(recipe: Recipe, clock: str) -> Watched:
     if child.returncode:
         last = (output / "said").read_text().strip().splitlines()[-1]
         raise ValueError(f"training ended with exit code {child.returncode}: {last}")
-    if len(times) < 2 or len(times) < windows:
-        raise ValueError(f"expected some windows of metrics, got {len(times)}; raise run.steps")
-    return Watched(peak, [after - before for before, after in pairwise(times)])
+    if len(times) < windows:
+        raise ValueError(
+            f"expected {windows} windows of metrics, saw {len(times)}; raise run.log_every"
+        )
+    return Watched(peak, _windows(times, recipe))
 
 
 def size(folder: Path) -> int:
@@ -128,7 +158,19 @@ def show(pairs: dict[tuple[str, str], list[tuple[float, float]]]) -> None:
 
 
 def _figures(values: Sequence[float]) -> Figures:
-    return {what: value / unit for (what, unit), value in zip(UNITS.items(), values, strict=True)}
+    """Those there are, in UNITS."""
+    return {what: value / UNITS[what] for what, value in zip(UNITS, values, strict=False)}
+
+
+def _windows(times: Sequence[float], recipe: Recipe) -> list[tuple[int, int, float]]:
+    """Between lines of metrics.jsonl that were written at these times."""
+    every, save = recipe.run.log_every, min(recipe.run.save_every, recipe.judge.every or math.inf)
+    spans = ((n * every, (n + 1) * every) for n in range(1, len(times)))
+    return [
+        (start, stop, after - before)
+        for (start, stop), (before, after) in zip(spans, pairwise(times), strict=True)
+        if -(-start // save) * save >= stop  # the next save is behind it
+    ]
 
 
 def _processor(pid: int) -> float:

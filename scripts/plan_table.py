@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftheads.train.plan.needs import Memory
+from draftheads.train.plan.needs import Duration, Memory
 from draftheads.train.plan.planner import Plan
 
 BUSY = 0.5
@@ -45,7 +45,8 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def _heading(plan: Plan) -> str:
-    target, head, launch = plan.target, plan.head, plan.launch
+    target, head, launch = plan.sizes.target, plan.sizes.head, plan.launch
+    adapter = plan.sizes.adapter
     how = f"{launch.processes} x {launch.device}, {launch.engine}"
     source = (
         f"probed with {' and '.join(map(str, plan.probed))} of {target.layers} layers"
@@ -53,22 +54,27 @@ def _heading(plan: Plan) -> str:
         if plan.probed
         else f"from shapes alone ({plan.reason}): activations are an upper bound"
     )
+    also = (
+        f" and {adapter.parameters:,} of an adapter of {adapter.layers} layers"
+        if adapter.layers
+        else ""
+    )
     return (
-        f"{head.kind} head on {target.name}: {head.parameters:,} parameters trained, "
+        f"{head.kind} head on {target.name}: {head.parameters:,} parameters{also} trained, "
         f"{target.parameters:,} frozen; {how}\n{source}"
     )
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    memory, launch = plan.memory, plan.launch
-    dtype = str(plan.target.dtype).split(".")[-1]
-    held = f"{plan.target.bits} bits" if plan.target.bits else dtype
+    memory, launch, target = plan.memory, plan.launch, plan.sizes.target
+    held = f"{target.bits} bits" if target.bits else str(target.dtype).split(".")[-1]
+    who = "head, adapter" if plan.sizes.adapter.layers else "head"
     rows = [
         ("Python and libraries", memory.base, "measured"),
         ("target", memory.target, f"{held}, {plan.recipe.target_placement}"),
-        ("head: weights", memory.weights, "float32"),
-        ("head: gradients", memory.gradients, "float32"),
-        ("head: AdamW", memory.optimizer, f"float32, {launch.engine}"),
+        (f"{who}: weights", memory.weights, "float32"),
+        (f"{who}: gradients", memory.gradients, "float32"),
+        (f"{who}: AdamW", memory.optimizer, f"float32, {launch.engine}"),
         ("data", memory.data, ""),
         ("features kept", memory.cache, "mapped files" if memory.mapped else "data.cache_gb"),
         (
@@ -112,13 +118,15 @@ def _time(plan: Plan) -> list[str]:
     if steps.note:
         lines.append(f"       {steps.note}")
     if time is None:
-        return lines
+        return [*lines, f"time   unknown: {plan.reason}"]
     kept = f" ({time.first_pass:.3g} s while features are computed, then {time.later:.3g} s)"
+    told = time.later < time.first_pass and not plan.sizes.adapter.layers
     lines.append(
-        f"time   {time.step:.3g} s per step{kept if time.later < time.first_pass else ''}, "
+        f"time   {time.step:.3g} s per step{kept if told else ''}, "
         f"{plan.tokens_per_step / time.step:,.0f} tokens/s; {time.save:.3g} s per save; "
         f"{_duration(time.total)} in all (probed)"
     )
+    lines += _kinds(plan, time)
     if plan.busy > BUSY:
         lines.append(
             f"       others were at work ({plan.busy:.1f} processes per core): a quiet machine is "
@@ -127,6 +135,18 @@ def _time(plan: Plan) -> list[str]:
     if plan.launch.processes > 1:
         lines.append("       on as many devices like this one; what they send is not counted")
     return lines
+
+
+def _kinds(plan: Plan, time: Duration) -> list[str]:
+    """What a step takes before and after an adapter begins to learn."""
+    if not plan.sizes.adapter.layers:
+        return []
+    alone = f"{plan.steps.alone:.0%} of the steps"
+    parts = [
+        *([f"{time.alone:.3g} s while heads learn alone ({alone})"] if time.alone else []),
+        *([f"{time.joint:.3g} s together with the adapter"] if time.joint else []),
+    ]
+    return [f"       per step {', '.join(parts)}"]
 
 
 def _duration(seconds: float | None) -> str:

@@ -32,9 +32,9 @@ from draftheads.train.plan import planner as planning
 from draftheads.train.plan.planner import make_plan
 from draftheads.train.plan.probe import write_shallow
 from draftheads.train.plan.sizes import Launch, ShapeTarget, head_sizes
-from draftheads.train.plan.trial import read_trial
+from draftheads.train.plan.trial import ALONE, Pace, read_trial
 
-ALONE = Launch(1, "ddp", "cpu")
+ONE = Launch(1, "ddp", "cpu")
 
 
 def recipe_file(made: Path, folder: Path, kind: str = "medusa", **run_choices) -> Path:
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_as_large_as_predicted(made, tmp_path, kind):
     assert run(made, tmp_path / "run", "run.steps=1", kind=kind) == 0
     files = [path for path in (tmp_path / "run" / "step-000001").rglob("*") if path.is_file()]
     values = tiny_recipe(made, kind, output=str(tmp_path / "run"))
-    plan = make_plan(recipe_of(values), ALONE, probe=False)
+    plan = make_plan(recipe_of(values), ONE, probe=False)
     assert plan.disk.checkpoint == pytest.approx(sum(x.stat().st_size for x in files), rel=0.02)
 
 
@@ -115,9 +115,9 @@ def test_a_checkpoint_is_as_large_as_predicted(made, tmp_path, kind):
 def test_cached_features_take_tokens_times_states(made, dtype, per_number, per_state):
     values = tiny_recipe(made, "eagle3")
     values["features"] = {"mode": "cached", "dtype": dtype, "disk_gb": 1e-4}
-    plan = make_plan(recipe_of(values), ALONE, probe=False)
+    plan = make_plan(recipe_of(values), ONE, probe=False)
     tokens = plan.work.tokens + plan.work.heldout
-    states = plan.head.features
+    states = plan.sizes.head.features
     assert tokens == sum(len(answer.tokens) for answer in random_answers(60))
     assert plan.disk.features == tokens * states * (HIDDEN * per_number + per_state)
     assert "features.disk_gb" in plan.remedy()
@@ -136,11 +136,11 @@ def test_cached_features_take_tokens_times_states(made, dtype, per_number, per_s
 def test_engines_divide_the_trained_state(made, engine, weights, gradients, optimizer):
     recipe = recipe_of(tiny_recipe(made, tokens_per_step=512))
     plan = make_plan(recipe, Launch(4, engine, "cpu"), probe=False)
-    size = plan.head.bytes
+    size = plan.sizes.head.bytes
     got = plan.memory.weights, plan.memory.gradients, plan.memory.optimizer
     assert got == pytest.approx((weights * size, gradients * size, optimizer * size))
     assert plan.steps.micro_batches == 1
-    alone = make_plan(recipe, ALONE, probe=False)
+    alone = make_plan(recipe, ONE, probe=False)
     assert alone.steps.micro_batches == 4
     assert alone.memory.gradients == size
 
@@ -149,7 +149,7 @@ def test_the_probe_trains_and_leaves_nothing(made, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("draftheads.train.plan.probe.MOST", 4)
     values = tiny_recipe(made, output=str(tmp_path / "run"))
-    plan = make_plan(recipe_of(values), ALONE)
+    plan = make_plan(recipe_of(values), ONE)
     assert plan.reason == ""
     assert plan.probed == [2]
     assert plan.time is not None
@@ -167,7 +167,7 @@ def test_a_deep_target_is_extrapolated(made, tmp_path, monkeypatch):
     values = {**tiny_recipe(made, "eagle3"), "target": str(tmp_path / "deep")}
     values["data"]["path"] = str(tmp_path / "missing")
     monkeypatch.setattr("draftheads.train.plan.probe.MOST", 4)
-    plan = make_plan(recipe_of(values), ALONE)
+    plan = make_plan(recipe_of(values), ONE)
     assert plan.probed == [3, 6]  # four states: three features and that of the labels
     assert plan.time is not None
 
@@ -197,17 +197,16 @@ def test_lines_are_read_from_marks():
         at += 0.5
     marks += [("forward end", at + 4), ("end", at + 9)]
     found = {"base": 100, "peaks": {"load": 1, "train": 2, "save": 3}, "marks": marks}
-    trial = read_trial(found, 2, 1, 7)
-    assert (trial.features, trial.body, trial.rest) == pytest.approx((1.0, 2.0, 4.5))
-    assert trial.step(2) == pytest.approx(6.5)
-    assert trial.step(5) == pytest.approx(5 * 3 + 0.5)
-    assert trial.step(5, features=False) == pytest.approx(5 * 2 + 0.5)
+    trial = read_trial(found, (2, 0), 1, 7)
+    assert (trial.features, trial.paces) == (1.0, {ALONE: Pace(2.0, 4.5)})
+    assert trial.step(2) == pytest.approx(2 * 2 + 0.5)
+    assert trial.step(5) == pytest.approx(5 * 2 + 0.5)
     assert (trial.load, trial.observe, trial.save) == pytest.approx((10.0, 4.0, 5.0))
-    deeper = replace(trial, layers=4, features=1.5, peaks={"load": 5, "train": 2, "save": 3})
-    whole = planning.Probe([trial, deeper], heldout=1, rows=1).at(10)
+    deeper = replace(trial, depth=(4, 0), features=1.5, peaks={"load": 5, "train": 2, "save": 3})
+    whole = planning.Probe([trial, deeper], heldout=1, rows=1).at((10, 0))
     assert whole.features == pytest.approx(3.0)
     assert whole.peaks == {"load": 17, "train": 2, "save": 3}
-    assert whole.rest == trial.rest
+    assert whole.paces == trial.paces
 
 
 def test_what_does_not_fit_is_said_in_one_line(made, tmp_path, monkeypatch, capsys):
@@ -270,5 +269,5 @@ def test_json_says_the_same(made, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_plan_touches_no_output(made, tmp_path, kind):
     values = tiny_recipe(made, kind, output=str(tmp_path / "run"))
-    make_plan(recipe_of(values), ALONE, probe=False)
+    make_plan(recipe_of(values), ONE, probe=False)
     assert list(tmp_path.iterdir()) == []

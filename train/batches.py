@@ -76,8 +76,8 @@ class Documents:
         return digest.hexdigest()[:16]
 
     def split(self, heldout: float) -> tuple[list[Span], list[Span]]:
-        """(documents to train on, documents held out): at least one each. Those of a conversation stay
-        together. heldout: share of conversations.
+        """(documents to train on, documents held out): at least one each; those of a
+        conversation stay together. heldout: share of conversations.
 
         Conversations with copies of held-out documents are not trained on: greedy answers to equal
         prompts are equal. Where nothing else is left, e.g. of a single one, they serve as both.

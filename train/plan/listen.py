@@ -40,8 +40,9 @@ PHASES = ("load", "train", "save")
 
 
 class Listener:
-    """Marks (name, seconds): "target" and "target end" around each forward of the target, "head"
-    at each of the head, "optimizer" and "optimizer end", "forward end" of the last module.
+    """Marks (name, seconds): "target" and "target end" around each forward of the untouched target,
+    "adapted" and "adapted end" around one with an adapter that learns, "head" at each of the head,
+    "optimizer" and "optimizer end", "forward end" of the last module.
     peaks: bytes by phase; a phase ends at the first head, at the last optimizer step, at the end.
     """
 
@@ -69,7 +70,7 @@ class Listener:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, PreTrainedModel):
-            self.mark("target")
+            self.mark(_called())
         elif isinstance(module, DraftHead):
             if not self.peaks:
                 self.end_phase()
@@ -77,7 +78,7 @@ class Listener:
 
     def _after(self, module: nn.Module, args: Any, out: Any) -> None:
         if isinstance(module, PreTrainedModel):
-            self.mark("target end")
+            self.mark(f"{_called()} end")
         if not self.left:  # the held-out documents: what comes after the last module is saving
             self.observed = self.now()
 
@@ -86,6 +87,11 @@ class Listener:
         self.left -= 1
         if not self.left:
             self.end_phase()
+
+
+def _called() -> str:
+    """What a forward of the target is for: gradients go through it for an adapter alone."""
+    return "adapted" if torch.is_grad_enabled() else "target"
 
 
 def main(argv: Sequence[str]) -> int:

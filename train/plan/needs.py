@@ -68,11 +68,15 @@ class Disk:
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds. step: mean over the run; first_pass, later: while the target computes features, and
-    when they are kept. save: with the held-out documents. total: None for unknown steps.
+    """Seconds. step: mean over the run; alone, joint: over the steps in which heads learn alone, or
+    with an adapter, None where there are none; first_pass, later: as `step`, if the target computed
+    features in all of them, and if they were kept. save: with the held-out documents. total: None
+    for unknown steps.
     """
 
     step: float
+    alone: float | None
+    joint: float | None
     first_pass: float
     later: float
     load: float

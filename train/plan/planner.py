@@ -14,19 +14,13 @@ from typing import Any
 import torch
 
 from draftheads.train.contents import SHARD_BYTES
+from draftheads.train.plan.activations import activation_bytes
 from draftheads.train.plan.machine import device_memory, resident
 from draftheads.train.plan.needs import Disk, Duration, Memory
+from draftheads.train.plan.parts import Sizes
 from draftheads.train.plan.probe import Probe, ProbeError, Prober
-from draftheads.train.plan.sizes import (
-    FEATURE_BYTES,
-    HeadSizes,
-    Launch,
-    ShapeTarget,
-    TargetSizes,
-    activation_bytes,
-    head_sizes,
-)
-from draftheads.train.plan.trial import Trial
+from draftheads.train.plan.sizes import ENGINES, FEATURE_BYTES, Launch, count_sizes
+from draftheads.train.plan.trial import ALONE, JOINT, Trial
 from draftheads.train.plan.workload import Steps, Workload, plan_steps, read_workload
 from draftheads.train.recipe import Recipe
 
@@ -39,8 +33,7 @@ class Plan:
 
     recipe: Recipe
     launch: Launch
-    target: TargetSizes
-    head: HeadSizes
+    sizes: Sizes
     work: Workload
     steps: Steps
     memory: Memory
@@ -60,8 +53,9 @@ class Plan:
         if not self.memory.fits:
             needed, limit = self.memory.needed, self.memory.limit
             what = (
-                "memory; lower data.rows_per_batch, data.sequence_length or data.cache_gb, set "
-                "head.vocabulary, or divide the head's state over processes with --engine zero2"
+                f"memory; {'set run.gradient_checkpointing, ' if self.recipe.adapter else ''}lower "
+                "data.rows_per_batch, data.sequence_length or data.cache_gb, set head.vocabulary, "
+                "or divide the head's state over processes with --engine zero2"
             )
         elif self.disk.features > self.disk.allowed:
             needed, limit = self.disk.features, self.disk.allowed
@@ -79,10 +73,11 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON."""
         work = {key: value for key, value in vars(self.work).items() if key != "answers"}
+        target = self.sizes.target
         return {
             "launch": asdict(self.launch),
-            "target": {**asdict(self.target), "dtype": str(self.target.dtype).split(".")[-1]},
-            "head": asdict(self.head),
+            **asdict(self.sizes),
+            "target": {**asdict(target), "dtype": str(target.dtype).split(".")[-1]},
             "data": {**work, "row_tokens": self.work.row_tokens},
             "steps": {**asdict(self.steps), "tokens_per_step": self.tokens_per_step},
             "memory": {**asdict(self.memory), "total": self.memory.total, "fits": self.memory.fits},
@@ -100,16 +95,20 @@ def make_plan(recipe: Recipe, launch: Launch, *, probe: bool = True, clock: str 
     what the trainer would refuse.
     """
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
-    shapes = ShapeTarget(recipe)
-    target, head = shapes.sizes, head_sizes(recipe, shapes)
-    work = read_workload(recipe, target.context)
+    if recipe.adapter and "weights" in ENGINES[launch.engine]:
+        raise ValueError(
+            f"--engine: expected ddp, zero1 or zero2 with an adapter, got {launch.engine}, which "
+            "would divide matrices that the target reads between the heads' forwards"
+        )
+    sizes = count_sizes(recipe)
+    work = read_workload(recipe, sizes.target.context)
     steps = plan_steps(recipe, work, launch.processes)
-    activations = activation_bytes(recipe, target, head, work.length)
+    activations = activation_bytes(recipe, sizes, work.length)
     found, reason = None, "--no-probe was given"
     if probe:
-        found, reason = _probe(Prober(recipe, target, head, work, steps, clock), activations)
-    trial = found.at(target.layers) if found else None
-    planner = _Planner(recipe, launch, target, head, work, steps)
+        found, reason = _probe(Prober(recipe, sizes, work, steps, clock), activations)
+    trial = found.at((sizes.target.layers, sizes.adapter.layers)) if found else None
+    planner = _Planner(recipe, launch, sizes, work, steps)
     return Plan(
         **vars(planner),
         memory=planner.probed(trial, found) if trial and found else planner.counted(activations),
@@ -139,8 +138,7 @@ def _probe(prober: Prober, activations: int) -> tuple[Probe | None, str]:
 class _Planner:
     recipe: Recipe
     launch: Launch
-    target: TargetSizes
-    head: HeadSizes
+    sizes: Sizes
     work: Workload
     steps: Steps
 
@@ -152,8 +150,8 @@ class _Planner:
         """The highest of the phases, with what the probe had no part in."""
         parts = self._memory(trial.base, 0)
         trained = parts.weights + parts.gradients + parts.optimizer
-        undivided = 4 * self.head.bytes - trained  # saving makes everything whole again
-        elsewhere = self.target.bytes() - parts.target
+        undivided = 4 * self.sizes.trained - trained  # saving makes everything whole again
+        elsewhere = self.sizes.target.bytes() - parts.target
         new = parts.cache - min(parts.cache, self._kept_features(probe.rows))
         more = parts.data - min(parts.data, self.work.sampled)
         peaks = {
@@ -174,7 +172,7 @@ class _Planner:
             place = place.parent
         most = run.keep + 2  # the best one may be older, and one is being written
         return Disk(
-            checkpoint=trial.checkpoint if trial else self.head.checkpoint,
+            checkpoint=trial.checkpoint if trial else self.sizes.checkpoint,
             checkpoints=min(self.steps.saves or most, most),
             features=self._stored_features(),
             allowed=int(self.recipe.features.disk_gb * 1e9),
@@ -184,29 +182,39 @@ class _Planner:
 
     def duration(self, trial: Trial, probe: Probe) -> Duration:
         """Steps at the real depth; the held-out documents as many as there are."""
-        micro, count = self.steps.micro_batches, self.steps.count
-        first, later = trial.step(micro), trial.step(micro, features=False)
+        micro, count, alone = self.steps.micro_batches, self.steps.count, self.steps.alone
+        features = micro * trial.features
         save = trial.observe * self.work.heldout / max(1, probe.heldout) + trial.save
         load = trial.load
         if self.recipe.features.mode == "cached":
-            rows = self._rows() + self.work.heldout / self.work.row_tokens
+            rows = self._stored_tokens() / self.work.row_tokens
             load += trial.features * rows / self.recipe.data.rows_per_batch
-            first = later
+            features = 0.0
         kept = min(1.0, self.recipe.data.cache_gb * 1e9 / max(1, self._feature_bytes(self._rows())))
         seen = min(1.0, 1 / self.steps.passes) if self.steps.passes else 1.0
-        step = first - (1 - seen) * kept * (first - later)
+
+        def mean(start: float, stop: float, kind: str) -> float:
+            """Of the steps between two parts of the run."""
+            remembered = kept * max(0.0, stop - max(start, seen)) / (stop - start)
+            return trial.step(micro, kind) + features * (1 - remembered)
+
+        apart = mean(0.0, alone, ALONE) if alone else None
+        joint = mean(alone, 1.0, JOINT) if alone < 1 else None
+        shares = {ALONE: alone, JOINT: 1 - alone}
+        later = sum(share * trial.step(micro, kind) for kind, share in shares.items() if share)
+        step = later + features * (1 - (1 - seen) * kept)
         total = load + count * step + (self.steps.saves or 1) * save if count else None
-        return Duration(step, first, later, load, save, total)
+        return Duration(step, apart, joint, later + features, later, load, save, total)
 
     def _memory(self, base: int, activations: int) -> Memory:
-        launch, head = self.launch, self.head
+        launch = self.launch
         on_cpu = launch.device == "cpu"
         placement = self.recipe.target_placement
         seen = self.steps.rows * self.steps.count if self.steps.count else None
         return Memory(
             base=base,
-            target=self.target.bytes(placement, launch.processes),
-            **launch.trained(head.bytes),
+            target=self.sizes.target.bytes(placement, launch.processes),
+            **launch.trained(self.sizes.trained),
             data=self.work.memory if on_cpu else 0,
             cache=self._kept_features(seen) if on_cpu else 0,
             mapped=self.recipe.features.mode == "cached",
@@ -220,8 +228,9 @@ class _Planner:
 
     def _feature_bytes(self, rows: float) -> int:
         """Of so many rows, as the target computes them."""
-        numbers = rows * self.work.row_tokens * self.target.width * self.head.features
-        return int(numbers * self.target.dtype.itemsize)
+        target = self.sizes.target
+        numbers = rows * self.work.row_tokens * target.width * self.sizes.head.features
+        return int(numbers * target.dtype.itemsize)
 
     def _kept_features(self, seen: int | None) -> int:
         """In memory, after so many rows were trained on; None: enough to fill it."""
@@ -237,7 +246,7 @@ class _Planner:
         the file.
         """
         number = FEATURE_BYTES[self.recipe.features.dtype][0]
-        copies = 4 + self.target.dtype.itemsize / number
+        copies = 4 + self.sizes.target.dtype.itemsize / number
         return int(min(SHARD_BYTES, self._stored_features()) * copies)
 
     def _stored_features(self) -> int:
@@ -245,5 +254,10 @@ class _Planner:
         if choices.mode != "cached":
             return 0
         number, scale = FEATURE_BYTES[choices.dtype]
-        tokens = self._rows() * self.work.row_tokens + self.work.heldout
-        return int(tokens * self.head.features * (self.target.width * number + scale))
+        per_token = self.sizes.head.features * (self.sizes.target.width * number + scale)
+        return int(self._stored_tokens() * per_token)
+
+    def _stored_tokens(self) -> float:
+        """Whose features are in files: with an adapter, not the held-out ones, which it changes."""
+        heldout = 0 if self.recipe.adapter else self.work.heldout
+        return self._rows() * self.work.row_tokens + heldout

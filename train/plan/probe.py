@@ -1,5 +1,5 @@
 """A few steps of the real trainer on a shallow target of the same widths, and what they say of the
-whole one: time and memory are lines in the number of layers.
+whole one: time and memory are lines in the number of layers, and in how many of them learn.
 
 Everything it writes is in a temporary folder; training runs in child processes (`listen`).
 """
@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,8 +28,9 @@ from draftheads.train.choices import DecoderChoices, Eagle3Choices
 from draftheads.train.data.answers import Answer
 from draftheads.train.judge_choices import JudgeChoices
 from draftheads.train.plan import listen as listen
-from draftheads.train.plan.sizes import HeadSizes, TargetSizes, read_config
-from draftheads.train.plan.trial import Trial, read_trial
+from draftheads.train.plan.parts import Sizes
+from draftheads.train.plan.sizes import read_config
+from draftheads.train.plan.trial import Depth, Pace, Trial, read_trial
 from draftheads.train.plan.workload import (
     Steps,
     Workload,
@@ -38,7 +41,7 @@ from draftheads.train.plan.workload import (
 from draftheads.train.recipe import Recipe
 
 FEWEST, MOST = 4, 16
-"""Steps of a probe, the first of which is not timed."""
+"""Steps of a probe, of each kind; the first of them is not timed."""
 SECONDS = 5.0
 """Of steps, that a probe aims at between FEWEST and MOST."""
 PATIENCE = 600.0
@@ -54,8 +57,9 @@ class ProbeError(Exception):
 
 @dataclass(frozen=True)
 class Probe:
-    """Trials at one or two depths, and the data that they were made with. heldout: its observed
-    tokens. rows: trained on in each.
+    """Trials at one depth or several, and the data that they were made with: from each to the next,
+    the target has more layers or, with as many, an adapter changes more of them. (Without the
+    latter, it changes all or none.) heldout: observed tokens. rows: trained on in each.
     """
 
     trials: list[Trial]
@@ -65,54 +69,63 @@ class Probe:
     @property
     def layers(self) -> list[int]:
         """Depths that were tried."""
-        return [trial.layers for trial in self.trials]
+        return sorted({trial.depth[0] for trial in self.trials})
 
-    def at(self, layers: int) -> Trial:
-        """The trial that a target of so many layers would give: lines through what was measured.
-        What does not depend on the target's depth is the trials' mean.
+    def at(self, depth: Depth) -> Trial:
+        """The trial that a target of this depth would give: lines through what was measured. What
+        does not depend on the target's depth, where no adapter learns, is the trials' mean.
         """
-        first, last = self.trials[0], self.trials[-1]
 
-        def line(low: float, high: float) -> float:
-            if first is last:
-                return high
-            slope = (high - low) / (last.layers - first.layers)
-            return high + max(0.0, slope) * (layers - last.layers)
+        def line(values: Iterable[float]) -> float:
+            found, last = list(values), self.trials[-1].depth
+            value = found[-1]
+            for (near, far), (low, high) in zip(self._ways(), pairwise(found), strict=True):
+                part = 0 if far[0] > near[0] else 1  # what grows from one to the other
+                slope = (high - low) / (far[part] - near[part])
+                value += max(0.0, slope) * (depth[part] - last[part])
+            return value
 
+        def heads(values: Iterable[float]) -> float:
+            return line(values) if depth[1] else fmean(values)
+
+        def pace(paces: list[Pace]) -> Pace:
+            return Pace(heads(pace.body for pace in paces), heads(pace.rest for pace in paces))
+
+        trials, last = self.trials, self.trials[-1]
         return Trial(
-            layers,
+            depth,
             last.micro_batches,
-            (first.base + last.base) // 2,
-            {name: int(line(first.peaks[name], peak)) for name, peak in last.peaks.items()},
-            line(first.features, last.features),
-            (first.body + last.body) / 2,
-            (first.rest + last.rest) / 2,
-            line(first.load, last.load),
-            line(first.observe, last.observe),
-            (first.save + last.save) / 2,
-            last.checkpoint,
+            int(fmean(trial.base for trial in trials)),
+            {name: int(line(trial.peaks[name] for trial in trials)) for name in last.peaks},
+            line(trial.features for trial in trials),
+            {kind: pace([trial.paces[kind] for trial in trials]) for kind in last.paces},
+            line(trial.load for trial in trials),
+            line(trial.observe for trial in trials),
+            heads(trial.save for trial in trials),
+            int(heads(trial.checkpoint for trial in trials)),
         )
+
+    def _ways(self) -> Iterable[tuple[Depth, Depth]]:
+        return pairwise(trial.depth for trial in self.trials)
 
 
 @dataclass(frozen=True)
 class Prober:
-    """Makes trials of a recipe; the sizes are those of its real target and head. clock: a key of
-    `listen.CLOCKS`.
-    """
+    """Makes trials of a recipe; sizes: of the real run. clock: a key of `listen.CLOCKS`."""
 
     recipe: Recipe
-    target: TargetSizes
-    head: HeadSizes
+    sizes: Sizes
     work: Workload
     plan: Steps
     clock: str = "wall"
 
     def run(self) -> Probe:
-        """Train at one or two depths. Raises ProbeError where that is not possible here."""
+        """Train at some depths. Raises ProbeError where that is not possible here."""
         depths = self.depths()
         micro = min(self.plan.micro_batches, 3)  # the first makes gradients, others add to them
         seconds = self.step_seconds(depths[-1], micro)
-        steps = max(FEWEST, min(MOST, round(SECONDS / seconds)))
+        kinds = 2 if 0 < self.plan.alone < 1 else 1
+        steps = kinds * max(FEWEST, min(MOST, round(SECONDS / seconds)))
         expected = steps * seconds * len(depths)
         if expected > PATIENCE:
             raise ProbeError(f"it would take about {expected / 60:.0f} minutes here")
@@ -121,39 +134,47 @@ class Prober:
         with tempfile.TemporaryDirectory(prefix="draftheads-plan-") as name:
             folder = Path(name)
             write_answers(folder / "data", answers)
-            trials = [self._try(folder, layers, micro, steps) for layers in depths]
+            trials = [self._try(folder, depth, micro, steps) for depth in depths]
         return Probe(trials, heldout_tokens(answers, self.recipe), rows)
 
-    def depths(self) -> list[int]:
+    def depths(self) -> list[Depth]:
         """Two numbers of layers that have as many states as the head reads; the target's own number
-        where that is not more.
+        where that is not more. An adapter changes all of them; where it leaves some layers of the
+        target alone, a third trial tells what one of those takes.
         """
-        low = max(1, self.head.features - 1)
+        layers, adapted = self.sizes.target.layers, self.sizes.adapter.layers
+        low = max(1, self.sizes.head.features - 1)
         high = max(SHALLOW, 2 * low)
-        return [low, high] if high < self.target.layers else [self.target.layers]
+        if high >= layers:
+            return [(layers, adapted)]
+        if not adapted:
+            return [(low, 0), (high, 0)]
+        return [(low, low), *([(high, low)] if adapted < layers else []), (high, high)]
 
     def bytes(self, activations: int) -> int:
         """Memory that the deepest trial may need. activations: as counted from shapes."""
-        target = replace(self.target, layers=self.depths()[-1]).bytes()
-        return 2 * target + 5 * self.head.bytes + activations
+        target = replace(self.sizes.target, layers=self.depths()[-1][0]).bytes()
+        return 2 * target + 5 * self.sizes.trained + activations
 
-    def step_seconds(self, layers: int, micro_batches: int) -> float:
+    def step_seconds(self, depth: Depth, micro_batches: int) -> float:
         """A guess, from the rate at which this machine multiplies matrices."""
         tokens = micro_batches * self.recipe.data.rows_per_batch * self.work.length
-        choices = self.recipe.head
+        choices, (layers, adapted) = self.recipe.head, depth
         passes = choices.steps if isinstance(choices, DecoderChoices) else 1
-        per_token = 2 * layers * self.target.per_layer + 6 * self.head.parameters * passes
+        forwards = layers * (2 if adapted else 1) + adapted  # untouched; adapted, and backward
+        per_token = 2 * forwards * self.sizes.target.per_layer
+        per_token += 6 * self.sizes.head.parameters * passes
         return tokens * per_token / _multiply_rate()
 
     def _made_up(self, rows: int) -> list[Answer]:
         apart = math.ceil(rows * self.recipe.data.heldout) + 1
-        return made_up(rows + apart, self.work.length, self.target.vocabulary)
+        return made_up(rows + apart, self.work.length, self.sizes.target.vocabulary)
 
-    def _try(self, folder: Path, layers: int, micro_batches: int, steps: int) -> Trial:
-        with tempfile.TemporaryDirectory(prefix=f"{layers}-", dir=folder) as name:
+    def _try(self, folder: Path, depth: Depth, micro_batches: int, steps: int) -> Trial:
+        with tempfile.TemporaryDirectory(prefix=f"{depth[0]}-", dir=folder) as name:
             place = Path(name)
-            write_shallow(self.recipe, layers, place / "target")
-            recipe = self._shallow(layers, place, micro_batches, steps)
+            write_shallow(self.recipe, depth[0], place / "target")
+            recipe = self._shallow(depth, place, micro_batches, steps)
             (place / listen.RECIPE).write_text(recipe.model_dump_json())
             _train(place, self.clock)
             found = json.loads((place / listen.MARKS).read_text())
@@ -161,14 +182,17 @@ class Prober:
             size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
         by_row = self.recipe.data.cache_gb > 0 or self.recipe.features.mode == "cached"
         calls = self.recipe.data.rows_per_batch if by_row else 1
-        return read_trial(found, layers, calls, size)
+        return read_trial(found, depth, calls, size)
 
-    def _shallow(self, layers: int, place: Path, micro_batches: int, steps: int) -> Recipe:
-        recipe = self.recipe
+    def _shallow(self, depth: Depth, place: Path, micro_batches: int, steps: int) -> Recipe:
+        recipe, (layers, adapted) = self.recipe, depth
         data = {"path": place.parent / "data"}
         head = {}
-        if isinstance(recipe.head, Eagle3Choices) and layers < self.target.layers:
-            head = {"feature_layers": _spread(recipe.head, self.target.layers, layers)}
+        real = self.sizes.target.layers
+        if isinstance(recipe.head, Eagle3Choices) and layers < real:
+            head = {"feature_layers": _spread(recipe.head, real, layers)}
+        alone = self.plan.alone
+        learning = {"layers": adapted, "start": 0.5 if 0 < alone < 1 else min(alone, 0.99)}
         run = {
             "output": place / "run",
             "steps": steps,
@@ -184,6 +208,7 @@ class Prober:
             "data": recipe.data.model_copy(update=data),
             "features": recipe.features.model_copy(update={"path": place / "features"}),
             "head": recipe.head.model_copy(update=head),
+            "adapter": recipe.adapter and recipe.adapter.model_copy(update=learning),
             "judge": JudgeChoices(every=0, report=False),
             "run": recipe.run.model_copy(update=run),
         }

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from draftheads.heads.adapter import Adapter
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS
-from draftheads.heads.losses import CHUNK_LOGITS, CHUNK_ROWS
 from draftheads.heads.placement import check_path
 from draftheads.heads.target import Target
-from draftheads.train.choices import MedusaChoices, SequentialChoices
+from draftheads.train.plan.parts import FLOAT, AdapterSizes, HeadSizes, Sizes, TargetSizes
 from draftheads.train.recipe import Recipe
 
 ENGINES: dict[str, frozenset[str]] = {
@@ -30,12 +30,8 @@ ENGINES: dict[str, frozenset[str]] = {
 }
 """What each engine divides over the processes of a launch."""
 
-FLOAT = 4
-"""Bytes of a trained number: weights, gradients and both moments are float32."""
 FEATURE_BYTES = {"bf16": (2, 0), "fp8": (1, 4), "fp32": (4, 0)}
 """Of a stored feature: per number, and per token and state."""
-FOLDER_BYTES, TENSOR_BYTES = 8_200, 385
-"""Of a checkpoint, besides its numbers: texts per folder; names and shapes per tensor."""
 
 
 @dataclass(frozen=True)
@@ -76,64 +72,6 @@ class Launch:
         }
 
 
-@dataclass(frozen=True)
-class TargetSizes:
-    """Parameters of the frozen target by part. lm_head: 0 where it is the embeddings. per_layer: of
-    one of `layers` equal ones (their mean). inner: I. dtype: as loaded for training.
-    """
-
-    name: str
-    width: int
-    inner: int
-    vocabulary: int
-    context: int
-    layers: int
-    embeddings: int
-    per_layer: int
-    lm_head: int
-    rest: int
-    dtype: torch.dtype
-    bits: int | None
-
-    @property
-    def parameters(self) -> int:
-        """All of them."""
-        return self.embeddings + self.layers * self.per_layer + self.lm_head + self.rest
-
-    def bytes(self, placement: str = "whole", processes: int = 1) -> int:
-        """On one device. placement: as `target_placement` in a recipe; `sharded` divides layers."""
-        of_layers = self.layers * self.per_layer * (self.bits or 8 * self.dtype.itemsize) // 8
-        outside = self.parameters - self.layers * self.per_layer
-        shared = processes if placement == "sharded" else 1
-        return of_layers // shared + outside * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class HeadSizes:
-    """Parameters of the recipe's head, all trained in float32. buffers: bytes saved besides.
-    tensors: how many are saved. largest: parameters of the largest. features: states of the
-    target that training reads, each D wide.
-    """
-
-    kind: str
-    parameters: int
-    buffers: int
-    tensors: int
-    largest: int
-    features: int
-
-    @property
-    def bytes(self) -> int:
-        """Of the weights; gradients take as much, both moments twice as much."""
-        return FLOAT * self.parameters
-
-    @property
-    def checkpoint(self) -> int:
-        """Bytes of a step-* folder: weights, both moments, texts."""
-        texts = FOLDER_BYTES + self.tensors * TENSOR_BYTES
-        return 3 * self.bytes + self.buffers + texts
-
-
 class ShapeTarget(Target):
     """A target whose parameters have shapes and no numbers, from its config.json alone.
 
@@ -159,6 +97,13 @@ class ShapeTarget(Target):
         """The matrix without numbers."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
+
+
+def count_sizes(recipe: Recipe) -> Sizes:
+    """Of all that the recipe loads or creates. Raises what these raise."""
+    shapes = ShapeTarget(recipe)
+    head = head_sizes(recipe, shapes)
+    return Sizes(shapes.sizes, head, adapter_sizes(recipe, shapes))
 
 
 def read_config(recipe: Recipe) -> PretrainedConfig:
@@ -195,6 +140,26 @@ def head_sizes(recipe: Recipe, target: Target) -> HeadSizes:
         tensors=len(state),
         largest=max(trained),
         features=len(head.training_layers),
+    )
+
+
+def adapter_sizes(recipe: Recipe, target: Target) -> AdapterSizes:
+    """Of the adapter that training would create. It is put on `target`, so nothing else can be
+    asked of that afterwards. Raises ValueError for layers or modules that there are not.
+    """
+    if recipe.adapter is None:
+        return AdapterSizes()
+    keys = {"rank", "alpha", "layers", "modules"}
+    with torch.device("meta"):
+        adapter = Adapter.create(target.model, "", **recipe.adapter.model_dump(include=keys))
+    trained = adapter.parameters.values()
+    layers = len(adapter.config["layers_to_transform"])
+    return AdapterSizes(
+        layers=layers,
+        parameters=sum(parameter.numel() for parameter in trained),
+        tensors=len(trained),
+        largest=max(parameter.numel() for parameter in trained),
+        reads=sum(parameter.shape[1] for parameter in trained) // layers,
     )
 
 
@@ -244,53 +209,3 @@ def _inner(config: Any, width: int) -> int:
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def activation_bytes(recipe: Recipe, target: TargetSizes, head: HeadSizes, length: int) -> int:
-    """An upper bound of what a micro batch of rows of `length` tokens holds besides weights,
-    gradients and moments, all of its tokens learned.
-
-    Everything in 4 bytes. The target's forward: 10 D + 3 I per token, what it passes on 3 D per
-    state, masks 9 per pair of tokens. The head: see `_kept`, and as much again of its largest
-    piece for the backward pass. Logits: four copies of a chunk. Gradients that the loss makes in
-    its forward pass: the head's weights once more; what AdamW holds meanwhile: its largest
-    parameter twice on a CPU, all on a GPU.
-    """
-    tokens = recipe.data.rows_per_batch * length
-    width, pairs = target.width, tokens * length
-    forward = tokens * (10 * width + 3 * target.inner + 3 * width * head.features) + 9 * pairs // 4
-    vocabulary = _size(recipe.head, "vocabulary", target.vocabulary)
-    widest = target.vocabulary if recipe.head.labels == "soft" else vocabulary
-    on_gpu = torch.cuda.is_available()
-    chunk = max(CHUNK_ROWS * widest, CHUNK_LOGITS["cuda" if on_gpu else "cpu"])
-    kept = _kept(recipe, target, tokens, pairs)
-    update = head.parameters if on_gpu else 2 * head.largest
-    return FLOAT * (forward + kept + 4 * chunk + head.parameters + update)
-
-
-def _kept(recipe: Recipe, target: TargetSizes, tokens: int, pairs: int) -> int:
-    """Numbers that the head keeps for its backward pass.
-
-    A Medusa head of L blocks: (3 L + 4) D per token; one that knows the token before: 4 D + 3 r
-    more, of hydra its whole input. A decoder layer: 16 D + 5 I + 6 of attention per token and
-    pass, and two masks. With gradient checkpointing a decoder layer keeps 2 D, and one pass is
-    made again.
-    """
-    choices, width = recipe.head, target.width
-    layer = 16 * width + 5 * _size(choices, "intermediate_size", target.inner)
-    layer += 6 * max(width, _size(choices, "heads", 0) * _size(choices, "head_dim", 0))
-    if isinstance(choices, MedusaChoices):
-        each = (3 * choices.layers + 4) * width
-        if isinstance(choices, SequentialChoices):
-            each += 4 * width + 3 * (choices.rank or width)
-            each += (choices.depth + 1) * width if choices.conditioning == "hydra" else 0
-        prefix = layer * tokens + 2 * pairs if getattr(choices, "prefix", False) else 0
-        return tokens * each * choices.depth + prefix
-    passes = choices.steps * choices.layers
-    if recipe.run.gradient_checkpointing:
-        return tokens * (2 * width * passes + layer) + 2 * pairs
-    return tokens * (layer * passes + 3 * width * choices.steps) + 2 * pairs
-
-
-def _size(choices: Any, name: str, default: int) -> int:
-    return int(getattr(choices, name, None) or default)

@@ -7,6 +7,7 @@ Legend: N tokens.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -70,7 +71,8 @@ class Workload:
 @dataclass(frozen=True)
 class Steps:
     """micro_batches: per step and process. rows: per step, over all processes. count: None where
-    the number of epochs is given and that of rows is not known. passes: over the rows.
+    the number of epochs is given and that of rows is not known. passes: over the rows. alone: share
+    of the steps in which heads learn alone, 1 without an adapter.
     """
 
     micro_batches: int
@@ -78,6 +80,7 @@ class Steps:
     count: int | None
     passes: float | None
     saves: int | None
+    alone: float
     note: str
 
 
@@ -91,8 +94,8 @@ def read_workload(recipe: Recipe, context: int) -> Workload:
     documents = Documents.read(answers)
     size = len(documents.tokens_N)
     whole = size < SAMPLE_TOKENS
-    done = len(answers) if whole else count_documents(recipe.data.path, manifest)
-    times = done / len(answers)
+    total = len(answers) if whole else count_documents(recipe.data.path, manifest)
+    times = total / len(answers)
     spans, apart = documents.split(recipe.data.heldout)
     train = Rows(documents, spans, length, pack=recipe.data.pack, seed=recipe.run.seed)
     heldout = Rows(documents, apart, length, pack=recipe.data.pack, seed=0)
@@ -107,21 +110,23 @@ def read_workload(recipe: Recipe, context: int) -> Workload:
         round(sum(train.sizes) * times),
         sum(train.learned) / sum(train.sizes),
         min(HELDOUT_TOKENS, round(sum(heldout.sizes) * times)),
-        done,
+        total,
         sum(path.stat().st_size for path in recipe.data.path.glob("*.json*")),
     )
 
 
 def count_documents(folder: Path, manifest: dict[str, object]) -> int:
-    """Answers in a folder; the manifest of a finished one knows."""
+    """Documents in a folder; the manifest of a finished one knows."""
     counts = manifest.get("counts")
     if manifest["complete"] and isinstance(counts, dict):
-        return int(counts["done"])
-    return count(folder, manifest).done
+        several = "documents" in counts  # else written when each prompt gave one
+        return int(counts["documents" if several else "done"])
+    return count(folder, manifest).documents
 
 
 def plan_steps(recipe: Recipe, workload: Workload, processes: int) -> Steps:
     """How a run on so many processes goes."""
+    choices = recipe.adapter
     rows = recipe.data.rows_per_batch
     per_step, note = rows_per_step(recipe.run.tokens_per_step, rows, workload.length, processes)
     steps = recipe.run.steps
@@ -129,7 +134,10 @@ def plan_steps(recipe: Recipe, workload: Workload, processes: int) -> Steps:
         steps = Order(workload.rows, per_step, recipe.run.seed).steps(recipe.run.epochs)
     passes = steps * per_step / workload.rows if steps and workload.rows else None
     saves = -(-steps // recipe.run.save_every) if steps else None
-    return Steps(per_step // (rows * processes), per_step, steps, passes, saves, note)
+    alone = choices.start if choices else 1.0
+    if choices and steps:
+        alone = math.ceil(alone * steps - 1e-9) / steps  # as the learner counts them
+    return Steps(per_step // (rows * processes), per_step, steps, passes, saves, alone, note)
 
 
 def made_up(rows: int, length: int, vocabulary: int) -> list[Answer]:
@@ -147,13 +155,18 @@ def heldout_tokens(answers: list[Answer], recipe: Recipe) -> int:
 
 def write_answers(folder: Path, answers: list[Answer]) -> None:
     """A finished distillation folder that names no target."""
+    talks: list[list[dict[str, object]]] = []
+    for answer in answers:
+        document = {"tokens": answer.tokens, "learn": answer.learn, "turns": 1, "finish": "eos"}
+        if not answer.follows:
+            talks.append([])
+        talks[-1].append(document)
     folder.mkdir(parents=True)
     with (folder / "answers-00000-of-00001.jsonl").open("w") as file:
-        for number, answer in enumerate(answers):
-            line = {"id": number, "tokens": answer.tokens, "learn": answer.learn}
-            file.write(json.dumps({**line, "turns": 1, "finish": "eos"}) + "\n")
-    manifest = {"format": 1, "batch_size": len(answers), "complete": True}
-    counts = {"prompts": {"count": len(answers)}, "counts": {"done": len(answers)}}
+        for number, talk in enumerate(talks):
+            file.write(json.dumps({"id": number, "documents": talk}) + "\n")
+    manifest = {"format": 1, "batch_size": len(talks), "complete": True}
+    counts = {"prompts": {"count": len(talks)}, "counts": {"done": len(talks)}}
     write_manifest(folder, {**manifest, **counts})
 
 
