@@ -43,6 +43,8 @@ from draftheads.train.drift import measure_drift
 from draftheads.train.heldout import Share
 from draftheads.train.learner import JointLearner, Learner
 from draftheads.train.progress import read_metrics
+from draftheads.train.report import write_report
+from draftheads.train.state import read_state
 
 JOINT = ["adapter.rank=4", "adapter.lr=0.02", "run.save_every=3"]
 
@@ -371,3 +373,10 @@ def test_logits_that_are_more_than_a_product_cannot_be_kept(tmp_path, made, caps
     model.save_pretrained(tmp_path / "target")
     assert run(made, tmp_path / "run", "adapter.rank=4", f"target={tmp_path / 'target'}") == 2
     assert "adapter: its divergence cannot be measured" in capsys.readouterr().err
+
+
+def test_the_report_says_how_far_the_target_has_drifted(joint):
+    text = write_report(joint).read_text()
+    drift = read_state(find_head(joint)).drift
+    assert f"first choice is the untouched one's at {drift['agreement']:.2%}" in text
+    assert "| first choice untouched |" in text

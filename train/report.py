@@ -18,6 +18,7 @@ from draftheads.heads.hub import CONFIG
 from draftheads.heads.shape import DynamicTree, tree_from_json
 from draftheads.train.checkpoint import BEST
 from draftheads.train.curves import draw_curves
+from draftheads.train.drift import Drift
 from draftheads.train.judge_choices import measure_of
 from draftheads.train.progress import METRICS, read_metrics
 from draftheads.train.remarks import losses_until, remarks
@@ -101,6 +102,8 @@ def _summary(state: RunState, best: RunState, config: Line, metrics: Sequence[Li
         ("tokens per step", taus),
         ("training loss", _losses(metrics, best, state)),
     ]
+    if best.drift:
+        rows.append(("adapter", f"{Drift(**best.drift)} (KL)"))
     return _table(("", ""), rows)
 
 
@@ -113,7 +116,8 @@ def _losses(metrics: Sequence[Line], best: RunState, state: RunState) -> str:
 
 
 def _judged(metrics: Sequence[Line], best: RunState, config: Line) -> str:
-    rows, loss = [], None
+    rows: list[tuple[str, ...]] = []
+    loss, adapted = None, best.drift is not None
     for line in metrics:
         loss = line.get("loss", loss)
         if "heldout_tokens_per_step" in line:
@@ -125,6 +129,7 @@ def _judged(metrics: Sequence[Line], best: RunState, config: Line) -> str:
                     _number(line["heldout_tokens_per_step"]),
                     _tau(found),
                     _number(found.get("speedup")),
+                    *([f"{line['drift']['agreement']:.2%}"] if adapted else []),
                 )
             )
     older, newest = rows[:-MOST_ROWS], rows[-MOST_ROWS:]
@@ -136,6 +141,7 @@ def _judged(metrics: Sequence[Line], best: RunState, config: Line) -> str:
         "simulated tokens per step",
         "by decoding",
         "times plain decoding",
+        *(["first choice untouched"] if adapted else []),
     )
     return (_how(best.measured, config) if best.measured else "") + _table(titles, shown) + cut
 
