@@ -76,13 +76,16 @@ class Probe:
         does not depend on the target's depth, where no adapter learns, is the trials' mean.
         """
 
+        trials, last = self.trials, self.trials[-1]
+        depths = [trial.depth for trial in trials]
+
         def line(values: Iterable[float]) -> float:
-            found, last = list(values), self.trials[-1].depth
+            found = list(values)
             value = found[-1]
-            for (near, far), (low, high) in zip(self._ways(), pairwise(found), strict=True):
+            for (near, far), (low, high) in zip(pairwise(depths), pairwise(found), strict=True):
                 part = 0 if far[0] > near[0] else 1  # what grows from one to the other
                 slope = (high - low) / (far[part] - near[part])
-                value += max(0.0, slope) * (depth[part] - last[part])
+                value += max(0.0, slope) * (depth[part] - last.depth[part])
             return value
 
         def heads(values: Iterable[float]) -> float:
@@ -91,7 +94,6 @@ class Probe:
         def pace(paces: list[Pace]) -> Pace:
             return Pace(heads(pace.body for pace in paces), heads(pace.rest for pace in paces))
 
-        trials, last = self.trials, self.trials[-1]
         return Trial(
             depth,
             last.micro_batches,
@@ -104,9 +106,6 @@ class Probe:
             heads(trial.save for trial in trials),
             int(heads(trial.checkpoint for trial in trials)),
         )
-
-    def _ways(self) -> Iterable[tuple[Depth, Depth]]:
-        return pairwise(trial.depth for trial in self.trials)
 
 
 @dataclass(frozen=True)
