@@ -78,7 +78,7 @@ def in_our_words(head: DraftHead, stored: Stored, target: Target | None) -> Stor
     if stored.facts.get("adapter"):
         raise stored.refuse(
             "expected a head on a target as it was published, got one with an adapter, which no "
-            "layout but ours has; merge the adapter and publish that target, or use draftheads"
+            "layout but ours has; `draftheads merge` writes the adapted target and its heads first"
         )
     if target is not None:
         facts["target"] = about_target(target)
