@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -191,6 +192,12 @@ def test_missing_file_suggests_its_neighbours(tmp_path: Path) -> None:
         read_prompts(str(tmp_path / "promts.jsonl"))
     with pytest.raises(ValueError, match=r"found none; check the path"):
         read_prompts(tmp_path / "nowhere" / "x.txt")
+
+
+def test_reading_the_hub_without_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"owner/name: expected the package datasets.* pip"):
+        read_prompts("owner/name")
 
 
 def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import gzip
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -133,7 +134,8 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow.parquet  # comes with the optional `datasets`
+    _check_installed(path)
+    import pyarrow.parquet
 
     number = 0
     with pyarrow.parquet.ParquetFile(path) as table:
@@ -181,7 +183,8 @@ def _looks_like_hub_id(source: str) -> bool:
 
 
 def _hub_records(source: str, split: str, *, streaming: bool) -> Iterator[tuple[str, Any]]:
-    import datasets  # optional, and slow to import
+    _check_installed(source)
+    import datasets  # slow
 
     name, _, config = source.partition(":")
     try:
@@ -190,6 +193,15 @@ def _hub_records(source: str, split: str, *, streaming: bool) -> Iterator[tuple[
         raise ValueError(f"{_missing(Path(source))} ({error})") from error
     for number, record in enumerate(rows, start=1):
         yield f"{source} [{split}] record {number}", record
+
+
+def _check_installed(source: str | Path) -> None:
+    """`datasets`, which brings pyarrow, is optional."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(
+            f"{source}: expected the package datasets, which reads Hub data sets and parquet, found "
+            "none; pip install 'draftheads[train]', or give .jsonl, .json or .txt files"
+        )
 
 
 def _missing(path: Path) -> str:
