@@ -199,8 +199,8 @@ def _check_installed(source: str | Path) -> None:
     """`datasets`, which brings pyarrow, is optional."""
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(
-            f"{source}: expected the package datasets, which reads Hub data sets and parquet, found "
-            "none; pip install 'draftheads[train]', or give .jsonl, .json or .txt files"
+            f"{source}: expected the package datasets, which reads Hub data sets and parquet, "
+            "found none; pip install 'draftheads[train]', or give .jsonl, .json or .txt files"
         )
 
 
