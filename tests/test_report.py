@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,13 @@ from typing import Any
 import pytest
 import yaml
 from tiny_training import run
+from typer.testing import CliRunner
 
+from draftheads.scripts.cli import app
 from draftheads.train import report
 from draftheads.train.progress import read_metrics
 from draftheads.train.remarks import remarks
-from draftheads.train.report import CURVES, REPORT, main, write_report
+from draftheads.train.report import CURVES, REPORT, write_report
 from draftheads.train.state import read_state
 
 SECTIONS = [
@@ -144,13 +145,13 @@ def test_a_report_says_in_words_what_was_learned(trained, taus, losses, says):
     ]
 
 
-def test_a_report_can_be_made_again(finished, capsys):
-    assert main([str(finished)]) == 0
+def test_a_report_can_be_made_again(finished):
+    said = [CliRunner().invoke(app, ["report", str(finished)]).output]
     first = (finished / REPORT).read_bytes()
     (finished / REPORT).unlink()
-    assert main([str(finished)]) == 0
+    said.append(CliRunner().invoke(app, ["report", str(finished)]).output)
     assert (finished / REPORT).read_bytes() == first
-    assert capsys.readouterr().out.split() == [str(finished / REPORT)] * 2
+    assert [line.strip() for line in said] == [str(finished / REPORT)] * 2
 
 
 def test_skipped_steps_are_listed(finished):
@@ -210,11 +211,6 @@ def test_a_long_run_shows_its_newest_judgements_and_the_best(finished, monkeypat
     assert "The newest of 3 and the best" in text
 
 
-def test_a_folder_without_a_run_is_one_line(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", report.__name__, str(tmp_path)], capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert result.stderr == (
-        f"error: {tmp_path}: expected a training run with step-* folders, found none\n"
-    )
+def test_a_folder_without_a_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path}: expected a training run .*, found none"):
+        write_report(tmp_path)

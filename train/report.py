@@ -1,12 +1,10 @@
-"""The report of a run: report.md and its curves, made of metrics.jsonl and the checkpoints alone.
-
-python -m draftheads.train.report RUN        makes it again
+"""The report of a run: report.md and its curves, made of metrics.jsonl and the checkpoints alone;
+`draftheads report RUN` makes it again.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -243,21 +241,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make a run's report again; 2 for a folder that holds no run."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if len(arguments) != 1:
-        print("usage: python -m draftheads.train.report RUN", file=sys.stderr)
-        return 2
-    try:
-        print(write_report(Path(arguments[0])))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
