@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -115,10 +116,12 @@ class Trainer:
 
     def run(self, stop: StopRequest) -> Outcome:
         """Train to the last step or until `stop` is asked for; the last step done is saved."""
-        progress = Progress(self.accelerator, self.recipe, self.state.step, self.state.steps)
-        started = time.monotonic() - self.state.seconds
         saved, by = self.checkpoint, ""
-        try:
+        with ExitStack() as ends:
+            ends.callback(self.checkpoints.close)
+            progress = Progress(self.accelerator, self.recipe, self.state.step, self.state.steps)
+            ends.callback(progress.close)
+            started = time.monotonic() - self.state.seconds
             while self.state.step < self.state.steps and not (by or self.state.exhausted):
                 asked = self._step(stop, progress)
                 by = (stop.by or "another process") if asked else ""
@@ -128,9 +131,6 @@ class Trainer:
                     with progress.paused():
                         saved = self._save(progress)
             stop.granted()
-        finally:
-            progress.close()
-            self.checkpoints.close()
         assert saved is not None, "a run has at least one step, and its last step is saved"
         return self._end(saved, by)
 
