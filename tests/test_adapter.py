@@ -200,6 +200,22 @@ def test_the_loss_is_that_of_the_heads_and_the_divergence(made, kind, recompute)
         assert torch.allclose(got[f"adapter.{name}"], expected, rtol=1e-3, atol=1e-5), name
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_heads_read_the_target_as_it_is_when_a_longer_run_begins_again(made, learned):
+    target, batch = fresh(made), texts()
+    adapter = changed(target).adapter if learned else target.adapt(rank=4, alpha=8.0)
+    head = HEADS["medusa"].create(target, depth=2).float()
+    learner = JointLearner(head, "fp32", adapter, AdapterChoices(start=0.5))
+    with target.untouched():
+        before_BTD = target.features(batch, [-1])
+    loss = learner(batch, before_BTD, target).loss
+    seen_BTD = target.features(batch, [-1])
+    expected = head(batch, seen_BTD, target).loss
+    assert torch.equal(seen_BTD, before_BTD) != learned
+    assert torch.allclose(loss, expected, rtol=1e-5) != learned  # the divergence is added
+    assert not learned or loss > expected
+
+
 def test_heads_learn_alone_at_first(made, joint, tmp_path):
     assert run(made, tmp_path / "joint", *JOINT, "adapter.start=0.5") == 0
     assert run(made, tmp_path / "alone", "run.save_every=3") == 0

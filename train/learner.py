@@ -87,6 +87,7 @@ class JointLearner(Learner):
         self.choices = choices
         self.names = list(adapter.parameters)
         self.changes = nn.ParameterList(adapter.parameters.values())
+        self._changes_something: bool | None = None
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """The heads' loss and the divergence KL(untouched || adapted), summed over learned tokens.
@@ -94,7 +95,7 @@ class JointLearner(Learner):
         features_BTD: of the untouched target.
         """
         weight = self.choices.weight(self.done)
-        if self.done < self.choices.start:  # the adapter changes nothing yet
+        if self.done < self.choices.start and not self._has_learned():
             out = super().forward(batch, features_BTD, target)
             idle = sum(parameter.sum() for parameter in self.changes) * 0.0  # DDP expects gradients
             return HeadLoss(out.loss + idle, out.ranks_KR)
@@ -107,6 +108,15 @@ class JointLearner(Learner):
         out = super().forward(batch, read_BTD, target)
         moved = divergence(states_BTD[batch.learn_BT], features_BTD[batch.learn_BT], target)
         return HeadLoss(out.loss + moved, out.ranks_KR)
+
+    def _has_learned(self) -> bool:
+        """Whether the adapter changes anything: not in a new run, but in one that was finished and
+        made longer, so that its joint steps begin later than they did.
+        """
+        if self._changes_something is None:
+            pairs = zip(self.names, self.changes, strict=True)
+            self._changes_something = any(bool(p.any()) for name, p in pairs if "lora_B" in name)
+        return self._changes_something
 
     def seen(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
         """The adapted target's states at the same layers."""
