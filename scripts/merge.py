@@ -10,6 +10,9 @@ import typer
 from draftheads.scripts.options import MaybeTarget
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
 def merge(
     head: Annotated[str, typer.Argument(help="head folder, run folder or Hub id, with an adapter")],
     out: Annotated[Path, typer.Argument(help="folder to write: the model, and heads/ in it")],
@@ -31,7 +34,8 @@ def merge(
 def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
     """Write both; returns the folder of the heads.
 
-    Raises ValueError for heads without an adapter and for a folder that is there already.
+    Raises ValueError for heads without an adapter, a folder that is there already and an unknown
+    dtype.
     """
     import torch
     from transformers import AutoConfig
@@ -47,6 +51,8 @@ def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
     from draftheads.heads.staging import staged
     from draftheads.heads.target import Target
 
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"--dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
     adapter = head_adapter(head)
     if adapter is None:
         raise ValueError(f"{head}: expected heads with an adapter/, found none; nothing to merge")
