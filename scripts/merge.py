@@ -9,7 +9,6 @@ import typer
 
 from draftheads.scripts.options import MaybeTarget
 
-
 DTYPES = ("float32", "bfloat16", "float16")
 
 
