@@ -192,7 +192,8 @@ def head_target(source: str | Path, *, revision: str | None = None) -> tuple[str
     config = read_config(folder)
     name = target_name(config)
     if name is None and "medusa_num_heads" in config and config.get("architectures"):
-        return str(source), revision  # Medusa v1.0: the heads stand in one folder with their target
+        # Medusa v1.0: the heads stand in one folder with their target
+        return (str(source), None) if Path(source).is_dir() else _on_hub(source, revision)
     if name is None:
         raise ValueError(
             f"{folder}/{CONFIG} does not say which target it was trained for; pass --target"
@@ -245,15 +246,21 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
         )
     if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
         raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
-    repo_id, _, at = str(source).partition("@")
+    repo_id, revision = _on_hub(source, revision)
     patterns = [CONFIG, *WEIGHT_FILES, *INDEXES, CARD, f"{ADAPTER}/*"]
-    folder = head_snapshot(repo_id, revision or at or None, patterns)
+    folder = head_snapshot(repo_id, revision, patterns)
     parts = {
         part for name in INDEXES if (folder / name).is_file() for part in parts_of(folder / name)
     }
     if parts and not any((folder / name).is_file() for name in WEIGHT_FILES):
-        head_snapshot(repo_id, revision or at or None, sorted(parts))
+        head_snapshot(repo_id, revision, sorted(parts))
     return folder
+
+
+def _on_hub(source: str | Path, revision: str | None) -> tuple[str, str | None]:
+    """Repository and revision of user/name or user/name@revision."""
+    repo_id, _, at = str(source).partition("@")
+    return repo_id, revision or at or None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
