@@ -15,7 +15,8 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parent.parent
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what stands to its left
 SOURCES = [path for folder in ORDER for path in sorted((ROOT / folder).rglob("*.py"))]
-LONGEST_FILE, LONGEST_FUNCTION, MOST_PARAMETERS = 300, 60, 6
+LINES = {"heads": 6_900, "infer": 2_600, "train": 10_600, "scripts": 4_800}  # may only shrink
+LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 
 
 @pytest.fixture(params=SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -29,8 +30,11 @@ def functions(path: Path):
             yield node
 
 
-def test_files_are_short(source):
-    assert len(source.read_text().splitlines()) <= LONGEST_FILE
+@pytest.mark.parametrize("folder", ORDER)
+def test_a_folder_stays_within_its_budget_of_lines(folder):
+    """A total, so that what is added somewhere is paid for somewhere else."""
+    files = (ROOT / folder).rglob("*.py")
+    assert sum(len(file.read_text().splitlines()) for file in files) <= LINES[folder]
 
 
 def test_functions_are_short(source):
