@@ -102,6 +102,8 @@ class Committed:
 
     def last_tokens_B(self) -> Tensor:
         """The newest committed token of each row: the root of the next tree."""
+        if self.tokens_BA.shape[1] == 1:
+            return self.tokens_BA[:, 0]
         return self.tokens_BA.gather(1, self._last_B1())[:, 0]
 
     def last_features_BD(self) -> Tensor:

@@ -169,9 +169,8 @@ class Target:
                 row: n - 1 - start for row, n in enumerate(lengths) if start < n <= start + width
             }
             keep = sorted(set(ends.values())) or [0]
-            chain = torch.ones(1, width, width, dtype=torch.bool, device=self.device).tril_()
             depths_1N = torch.arange(width, device=self.device)[None]
-            out = self._decode(chunk_BN, chain, depths_1N, cache, layers, keep=keep)
+            out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
             for row, end in ends.items():
                 logits[row] = out.logits_BNV[row, keep.index(end)]
             if out.features_BND is not None:
@@ -184,7 +183,8 @@ class Target:
         """One forward over all tree nodes behind what `cache` has committed; `cache.keep` must
         follow.
         """
-        return self._decode(tree.tokens_BN, tree.ancestors(), tree.depths(), cache, layers)
+        ancestors_BNN = tree.ancestors() if tree.tokens_BN.shape[1] > 1 else None
+        return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
 
     @torch.no_grad()
     def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
@@ -249,17 +249,25 @@ class Target:
     def _decode(
         self,
         tokens_BN: Tensor,
-        ancestors_BNN: Tensor,
+        ancestors_BNN: Tensor | None,
         depths_BN: Tensor,
         cache: SlotCache,
         layers: Sequence[int],
         *,
         keep: list[int] | None = None,
     ) -> Decoded:
-        table = cache.table
-        table.reserve(tokens_BN.shape[1])
-        visible_BNS, key_positions_BS = table.visible(ancestors_BNN), table.positions(depths_BN)
+        """ancestors_BNN: None for a chain, in which each node follows the one before."""
+        table, nodes = cache.table, tokens_BN.shape[1]
+        table.reserve(nodes)
         positions_BN = table.lengths_B[:, None] + depths_BN
+        mask = None  # a chain after rows of one length is what models expect: the fastest kernels
+        if ancestors_BNN is not None or not table.uniform:
+            if ancestors_BNN is None:
+                ancestors_BNN = torch.ones(1, nodes, nodes, device=self.device).tril_() > 0
+            visible_BNS, key_positions_BS = table.visible(ancestors_BNN), table.positions(depths_BN)
+            mask = self._masks(visible_BNS, positions_BN, key_positions_BS)
+        if table.span > self.context:  # such nodes are never committed, but learned positions end
+            positions_BN = positions_BN.clamp(max=self.context - 1)
         arguments: dict[str, Any] = {}
         if layers:
             arguments["output_hidden_states"] = list(layers)
@@ -267,9 +275,8 @@ class Target:
             arguments["logits_to_keep"] = torch.tensor(keep)  # the last layer may be anywhere
         out = self.model(
             tokens_BN,
-            attention_mask=self._masks(visible_BNS, positions_BN, key_positions_BS),
-            # nodes beyond the context are never committed, but learned positions end there
-            position_ids=positions_BN.clamp(max=self.context - 1),
+            attention_mask=mask,
+            position_ids=positions_BN,
             past_key_values=cache,
             use_cache=True,
             **arguments,

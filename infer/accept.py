@@ -197,6 +197,8 @@ def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
 
     chosen_BN: int64, the target's choice after each node.
     """
+    if tree.tokens_BN.shape[1] == 1:  # nothing drafted, nothing to wait for
+        return Accepted(torch.zeros_like(chosen_BN), [1] * len(chosen_BN), chosen_BN[:, 0], True)
     right_BN = tree.tokens_BN == chosen_BN.gather(1, tree.topology.asked_BN.expand_as(chosen_BN))
     kept_BN = ~(tree.topology.drafted_BNN & ~right_BN[:, None, :]).any(-1)
     best_B = (kept_BN * tree.topology.levels_BN).argmax(1)

@@ -250,9 +250,12 @@ def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]
     it.
     """
     path_BA, count_B = accepted.path_BA, torch.tensor(counts, device=accepted.path_BA.device)
-    tokens_BA = tree.tokens_BN.gather(1, path_BA).roll(-1, dims=1)
-    last_B1 = torch.tensor(accepted.counts, device=path_BA.device)[:, None] - 1
-    tokens_BA.scatter_(1, last_B1, accepted.bonus_B[:, None])
+    if tree.tokens_BN.shape[1] == 1:
+        tokens_BA = accepted.bonus_B[:, None]
+    else:
+        tokens_BA = tree.tokens_BN.gather(1, path_BA).roll(-1, dims=1)
+        last_B1 = torch.tensor(accepted.counts, device=path_BA.device)[:, None] - 1
+        tokens_BA.scatter_(1, last_B1, accepted.bonus_B[:, None])
     if out.features_BND is None:
         features_BAD = path_BA.new_zeros(*path_BA.shape, 0, dtype=torch.float)
     else:

@@ -25,6 +25,7 @@ class Summary:
     ) -> None:
         self.target, self.jobs, self.results, self.options = target, jobs, results, options
         self.unasked = _why_not_lossless(target, options.sampling)
+        self.best_plain = max(GENERATE, PLAIN, key=self._speed)
 
     def result(self, contestant: Contestant, halves: Statistics | None) -> Result:
         """halves: whose draft and verify times to report, default the timed runs' own."""
@@ -35,6 +36,7 @@ class Summary:
             statistics.add(step)
         halves = halves or statistics
         speed, speed_of_generate = self._speed(contestant.name), self._speed(GENERATE)
+        sums = self._sums(contestant.name)
         divergence = self._divergence(contestant.name)
         return Result(
             name=contestant.name,
@@ -48,8 +50,10 @@ class Summary:
             baseline_tokens_per_second=speed_of_generate,
             plain_tokens_per_second=self._speed(PLAIN),
             speedup=speed / speed_of_generate,
-            speedup_ci95=speedup_interval(
-                self._sums(contestant.name), self._sums(GENERATE), self.options
+            speedup_ci95=speedup_interval(sums, self._sums(GENERATE), self.options),
+            speedup_over_best=speed / self._speed(self.best_plain),
+            speedup_over_best_ci95=speedup_interval(
+                sums, self._sums(self.best_plain), self.options
             ),
             draft_seconds=halves.draft_seconds / max(halves.steps, 1),
             verify_seconds=halves.verify_seconds / max(halves.steps, 1),
