@@ -44,9 +44,9 @@ class Result:
     the output equals `generate`'s token for token for every prompt, None with `lossless_reason`
     where that cannot be asked. tokens_per_step counts the target's bonus token;
     acceptance_by_depth[d] is the share of steps with d + 1 or more draft tokens accepted.
-    speedup: tokens per second over `generate`'s; speedup_over_best: over the faster of `generate` and
-    this engine without drafts. draft_seconds, verify_seconds: means per step.
-    steps and tokens: sums over prompts and repetitions, the prefill's token included in tokens.
+    speedup: tokens per second over `generate`'s; speedup_over_best: over the faster of `generate`
+    and this engine without drafts. draft_seconds, verify_seconds: means per step. steps and tokens:
+    sums over prompts and repetitions, the prefill's token included in tokens.
     """
 
     name: str
@@ -173,7 +173,8 @@ def table(report: BenchReport) -> Table:
     title = f"{report.settings['target']}: {report.settings['sampling']}"
     made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     made.add_column("contestant", overflow="fold", min_width=10)
-    for name in ("tok/step", "tok/s", "speedup", "95 %", "over best", "draft", "verify", "lossless"):
+    columns = ("tok/step", "tok/s", "speedup", "95 %", "over best", "draft", "verify", "lossless")
+    for name in columns:
         made.add_column(name, justify="right", no_wrap=True)
     plain = report.plain
     generate = plain.baseline_tokens_per_second
