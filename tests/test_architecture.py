@@ -14,7 +14,12 @@ from draftheads.scripts.cli import app
 
 ROOT = Path(__file__).parent.parent
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what stands to its left
-SOURCES = [path for folder in ORDER for path in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = [  # what is packaged
+    path
+    for folder in ORDER
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "benchmarks" not in path.parts
+]
 LINES = {"heads": 6_900, "infer": 2_600, "train": 10_600, "scripts": 4_800}  # may only shrink
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 
@@ -33,7 +38,7 @@ def functions(path: Path):
 @pytest.mark.parametrize("folder", ORDER)
 def test_a_folder_stays_within_its_budget_of_lines(folder):
     """A total, so that what is added somewhere is paid for somewhere else."""
-    files = (ROOT / folder).rglob("*.py")
+    files = [path for path in SOURCES if path.relative_to(ROOT).parts[0] == folder]
     assert sum(len(file.read_text().splitlines()) for file in files) <= LINES[folder]
 
 
