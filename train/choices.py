@@ -5,6 +5,7 @@ Keys that only decoding reads may change between the launches of one run; each m
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,9 +16,24 @@ Layer = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """Refuses keys that it does not know."""
+    """Refuses keys that it does not know, numbers that are not finite and values that are empty."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        """~ is the home folder in all names, as no shell expands it within key=~/value."""
+        if not isinstance(values, dict):
+            return values
+        for name, value in values.items():
+            field = cls.model_fields.get(name)
+            if field and isinstance(value, bool) and field.annotation is not bool:
+                raise ValueError(f"a number or a text as {name}, got {str(value).lower()}")
+            if value == "":
+                raise ValueError(f"a value for {name}, got nothing")
+        home = os.path.expanduser
+        return {key: home(x) if isinstance(x, str) else x for key, x in values.items()}
 
 
 class MedusaChoices(Section):
