@@ -14,6 +14,7 @@ from draftheads.scripts.options import (
     MaybeTarget,
     Prompts,
     PromptWords,
+    Revision,
     Seed,
     TargetName,
     Temperature,
@@ -58,6 +59,7 @@ def bench(
     card: Annotated[
         bool, typer.Option("--card", help="write the figures into the head's model card")
     ] = False,
+    revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
@@ -71,7 +73,7 @@ def bench(
 
     set_threads(threads)
     journey.check_outputs([json_out, plot], head if card else [])
-    model = load_target(target, dtype, device, heads=head)
+    model = load_target(target, dtype, device, revision, head)
     names = journey.head_names(head)
     loaded = [load_head(source, model) for source in head]
     heads = journey.with_trees(dict(zip(names, loaded, strict=True)), tree or ())

@@ -41,7 +41,7 @@ class MedusaChoices(Section):
 
     decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes"})
 
-    kind: Literal["medusa"] = "medusa"
+    kind: Literal["medusa"] = Field("medusa", description="each guess made from one state alone")
     depth: int = Field(4, ge=1, le=16, description="heads = tokens guessed ahead")
     layers: int = Field(1, ge=1, le=8, description="residual blocks per head")
     lm_head: Literal["own", "shared"] = Field("own", description="shared: the target's, frozen")
@@ -75,7 +75,9 @@ class SequentialChoices(MedusaChoices, LayerSizes):
 
     decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "top_k"})
 
-    kind: Literal["sequential"] = "sequential"  # type: ignore[assignment]
+    kind: Literal["sequential"] = Field(  # type: ignore[assignment]
+        "sequential", description="Medusa heads that know the tokens drafted before"
+    )
     conditioning: Literal["markov", "state", "recurrent", "hydra"] = Field(
         "recurrent",
         description="markov: the token before changes the logits; state: it changes the hidden "
@@ -133,7 +135,9 @@ class Eagle3Choices(DecoderChoices):
     losses of arXiv 2602.23881.
     """
 
-    kind: Literal["eagle3"] = "eagle3"
+    kind: Literal["eagle3"] = Field(
+        "eagle3", description="a decoder layer that reads the target's states, then its own output"
+    )
     feature_layers: list[Layer] | None = Field(
         None,
         min_length=1,
@@ -178,7 +182,9 @@ class Eagle3Choices(DecoderChoices):
 class EagleChoices(DecoderChoices):
     """EAGLE-1 (arXiv 2401.15077)."""
 
-    kind: Literal["eagle"] = "eagle"
+    kind: Literal["eagle"] = Field(
+        "eagle", description="EAGLE-1: a decoder layer that predicts the target's features"
+    )
     steps: int = Field(1, ge=1, le=16, description="steps that the head is unrolled in training")
     regression: float = Field(1.0, ge=0, description="weight of the SmoothL1 loss on features")
     classification: float = Field(0.1, ge=0, description="weight of the cross-entropy")

@@ -8,10 +8,12 @@ from `run.tokens_per_step`. Relative paths are relative to the working directory
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -37,6 +39,10 @@ EXPECTED = {
     "union_tag_invalid": f"expected one of {', '.join(HEAD_MODELS)}",
 }
 """Instead of pydantic's words, where these are of Python."""
+WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
+WORDS[type(None)] = "null"
+LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+LIMITS["min_length"] = "entries: at least"
 SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 2, 80, 80
 
@@ -179,9 +185,29 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "m
         raise ValueError(_explain(error.errors()[0], values, path, overridden)) from error
 
 
-def recipe_keys(kind: Kind) -> Iterator[tuple[str, FieldInfo]]:
+def recipe_keys(kind: str) -> Iterator[tuple[str, FieldInfo]]:
     """All keys of recipes with a head of this kind, sections before what is in them."""
     return _keys(Recipe, HEAD_MODELS[kind], "")
+
+
+def key_table() -> list[tuple[str, ...]]:
+    """(key, what it takes, its default or "required", description) for the keys of all kinds."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for kind in HEAD_MODELS:
+        for key, field in recipe_keys(kind):
+            default = field.get_default(call_default_factory=True)
+            if isinstance(default, BaseModel) or (field.is_required() and not field.description):
+                continue  # a section, whose keys follow
+            shown = "required" if field.is_required() else json.dumps(default).strip('"')
+            row = (key, _takes(field.annotation, field.metadata), shown, field.description or "")
+            rows.setdefault(row, []).append(kind)
+    sections = list(Recipe.model_fields)
+    return [
+        (key if len(kinds) == len(HEAD_MODELS) else f"{key} ({', '.join(kinds)})", *rest)
+        for (key, *rest), kinds in sorted(
+            rows.items(), key=lambda item: sections.index(item[0][0].partition(".")[0])
+        )
+    ]
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -280,6 +306,23 @@ def _types(annotation: Any) -> set[Any]:
     if get_origin(annotation) in (Union, UnionType, Annotated):
         return {kind for member in get_args(annotation) for kind in _types(member)}
     return {annotation}
+
+
+def _takes(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    """A field's type in words; limits: those of annotated_types."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _takes(inner[0], [limit for one in inner[1:] for limit in one.metadata])
+    if origin is Literal:
+        words = " or ".join(map(str, inner))
+    elif origin in (Union, UnionType):
+        words = " or ".join(map(_takes, inner))
+    elif origin in (list, tuple):
+        words = f"{origin.__name__} of {', '.join(map(_takes, inner))}"
+    else:
+        words = WORDS.get(origin or annotation, "keys with values")
+    bounds = [f"{LIMITS[name]} {x}" for limit in limits for name, x in asdict(limit).items()]
+    return ", ".join([words, *bounds])
 
 
 def _leave_out_others(head: dict[str, Any], before: str, kind: str) -> None:
