@@ -26,6 +26,8 @@ from draftheads.scripts.options import (
     set_threads,
 )
 
+Card = Annotated[bool, typer.Option("--card", help="write the figures into the head's model card")]
+
 
 def bench(
     target: TargetName,
@@ -56,9 +58,7 @@ def bench(
     typical: IsTypical = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
     plot: Annotated[Path | None, typer.Option(help="write a PNG here")] = None,
-    card: Annotated[
-        bool, typer.Option("--card", help="write the figures into the head's model card")
-    ] = False,
+    card: Card = False,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -86,8 +86,9 @@ def bench(
     )
     report = run(model, heads, journey.opening_ids(model, prompts, prompt_words, limit), options)
     print_report(report)
-    cards = dict(zip(head, names, strict=True)) if card else {}
-    journey.write_outputs(report, json_out, plot, cards)
+    journey.write_outputs(
+        report, json_out, plot, dict(zip(head, names, strict=True)) if card else {}
+    )
 
 
 def chat(

@@ -156,6 +156,14 @@ def test_a_fault_in_an_override_names_the_command_line(path, override):
     assert error(path, override).startswith(f"command line: {override.partition('=')[0]}: expected")
 
 
+def test_processes_that_share_a_target_remember_nothing_alone(path):
+    shared = ["target_placement=sharded", "data.cache_gb=1"]
+    message = error(path, *shared)
+    assert "expected data.cache_gb=0 with target_placement=sharded, got 1.0" in message
+    assert "set features.mode=cached" in message
+    assert load_recipe(path, [*shared, "features.mode=cached"]).data.cache_gb == 1
+
+
 def test_a_section_of_which_all_is_commented_out_has_its_defaults(path):
     path.write_text(MINIMAL + "optim:\n  # lr: 1e-3\nadapter:\n")
     assert load_recipe(path) == load_recipe(path, ["optim.lr=1e-3"])

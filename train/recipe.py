@@ -141,6 +141,17 @@ class Recipe(Section):
     run: RunChoices
 
     @model_validator(mode="after")
+    def _can_divide(self) -> Recipe:
+        if self.target_placement != "sharded" or self.features.mode != "online":
+            return self
+        if self.data.cache_gb:  # what one process remembers, the others would wait for
+            raise ValueError(
+                f"data.cache_gb=0 with target_placement=sharded, got {self.data.cache_gb}, as all "
+                "processes must run equally many forwards; set features.mode=cached instead"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_adapt(self) -> Recipe:
         if self.adapter is None:
             return self
