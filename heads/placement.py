@@ -32,10 +32,15 @@ READING = timedelta(hours=6)
 """How long processes wait for the first one to download and read the weights that they share."""
 
 
-def check_placement(placement: Placement | dict[str, Any], bits: Bits | None) -> None:
-    """Raise ValueError for a placement that this launch or machine does not have."""
-    processes = dist.get_world_size() if dist.is_initialized() else 1
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+def check_placement(
+    placement: Placement | dict[str, Any], bits: Bits | None, processes: int | None = None
+) -> None:
+    """Raise ValueError for a placement that this machine does not have, or not for so many
+    processes; default: those of this launch.
+    """
+    launched = dist.get_world_size() if dist.is_initialized() else 1
+    beside = processes or int(os.environ.get("LOCAL_WORLD_SIZE", launched))
+    processes = processes or launched
     if placement == "split" and beside > 1:
         raise ValueError(
             f"target_placement=split: expected one process, which takes all GPUs, got {beside}; "

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from draftheads.train.choices import HEAD_MODELS
 from draftheads.train.recipe import Recipe, load_recipe
 
 
@@ -47,7 +45,7 @@ def plan(
         name = ",".join(choice.removeprefix("head.") for choice in choices)
         name = re.sub(r"[^\w.=,+-]", "_", name)  # a folder's
         try:
-            recipe = load_recipe(path, [*overrides, *_other_kind(base, choices), *choices])
+            recipe = load_recipe(path, [*overrides, *choices])
         except ValueError as error:  # not all that can be combined fits together
             refused[name] = str(error)
             continue
@@ -58,13 +56,3 @@ def plan(
     if len({(p.recipe.target, p.recipe.target_dtype) for p in plans.values()}) > 1:
         raise ValueError("expected one target for all runs, got several; vary other keys")
     return list(plans.values()), refused
-
-
-def _other_kind(base: Recipe, choices: Sequence[str]) -> list[str]:
-    """An override that keeps, of the recipe's head section, what a head of another kind knows."""
-    kind = next((c.partition("=")[2] for c in choices if c.startswith("head.kind=")), "")
-    if kind == base.head.kind or kind not in HEAD_MODELS:
-        return []
-    known = base.head.model_dump(mode="json", exclude_unset=True)
-    kept = {key: value for key, value in known.items() if key in HEAD_MODELS[kind].model_fields}
-    return [f"head={json.dumps({**kept, 'kind': kind})}"]

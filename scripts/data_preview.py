@@ -17,8 +17,8 @@ from draftheads.scripts.options import (
     TargetName,
     TemplateArgs,
     Tools,
-    json_object,
     keep_or_drop,
+    template_variables,
 )
 
 
@@ -58,7 +58,7 @@ def data_preview(
     if (Path(path) / MANIFEST).is_file():
         show_answers(Path(path), side, pen, count, out)
     else:
-        renderer = Renderer(side, json_object("--template-args", template_args))
+        renderer = Renderer(side, template_variables(template_args))
         kept = keep_or_drop("--tools", tools)
         prompts = read_prompts(path, hub=Hub(split), limit=max(count, 1), tools=kept)
         if any(with_tools(prompt.messages or ()) for prompt in prompts):
@@ -94,7 +94,7 @@ def import_answers(
     from draftheads.train.data.turns import check_tools, with_tools
 
     side = TextSide.load(target)
-    arguments = json_object("--template-args", template_args)
+    arguments = template_variables(template_args)
     found = read_conversations(
         conversations,
         hub=Hub(split, streaming),

@@ -14,6 +14,7 @@ from draftheads.scripts.options import (
     MaybeTarget,
     Prompts,
     PromptWords,
+    Revision,
     Seed,
     TargetName,
     Temperature,
@@ -24,6 +25,8 @@ from draftheads.scripts.options import (
     rule,
     set_threads,
 )
+
+Card = Annotated[bool, typer.Option("--card", help="write the figures into the head's model card")]
 
 
 def bench(
@@ -55,9 +58,8 @@ def bench(
     typical: IsTypical = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
     plot: Annotated[Path | None, typer.Option(help="write a PNG here")] = None,
-    card: Annotated[
-        bool, typer.Option("--card", help="write the figures into the head's model card")
-    ] = False,
+    card: Card = False,
+    revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
@@ -71,7 +73,7 @@ def bench(
 
     set_threads(threads)
     journey.check_outputs([json_out, plot], head if card else [])
-    model = load_target(target, dtype, device, heads=head)
+    model = load_target(target, dtype, device, revision, head)
     names = journey.head_names(head)
     loaded = [load_head(source, model) for source in head]
     heads = journey.with_trees(dict(zip(names, loaded, strict=True)), tree or ())
@@ -84,8 +86,9 @@ def bench(
     )
     report = run(model, heads, journey.opening_ids(model, prompts, prompt_words, limit), options)
     print_report(report)
-    cards = dict(zip(head, names, strict=True)) if card else {}
-    journey.write_outputs(report, json_out, plot, cards)
+    journey.write_outputs(
+        report, json_out, plot, dict(zip(head, names, strict=True)) if card else {}
+    )
 
 
 def chat(

@@ -13,6 +13,7 @@ from draftheads.scripts.options import (
     Limit,
     Prompts,
     PromptWords,
+    Revision,
     Seed,
     Split,
     Streaming,
@@ -22,9 +23,9 @@ from draftheads.scripts.options import (
     Tools,
     TopK,
     TopP,
-    json_object,
     keep_or_drop,
     load_target,
+    template_variables,
 )
 from draftheads.scripts.server_options import ApiKeyEnv, Concurrency, Server, ServerModel, connect
 
@@ -61,6 +62,7 @@ def distill(
     server_model: ServerModel = None,
     api_key_env: ApiKeyEnv = None,
     concurrency: Concurrency = 32,
+    revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
     seed: Seed = 0,
@@ -86,7 +88,7 @@ def distill(
         seed=seed,
         max_turns=max_turns,
         reasoning=keep_or_drop("--reasoning", reasoning),
-        template_args=json_object("--template-args", template_args),
+        template_args=template_variables(template_args),
     )
     hub = Hub(split, streaming)
     kept = keep_or_drop("--tools", tools)
@@ -94,6 +96,7 @@ def distill(
         prompts, hub=hub, limit=limit, prompt_words=prompt_words, skip_empty=skip_empty, tools=kept
     )
     if server or server_model or api_key_env:
-        run(connect(target, server, server_model, api_key_env, concurrency), texts, options)
+        connection = connect(target, server, server_model, api_key_env, concurrency, revision)
+        run(connection, texts, options)
     else:
-        run(load_target(target, dtype, device), texts, options)
+        run(load_target(target, dtype, device, revision), texts, options)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from draftheads.train.entry import one_line
+
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
     from draftheads.heads.target import Target
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 TargetName = Annotated[str, typer.Option("--target", help="target model: a folder or a Hub id")]
 MaybeTarget = Annotated[
     str | None, typer.Option("--target", help="target model; default: the one the head records")
+]
+Revision = Annotated[
+    str | None, typer.Option("--revision", help="the target's branch, tag or commit on the Hub")
 ]
 Prompts = Annotated[
     str, typer.Option("--prompts", help="a prompt file, a folder of them, or a Hub data set")
@@ -67,13 +72,23 @@ def load_target(
     heads: Sequence[str] = (),
 ) -> Target:
     """The target, with the adapter that `heads` were trained together with, where they were, and
-    with transformers' own chatter silenced.
+    with transformers' own chatter silenced. Raises ValueError for a dtype or device there is not.
     """
+    import torch
     import transformers
 
     from draftheads.heads.hub import shared_adapter
     from draftheads.heads.target import Target
 
+    one_of("--dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError) as error:  # of several lines, and not of the option
+            usable = "cuda:0" if torch.cuda.is_available() else "cpu; torch finds no usable GPU"
+            raise ValueError(
+                f"--device: expected a device of this machine, got {device!r}; try {usable}"
+            ) from error
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     adapter = shared_adapter(heads)
@@ -102,24 +117,39 @@ def rule(temperature: float, top_p: float, top_k: int, typical: bool, seed: int)
     return rule
 
 
-def json_object(option: str, text: str) -> dict[str, Any]:
-    """An option's value as a JSON object. Raises ValueError when it is none."""
+def template_variables(text: str) -> dict[str, Any]:
+    """The value of --template-args. Raises ValueError where it is no JSON object, or sets what is
+    set anyway.
+    """
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option}: expected a JSON object, got {text!r} ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"--template-args: expected a JSON object, got {text[:80]!r} ({error}); e.g. "
+            '{"enable_thinking": false}'
+        ) from error
     if not isinstance(value, dict):
-        raise ValueError(f"{option}: expected a JSON object, got {text!r}")
+        raise ValueError(f"--template-args: expected a JSON object, got {text[:80]!r}")
+    taken = {"conversation", "messages", "tokenize", "add_generation_prompt"}.intersection(value)
+    if taken:
+        raise ValueError(
+            f"--template-args: expected variables of the chat template, got {', '.join(taken)}, "
+            "which is set anyway; leave it out"
+        )
     return value
+
+
+def one_of(option: str, value: str, choices: Sequence[str]) -> None:
+    """Raises ValueError for an option's value that is none of the choices."""
+    if value not in choices:
+        expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
+        raise ValueError(f"{option}: expected {expected}, got {value!r}")
 
 
 def keep_or_drop(option: str, value: str) -> Literal["keep", "drop"]:
     """An option's value as one of the two. Raises ValueError when it is neither."""
-    if value == "keep":
-        return "keep"
-    if value == "drop":
-        return "drop"
-    raise ValueError(f"{option}: expected keep or drop, got {value!r}")
+    one_of(option, value, ("keep", "drop"))
+    return "keep" if value == "keep" else "drop"
 
 
 def spread(arguments: list[str]) -> list[str]:
@@ -162,4 +192,4 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return one_line(error)

@@ -25,7 +25,12 @@ Concurrency = Annotated[
 
 
 def connect(
-    target: str, server: str | None, model: str | None, api_key_env: str | None, concurrency: int
+    target: str,
+    server: str | None,
+    model: str | None,
+    api_key_env: str | None,
+    concurrency: int,
+    revision: str | None = None,
 ) -> ServedTarget:
     """The target, its answers from a server. Raises ValueError or OSError without one."""
     if not server:
@@ -39,4 +44,4 @@ def connect(
     options = ServerOptions(
         url=server, model=model, api_key_env=api_key_env, concurrency=concurrency
     )
-    return ServedTarget(target, options)
+    return ServedTarget(target, options, revision)

@@ -1,4 +1,4 @@
-"""`draftheads plan`, `train`, `report` and `demo`: what they take."""
+"""`draftheads plan`, `train`, `keys`, `report` and `demo`: what they take."""
 
 from __future__ import annotations
 
@@ -52,6 +52,14 @@ def train(
     from draftheads.train.entry import train as run
 
     raise typer.Exit(run(str(recipe), overrides or [], "medusa"))
+
+
+def keys() -> None:
+    """List all keys of recipes: what each takes, its default and what it is."""
+    from draftheads.train.recipe import key_table
+
+    for key, takes, default, description in key_table():
+        print(f"{key} = {default} [{takes}]\n    {description}")
 
 
 def report(

@@ -13,6 +13,8 @@ from draftheads.heads.hub import HEADS
 from draftheads.train.choices import HEAD_MODELS
 from draftheads.train.recipe import Recipe, differences, load_recipe
 
+RECIPES = Path(__file__).parent.parent / "recipes"
+
 
 @pytest.fixture
 def path(tmp_path) -> Path:
@@ -40,7 +42,8 @@ def test_a_wrong_kind_lists_the_kinds(path):
     assert error(path, "head.kind=eagel") == f"command line: {expected}"
     path.write_text(MINIMAL + "head:\n  kind: eagel\n")
     assert error(path) == f"{path}: {expected}"
-    assert "got ['eagle']" in error(path, "head.kind=[eagle]")
+    path.write_text(MINIMAL + "head:\n  kind: [eagle]\n")
+    assert "got ['eagle']" in error(path)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,36 @@ def test_an_unknown_key_is_compared_with_the_keys_of_its_kind(path, kind, key, m
     assert error(path, f"head.kind={kind}", f"{key}=1") == (
         f"command line: unknown key {key!r}; did you mean {meant!r}?"
     )
+
+
+EAGLE3 = """\
+head:
+  kind: eagle3
+  feature_layers: [1, 3, 5]
+  vocabulary: 1024
+  steps: 4
+  labels: hard
+"""
+
+
+def test_another_kind_leaves_out_what_it_does_not_have(path, caplog):
+    path.write_text(MINIMAL + EAGLE3)
+    head = load_recipe(path, ["head.kind=eagle"]).head
+    assert (head.kind, head.steps, head.labels) == ("eagle", 4, "hard")
+    (said,) = caplog.messages
+    assert said == "head.kind=eagle: left out, as only eagle3: feature_layers, vocabulary"
+    caplog.clear()
+    assert load_recipe(path, ["head.kind=eagle3"]).head.vocabulary == 1024
+    assert not caplog.messages
+    message = error(path, "head.kind=eagle", "head.vocabulary=9")  # asked for after the kind
+    assert "unknown key 'head.vocabulary'; it belongs to head.kind medusa" in message
+    path.write_text(MINIMAL + EAGLE3.replace("steps", "stepz"))
+    assert "unknown key 'head.stepz'; did you mean 'head.steps'" in error(path, "head.kind=eagle")
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*-eagle3.yaml")), ids=lambda file: file.stem)
+def test_the_readmes_way_to_an_eagle_head(file):
+    assert load_recipe(file, ["head.kind=eagle"], kind="eagle3").head.kind == "eagle"
 
 
 def test_no_key_of_another_kind_is_suggested(path):

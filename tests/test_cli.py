@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from draftheads.heads.hub import HEADS as KINDS
 from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.scripts import cli
+from draftheads.train.adapter_choices import AdapterChoices
+from draftheads.train.choices import HEAD_MODELS
+from draftheads.train.recipe import Recipe
 
 
 @pytest.fixture
@@ -261,6 +265,95 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(run, tar
     bench = ["bench", "--target", target, "--head", "me/heads", "--prompts", questions(tmp_path)]
     failed(run(*bench, "--json", tmp_path / "file" / "a.json"), "a.json", "can be written")
     failed(run(*bench, "--card"), "--card", "me/heads")
+
+
+DEVICES = {"--device": "cuda:99", "--dtype": "fp32"}
+
+
+@pytest.mark.parametrize("command", ["distill", "bench", "chat", "doctor", "convert"])
+@pytest.mark.parametrize("option", DEVICES)
+def test_a_device_or_dtype_that_is_not_there(run, target, tmp_path, command, option):
+    save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
+    source, head = questions(tmp_path), ["--head", tmp_path / "head"]
+    rest = {
+        "distill": ["--prompts", source, "--out", tmp_path / "data"],
+        "bench": [*head, "--prompts", source],
+        "chat": head,
+        "doctor": [*head, "--prompts", source],
+        "convert": [tmp_path / "head", tmp_path / "vllm", "--to", "vllm"],
+    }[command]
+    answer = run(command, "--target", target, *rest, option, DEVICES[option])
+    failed(answer, f"{option}: expected ", f"got '{DEVICES[option]}'")
+    assert not (tmp_path / "data").exists() and not (tmp_path / "vllm").exists()
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cpu:x", "mps:7"])
+def test_a_device_that_is_none(run, target, tmp_path, device):
+    answer = run("distill", "--target", target, "--prompts", questions(tmp_path),
+                 "--out", tmp_path / "data", "--device", device)  # fmt: skip
+    failed(answer, f"--device: expected a device of this machine, got {device!r}; try ")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "expected a JSON object"),
+        ("[]", "expected a JSON object"),
+        ("[" * 100_000, "expected a JSON object"),
+        ('{"tokenize": true}', "got tokenize, which is set anyway"),
+        ('{"messages": []}', "got messages, which is set anyway"),
+        ('{"add_generation_prompt": false}', "got add_generation_prompt, which is set anyway"),
+    ],
+)
+def test_template_arguments_that_none_can_be(run, target, tmp_path, text, complaint):
+    """They made every prompt of a distillation "skipped", and its exit code 0."""
+    answer = run("distill", "--target", target, "--prompts", questions(tmp_path),
+                 "--out", tmp_path / "data", "--template-args", text)  # fmt: skip
+    failed(answer, "--template-args: ", complaint)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("command", ["distill", "bench"])
+def test_the_revision_is_the_targets(run, target, tmp_path, monkeypatch, command):
+    seen = []
+
+    def load(name: str, **options: object) -> None:
+        seen.append((name, options["revision"]))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("draftheads.heads.target.Target.load", load)
+    save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
+    rest = ["--out", tmp_path / "data"] if command == "distill" else ["--head", tmp_path / "head"]
+    run(command, "--target", target, "--prompts", questions(tmp_path), *rest, "--revision", "v2")
+    assert seen == [(str(target), "v2")]
+
+
+def test_the_version_is_the_packages(run):
+    assert run("--version") == (0, f"draftheads {importlib.metadata.version('draftheads')}\n", [])
+
+
+def test_all_keys_of_all_kinds_are_listed(run):
+    """As long as each field says what it is, nothing else has to be kept up to date."""
+    code, out, _ = run("keys")
+    assert code == 0
+    listed = dict(zip(out.splitlines()[::2], out.splitlines()[1::2], strict=True))
+    assert all(described.strip() for described in listed.values())
+    keys: dict[str, set[str]] = {kind: set() for kind in HEAD_MODELS}
+    for line in listed:
+        key, _, kinds = line.partition(" = ")[0].partition(" (")
+        for kind in kinds.rstrip(")").split(", ") if kinds else HEAD_MODELS:
+            assert key not in keys[kind], "once"
+            keys[kind].add(key)
+    for kind, model in HEAD_MODELS.items():
+        values = {"target": "t", "data": {"path": "d"}, "run": {"output": "o", "steps": 1}}
+        dumped = Recipe(**values, head=model(), adapter=None).model_dump()
+        assert keys[kind] >= {f"head.{name}" for name in model.model_fields} | {"adapter.rank"}
+        flat = {k if not isinstance(v, dict) else f"{k}.{n}" for k, v in dumped.items()
+                for n in (v if isinstance(v, dict) else [k])}  # fmt: skip
+        assert keys[kind] - {f"adapter.{name}" for name in AdapterChoices.model_fields} == flat
+    assert "run.save_every = 500 [integer, at least 1]" in listed
+    assert "data.path = required [path]" in listed
+    assert "optim.betas = [0.9, 0.95] [tuple of number, at least 0, below 1, " in out
 
 
 def test_help_waits_for_no_library():

@@ -5,6 +5,7 @@ recipe leaves it open.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from draftheads.scripts.cli import app
-from draftheads.train import eagle, entry, medusa
+from draftheads.train import eagle, loop, medusa
 from draftheads.train.loop import Outcome
 from draftheads.train.recipe import Recipe
 
@@ -38,7 +39,7 @@ def fitted(monkeypatch, tmp_path) -> list[Recipe]:
         recipes.append(recipe)
         return Outcome(step=10, steps=10, checkpoint=tmp_path / "step-000010", trained=True)
 
-    monkeypatch.setattr(entry, "fit", fit)
+    monkeypatch.setattr(loop, "fit", fit)
     return recipes
 
 
@@ -81,9 +82,60 @@ def test_only_the_first_process_speaks(path, monkeypatch, capsys):
 
 def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsys):
     stopped = Outcome(tmp_path / "step-000003", 3, 10, trained=True, stopped_by="SIGTERM")
-    monkeypatch.setattr(entry, "fit", lambda recipe: stopped)
+    monkeypatch.setattr(loop, "fit", lambda recipe: stopped)
     assert eagle.main([str(path)]) == 130
     assert "interrupted by SIGTERM at step 3 of 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_ends_with_130(path, monkeypatch, capsys, number):
+    monkeypatch.setattr(loop, "fit", lambda recipe: os.kill(os.getpid(), number))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        code = eagle.main([str(path)])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert captured.err.startswith("interrupted by ")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+LAUNCHES = {
+    "script": [str(ROOT / "train" / "medusa.py"), "RECIPE"],
+    "train": ["-m", "draftheads.scripts.cli", "train", "RECIPE"],
+    "bench": ["-m", "draftheads.scripts.cli", "bench", "--target", "t", "--head", "h"]
+    + ["--prompts", "RECIPE"],
+    "distill": ["-m", "draftheads.scripts.cli", "distill", "--target", "t", "--out", "o"]
+    + ["--prompts", "RECIPE"],
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_signal_while_libraries_load_ends_with_130(path, tmp_path, launch, number):
+    """torch takes seconds to import; this one takes a minute."""
+    stub = tmp_path / "slow" / "torch"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    prompts = path.with_suffix(".txt")
+    prompts.write_text("hi")
+    source = prompts if "--prompts" in LAUNCHES[launch] else path
+    process = subprocess.Popen(
+        [sys.executable, *(str(source) if x == "RECIPE" else x for x in LAUNCHES[launch])],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(stub.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize(("script", "key"), [("eagle", "head.steps"), ("medusa", "head.depth")])

@@ -21,6 +21,7 @@ from tiny_training import (
     tiny_model,
     tiny_recipe,
     tiny_target,
+    write_answers,
 )
 from transformers import CONFIG_MAPPING, LlamaConfig
 
@@ -29,6 +30,7 @@ from draftheads.heads.target import Target
 from draftheads.scripts import cli
 from draftheads.train.assemble import create_head
 from draftheads.train.batches import Documents
+from draftheads.train.data.answers import Answer
 from draftheads.train.plan import planner as planning
 from draftheads.train.plan.planner import make_plan
 from draftheads.train.plan.probe import write_shallow
@@ -249,6 +251,51 @@ def test_mistakes_end_with_a_line_and_exit_code_2(
     error = capsys.readouterr().err.strip()
     assert message in error
     assert "\n" not in error
+
+
+def _other_depth(run_folder: Path, made: Path) -> None:
+    assert run(made, run_folder, "run.steps=1") == 0
+    state = run_folder / "step-000001/trainer/state.json"
+    state.write_text(state.read_text().replace('"depth": 3', '"depth": 2'))
+
+
+def _cut(run_folder: Path, made: Path) -> None:
+    assert run(made, run_folder, "run.steps=1") == 0
+    (run_folder / "step-000001/model.safetensors").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "message"),
+    [
+        (None, ["run.trackers=[wandbb]"], "run.trackers: expected some of"),
+        (None, ["target_placement=sharded"], "target_placement=sharded: expected several"),
+        (None, ["target_placement=sharded", "data.cache_gb=1"], "data.cache_gb=0 with"),
+        (
+            None,
+            ["target_placement=sharded", "judge.every=1", "judge.best=tokens_per_step"],
+            "judge.best: expected simulated or loss",
+        ),
+        (_other_depth, [], "other choices (head.depth: 2 -> 3)"),
+        (_cut, [], "expected a whole checkpoint"),
+        (lambda output, made: output.write_text(""), [], "run"),
+        (None, ["data.path=SMALL"], "expected token ids below 97"),
+    ],
+)
+def test_a_plan_refuses_what_training_refuses(
+    made, tmp_path, monkeypatch, capsys, before, overrides, message
+):
+    if before:
+        before(tmp_path / "run", made)
+    larger = [Answer([token + 1000 for token in x.tokens], x.learn) for x in random_answers(9)]
+    write_answers(tmp_path / "larger", larger)
+    overrides = [text.replace("SMALL", str(tmp_path / "larger")) for text in overrides]
+    capsys.readouterr()
+    assert command(monkeypatch, recipe_file(made, tmp_path), *overrides, "--no-probe") == 2
+    planned = capsys.readouterr().err.strip()
+    assert run(made, tmp_path / "run", *overrides) == 2
+    trained = capsys.readouterr().err.strip()
+    assert message in planned and message in trained
+    assert planned.startswith("error: ") and "\n" not in planned
 
 
 def test_json_says_the_same(made, tmp_path, monkeypatch, capsys):

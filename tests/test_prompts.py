@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftheads.train.data.prompts import Hub, Prompt, read_prompts
+from draftheads.train.data.prompts import Hub, Prompt, read_conversations, read_prompts
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")
@@ -228,8 +228,140 @@ def test_no_prompt_at_all(tmp_path: Path) -> None:
 
 def test_text_must_be_utf8(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"p\.txt: expected UTF-8 text, .*convert the file"):
+    with pytest.raises(
+        ValueError, match=r"p\.txt: expected a whole \.txt file.*'utf-8' codec.*conv"
+    ):
         read_prompts(tmp_path / "p.txt")
+
+
+RECORDS = b"".join(b'{"text": "%d"}\n' % number for number in range(2000))
+PACKED = gzip.compress(RECORDS, mtime=0)
+NESTED = b"[" * 100_000
+
+
+def table() -> bytes:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    out = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"text": [str(number) for number in range(2000)]}), out)
+    return out.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("cut.jsonl.gz", lambda: PACKED[: len(PACKED) // 2]),
+        ("tail.jsonl.gz", lambda: PACKED[:-4]),
+        ("sum.jsonl.gz", lambda: PACKED[:-8] + bytes(4) + PACKED[-4:]),
+        ("bits.jsonl.gz", lambda: PACKED[:99] + b"\xff" * 99 + PACKED[198:]),
+        ("plain.jsonl.gz", lambda: RECORDS),
+        ("cut.parquet", lambda: table()[:999]),
+        ("empty.parquet", lambda: b""),
+        ("text.parquet", lambda: RECORDS),
+        ("foot.parquet", lambda: b"PAR1" + bytes(99) + b"PAR1"),
+        ("page.parquet", lambda: table()[:50] + b"\xff" * 500 + table()[550:]),
+        ("deep.jsonl", lambda: b'{"text": ' + NESTED),
+        ("deep.json", lambda: NESTED),
+        ("cut.json", lambda: b'[{"text": "a"}, {"te'),
+        ("utf16.jsonl", lambda: RECORDS.decode().encode("utf-16")),
+        ("utf16.txt", lambda: "a\nb\n".encode("utf-16")),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path: Path, name: str, damaged: Any) -> None:
+    path = tmp_path / name
+    path.write_bytes(damaged())
+    for read in (read_prompts, read_conversations):
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}\b.*: expected .*, .*; .*"):
+            read(path)
+    (tmp_path / "a.txt").write_text("fine")
+    with pytest.raises(ValueError, match=re.escape(name)) as caught:
+        read_prompts(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [json.dumps([{"text": "a"}]), '{"text": "a"}\n{"text": "b"}\n'])
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p.json").write_text(text, encoding="utf-8-sig")
+    assert read_prompts(tmp_path / "p.json")[0].text == "a"
+
+
+def test_hidden_files_and_folders_are_not_prompts(tmp_path: Path) -> None:
+    folder = tmp_path / ".data"  # given by name, it may be hidden itself
+    for name in (".git/a.txt", ".cache/b.json", "deep/.ipynb_checkpoints/c.txt", ".d.txt", "e.TXT"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("text of " + name)
+    assert [prompt.text for prompt in read_prompts(folder)] == ["text of e.TXT"]
+
+
+def test_an_empty_name_is_not_the_working_directory(monkeypatch: Any, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="expected a file, .* got an empty name"):
+        read_prompts("")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": None}, {"type": "text", "text": "a"}], "a"),
+        ([{"type": "image", "text": None}, {"type": "text", "text": "a", "image": None}], "a"),
+        (["a", {"type": "input_text", "text": "b"}], "ab"),
+    ],
+)
+def test_content_parts(tmp_path: Path, content: Any, text: str) -> None:
+    record = {"messages": [{"role": "user", "content": content}]}
+    assert read_prompts(lines(tmp_path / "p.jsonl", record))[0].messages == user(text)
+
+
+def test_what_is_not_text_is_counted_and_said_once(tmp_path: Path, caplog: Any) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "x"}}
+    content = [picture, {"type": "input_audio"}, picture, {"type": "text", "text": "what?"}]
+    talk = {"messages": [{"role": "user", "content": content}]}
+    llava = {"conversations": [{"from": "human", "value": "and this?"}], "image": "a.png"}
+    path = lines(tmp_path / "p.jsonl", talk, llava, {"prompt": "hi", "image": None})
+    assert len(read_prompts(path)) == 3
+    (said,) = caplog.messages
+    assert said == f"{path}: text alone is kept; left out: 2 image_url, 1 input_audio, 1 image"
+    caplog.clear()
+    read_prompts(lines(path, {"prompt": "hi"}))
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ({"messages": [{"role": "user", "content": [{"text": 3}]}]}, "turn 1: expected a string"),
+        ({"messages": [{"role": "system", "content": 0}]}, "turn 1: expected a string, got int"),
+        ({"instruction": "add", "input": [1, 2]}, "input: expected a string, got int '1'"),
+        ({"prompt": "hi", "system": {"a": 1}}, "system: expected a string, got keys a"),
+        ({"messages": [{"role": "tool_call", "content": "[" * 100_000}]}, "a tool call as JSON"),
+    ],
+)
+def test_what_cannot_be_kept_is_not_dropped_in_silence(
+    tmp_path: Path, record: dict[str, Any], complaint: str
+) -> None:
+    path = lines(tmp_path / "p.jsonl", record)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} line 1, .*{complaint}"):
+        read_prompts(path, tools="keep")
+
+
+def test_a_blank_system_turn_is_left_out(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": " "}, {"role": "user", "content": "hi"}]
+    assert read_prompts(lines(tmp_path / "p.jsonl", {"messages": turns}))[0].messages == user("hi")
+
+
+def test_a_hub_data_set_that_breaks_midway(monkeypatch: Any, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*args: Any, **kwargs: Any) -> Any:
+        yield {"text": "a"}
+        raise datasets.exceptions.DatasetGenerationError("at\nshard 7")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"owner/name \[train\]: expected .*: at shard 7; give"):
+        read_prompts("owner/name")
 
 
 def test_prompt_words_refuse_conversations_and_zero(tmp_path: Path) -> None:

@@ -56,11 +56,6 @@ def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
     """
     placement, bits = recipe.target_placement, recipe.target_bits
     check_placement(placement, bits)
-    if placement == "sharded" and recipe.features.mode == "online" and recipe.data.cache_gb:
-        raise ValueError(  # what one process remembers, the others would wait for
-            f"target_placement=sharded: expected data.cache_gb=0, got {recipe.data.cache_gb}, as "
-            "all processes must run equally many forwards; set features.mode=cached instead"
-        )
 
     def load() -> Target:
         return Target.load(
@@ -98,12 +93,7 @@ def load_data(recipe: Recipe, target: Target, say: Say) -> TrainingData:
     manifest = read_manifest(path)
     _check_origin(recipe, manifest, target)
     documents = Documents.read(read_answers(path))
-    largest = int(documents.tokens_N.max())
-    if largest >= target.vocab_size:
-        raise ValueError(
-            f"{path}: expected token ids below {target.vocab_size} ({target.name}), got {largest}; "
-            "distill with this target"
-        )
+    check_tokens(recipe, int(documents.tokens_N.max()), target.vocab_size)
     length = min(recipe.data.sequence_length, target.context)
     if length < recipe.data.sequence_length:
         say(f"data.sequence_length is cut to {length}, the context of {target.name}")
@@ -120,6 +110,15 @@ def load_data(recipe: Recipe, target: Target, say: Say) -> TrainingData:
         )
     _describe(data, len(apart), say)
     return data
+
+
+def check_tokens(recipe: Recipe, largest: int, vocabulary: int) -> None:
+    """Raises ValueError for data whose largest token id the target does not have."""
+    if largest >= vocabulary:
+        raise ValueError(
+            f"{recipe.data.path}: expected token ids below {vocabulary} ({recipe.target}), got "
+            f"{largest}; distill with this target"
+        )
 
 
 def create_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:

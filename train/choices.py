@@ -5,6 +5,7 @@ Keys that only decoding reads may change between the launches of one run; each m
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,9 +16,24 @@ Layer = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """Refuses keys that it does not know."""
+    """Refuses keys that it does not know, numbers that are not finite and values that are empty."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        """~ is the home folder in all names, as no shell expands it within key=~/value."""
+        if not isinstance(values, dict):
+            return values
+        for name, value in values.items():
+            field = cls.model_fields.get(name)
+            if field and isinstance(value, bool) and field.annotation is not bool:
+                raise ValueError(f"a number or a text as {name}, got {str(value).lower()}")
+            if value == "":
+                raise ValueError(f"a value for {name}, got nothing")
+        home = os.path.expanduser
+        return {key: home(x) if isinstance(x, str) else x for key, x in values.items()}
 
 
 class MedusaChoices(Section):
@@ -25,7 +41,7 @@ class MedusaChoices(Section):
 
     decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes"})
 
-    kind: Literal["medusa"] = "medusa"
+    kind: Literal["medusa"] = Field("medusa", description="each guess made from one state alone")
     depth: int = Field(4, ge=1, le=16, description="heads = tokens guessed ahead")
     layers: int = Field(1, ge=1, le=8, description="residual blocks per head")
     lm_head: Literal["own", "shared"] = Field("own", description="shared: the target's, frozen")
@@ -59,7 +75,9 @@ class SequentialChoices(MedusaChoices, LayerSizes):
 
     decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "top_k"})
 
-    kind: Literal["sequential"] = "sequential"  # type: ignore[assignment]
+    kind: Literal["sequential"] = Field(  # type: ignore[assignment]
+        "sequential", description="Medusa heads that know the tokens drafted before"
+    )
     conditioning: Literal["markov", "state", "recurrent", "hydra"] = Field(
         "recurrent",
         description="markov: the token before changes the logits; state: it changes the hidden "
@@ -117,7 +135,9 @@ class Eagle3Choices(DecoderChoices):
     losses of arXiv 2602.23881.
     """
 
-    kind: Literal["eagle3"] = "eagle3"
+    kind: Literal["eagle3"] = Field(
+        "eagle3", description="a decoder layer that reads the target's states, then its own output"
+    )
     feature_layers: list[Layer] | None = Field(
         None,
         min_length=1,
@@ -162,7 +182,9 @@ class Eagle3Choices(DecoderChoices):
 class EagleChoices(DecoderChoices):
     """EAGLE-1 (arXiv 2401.15077)."""
 
-    kind: Literal["eagle"] = "eagle"
+    kind: Literal["eagle"] = Field(
+        "eagle", description="EAGLE-1: a decoder layer that predicts the target's features"
+    )
     steps: int = Field(1, ge=1, le=16, description="steps that the head is unrolled in training")
     regression: float = Field(1.0, ge=0, description="weight of the SmoothL1 loss on features")
     classification: float = Field(0.1, ge=0, description="weight of the cross-entropy")

@@ -1,15 +1,26 @@
-"""What every training script does: run a recipe, and end with one line and an exit code."""
+"""What every training script does: run a recipe, and end with one line and an exit code.
+
+Nothing slow is imported before signals are heard.
+"""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
-from draftheads.train.choices import Kind
-from draftheads.train.loop import Outcome, fit
-from draftheads.train.recipe import load_recipe
+if TYPE_CHECKING:
+    from draftheads.train.choices import Kind
+    from draftheads.train.loop import Outcome
+
+INTERRUPTED = 130
+"""Exit code of what was stopped by Ctrl-C, SIGTERM or a file."""
 
 
 def main(argv: Sequence[str] | None, kind: Kind, help_text: str) -> int:
@@ -26,11 +37,20 @@ def main(argv: Sequence[str] | None, kind: Kind, help_text: str) -> int:
 
 
 def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
-    """Train as a recipe says: 0 done, 2 a mistake in recipe, data or launch, 130 interrupted and
-    saved. Where all processes would say the same, only the first one speaks.
+    """Train as a recipe says: 0 done, 2 a mistake in recipe, data or launch, 130 interrupted. Where
+    all processes would say the same, only the first one speaks.
     """
+    if not _speaks():
+        logging.getLogger("draftheads").setLevel(logging.ERROR)
     try:
-        outcome = fit(load_recipe(recipe, overrides, kind))
+        with ended_by_sigterm():
+            from draftheads.train.loop import fit  # slow
+            from draftheads.train.recipe import load_recipe
+
+            outcome = fit(load_recipe(recipe, overrides, kind))
+    except KeyboardInterrupt:  # before the first step, or the second one
+        _say_interrupted("Ctrl-C")
+        return INTERRUPTED
     except (ValueError, OSError) as error:  # the user's mistakes: a line, no traceback
         if os.environ.get("DRAFTHEADS_DEBUG"):
             raise
@@ -38,11 +58,40 @@ def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
         alone = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO)
         if _speaks() or alone:
             where = "" if _speaks() else f" on process {os.environ['RANK']}"
-            print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"error{where}: {one_line(error)}", file=sys.stderr)
         return 2
     if _speaks():
         print(_ending(outcome))
-    return 0 if outcome.finished else 130
+    return 0 if outcome.finished else INTERRUPTED
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit(130) here, so that what is open is closed and removed."""
+    old = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def one_line(error: Exception) -> str:
+    """An error's message without its line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    _say_interrupted(signal.Signals(number).name)
+    sys.exit(INTERRUPTED)
+
+
+def _say_interrupted(by: str) -> None:
+    if _speaks():
+        print(
+            f"interrupted by {by}; what was saved before is whole; run the same command again to "
+            "resume",
+            file=sys.stderr,
+        )
 
 
 def _speaks() -> bool:

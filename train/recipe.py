@@ -8,13 +8,19 @@ from `run.tokens_per_step`. Relative paths are relative to the working directory
 from __future__ import annotations
 
 import difflib
+import json
+import logging
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from draftheads.train.adapter_choices import AdapterChoices
@@ -23,6 +29,24 @@ from draftheads.train.judge_choices import JudgeChoices, comparison
 
 Precision = Literal["fp32", "bf16"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+EXPECTED = {
+    "path_type": "expected a name (in quotes, if it looks like a number)",
+    "string_type": "expected a text (in quotes, if it looks like a number)",
+    "model_type": "expected keys with values",
+    "model_attributes_type": "expected keys with values",
+    "union_tag_invalid": f"expected one of {', '.join(HEAD_MODELS)}",
+}
+"""Instead of pydantic's words, where these are of Python."""
+WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
+WORDS[type(None)] = "null"
+LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+LIMITS["min_length"] = "entries: at least"
+SHORT = reprlib.Repr()
+SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 2, 80, 80
+
+logger = logging.getLogger("draftheads")
 
 
 class DataChoices(Section):
@@ -55,7 +79,7 @@ class OptimChoices(Section):
     """AdamW and its learning rate. Weight decay spares biases."""
 
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of AdamW's two moments")
     weight_decay: float = Field(0.0, ge=0, description="per step and unit of learning rate")
     warmup: float = Field(0.1, ge=0, lt=1, description="share of steps with a rising lr")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up")
@@ -73,7 +97,7 @@ class RunChoices(Section):
     )
     save_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one always is")
-    seed: int = Field(0, ge=0, description="of the data order and of everything drawn")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the data order and of everything drawn")
     precision: Precision = Field("fp32", description="of the heads' matmuls; weights are fp32")
     trackers: list[str] = Field(default_factory=list, description='e.g. ["tensorboard"]')
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl")
@@ -117,6 +141,17 @@ class Recipe(Section):
     run: RunChoices
 
     @model_validator(mode="after")
+    def _can_divide(self) -> Recipe:
+        if self.target_placement != "sharded" or self.features.mode != "online":
+            return self
+        if self.data.cache_gb:  # what one process remembers, the others would wait for
+            raise ValueError(
+                f"data.cache_gb=0 with target_placement=sharded, got {self.data.cache_gb}, as all "
+                "processes must run equally many forwards; set features.mode=cached instead"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_adapt(self) -> Recipe:
         if self.adapter is None:
             return self
@@ -134,8 +169,9 @@ class Recipe(Section):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "medusa") -> Recipe:
-    """Read a recipe; `overrides` are like "optim.lr=1e-3", their values parsed as YAML. kind: of
-    the head, where neither says `head.kind`.
+    """Read a recipe; `overrides` are like "optim.lr=1e-3": the text as it is where the key takes a
+    name or one of several words, else YAML. `head.kind=...` leaves out the keys of the kind before.
+    kind: of the head, where neither says `head.kind`.
 
     Raises FileNotFoundError for a missing file and ValueError for everything wrong in it; both
     are one line.
@@ -144,19 +180,45 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "m
     if not path.is_file():
         raise FileNotFoundError(f"recipe {path}: no such file; {_near_files(path)}")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except yaml.YAMLError as error:  # its message has several lines
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+        values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of several lines, without path
+        reason = " ".join(str(error).replace(' in "<unicode string>"', "").split())
+        raise ValueError(f"{path}: not YAML in UTF-8: {reason}; repair it") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
-    overridden = [_override(values, text) for text in overrides]
-    head = {} if values.get("head") is None else values["head"]
-    if isinstance(head, dict):
-        values["head"] = head if head.get("kind") is not None else {**head, "kind": kind}
+    values = {"head": {}} | {key: value for key, value in values.items() if value is not None}
+    overridden = [_override(values, text, kind) for text in overrides]
+    if isinstance(values["head"], dict) and values["head"].get("kind") is None:
+        values["head"] = {**values["head"], "kind": kind}
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:  # its message has several lines and a link
         raise ValueError(_explain(error.errors()[0], values, path, overridden)) from error
+
+
+def recipe_keys(kind: str) -> Iterator[tuple[str, FieldInfo]]:
+    """All keys of recipes with a head of this kind, sections before what is in them."""
+    return _keys(Recipe, HEAD_MODELS[kind], "")
+
+
+def key_table() -> list[tuple[str, ...]]:
+    """(key, what it takes, its default or "required", description) for the keys of all kinds."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for kind in HEAD_MODELS:
+        for key, field in recipe_keys(kind):
+            default = field.get_default(call_default_factory=True)
+            if isinstance(default, BaseModel) or (field.is_required() and not field.description):
+                continue  # a section, whose keys follow
+            shown = "required" if field.is_required() else json.dumps(default).strip('"')
+            row = (key, _takes(field.annotation, field.metadata), shown, field.description or "")
+            rows.setdefault(row, []).append(kind)
+    sections = list(Recipe.model_fields)
+    return [
+        (key if len(kinds) == len(HEAD_MODELS) else f"{key} ({', '.join(kinds)})", *rest)
+        for (key, *rest), kinds in sorted(
+            rows.items(), key=lambda item: sections.index(item[0][0].partition(".")[0])
+        )
+    ]
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -183,24 +245,39 @@ def trained_choices(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as a string; this loader reads it as the number that it is."""
+    """YAML 1.2 instead of 1.1, which reads 1e-3 as a text, 010 as eight and 1:30 as ninety; a key
+    that is given twice is refused.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            line = node.start_mark.line + 1
+            raise ValueError(f"key {twice[0]!r} is there twice in what begins at line {line}")
+        return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in known if tag.endswith((":null", ":merge"))]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _form in {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][\d_]*)|0x[\da-fA-F]+",
+    "float": r"[-+]?((\d[\d_]*\.[\d_]*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(inf|Inf|INF))"
+    r"|\.(nan|NaN|NAN)",
+}.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^({_form})$"), None)
 
 
-def _override(values: dict[str, Any], text: str) -> str:
+def _override(values: dict[str, Any], text: str, default: Kind) -> str:
     """Set one override in `values`; returns its key."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key:
         raise ValueError(
             f"override {text!r}: expected key.path=value without spaces, e.g. optim.lr=1e-3"
         )
-    *sections, name = key.strip().split(".")
+    *sections, name = key.split(".")
     place = values
     for section in sections:
         inner = place.get(section)
@@ -208,10 +285,67 @@ def _override(values: dict[str, Any], text: str) -> str:
             inner = place[section] = {}
         place = inner
     try:
-        place[name] = yaml.load(value, _Loader)
-    except yaml.YAMLError as error:  # its message has several lines
+        given = _text(value) if _takes_text(key, value) else yaml.load(value, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of several lines
         raise ValueError(f"override {text!r}: {value!r} is not a YAML value") from error
-    return key.strip()
+    if key == "head.kind":
+        _leave_out_others(place, str(place.get("kind") or default), given)
+    place[name] = given
+    return key
+
+
+def _takes_text(key: str, value: str) -> bool:
+    """Whether an override of this key is a text, as the key takes names or words; ~ is null, and so
+    are null and nothing where the key takes null.
+    """
+    fields = [field for kind in HEAD_MODELS for name, field in recipe_keys(kind) if name == key]
+    types = {one for field in fields for one in _types(field.annotation)}
+    is_null = type(None) in types and value in ("", "null", "Null", "NULL")
+    return bool(types & {str, Path}) and value != "~" and not is_null
+
+
+def _text(value: str) -> Any:
+    """Quotes around all of it are YAML's."""
+    quoted = len(value) > 1 and value[0] in "'\"" and value[0] == value[-1]
+    return yaml.load(value, _Loader) if quoted else value
+
+
+def _types(annotation: Any) -> set[Any]:
+    """What a field takes: the members of a union, str for a choice of words."""
+    if get_origin(annotation) is Literal:
+        return {type(word) for word in get_args(annotation)}
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        return {kind for member in get_args(annotation) for kind in _types(member)}
+    return {annotation}
+
+
+def _takes(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    """A field's type in words; limits: those of annotated_types."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _takes(inner[0], [limit for one in inner[1:] for limit in one.metadata])
+    if origin is Literal:
+        words = " or ".join(map(str, inner))
+    elif origin in (Union, UnionType):
+        words = " or ".join(map(_takes, inner))
+    elif origin in (list, tuple):
+        words = f"{origin.__name__} of {', '.join(map(_takes, inner))}"
+    else:
+        words = WORDS.get(origin or annotation, "keys with values")
+    bounds = [f"{LIMITS[name]} {x}" for limit in limits for name, x in asdict(limit).items()]
+    return ", ".join([words, *bounds])
+
+
+def _leave_out_others(head: dict[str, Any], before: str, kind: str) -> None:
+    """Of a head section, the keys of the kind before that this kind does not have."""
+    if kind not in HEAD_MODELS or before not in HEAD_MODELS:
+        return
+    others = HEAD_MODELS[before].model_fields.keys() - HEAD_MODELS[kind].model_fields.keys()
+    left_out = [name for name in head if name in others]
+    for name in left_out:
+        del head[name]
+    if left_out:
+        logger.warning("head.kind=%s: left out, as only %s: %s", kind, before, ", ".join(left_out))
 
 
 def _explain(
@@ -219,25 +353,22 @@ def _explain(
 ) -> str:
     """One line for a fault in `values`, the recipe with its overrides."""
     names = [str(part) for part in fault["loc"]]
+    said = fault["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if not names:  # a fault between sections
-        return f"{path}: expected {fault['msg'].removeprefix('Value error, ')}"
+        return f"{path}: expected {said}"
     if names[0] == "head":
         del names[1:2]  # the kind, which pydantic puts between the section and the key
-    key = ".".join(names)
-    if fault["type"] == "union_tag_invalid":
-        key = "head.kind"
+    kind = fault["type"]
+    key = "head.kind" if kind == "union_tag_invalid" else ".".join(names)
     key, where = _origin(key, fault, overridden) or (key, str(path))
-    if fault["type"] == "union_tag_invalid":
-        kinds = ", ".join(HEAD_MODELS)
-        return f"{where}: {key}: expected one of {kinds}, got {fault['input']['kind']!r}"
-    if fault["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return f"{where}: unknown key {key!r}; {_did_you_mean(key, values)}"
-    if fault["type"] == "missing":
+    if kind == "missing" and not names[-1].isdigit():  # one of a pair is not a key
         return f"{where}: key {key!r} is missing; add it, or pass {key}=..."
-    expected = fault["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    if fault["type"] == "value_error":
-        return f"{where}: {key}: expected {expected}"
-    return f"{where}: {key}: {expected}, got {fault['input']!r}"
+    if kind == "value_error":
+        return f"{where}: {key}: expected {said}"
+    got = fault["input"]["kind"] if kind == "union_tag_invalid" else fault["input"]
+    return f"{where}: {key}: {EXPECTED.get(kind, said)}, got {SHORT.repr(got)}"
 
 
 def _origin(key: str, fault: ErrorDetails, overridden: Sequence[str]) -> tuple[str, str] | None:
@@ -255,32 +386,33 @@ def _origin(key: str, fault: ErrorDetails, overridden: Sequence[str]) -> tuple[s
 
 
 def _did_you_mean(key: str, values: dict[str, Any]) -> str:
-    kind = str(values["head"].get("kind")) if isinstance(values["head"], dict) else ""
-    keys = sorted(_known_keys(Recipe, HEAD_MODELS.get(kind, MedusaChoices)))
-    owners = [name for name, model in HEAD_MODELS.items() if key in _known_keys(Recipe, model)]
-    if owners:
+    kind = values["head"].get("kind") if isinstance(values["head"], dict) else None
+    known = {name: [key for key, _ in recipe_keys(name)] for name in HEAD_MODELS}
+    if owners := [name for name, keys in known.items() if key in keys]:
         return f"it belongs to head.kind {' or '.join(owners)}, and this is {kind}"
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
-    if not near:  # right word in the wrong section, or a section that does not exist
-        words = {known.rpartition(".")[2]: known for known in keys}
-        near = [
-            words[word] for word in difflib.get_close_matches(key.rpartition(".")[2], words, n=1)
-        ]
+    keys = sorted(known.get(str(kind), known["medusa"]))
+    words = {known.rpartition(".")[2]: known for known in keys}
+    # else the right word in the wrong section, or a section that does not exist
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.7) or [
+        words[word] for word in difflib.get_close_matches(key.rpartition(".")[2], words, n=1)
+    ]
     if near:
         return f"did you mean {near[0]!r}?"
     section = key.rpartition(".")[0]
     inside = [known for known in keys if known.rpartition(".")[0] == section]
-    return f"known keys: {', '.join(inside or keys)}"
+    return f"known keys: {', '.join(inside)}" if inside else "`draftheads keys` lists all keys"
 
 
-def _known_keys(model: type[BaseModel], head: type[Section], prefix: str = "") -> Iterator[str]:
-    """The keys of a model and of the sections in it; `head`: the one chosen of its alternatives."""
+def _keys(
+    model: type[BaseModel], head: type[Section], prefix: str
+) -> Iterator[tuple[str, FieldInfo]]:
+    """Of a model and of the sections in it; `head`: the one chosen of its alternatives."""
     for name, field in model.model_fields.items():
-        yield prefix + name
-        options = get_args(field.annotation) or (field.annotation,)
-        for section in (head,) if prefix + name == "head" else options:
+        yield prefix + name, field
+        sections = {head} if prefix + name == "head" else _types(field.annotation)
+        for section in sections:
             if isinstance(section, type) and issubclass(section, BaseModel):
-                yield from _known_keys(section, head, f"{prefix}{name}.")
+                yield from _keys(section, head, f"{prefix}{name}.")
 
 
 def _near_files(path: Path) -> str:

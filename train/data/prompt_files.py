@@ -9,11 +9,14 @@ little; but a .json list, and plain text up to its first blank line, are read as
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import gzip
 import importlib.util
 import json
+import os
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +47,9 @@ def records(
     by_line: plain text gives one record per line, else one per paragraph. limit: only a hint that
     not all of a Hub data set is needed.
     """
-    check_source(source)
-    path = Path(source).expanduser()
+    path = check_source(source)
     if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if _is_prompt_file(file)]
+        files = [file for file in sorted(path.rglob("*")) if _is_prompt_file(file, path)]
         if not files:
             raise ValueError(
                 f"{path}: expected a folder with {', '.join(SUFFIXES)} files, found none; "
@@ -63,39 +65,58 @@ def records(
         yield from _hub_records(str(source), hub.split, streaming=streaming)
 
 
-def check_source(source: str | Path) -> None:
-    """Raises ValueError for what is no file, no folder, and cannot be the name of a data set."""
-    path = Path(source).expanduser()
+def check_source(source: str | Path) -> Path:
+    """The path of a source, ~ expanded.
+
+    Raises ValueError for what is no file, no folder, and cannot be the name of a data set.
+    """
+    if not str(source):
+        raise ValueError("expected a file, a folder or a Hub data set, got an empty name; give one")
+    path = Path(os.path.expanduser(source))
     named = isinstance(source, str) and _looks_like_hub_id(source)
     if not (path.is_dir() or path.is_file() or named):
         raise ValueError(_missing(path))
+    return path
 
 
-def _is_prompt_file(path: Path) -> bool:
+def _is_prompt_file(path: Path, folder: Path) -> bool:
     about = path.stem.upper().startswith(
         ("README", "LICENSE")
     )  # they describe the data, they are not it
-    return path.is_file() and path.name.endswith(SUFFIXES) and not about
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.is_file() and path.name.lower().endswith(SUFFIXES) and not (about or hidden)
 
 
 def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        yield from _json_lines(path)
-    elif path.suffix == ".json":
-        yield from _json_records(path)
-    elif path.suffix == ".parquet":
-        yield from _parquet_records(path)
-    elif path.suffix in (".txt", ".md"):
-        yield from _text_records(path, by_line)
-    else:
+    name = path.name.lower()
+    suffix = next((one for one in SUFFIXES if name.endswith(one)), None)
+    if suffix is None:
         raise ValueError(
             f"{path}: expected a file ending in {', '.join(SUFFIXES)}, "
             f"got {path.suffix or 'no suffix'!r}; rename or convert it"
         )
+    try:
+        if suffix == ".json":
+            yield from _json_records(path)
+        elif suffix == ".parquet":
+            yield from _parquet_records(path)
+        elif suffix in (".txt", ".md"):
+            yield from _text_records(path, by_line)
+        else:
+            yield from _json_lines(path)
+    # json, gzip, zlib and pyarrow do not know which file they are in
+    except (EOFError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as error:
+        if str(path) in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{path}: expected a whole {suffix} file, got one that cannot be read ({reason}); "
+            "copy or convert it again, or leave it out"
+        ) from error
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    opener = gzip.open if path.suffix == ".gz" else open
+    opener = gzip.open if path.suffix.lower() == ".gz" else open
     with opener(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -105,9 +126,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _load_json(where: str, text: bytes) -> Any:
     try:
         return json.loads(text)
-    except (
-        ValueError
-    ) as error:  # JSONDecodeError and UnicodeDecodeError do not know which file they are in
+    except (ValueError, RecursionError) as error:  # they do not know where they are
         raise ValueError(
             f"{where}: expected JSON in UTF-8, got {text[:40]!r}... ({error}); repair or remove it"
         ) from error
@@ -116,7 +135,7 @@ def _load_json(where: str, text: bytes) -> Any:
 def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as lines:
         filled = filter(None, map(bytes.strip, lines))
-        first, more = next(filled, b""), any(filled)
+        first, more = next(filled, b"").removeprefix(codecs.BOM_UTF8), any(filled)
     if first.startswith(b"{") and first.endswith(b"}") and more:
         yield from _json_lines(
             path
@@ -146,18 +165,10 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _text_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
-    lines = _text_lines(path)
-    texts = filter(str.strip, lines) if by_line else _paragraphs(lines)
-    for number, text in enumerate(texts, start=1):
-        yield f"{path} prompt {number}", {"text": text.strip()}
-
-
-def _text_lines(path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            yield from lines
-    except UnicodeDecodeError as error:  # it does not know which file it is in
-        raise ValueError(f"{path}: expected UTF-8 text, got {error}; convert the file") from error
+    with path.open(encoding="utf-8-sig") as lines:
+        texts = filter(str.strip, lines) if by_line else _paragraphs(lines)
+        for number, text in enumerate(texts, start=1):
+            yield f"{path} prompt {number}", {"text": text.strip()}
 
 
 def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
@@ -189,10 +200,17 @@ def _hub_records(source: str, split: str, *, streaming: bool) -> Iterator[tuple[
     name, _, config = source.partition(":")
     try:
         rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+        for number, record in enumerate(rows, start=1):
+            yield f"{source} [{split}] record {number}", record
     except FileNotFoundError as error:  # it speaks of the Hub only; the user may have meant a file
         raise ValueError(f"{_missing(Path(source))} ({error})") from error
-    for number, record in enumerate(rows, start=1):
-        yield f"{source} [{split}] record {number}", record
+    # a damaged file of the data set, or images whose decoder is not installed
+    except (datasets.exceptions.DatasetsError, ImportError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(
+            f"{source} [{split}]: expected a data set that can be read, got: {reason}; "
+            "give another one, or a file made of it"
+        ) from error
 
 
 def _check_installed(source: str | Path) -> None:

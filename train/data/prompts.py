@@ -17,6 +17,8 @@ Of a conversation only the system and user turns are kept: the target answers by
 tools="keep" the source's tool calls and their results stay too, as context: the target answers
 once the results are there. `read_conversations` keeps the answers.
 
+Only text is kept: images and other content parts are left out, which is said once.
+
 Plain text files hold one prompt per paragraph; without any blank line, one per line. With
 `prompt_words` each line is a prompt, cut to its first words: one long text becomes many openings
 for the target to continue.
@@ -25,6 +27,7 @@ for the target to continue.
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,11 +35,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftheads.train.data.prompt_files import Hub, describe, records
-from draftheads.train.data.turns import EmptyPromptError, Messages, Reading, as_text, read_turns
+from draftheads.train.data.turns import EmptyPromptError, Messages, Reading, read_turns
 
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Keys of a record that hold what no turn repeats."""
 
 AS_USUAL = Hub()
+
+logger = logging.getLogger("draftheads")
 
 __all__ = ["EmptyPromptError", "Hub", "Messages", "Prompt", "read_conversations", "read_prompts"]
 
@@ -75,7 +82,8 @@ def read_prompts(
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     rows = records(source, hub, limit, prompt_words is not None)
-    found = _parsed(rows, Reading(tools=tools), skip_empty)
+    reading = Reading(tools=tools)
+    found = _parsed(rows, reading, skip_empty)
     prompts = []
     for index, (where, messages, text) in enumerate(itertools.islice(found, limit)):
         if prompt_words is not None:
@@ -85,6 +93,7 @@ def read_prompts(
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
         )
+    _say_left_out(source, reading)
     return prompts
 
 
@@ -110,7 +119,14 @@ def read_conversations(
         conversations.append(messages)
     if not conversations:
         raise ValueError(f"{source}: expected at least one answer in a conversation, found none")
+    _say_left_out(source, reading)
     return conversations
+
+
+def _say_left_out(source: str | Path, reading: Reading) -> None:
+    if counts := +reading.left_out:
+        what = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        logger.warning("%s: text alone is kept; left out: %s", source, what)
 
 
 def _parsed(
@@ -146,27 +162,28 @@ def _parse(where: str, record: Any, reading: Reading) -> tuple[Messages | None, 
     if layout is None:
         raise ValueError(f"{where}: {_expected_layout()}, got {describe(record)}; rename the key")
     value = record[layout]
+    reading.left_out.update(key for key in MEDIA if record.get(key))
     if layout == "text":
-        return None, as_text(f"{where}, text", value)
+        return None, reading.asked(f"{where}, text", value)
     if layout == "turns":
         turns = _as_list(f"{where}, turns", value)
         value = [{"role": "user", "content": turn} for turn in turns]
     elif layout == "instruction":
-        value = [{"role": "user", "content": _instruction(where, record)}]
+        value = [{"role": "user", "content": _instruction(where, record, reading)}]
     elif isinstance(value, str) and layout == "prompt":
         value = [{"role": "user", "content": value}]
     turns = _as_list(f"{where}, {layout}", value)
     messages = read_turns(f"{where}, {layout}", turns, reading)
-    system = record.get("system")
-    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+    system = reading.text(f"{where}, system", record.get("system") or "")
+    if system.strip() and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return messages, None
 
 
-def _instruction(where: str, record: dict[str, Any]) -> str:
-    instruction = as_text(f"{where}, instruction", record["instruction"])
-    extra = record.get("input")
-    return f"{instruction}\n\n{extra}" if isinstance(extra, str) and extra.strip() else instruction
+def _instruction(where: str, record: dict[str, Any], reading: Reading) -> str:
+    instruction = reading.asked(f"{where}, instruction", record["instruction"])
+    extra = reading.text(f"{where}, input", record.get("input") or "")
+    return f"{instruction}\n\n{extra}" if extra.strip() else instruction
 
 
 def _as_list(where: str, value: Any) -> list[Any]:

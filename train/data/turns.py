@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
@@ -40,12 +41,37 @@ class Reading:
     """What of a conversation is kept beside system and user turns.
 
     tools: calls and results. answers: what the assistant said. reasoning: <think> ... </think> in
-    answers.
+    answers. left_out: counts what is not text, by its kind.
     """
 
     tools: Literal["keep", "drop"] = "drop"
     reasoning: Literal["keep", "drop"] = "keep"
     answers: bool = False
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def text(self, where: str, value: Any) -> str:
+        """A text, or the texts of OpenAI's content parts. Raises ValueError for anything else."""
+        if isinstance(value, list):
+            parts = [part if isinstance(part, dict) else {"text": part} for part in value]
+            for part in parts:
+                kind = str(part.get("type", "text"))
+                # data sets give all parts the same keys, null where a part has no text
+                self.left_out[kind] += not part.get("text") and "text" not in kind
+            value = [part["text"] for part in parts if part.get("text") is not None]
+            odd = next((text for text in value if not isinstance(text, str)), None)
+            value = odd if odd is not None else "".join(value)
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{where}: expected a string, got {describe(value)}; give the text itself"
+            )
+        return value
+
+    def asked(self, where: str, value: Any) -> str:
+        """As `text`; raises EmptyPromptError for an empty one."""
+        text = self.text(where, value)
+        if not text.strip():
+            raise EmptyPromptError(f"{where}: expected a question, got an empty string; {SKIP}")
+        return text
 
 
 def read_turns(where: str, turns: list[Any], reading: Reading) -> Messages:
@@ -65,17 +91,6 @@ def read_turns(where: str, turns: list[Any], reading: Reading) -> Messages:
     if not any(message["role"] == "user" for message in kept):
         raise EmptyPromptError(f"{where}: expected a user turn, found none; {SKIP}")
     return tuple(kept)
-
-
-def as_text(where: str, value: Any) -> str:
-    """A turn's text. Raises ValueError for what is none, EmptyPromptError for an empty one."""
-    if isinstance(value, list):  # OpenAI's content parts
-        value = "".join(part.get("text", "") for part in value if isinstance(part, dict))
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: expected a string, got {describe(value)}; give the text itself")
-    if not value.strip():
-        raise EmptyPromptError(f"{where}: expected a question, got an empty string; {SKIP}")
-    return value
 
 
 def with_tools(messages: Sequence[Message]) -> bool:
@@ -116,15 +131,16 @@ def _message(where: str, turn: Any, reading: Reading) -> Message | None:
     role = str(turn.get("role") or turn["from"]).lower()
     content = turn["content"] if "content" in turn else turn.get("value")
     if role in USER_ROLES:
-        return {"role": "user", "content": as_text(where, content)}
+        return {"role": "user", "content": reading.asked(where, content)}
     if role in SYSTEM_ROLES:
-        return {"role": "system", "content": as_text(where, content)} if content else None
+        text = "" if content is None else reading.text(where, content)
+        return {"role": "system", "content": text} if text.strip() else None
     if role in CALL_ROLES:
         return _calls(where, "", content) if reading.tools == "keep" else None
     if role in ANSWER_ROLES:
         return _answer(where, turn, content, reading)
     if role in RESULT_ROLES:
-        return _result(where, turn, content) if reading.tools == "keep" else None
+        return _result(where, turn, content, reading) if reading.tools == "keep" else None
     if role in THOUGHT_ROLES:
         return None
     raise ValueError(
@@ -137,7 +153,7 @@ def _answer(where: str, turn: Message, content: Any, reading: Reading) -> Messag
     calls = calls if reading.tools == "keep" else None
     if not (calls or reading.answers):
         return None
-    text = "" if not content else as_text(where, content)
+    text = "" if not content else reading.asked(where, content)
     if reading.reasoning == "drop":
         text = THOUGHT.sub("", text)
     if calls:
@@ -150,7 +166,7 @@ def _calls(where: str, text: str, value: Any) -> Message:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:  # it does not know where it is
+        except (ValueError, RecursionError) as error:  # they do not know where they are
             raise ValueError(
                 f"{where}: expected a tool call as JSON, got {value[:40]!r} ({error}); repair it, "
                 "or leave tools out"
@@ -173,16 +189,16 @@ def _call(name: str | None, function: Message) -> Message:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:  # a tool that takes plain text
+        except (ValueError, RecursionError):  # a tool that takes plain text
             arguments = {"input": arguments}
     function = {"name": function["name"], "arguments": arguments or {}}
     return {"id": name, "type": "function", "function": function}
 
 
-def _result(where: str, turn: Message, content: Any) -> Message:
+def _result(where: str, turn: Message, content: Any, reading: Reading) -> Message:
     if content is not None and not isinstance(content, str | list):
         content = json.dumps(content)
-    message = {"role": "tool", "content": as_text(where, content) if content else ""}
+    message = {"role": "tool", "content": reading.asked(where, content) if content else ""}
     return message | {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
 
 

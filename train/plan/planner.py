@@ -9,11 +9,16 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftheads.heads.placement import check_placement
+from draftheads.train.assemble import check_tokens
+from draftheads.train.checkpoint import newest
 from draftheads.train.contents import SHARD_BYTES
+from draftheads.train.judge import check_judge
 from draftheads.train.plan.activations import activation_bytes
 from draftheads.train.plan.machine import device_memory, resident
 from draftheads.train.plan.needs import Disk, Duration, Memory
@@ -23,6 +28,8 @@ from draftheads.train.plan.sizes import ENGINES, FEATURE_BYTES, Launch, count_si
 from draftheads.train.plan.trial import ALONE, JOINT, Trial
 from draftheads.train.plan.workload import Steps, Workload, plan_steps, read_workload
 from draftheads.train.recipe import Recipe
+from draftheads.train.state import check_same_run, read_state
+from draftheads.train.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,11 @@ def make_plan(recipe: Recipe, launch: Launch, *, probe: bool = True, clock: str 
             f"--engine: expected ddp, zero1 or zero2 with an adapter, got {launch.engine}, which "
             "would divide matrices that the target reads between the heads' forwards"
         )
+    _refuse(recipe, launch)
     sizes = count_sizes(recipe)
     work = read_workload(recipe, sizes.target.context)
+    largest = max((max(answer.tokens) for answer in work.answers), default=0)
+    check_tokens(recipe, largest, sizes.target.vocabulary)
     steps = plan_steps(recipe, work, launch.processes)
     activations = activation_bytes(recipe, sizes, work.length)
     found, reason = None, "--no-probe was given"
@@ -118,6 +128,27 @@ def make_plan(recipe: Recipe, launch: Launch, *, probe: bool = True, clock: str 
         reason=reason,
         busy=busy,
     )
+
+
+def _refuse(recipe: Recipe, launch: Launch) -> None:
+    """What the trainer refuses before it loads anything."""
+    check_trackers(recipe.run.trackers)
+    check_judge(recipe, lambda said: None)
+    check_placement(recipe.target_placement, recipe.target_bits, launch.processes)
+    place = _existing(recipe.run.output)
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ValueError(
+            f"{recipe.run.output}: expected a folder that can be written, {place} is not one; "
+            "give another run.output"
+        )
+    checkpoint, _ = newest(recipe.run.output)
+    if checkpoint:
+        check_same_run(checkpoint, read_state(checkpoint), recipe.model_dump(mode="json"))
+
+
+def _existing(path: Path) -> Path:
+    """A path, or the nearest of its parents that is there."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
 def _probe(prober: Prober, activations: int) -> tuple[Probe | None, str]:
@@ -167,9 +198,6 @@ class _Planner:
     def disk(self, trial: Trial | None) -> Disk:
         """Checkpoints as the probe wrote them, or as counted."""
         run = self.recipe.run
-        place = run.output.absolute()
-        while not place.exists():
-            place = place.parent
         most = run.keep + 2  # the best one may be older, and one is being written
         return Disk(
             checkpoint=trial.checkpoint if trial else self.sizes.checkpoint,
@@ -177,7 +205,7 @@ class _Planner:
             features=self._stored_features(),
             allowed=int(self.recipe.features.disk_gb * 1e9),
             data=self.work.stored,
-            free=shutil.disk_usage(place).free,
+            free=shutil.disk_usage(_existing(run.output)).free,
         )
 
     def duration(self, trial: Trial, probe: Probe) -> Duration:
