@@ -18,12 +18,13 @@ from draftheads.scripts.options import (
     Seed,
     TargetName,
     Temperature,
+    Threads,
     TopK,
     TopP,
+    choose_threads,
     load_head,
     load_target,
     rule,
-    set_threads,
 )
 
 Card = Annotated[bool, typer.Option("--card", help="write the figures into the head's model card")]
@@ -62,7 +63,7 @@ def bench(
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
+    threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
     """Measure heads against `generate` and against this engine without drafts, in one process."""
@@ -71,9 +72,9 @@ def bench(
     from draftheads.infer.report import print_report
     from draftheads.scripts import journey
 
-    set_threads(threads)
     journey.check_outputs([json_out, plot], head if card else [])
     model = load_target(target, dtype, device, revision, head)
+    choose_threads(threads, model)
     names = journey.head_names(head)
     loaded = [load_head(source, model) for source in head]
     heads = journey.with_trees(dict(zip(names, loaded, strict=True)), tree or ())
@@ -109,7 +110,7 @@ def chat(
     ] = False,
     dtype: Dtype = "auto",
     device: Device = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
+    threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
     """Talk with the target, its answers sped up by the heads."""
@@ -119,9 +120,9 @@ def chat(
     from draftheads.infer.chat import chat as run
     from draftheads.infer.engine import Speculator
 
-    set_threads(threads)
     name, revision = (target, None) if target else head_target(head)
     model = load_target(name, dtype, device, revision, [head])
+    choose_threads(threads, model)
     drafts = load_head(head, model)
     shape = parse_tree(tree) if tree else drafts.tree
     run(

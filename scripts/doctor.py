@@ -19,10 +19,11 @@ from draftheads.scripts.options import (
     Seed,
     TargetName,
     Temperature,
+    Threads,
+    choose_threads,
     load_head,
     load_target,
     rule,
-    set_threads,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def doctor(
     json_out: Annotated[Path | None, typer.Option("--json", help="write the findings here")] = None,
     dtype: Dtype = "auto",
     device: Device = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
+    threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
     """Say why few drafts are accepted: what is wrong, the number that shows it, and the next step.
@@ -61,8 +62,8 @@ def doctor(
     from draftheads.train.doctor.diagnose import diagnose
     from draftheads.train.doctor.evidence import Case
 
-    set_threads(threads)
     model = load_target(target, dtype, device, heads=[head])
+    choose_threads(threads, model)
     heads, facts = _read_head(head, model)
     documents, manifest = _read_data(data or _recorded(facts), model)
     if prompts:

@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -20,6 +22,17 @@ if TYPE_CHECKING:
     from draftheads.heads.target import Target
     from draftheads.infer.accept import Acceptance
 
+THREAD_TRIALS, LONG_FORWARD, WORTH_A_THREAD = 7, 0.2, 1.15
+"""Forwards with either number of threads; seconds after which one trial is enough; the speedup
+below which further threads only take cores from others.
+"""
+
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", min=1, help="CPU threads; default: all, or one where decoding gains no more"
+    ),
+]
 TargetName = Annotated[str, typer.Option("--target", help="target model: a folder or a Hub id")]
 MaybeTarget = Annotated[
     str | None, typer.Option("--target", help="target model; default: the one the head records")
@@ -170,6 +183,32 @@ def set_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def choose_threads(threads: int | None, target: Target, rows: int = 1) -> None:
+    """As many CPU threads as the user has chosen (`--threads`, OMP_NUM_THREADS). Otherwise one,
+    where forwards of `rows` tokens, measured here, gain little by more: they would only take cores
+    from others. Models that take long keep all threads.
+    """
+    import torch
+
+    set_threads(threads)
+    available = torch.get_num_threads()
+    if threads or available == 1 or "OMP_NUM_THREADS" in os.environ or target.device.type != "cpu":
+        return
+    tokens_B1 = torch.zeros(rows, 1, dtype=torch.long)
+    seconds: dict[int, list[float]] = {1: [], available: []}
+    with torch.inference_mode():
+        for _ in range(THREAD_TRIALS):
+            for count, measured in seconds.items():
+                torch.set_num_threads(count)
+                began = time.perf_counter()
+                target.model(tokens_B1, use_cache=False)
+                measured.append(time.perf_counter() - began)
+            if seconds[available][-1] > LONG_FORWARD:
+                return
+    gain = median(seconds[1]) / median(seconds[available])
+    torch.set_num_threads(1 if gain < WORTH_A_THREAD else available)
 
 
 @contextmanager

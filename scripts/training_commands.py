@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from draftheads.scripts.options import Threads, set_threads
 
 
 def plan(
@@ -20,6 +23,7 @@ def plan(
     engine: Annotated[
         str, typer.Option(help="what divides the head: ddp, zero1, zero2, zero3, fsdp2")
     ] = "ddp",
+    threads: Threads = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
     """Predict memory, disk and time of a recipe before anything is loaded: from shapes, and from a
@@ -32,6 +36,8 @@ def plan(
     from draftheads.train.plan.sizes import Launch
     from draftheads.train.recipe import load_recipe
 
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the process that takes the steps
     transformers.logging.disable_progress_bar()
     launch = Launch.here(processes, engine)
     made = make_plan(load_recipe(recipe, overrides or []), launch, probe=not no_probe)
@@ -43,6 +49,7 @@ def plan(
 def train(
     recipe: Annotated[Path, typer.Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value ...")] = None,
+    threads: Threads = None,
 ) -> None:
     """Train heads of any kind in this process (a recipe without head.kind: Medusa heads).
 
@@ -51,6 +58,7 @@ def train(
     """
     from draftheads.train.entry import train as run
 
+    set_threads(threads)
     raise typer.Exit(run(str(recipe), overrides or [], "medusa"))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from tiny_chat import llama
 from tiny_targets import random_model
@@ -16,7 +19,7 @@ from tiny_targets import random_model
 from draftheads.heads.hub import HEADS as KINDS
 from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
-from draftheads.scripts import cli
+from draftheads.scripts import cli, options
 from draftheads.train.adapter_choices import AdapterChoices
 from draftheads.train.choices import HEAD_MODELS
 from draftheads.train.recipe import Recipe
@@ -367,3 +370,41 @@ def test_help_waits_for_no_library():
 def test_options_that_do_not_exist(run):
     assert run("frobnicate")[0] == 2
     assert run("distill", "--target", "x")[0] == 2
+
+
+@pytest.mark.parametrize(("chosen", "policy"), [(None, "PASSIVE"), ("active", "active")])
+def test_threads_sleep_while_they_wait_unless_the_user_has_chosen(chosen, policy):
+    """The policy is set before torch, whose OpenMP reads it once, is loaded."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": chosen} if chosen else {}
+    line = (
+        "import atexit, os, sys; from draftheads.scripts import cli; assert 'torch' not in "
+        "sys.modules; sys.argv = ['draftheads', '--version']; "
+        "atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'])); cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", line], env=environment, capture_output=True)
+    assert done.stdout.decode().splitlines()[-1] == policy
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds", "chosen"),
+    [(None, {1: 1.0, 4: 1.0}, 1), (None, {1: 1.0, 4: 0.5}, 4), (3, {1: 1.0, 4: 1.0}, 3)],
+)
+def test_one_thread_decodes_where_more_gain_nothing(monkeypatch, given, seconds, chosen):
+    """Measured on a clock of the test's own."""
+    clock, threads = [0.0], [4]
+
+    def forward(tokens_B1, use_cache):
+        clock[0] += 0.01 * seconds[threads[0]]
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
+    monkeypatch.setattr(options.time, "perf_counter", lambda: clock[0])
+    target = SimpleNamespace(model=forward, device=torch.device("cpu"))
+    options.choose_threads(given, target)
+    assert threads == [chosen]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    threads[0] = 4
+    options.choose_threads(None, target)
+    assert threads == [4], "the user has chosen"

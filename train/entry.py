@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None, kind: Kind, help_text: str) -> int:
 
     kind: of the head, where the recipe does not say it. help_text: for -h and for no arguments.
     """
+    wait_passively()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         if _speaks():
@@ -63,6 +64,13 @@ def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
     if _speaks():
         print(_ending(outcome))
     return 0 if outcome.finished else INTERRUPTED
+
+
+def wait_passively() -> None:
+    """Let OpenMP's threads sleep while they wait, unless the user has chosen. Spinning ones make
+    everything ten times slower once another process wants a core. To be called before torch loads.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @contextmanager
