@@ -131,7 +131,8 @@ class Speculator:
         once it is done.
         """
         limits = [self._limit(prompt, max_new_tokens) for prompt in prompts]
-        rows = [_Row(self.target, limit, stop) for limit in limits]
+        pairs = zip(prompts, limits, strict=True)
+        rows = [_Row(self.target, prompt, limit, stop) for prompt, limit in pairs]
         return self._decode(prompts, rows, sampling or Greedy())
 
     @torch.inference_mode()
@@ -151,9 +152,13 @@ class Speculator:
             start = self._clock()
             tree = drafter.propose(committed)
             drafted = self._clock()
+            target.recompute({b: r.text for b, r in enumerate(rows) if not r.finish}, cache)
             out = target.verify(tree, cache, drafter.feature_layers)
             accepted = accept(out.logits_BNV, tree)
-            counts = [0 if r.finish else n for r, n in zip(rows, accepted.counts, strict=True)]
+            counts = [
+                0 if r.finish else min(n, target.room(len(r.text)))
+                for r, n in zip(rows, accepted.counts, strict=True)
+            ]
             cache.keep(accepted.path_BA, counts, in_place=accepted.in_place)
             committed = _commit(tree, out, accepted, counts)
             new = committed.tokens_BA.tolist()
@@ -188,10 +193,12 @@ class Speculator:
 
 
 class _Row:
-    """One row's output so far: where it is cut, and why it ended."""
+    """One row's text so far, prompt included: where its output is cut, and why it ended."""
 
-    def __init__(self, target: Target, limit: int, stop: Collection[str]) -> None:
-        self.limit = limit
+    def __init__(
+        self, target: Target, prompt: Sequence[int], limit: int, stop: Collection[str]
+    ) -> None:
+        self.text, self.limit = list(prompt), limit
         self.finish: str | None = None
         self._left = limit
         self._eos = frozenset(target.eos_ids)
@@ -200,6 +207,7 @@ class _Row:
     def take(self, tokens: Sequence[int]) -> list[int]:
         """The part of `tokens` that still belongs to the output."""
         for place, token in enumerate(tokens, start=1):
+            self.text.append(token)
             self._left -= 1
             if token in self._eos:
                 self.finish = "eos"
