@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+ROOM = 1024
+"""Slots for new tokens where nobody knows how many there will be."""
 GROWTH = 1.5
 """A cache that turns out too small grows by this factor."""
 

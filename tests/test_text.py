@@ -85,7 +85,7 @@ def test_special_tokens_are_not_shown_unless_asked_for():
 
 
 def completed_at(tokenizer, stop: list[str], text: str) -> int | None:
-    stops = StopStrings(tokenizer, stop)
+    stops = StopStrings(tokenizer, stop, ())
     tokens = tokenizer(text)["input_ids"]
     hits = [place for place, token in enumerate(tokens) if stops.completed_by(token)]
     return hits[0] if hits else None
@@ -110,12 +110,12 @@ def test_stop_strings_of_different_lengths_and_of_many_bytes():
 @pytest.mark.parametrize("stop", ["a string", [""], ["x", ""]])
 def test_stop_strings_must_be_a_list_of_strings(stop):
     with pytest.raises(ValueError, match="list of non-empty strings"):
-        StopStrings(byte_tokenizer(), stop)
+        StopStrings(byte_tokenizer(), stop, ())
 
 
 def test_stop_strings_need_a_tokenizer():
     with pytest.raises(ValueError, match="no"):
-        StopStrings(None, ["x"])
+        StopStrings(None, ["x"], ())
 
 
 def test_a_conversation_is_rendered_ready_for_the_answer():
