@@ -87,7 +87,7 @@ def random_model(name: str) -> Any:
 
 
 def scaled_up(model: Any) -> Any:
-    """The model with greater weights; and without an end token, so that runs have a known length."""
+    """The model with greater weights, and without end token, so that runs have a known length."""
     model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
