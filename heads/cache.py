@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+ROOM = 1024
+"""Slots for new tokens where nobody knows how many there will be."""
 GROWTH = 1.5
 """A cache that turns out too small grows by this factor."""
 
@@ -217,3 +219,10 @@ class SlotCache(Cache):  # type: ignore[misc]
                 if layer.is_initialized:
                     layer.move(source_BA.to(layer.device), target_BA.to(layer.device))
         self.table.advance(counts)
+
+    def copy_row(self, row: int, other: SlotCache) -> None:
+        """Take what this row holds from the one row of `other`, which has the same text."""
+        length = self.table.lengths[row]
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            for store, copied in zip(layer._stores, source._stores, strict=True):
+                store[:, row, :, :length] = copied[:, 0, :, :length]

@@ -13,12 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.base import Committed
-from draftheads.heads.cache import SlotCache, SlotLayer, SlotTable
+from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
 from draftheads.heads.decoder import Memory, Rope
 from draftheads.heads.target import PREFILL_CHUNK
-
-ROOM = 1024
-"""Slots that a cache has behind its first commit, before it must grow."""
 
 
 class Reader(Protocol):

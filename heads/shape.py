@@ -10,7 +10,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import accumulate, product
+from operator import mul
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from draftheads.heads.tree import Topology
 
 Path = tuple[int, ...]
+MOST_NODES = 4096
+"""More are never worth verifying, and would need gigabytes for the mask among them."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class TreeShape:
 
     def __post_init__(self) -> None:
         paths = tuple(tuple(map(int, path)) for path in self.paths)
+        _check_size(len(paths))
         place = {path: number for number, path in enumerate(paths)}
         if any(place.get(path[:-1], -1) > number for number, path in enumerate(paths)):
             paths = tuple(sorted(paths, key=_by_depth))
@@ -58,6 +62,7 @@ class TreeShape:
         """The full expansion <k1, k2, ...>: every node at depth d - 1 has the k_d best children."""
         if any(width < 1 for width in widths):
             raise ValueError(f"tree widths {list(widths)}: each must be 1 or more")
+        _check_size(sum(accumulate(widths, mul)))
         levels = (
             product(*(range(width) for width in widths[:depth]))
             for depth in range(1, len(widths) + 1)
@@ -201,6 +206,7 @@ class DynamicTree:
     def __post_init__(self) -> None:
         if min(self.draft_nodes, self.depth, self.top_k) < 1:
             raise ValueError(f"{self}: expected 1 or more of each")
+        _check_size(max(self.draft_nodes, self.depth, self.top_k))
         candidates = self.top_k + (self.depth - 1) * self.top_k**2
         if self.draft_nodes > candidates:
             raise ValueError(
@@ -238,6 +244,11 @@ Tree = TreeShape | DynamicTree
 """What a drafter fills: a fixed tree of ranks, or one that follows its probabilities."""
 
 
+def _check_size(nodes: int) -> None:
+    if nodes > MOST_NODES:
+        raise ValueError(f"a tree of {nodes} draft nodes: expected {MOST_NODES} at the most")
+
+
 def path_counts(ranks_MK: Tensor) -> Counter[Path]:
     """How often each path of ranks was right; ranks_MK as in `TreeShape.most_frequent`."""
     counts: Counter[Path] = Counter()
@@ -250,10 +261,16 @@ def path_counts(ranks_MK: Tensor) -> Counter[Path]:
 
 
 def tree_from_json(value: Any) -> Tree:
-    """A tree as `to_json` wrote it."""
+    """A tree as `to_json` wrote it. Raises ValueError for anything else."""
     if isinstance(value, dict):
-        return DynamicTree(**value)
-    return TreeShape(tuple(map(tuple, value)))
+        if value.keys() <= {"draft_nodes", "depth", "top_k"} and _whole(value.values()):
+            return DynamicTree(**value)
+    elif _are_paths(value):
+        return TreeShape(tuple(map(tuple, value)))
+    raise ValueError(
+        f"tree {value!r:.200}: expected paths of ranks like [[0],[0,0],[1]], or draft_nodes, depth "
+        "and top_k, whole numbers"
+    )
 
 
 def parse_tree(text: str) -> Tree:
@@ -266,27 +283,35 @@ def parse_tree(text: str) -> Tree:
     if "=" in text:
         return _parse_dynamic(text)
     try:
-        value = json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"tree {text!r}: expected widths like 4,2,1, paths like [[0],[0,0]], or "
-            f"nodes=16,depth=5,top_k=4; {error.msg}"
-        ) from error
-    return TreeShape.from_widths(value) if _is_flat(value) else TreeShape(tuple(map(tuple, value)))
+        value: Any = json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
+    except (ValueError, RecursionError):
+        value = None
+    if value and _whole(value):
+        return TreeShape.from_widths(value)
+    if value and _are_paths(value):
+        return tree_from_json(value)
+    raise ValueError(
+        f"tree {text!r:.200}: expected widths like 4,2,1, paths like [[0],[0,0]], or "
+        "nodes=16,depth=5,top_k=4"
+    )
 
 
 def _parse_dynamic(text: str) -> DynamicTree:
     names = {"nodes": "draft_nodes", "depth": "depth", "top_k": "top_k"}
     parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
-    if any(name not in names or not value.isdigit() for name, _, value in parts):
+    if any(name not in names or not value.isdecimal() for name, _, value in parts):
         raise ValueError(
             f"tree {text!r}: expected nodes=16,depth=5,top_k=4 (whole numbers, any of the three)"
         )
     return DynamicTree(**{names[name]: int(value) for name, _, value in parts})
 
 
-def _is_flat(value: Iterable[object]) -> bool:
-    return all(isinstance(item, int) for item in value)
+def _whole(numbers: Iterable[object]) -> bool:
+    return all(type(number) is int for number in numbers)
+
+
+def _are_paths(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(p, list) and _whole(p) for p in value)
 
 
 def _by_depth(path: Path) -> tuple[int, Path]:

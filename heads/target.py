@@ -6,7 +6,7 @@ Legend: B batch, T tokens, N tree nodes, S cache slots, D feature width, V vocab
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.base import Batch
 from draftheads.heads.cache import SlotCache
+from draftheads.heads.longrope import LongRope, document_lengths
 from draftheads.heads.masks import MaskBuilder, refuse_unsupported
 from draftheads.heads.placement import Bits, Placement, load_model
 from draftheads.heads.tree import TokenTree
@@ -73,6 +74,7 @@ class Target:
         self.eos_ids = _as_tuple(model.generation_config.eos_token_id)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = MaskBuilder(model)
+        self._longrope = LongRope(model)
         self._unembedding = Unembedding(model, self.name)
 
     @classmethod
@@ -160,6 +162,7 @@ class Target:
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
         tokens_BT = tokens_BT.to(self.device)
+        texts_B1 = torch.tensor(lengths, device=self.device)[:, None]
         logits: list[Tensor | None] = [None] * len(prompts)
         features: list[Tensor] = []
         for start in range(0, max(lengths), PREFILL_CHUNK):
@@ -170,7 +173,8 @@ class Target:
             }
             keep = sorted(set(ends.values())) or [0]
             depths_1N = torch.arange(width, device=self.device)[None]
-            out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
+            with self._longrope.factors(texts_B1):
+                out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
             for row, end in ends.items():
                 logits[row] = out.logits_BNV[row, keep.index(end)]
             if out.features_BND is not None:
@@ -184,7 +188,25 @@ class Target:
         follow.
         """
         ancestors_BNN = tree.ancestors() if tree.tokens_BN.shape[1] > 1 else None
-        return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
+        with self._longrope.factors(cache.table.lengths_B[:, None], tree.depths() + 1):
+            return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
+
+    def room(self, text: int) -> int:
+        """How many tokens a text of so many, the newest one included, may grow before `recompute`
+        must see it.
+        """
+        crossing = self._longrope.crossing
+        return crossing + 1 - text if crossing and text <= crossing else self.context
+
+    def recompute(self, texts: Mapping[int, Sequence[int]], cache: SlotCache) -> None:
+        """Compute rows of `cache` anew where `generate` does (LongRoPE, whose factors change with
+        the length of the text). texts: of each row to look at, its newest token included.
+        """
+        for row, text in texts.items():
+            if len(text) - 1 == self._longrope.crossing:
+                alone = self.new_cache(1, len(text))
+                self.prefill([text], alone, ())
+                cache.copy_row(row, alone)
 
     @torch.no_grad()
     def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
@@ -197,12 +219,13 @@ class Target:
 
     def states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         """As `features`, with the gradients of an adapter that learns."""
-        out = self.model.get_decoder()(
-            batch.tokens_BT,
-            position_ids=batch.positions_BT,
-            use_cache=False,
-            output_hidden_states=list(layers),
-        )
+        with self._longrope.factors(document_lengths(batch.positions_BT)):
+            out = self.model.get_decoder()(
+                batch.tokens_BT,
+                position_ids=batch.positions_BT,
+                use_cache=False,
+                output_hidden_states=list(layers),
+            )
         states_BTD = self._concatenate(out.hidden_states, layers)
         return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
 

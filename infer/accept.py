@@ -6,6 +6,7 @@ on tensors, and all accept the root (node 0), which is committed already.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +20,9 @@ from transformers import (
 )
 
 from draftheads.heads.tree import TokenTree
+
+LEAST_TEMPERATURE = 1e-5
+"""Below it sampling is greedy in all but name, until logits overflow and nothing is drawn."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,11 @@ class Sampled:
     _random: _Random = field(default_factory=lambda: _Random(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ValueError(
-                f"temperature {self.temperature}: expected above 0; use Greedy() for 0"
-            )
+        check_temperature(self.temperature)
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p}: expected from 0 to 1; 1 keeps all tokens")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k {self.top_k}: expected a whole number; 0 keeps all tokens")
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         return follow(tree, self.choose(logits_BNV))
@@ -148,9 +153,10 @@ class Typical:
     _random: _Random = field(default_factory=lambda: _Random(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
+        check_temperature(self.temperature)
+        if not (0 <= self.epsilon <= 1 and 0 <= self.delta < math.inf):
             raise ValueError(
-                f"temperature {self.temperature}: expected above 0; use Greedy() for 0"
+                f"epsilon {self.epsilon}, delta {self.delta}: expected a probability, and 0 or more"
             )
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
@@ -190,6 +196,15 @@ class Typical:
         entropy = -(p * logp.nan_to_num(neginf=0.0)).sum(-1, keepdim=True)
         typical = p > (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
         return logp, typical.scatter(-1, logits.argmax(-1, keepdim=True), True)
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError for one by which logits cannot be divided."""
+    if not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            f"temperature {temperature}: expected above 0, {LEAST_TEMPERATURE} or more; use "
+            "Greedy() for 0"
+        )
 
 
 def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:

@@ -82,11 +82,11 @@ def stream_answer(
     """Generate and print one answer, as far as Ctrl-C lets it come; cut to the context's room."""
     target = speculator.target
     answer, start = Answer(), perf_counter()
-    stream = TextStream(target.tokenizer)
-    if not has_template(target.tokenizer):
-        stream.feed(prompt)  # the first word of a continuation depends on what stands before it
-    room = target.context - len(prompt)
-    limit = min(room, options.max_new_tokens or room)
+    before = () if has_template(target.tokenizer) else prompt
+    stream = TextStream(target.tokenizer, after=before)
+    limit = options.max_new_tokens
+    if limit is not None:
+        limit = min(limit, target.context - len(prompt))
 
     def write(text: str, style: str | None = None) -> None:
         answer.text += text

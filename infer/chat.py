@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import jinja2
 from rich.console import Console
 
 from draftheads.heads.target import Target
@@ -143,9 +142,9 @@ class History:
         return encode_prompt(self.target.tokenizer, [*self._system, *messages, asked])
 
     def _check_template(self) -> None:
-        try:  # some templates refuse the role, with an error that speaks of jinja
+        try:  # some templates refuse the role
             self._encode([], "Hello")
-        except jinja2.TemplateError as error:
+        except ValueError as error:
             raise ValueError(
                 f"the chat template of {self.target.name} takes no system prompt ({error}); "
                 "put it into your first message"

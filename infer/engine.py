@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.base import Committed, Drafter, DraftHead
+from draftheads.heads.cache import ROOM
 from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import TokenTree
@@ -109,10 +110,11 @@ class Speculator:
     ) -> Iterator[Step]:
         """Continue one prompt (token ids), one Step per forward.
 
-        Ends after exactly `max_new_tokens` (default: the rest of the context), after an EOS of the
-        target's generation config, which is the last token yielded, or after the token that
-        completes a `stop` string. Raises ValueError, before anything is computed, when prompt and
-        new tokens exceed the target's context.
+        Ends after exactly `max_new_tokens` (default: the rest of the context; then the cache grows
+        with the text), after an EOS of the target's generation config, which is the last token
+        yielded, or after the token that completes a `stop` string. Raises ValueError, before
+        anything is computed, for ids that the target does not know, and when prompt and new tokens
+        exceed its context.
         """
         batch = self.generate_batch(
             [prompt], sampling=sampling, max_new_tokens=max_new_tokens, stop=stop
@@ -130,16 +132,25 @@ class Speculator:
         """Continue several prompts of any lengths together; each item holds one Step per row, None
         once it is done.
         """
+        if not len(prompts):
+            raise ValueError("no prompts: expected one or more")
         limits = [self._limit(prompt, max_new_tokens) for prompt in prompts]
-        rows = [_Row(self.target, limit, stop) for limit in limits]
-        return self._decode(prompts, rows, sampling or Greedy())
+        prompts = [list(map(int, prompt)) for prompt in prompts]
+        pairs = zip(prompts, limits, strict=True)
+        rows = [_Row(self.target, prompt, limit, stop) for prompt, limit in pairs]
+        reserved = ROOM if max_new_tokens is None else max_new_tokens
+        return self._decode(prompts, rows, sampling or Greedy(), reserved)
 
     @torch.inference_mode()
     def _decode(
-        self, prompts: Sequence[Sequence[int]], rows: list[_Row], accept: Acceptance
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: list[_Row],
+        accept: Acceptance,
+        reserved: int,
     ) -> Iterator[list[Step | None]]:
         target, drafter = self.target, self._new_drafter()
-        capacity = max(len(p) + row.limit for p, row in zip(prompts, rows, strict=True))
+        capacity = min(max(map(len, prompts)) + reserved, target.context)
         cache = target.new_cache(len(prompts), capacity + self.tree.nodes)
         clock = self._clock()
         prefilled = target.prefill(prompts, cache, drafter.feature_layers)
@@ -151,9 +162,13 @@ class Speculator:
             start = self._clock()
             tree = drafter.propose(committed)
             drafted = self._clock()
+            target.recompute({b: r.text for b, r in enumerate(rows) if not r.finish}, cache)
             out = target.verify(tree, cache, drafter.feature_layers)
             accepted = accept(out.logits_BNV, tree)
-            counts = [0 if r.finish else n for r, n in zip(rows, accepted.counts, strict=True)]
+            counts = [
+                0 if r.finish else min(n, target.room(len(r.text)))
+                for r, n in zip(rows, accepted.counts, strict=True)
+            ]
             cache.keep(accepted.path_BA, counts, in_place=accepted.in_place)
             committed = _commit(tree, out, accepted, counts)
             new = committed.tokens_BA.tolist()
@@ -165,14 +180,21 @@ class Speculator:
             raise ValueError(
                 "the prompt is empty: expected one token or more (a BOS token will do)"
             )
+        known = self.target.model.get_input_embeddings().weight.shape[0]
+        strange = [t for t in prompt if not _is_whole(t) or not 0 <= t < known]
+        if strange:
+            raise ValueError(
+                f"prompt: expected token ids of {self.target.name}, whole numbers from 0 to "
+                f"{known - 1}, got {strange[0]!r}; encode it with the target's own tokenizer"
+            )
         if length >= context:
             raise ValueError(
                 f"the prompt has {length} tokens, the context of {self.target.name} "
                 f"only {context}; shorten the prompt"
             )
         limit = context - length if max_new_tokens is None else max_new_tokens
-        if limit < 1:
-            raise ValueError(f"max_new_tokens is {limit}; expected 1 or more")
+        if not _is_whole(limit) or limit < 1:
+            raise ValueError(f"max_new_tokens: expected 1 or more, a whole number, got {limit!r}")
         if length + limit > context:
             raise ValueError(
                 f"prompt ({length} tokens) and max_new_tokens ({limit}) exceed the context of "
@@ -188,18 +210,21 @@ class Speculator:
 
 
 class _Row:
-    """One row's output so far: where it is cut, and why it ended."""
+    """One row's text so far, prompt included: where its output is cut, and why it ended."""
 
-    def __init__(self, target: Target, limit: int, stop: Collection[str]) -> None:
-        self.limit = limit
+    def __init__(
+        self, target: Target, prompt: Sequence[int], limit: int, stop: Collection[str]
+    ) -> None:
+        self.text, self.limit = list(prompt), limit
         self.finish: str | None = None
         self._left = limit
         self._eos = frozenset(target.eos_ids)
-        self._stop = StopStrings(target.tokenizer, stop) if stop else None
+        self._stop = StopStrings(target.tokenizer, stop, prompt) if stop or stop == "" else None
 
     def take(self, tokens: Sequence[int]) -> list[int]:
         """The part of `tokens` that still belongs to the output."""
         for place, token in enumerate(tokens, start=1):
+            self.text.append(token)
             self._left -= 1
             if token in self._eos:
                 self.finish = "eos"
@@ -210,6 +235,11 @@ class _Row:
             if self.finish:
                 return list(tokens[:place])
         return list(tokens)
+
+
+def _is_whole(number: object) -> bool:
+    """Of integers, numpy's and torch's among them; not of bools."""
+    return hasattr(number, "__index__") and not isinstance(number, bool)
 
 
 def _steps(

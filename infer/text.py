@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import jinja2
+
 REPLACEMENT = "�"
 """What decoders write for a character whose bytes are not complete yet."""
+CONTEXT = 8
+"""Tokens that decide how the next one is decoded."""
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
@@ -14,21 +18,32 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> lis
     answer.
 
     A tokenizer without chat template gets the messages' contents, separated by line breaks. Raises
-    ValueError when there is no tokenizer or nothing to encode.
+    ValueError when there is no tokenizer or nothing to encode, and for what the template or the
+    tokenizer does not take.
     """
     if tokenizer is None:
         raise ValueError(
             "the target folder has no tokenizer; pass token ids, or add tokenizer.json"
         )
-    if isinstance(prompt, str):
-        ids = list(tokenizer(prompt)["input_ids"])
-    elif getattr(tokenizer, "chat_template", None):
-        rendered = tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-        ids = list(rendered["input_ids"])
-    else:
-        ids = list(tokenizer("\n".join(message["content"] for message in prompt))["input_ids"])
+    try:  # each of these is about the prompt, in words of jinja or of the tokenizer's bindings
+        if isinstance(prompt, str):
+            ids = list(tokenizer(prompt)["input_ids"])
+        elif getattr(tokenizer, "chat_template", None):
+            rendered = tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+            ids = list(rendered["input_ids"])
+        else:
+            ids = list(tokenizer("\n".join(message["content"] for message in prompt))["input_ids"])
+    except jinja2.TemplateError as error:
+        raise ValueError(
+            f"expected a conversation that the chat template takes, it says: {error}; change the "
+            "messages, or the template"
+        ) from error
+    except (TypeError, UnicodeError) as error:
+        raise ValueError(
+            f"expected a prompt of valid text, got {prompt!r:.80} ({error}); repair it"
+        ) from error
     if not ids:
         raise ValueError("the prompt is empty: expected some text")
     return ids
@@ -37,17 +52,20 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> lis
 class TextStream:
     """Decodes a growing list of tokens; gives out text as soon as its characters are complete.
 
-    Only the last few tokens are decoded again, so the cost per token does not grow with the text.
+    after: tokens that came before, on which the space before the first word depends. Only the last
+    few tokens are decoded again, so the cost per token does not grow with the text.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, *, after: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._tokens: list[int] = []
+        self._tokens = list(after[-CONTEXT:])
         self._from = (
             0  # decoding restarts here, a few tokens back, so that spaces between words are right
         )
-        self._upto = 0  # tokens before this one are given out already
+        self._upto = len(self._tokens)  # tokens before this one are given out already
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete ("" while a character is still open)."""
@@ -72,20 +90,20 @@ class TextStream:
 
 
 class StopStrings:
-    """Tells which token completes one of the stop strings.
+    """Tells which token after `prompt` completes one of the stop strings.
 
     Raises ValueError for an empty stop string or a target without tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, stop: Collection[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: Collection[str], prompt: Sequence[int]) -> None:
         if tokenizer is None:
             raise ValueError("stop strings need a tokenizer; this target has none")
-        if isinstance(stop, str) or not all(stop):
+        if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
             raise ValueError(f"stop: expected a list of non-empty strings, got {stop!r}")
         self._stop = tuple(stop)
         self._reach = max(map(len, stop))
         self._text = ""
-        self._stream = TextStream(tokenizer, skip_special_tokens=False)
+        self._stream = TextStream(tokenizer, after=prompt, skip_special_tokens=False)
 
     def completed_by(self, token: int) -> bool:
         """True when the text up to this token contains a stop string."""

@@ -238,3 +238,24 @@ def test_a_seed_repeats_the_output():
 def test_temperature_zero_points_to_greedy(rule):
     with pytest.raises(ValueError, match=r"use Greedy\(\)"):
         rule(temperature=0.0)
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("rule", "choices"),
+    [
+        (rule, {"temperature": value})
+        for rule in (Sampled, Typical)
+        for value in (-1.0, 1e-44, NAN, INFINITE)
+    ]
+    + [(Sampled, {"top_p": value}) for value in (7, -0.1, NAN, INFINITE)]
+    + [(Sampled, {"top_k": value}) for value in (-5, 2.5, NAN)]
+    + [(Typical, {"epsilon": value}) for value in (-0.1, 2.0, NAN)]
+    + [(Typical, {"delta": value}) for value in (-0.1, NAN, INFINITE)],
+)
+def test_numbers_that_make_no_distribution_are_refused(rule, choices):
+    ((name, value),) = choices.items()
+    with pytest.raises(ValueError, match=f"{name} {value}.*expected"):
+        rule(**choices)

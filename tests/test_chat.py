@@ -230,6 +230,21 @@ def test_a_template_that_refuses_the_system_role_is_named_at_the_start():
         talk(Speculator(target), options=ChatOptions(system="Be brief."))
 
 
+REFUSES_SHOUTING = (
+    "{% for m in messages %}{% if m['content'] == 'HEY' %}"
+    "{{ raise_exception('Please lower your voice') }}{% endif %}{{ m['content'] }}{% endfor %}"
+)
+
+
+def test_what_template_and_tokenizer_do_not_take_ends_no_chat():
+    target = llama(eos=(END,), template=REFUSES_SHOUTING)
+    speculator = Scripted(target, done(target, "Hello."), done(target, "Six."))
+    printed = talk(speculator, "Hi", "HEY", "half a pair: \ud83d", "2 + 4?")
+    assert "Please lower your voice" in printed and "expected a prompt of valid text" in printed
+    assert "Six.\n" in printed
+    assert speculator.prompts[1] == "HiHello.2 + 4?", "only what was answered is remembered"
+
+
 def test_a_target_without_tokenizer_is_refused(target):
     with pytest.raises(ValueError, match="has no tokenizer"):
         talk(Speculator(Target(target.model, name="bare")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tiny_chat import byte_tokenizer
@@ -85,7 +86,7 @@ def test_stop_string_across_tokens():
     assert steps[-1].finish == "stop"
 
 
-@pytest.mark.parametrize("stop", ["word", ["a", ""]])
+@pytest.mark.parametrize("stop", ["", "word", ["a", ""], ["a", 3], [None]])
 def test_bad_stop_strings(stop):
     target = Target(random_model("llama"), byte_tokenizer())
     with pytest.raises(ValueError, match="expected a list of non-empty strings"):
@@ -104,6 +105,70 @@ def test_bad_stop_strings(stop):
 def test_what_does_not_fit_is_refused_before_anything_runs(length, new, message):
     with pytest.raises(ValueError, match=message):
         Speculator(tiny_target()).generate([3] * length, max_new_tokens=new)
+
+
+@pytest.mark.parametrize("strange", [-1, VOCABULARY, 1 << 70, True, 2.5, None, "3"])
+def test_ids_that_the_target_does_not_know_are_refused_before_anything_runs(strange):
+    with pytest.raises(
+        ValueError, match=f"whole numbers from 0 to {VOCABULARY - 1}, got {strange!r}"
+    ):
+        Speculator(tiny_target()).generate([3, strange, 4], max_new_tokens=5)
+
+
+@pytest.mark.parametrize("new", [-1, 2.5, True, float("nan"), "5"])
+def test_a_number_of_new_tokens_is_whole(new):
+    with pytest.raises(ValueError, match="max_new_tokens: expected 1 or more, a whole number"):
+        Speculator(tiny_target()).generate([3], max_new_tokens=new)
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(ValueError, match="no prompts"):
+        Speculator(tiny_target()).generate_batch([])
+
+
+def test_ids_of_numpy_and_torch_are_taken():
+    (prompt,) = some_prompts(9)
+    expected = [greedy(tiny_target(), prompt, 5)]
+    for ids in (np.array(prompt), list(np.array(prompt)), torch.tensor(prompt)):
+        steps = Speculator(tiny_target()).generate(ids, max_new_tokens=np.int64(5))
+        assert [[t for step in steps for t in step.tokens]] == expected
+
+
+def slots_of(monkeypatch, target: Target) -> list:
+    """The caches that a target makes from now on."""
+    caches, make = [], target.new_cache
+    monkeypatch.setattr(
+        target, "new_cache", lambda *sizes: caches.append(make(*sizes)) or caches[-1]
+    )
+    return caches
+
+
+def test_without_a_bound_the_cache_grows_with_the_text(monkeypatch):
+    model = random_model("llama")
+    model.config.max_position_embeddings = 1 << 30  # keys and values of all of it fit nowhere
+    target, (prompt,) = Target(model), some_prompts(9)
+    caches = slots_of(monkeypatch, target)
+    truth = greedy(target, prompt, 60)
+    monkeypatch.setattr("draftheads.infer.engine.ROOM", 8)
+    oracle = lambda: Oracle(SHAPE, [truth + [0] * 4], vocab_size=VOCABULARY)  # noqa: E731
+    written, capacities = [], []
+    for step in Speculator(target, oracle, tree=SHAPE).generate(prompt):
+        written += step.tokens
+        capacities.append(caches[0].layers[0].keys.shape[2])
+        if len(written) >= 60:
+            break
+    assert written[:60] == truth
+    assert capacities[0] == len(prompt) + 8 + SHAPE.nodes
+    assert len(prompt) + 60 <= capacities[-1] < 2 * (len(prompt) + 60)
+
+
+def test_with_a_bound_the_cache_is_allocated_once(monkeypatch):
+    target, (prompt,) = Target(random_model("llama")), some_prompts(9)
+    caches = slots_of(monkeypatch, target)
+    stores = set()
+    for _ in Speculator(target).generate(prompt, max_new_tokens=40):
+        stores.add(caches[0].layers[0].keys.data_ptr())
+    assert len(stores) == 1 and caches[0].layers[0].keys.shape[2] == 9 + 40 + 1
 
 
 def test_steps_add_up():

@@ -37,6 +37,33 @@ def test_what_is_no_dynamic_tree_is_refused(text):
         parse_tree(text)
 
 
+NO_TREES = [
+    "[]", "", "null", "[null]", "1.5", "true", "[[1.5]]", "[[true]]", '[["0"]]', "[[0],1]", "[{}]",
+    "NaN", "1e400", "[[1e400]]", "[" * 20000, "9" * 5000, "4;2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_TREES, ids=lambda text: text[:9])
+def test_what_is_no_tree_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match=r"^tree .*expected widths like 4,2,1, paths") as refusal:
+        parse_tree(text)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "4,2", [0], [[0.5]], [None], {"nodes": 3}, {"depth": 2.5}]
+)
+def test_what_no_tree_was_written_as_is_refused(value):
+    with pytest.raises(ValueError, match="expected paths of ranks"):
+        tree_from_json(value)
+
+
+@pytest.mark.parametrize("text", ["1000,1000,1000,1000", "5000", "nodes=99999,depth=99,top_k=400"])
+def test_trees_that_no_machine_would_verify_are_refused_at_once(text):
+    with pytest.raises(ValueError, match="draft nodes: expected 4096 at the most"):
+        parse_tree(text)
+
+
 @pytest.mark.parametrize("limits", [(0, 5, 4), (16, 0, 4), (16, 5, 0)])
 def test_empty_searches_are_refused(limits):
     with pytest.raises(ValueError, match="expected 1 or more of each"):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from itertools import permutations
 
 import pytest
+import torch
 from conftest import DATA
-from tiny_chat import END, byte_tokenizer
+from tiny_chat import END, byte_tokenizer, spaced_tokenizer
+from tiny_targets import random_model
 from transformers import AutoTokenizer
 
+from draftheads.heads.target import Target
+from draftheads.infer.engine import Speculator
 from draftheads.infer.text import REPLACEMENT, StopStrings, TextStream, encode_prompt
 
 TEXT = "Grüße, 世界! 👩‍👩‍👧 \U0001f1ea\U0001f1fa naïve\n\n  two  spaces and 𝔘𝔫𝔦𝔠𝔬𝔡𝔢."
@@ -85,7 +90,7 @@ def test_special_tokens_are_not_shown_unless_asked_for():
 
 
 def completed_at(tokenizer, stop: list[str], text: str) -> int | None:
-    stops = StopStrings(tokenizer, stop)
+    stops = StopStrings(tokenizer, stop, ())
     tokens = tokenizer(text)["input_ids"]
     hits = [place for place, token in enumerate(tokens) if stops.completed_by(token)]
     return hits[0] if hits else None
@@ -107,15 +112,84 @@ def test_stop_strings_of_different_lengths_and_of_many_bytes():
     assert completed_at(tokenizer, ["<|im_end|>"], "a<|im_end|>") == 1, "special tokens count"
 
 
+@pytest.mark.parametrize("real", [False, True])
+def test_a_stop_string_that_begins_with_the_first_token_keeps_its_space(real, request):
+    """SentencePiece decoders drop the space before the first token of what they are given."""
+    tokenizer = spaced_tokenizer()
+    if real:
+        tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue("stories"))
+    prompt, new = (tokenizer(text)["input_ids"] for text in ("once upon a", "time the end"))
+    new = [token for token in new if token != tokenizer.bos_token_id]
+    assert tokenizer.decode(new).startswith("time") and " time" in tokenizer.decode(prompt + new)
+    stops = StopStrings(tokenizer, [" time"], prompt)
+    hit = next(place for place, token in enumerate(new) if stops.completed_by(token))
+    assert " time" in tokenizer.decode(prompt + new[: hit + 1])
+    assert not StopStrings(tokenizer, ["a time"], prompt).completed_by(new[0]), "not the prompt's"
+
+
+def test_the_engine_stops_where_generate_stops_at_the_very_first_token():
+    tokenizer, model = spaced_tokenizer(), random_model("llama")
+    for words in permutations(("once", "upon", "a", "time")):  # one after which a word comes
+        ids = tokenizer(" ".join(words), return_tensors="pt")["input_ids"]
+        asked = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        written = model.generate(ids, **asked)[0].tolist()
+        stop = tokenizer.decode(written)[len(tokenizer.decode(ids[0])) :][:3]
+        if stop.startswith(" "):
+            break
+    assert stop.startswith(" ")
+    expected = model.generate(ids, **asked, stop_strings=[stop], tokenizer=tokenizer)[0].tolist()
+    steps = Speculator(Target(model, tokenizer)).generate(ids[0], max_new_tokens=9, stop=[stop])
+    assert [token for step in steps for token in step.tokens] == expected[4:] == written[4:5]
+
+
+UNTAKEN = {
+    "half a pair": (byte_tokenizer(), "a \ud83d", "expected a prompt of valid text"),
+    "half a pair in a chat": (
+        byte_tokenizer(),
+        [{"role": "user", "content": "\ud83d"}],
+        "expected a prompt of valid text",
+    ),
+    "nothing to join": (
+        byte_tokenizer(template=None),
+        [{"role": "user", "content": None}],
+        "expected a prompt of valid text",
+    ),
+    "refused": (
+        byte_tokenizer("{{ raise_exception('Roles must alternate') }}"),
+        MESSAGES,
+        "expected a conversation that the chat template takes, it says: Roles must alternate",
+    ),
+    "template in error": (
+        byte_tokenizer("{% for m in messages %}"),
+        MESSAGES,
+        "expected a conversation that the chat template takes",
+    ),
+    "sum": (
+        byte_tokenizer("{{ messages[0]['content'] + 1 }}"),
+        MESSAGES,
+        "expected a prompt of valid text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNTAKEN)
+def test_what_template_and_tokenizer_do_not_take_is_named_in_one_line(case):
+    tokenizer, prompt, message = UNTAKEN[case]
+    with pytest.raises(ValueError, match=message) as refusal:
+        encode_prompt(tokenizer, prompt)
+    assert "\n" not in str(refusal.value)
+    str(refusal.value).encode()  # can be printed
+
+
 @pytest.mark.parametrize("stop", ["a string", [""], ["x", ""]])
 def test_stop_strings_must_be_a_list_of_strings(stop):
     with pytest.raises(ValueError, match="list of non-empty strings"):
-        StopStrings(byte_tokenizer(), stop)
+        StopStrings(byte_tokenizer(), stop, ())
 
 
 def test_stop_strings_need_a_tokenizer():
     with pytest.raises(ValueError, match="no"):
-        StopStrings(None, ["x"])
+        StopStrings(None, ["x"], ())
 
 
 def test_a_conversation_is_rendered_ready_for_the_answer():

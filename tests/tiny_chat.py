@@ -22,6 +22,7 @@ from draftheads.train.data.prompts import Prompt
 
 CONTEXT = 256
 END = 258
+WORDS = ["once", "upon", "a", "time", "the", "end", "was", "abcdef"]  # the last for stop strings
 EOS = (
     END,
     *range(0, 256, 9),
@@ -42,6 +43,15 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
     wrapped.chat_template = template
     return wrapped
+
+
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2's: a word has its space in front, and decoding drops the first one."""
+    words = ["<unk>", *(f"▁{word}" for word in WORDS), *WORDS]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def llama(eos: tuple[int, ...] = EOS, template: str | None = TEMPLATE) -> Target:

@@ -83,12 +83,17 @@ def random_model(name: str) -> Any:
     """
     kind, options = {**CONFIGS, **UNSUPPORTED}[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options)).eval()
+    return scaled_up(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options)))
+
+
+def scaled_up(model: Any) -> Any:
+    """The model with greater weights, and without end token, so that runs have a known length."""
+    model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(8.0)
-    model.generation_config = GenerationConfig(pad_token_id=0)  # no EOS: runs have a known length
+    model.generation_config = GenerationConfig(pad_token_id=0)
     return model
 
 
