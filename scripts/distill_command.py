@@ -94,6 +94,9 @@ def distill(
         prompts, hub=hub, limit=limit, prompt_words=prompt_words, skip_empty=skip_empty, tools=kept
     )
     if server or server_model or api_key_env:
-        run(connect(target, server, server_model, api_key_env, concurrency), texts, options)
+        answerer = connect(target, server, server_model, api_key_env, concurrency)
+        report = run(answerer, texts, options)
     else:
-        run(load_target(target, dtype, device), texts, options)
+        report = run(load_target(target, dtype, device), texts, options)
+    if report.missing or (report.complete and not report.counts.done):
+        raise typer.Exit(1)
