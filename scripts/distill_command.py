@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,9 @@ from draftheads.scripts.options import (
     load_target,
 )
 from draftheads.scripts.server_options import ApiKeyEnv, Concurrency, Server, ServerModel, connect
+
+if TYPE_CHECKING:
+    from draftheads.train.data.distill import DistillReport
 
 Out = Annotated[Path, typer.Option(help="folder to write; an unfinished one is continued")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="tokens per answer")]
@@ -69,7 +72,7 @@ def distill(
 
     Learned is what the target writes, its thoughts too: with --reasoning drop they stay before the
     answer as context (--template-args may switch them off instead). Tool calls and results of the
-    prompts are context as well: the target answers behind them.
+    prompts are context as well: the target answers after them. Exit code 1: prompts are unanswered.
     """
     from draftheads.train.data.distill import DistillOptions
     from draftheads.train.data.distill import distill as run
@@ -88,15 +91,17 @@ def distill(
         reasoning=keep_or_drop("--reasoning", reasoning),
         template_args=json_object("--template-args", template_args),
     )
-    hub = Hub(split, streaming)
-    kept = keep_or_drop("--tools", tools)
+    hub, kept = Hub(split, streaming), keep_or_drop("--tools", tools)
     texts = read_prompts(
         prompts, hub=hub, limit=limit, prompt_words=prompt_words, skip_empty=skip_empty, tools=kept
     )
     if server or server_model or api_key_env:
         answerer = connect(target, server, server_model, api_key_env, concurrency)
-        report = run(answerer, texts, options)
+        _end(run(answerer, texts, options))
     else:
-        report = run(load_target(target, dtype, device), texts, options)
+        _end(run(load_target(target, dtype, device), texts, options))
+
+
+def _end(report: DistillReport) -> None:
     if report.missing or (report.complete and not report.counts.done):
         raise typer.Exit(1)

@@ -133,7 +133,8 @@ def distill(
     if any(with_tools(prompt.messages or ()) for prompt in prompts):
         check_tools(renderer.tokenizer, options.template_args)
     manifest = describe(answerer.origin(), prompts, options)
-    ids: Sequence[Id] = identify(prompts)
+    names = identify(prompts)
+    ids: Sequence[Id] = names
     if (options.out / MANIFEST).is_file():
         old = read_manifest(options.out)
         refuse_other(options.out, old, manifest)
@@ -141,7 +142,8 @@ def distill(
             manifest["format"], ids = FORMAT, range(len(prompts))
     with _open(options.out, rank, world) as journal:
         _begin(options.out, manifest, ids)
-        work = _Work(answerer, renderer, prompts, options, ids)
+        seeds = [f"{options.seed}/{name}" for name in names]
+        work = _Work(answerer, renderer, prompts, options, ids, seeds)
         try:
             missing = _answer_missing(work, journal, rank, world)
         except KeyboardInterrupt:  # only to say how to resume
@@ -162,6 +164,7 @@ class _Work:
     prompts: Sequence[Prompt]
     options: DistillOptions
     ids: Sequence[Id]
+    seeds: Sequence[str]
 
     def conversation(self, place: int) -> Conversation:
         choices = self.options.max_turns, self.options.reasoning
@@ -173,15 +176,14 @@ def _answer_missing(work: _Work, journal: Journal, rank: int, world: int) -> int
     """Answer this process's share; returns how many of it the answerer left out."""
     size, answerer = work.options.batch_size, work.answerer
     starts = range(rank * size, len(work.prompts), world * size)
-    batches = [range(start, min(start + size, len(work.prompts))) for start in starts]
+    batches = [list(range(len(work.prompts))[start : start + size]) for start in starts]
     there = locate(work.options.out, work.ids).keys()
     missing = {place for batch in batches for place in batch if place not in there}
     asked = [batch for batch in batches if not missing.isdisjoint(batch)]
     if not answerer.together:
         asked = [[place for place in batch if place in missing] for batch in asked]
-    seeds = [f"{work.options.seed}/{name}" for name in work.ids]
     rows = ([work.conversation(place) for place in batch] for batch in asked)
-    answers = answerer.answer(rows, work.options, seeds)
+    answers = answerer.answer(rows, work.options, work.seeds)
     enough = MAX_LOST_BATCHES * size if there else min(MAX_LOST_BATCHES * size, len(missing))
     lost, kept = 0, journal.tell()
     total = sum(map(len, batches))
