@@ -163,7 +163,7 @@ def generate(
     return answers
 
 
-class _Draws(LogitsProcessor):  # type: ignore[misc]  # transformers has no types here
+class _Draws(LogitsProcessor):  # type: ignore[misc]
     """Draws each row's next tokens by numbers of its own: only the drawn token keeps its logit, so
     that `generate`'s argmax takes it. Raises RuntimeError for logits that are not numbers.
     """
@@ -189,7 +189,8 @@ class _Draws(LogitsProcessor):  # type: ignore[misc]  # transformers has no type
         total_B1 = below_BV[:, -1:]
         if not total_B1.isfinite().all():
             raise RuntimeError("the target's logits are not finite")
-        uniform_B1 = self._uniform_BT[:, self._step, None].to(scores.device)
+        self._uniform_BT = self._uniform_BT.to(scores.device)
+        uniform_B1 = self._uniform_BT[:, self._step, None]
         self._step += 1
         drawn_B1 = torch.searchsorted(below_BV, uniform_B1 * total_B1, right=True)
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn_B1, 0.0)
