@@ -171,9 +171,11 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
 def table(report: BenchReport) -> Table:
     """One row per contestant, `generate` first."""
     title = f"{report.settings['target']}: {report.settings['sampling']}"
-    made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    made = Table(
+        title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True
+    )
     made.add_column("contestant", overflow="fold", min_width=10)
-    columns = ("tok/step", "tok/s", "speedup", "95 %", "over best", "draft", "verify", "lossless")
+    columns = ("τ", "tok/s", "speedup", "95 %", "vs best", "draft", "verify", "lossless")
     for name in columns:
         made.add_column(name, justify="right", no_wrap=True)
     plain = report.plain
@@ -209,10 +211,10 @@ def footnotes(report: BenchReport) -> list[str]:
     notes = [
         "generate: transformers' own. plain: this engine without a drafter, so that its own gain "
         "and the heads' can be told apart.",
-        "name@N: a tree of N draft nodes. tok/step: tokens per forward of the target, its own "
+        "name@N: a tree of N draft nodes. τ: tokens per forward of the target, its own "
         "bonus token counted; 1.00 is no gain. draft, verify: milliseconds per step.",
         f"speedup: tokens per second over generate's, prompt included; 95 % bootstrap interval "
-        f"over {settings['prompts']} prompts, runs interleaved in one process. over best: over the "
+        f"over {settings['prompts']} prompts, runs interleaved in one process. vs best: over the "
         "faster of generate and plain.",
         plain.lossless_reason
         or "lossless: the output equals generate's, token for token, for every prompt.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,14 +20,19 @@ from draftheads.scripts.options import (
     TargetName,
     Temperature,
     TemplateArgs,
+    Threads,
     Tools,
     TopK,
     TopP,
+    choose_threads,
     keep_or_drop,
     load_target,
     template_variables,
 )
 from draftheads.scripts.server_options import ApiKeyEnv, Concurrency, Server, ServerModel, connect
+
+if TYPE_CHECKING:
+    from draftheads.train.data.distill import DistillReport
 
 Out = Annotated[Path, typer.Option(help="folder to write; an unfinished one is continued")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="tokens per answer")]
@@ -65,14 +70,16 @@ def distill(
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
     """Let the target answer prompts; its own tokens become the training set.
 
     Learned is what the target writes, its thoughts too: with --reasoning drop they stay before the
     answer as context (--template-args may switch them off instead). Tool calls and results of the
-    prompts are context as well: the target answers behind them.
+    prompts are context as well: the target answers after them. Exit code 1: prompts are unanswered.
     """
+    from draftheads.train.data.answers import MANIFEST, read_manifest
     from draftheads.train.data.distill import DistillOptions
     from draftheads.train.data.distill import distill as run
     from draftheads.train.data.prompts import Hub, read_prompts
@@ -90,13 +97,21 @@ def distill(
         reasoning=keep_or_drop("--reasoning", reasoning),
         template_args=template_variables(template_args),
     )
-    hub = Hub(split, streaming)
-    kept = keep_or_drop("--tools", tools)
+    hub, kept = Hub(split, streaming), keep_or_drop("--tools", tools)
     texts = read_prompts(
         prompts, hub=hub, limit=limit, prompt_words=prompt_words, skip_empty=skip_empty, tools=kept
     )
     if server or server_model or api_key_env:
-        connection = connect(target, server, server_model, api_key_env, concurrency, revision)
-        run(connection, texts, options)
+        model = connect(target, server, server_model, api_key_env, concurrency, revision)
+        _end(run(model, texts, options))
     else:
-        run(load_target(target, dtype, device, revision), texts, options)
+        local = load_target(target, dtype, device, revision)
+        if threads is None and (out / MANIFEST).is_file():
+            threads = read_manifest(out).get("threads")  # another number may round differently
+        choose_threads(threads, local, batch_size)
+        _end(run(local, texts, options))
+
+
+def _end(report: DistillReport) -> None:
+    if report.missing or (report.complete and not report.counts.done):
+        raise typer.Exit(1)

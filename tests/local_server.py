@@ -12,23 +12,28 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Json = dict[str, Any]
-CUT, HANG = -1, -2
-"""Faults that are no HTTP status: a connection cut in the middle of an answer, and silence."""
+CUT, HANG, DRIP = -1, -2, -3
+"""Faults that are no HTTP status: a connection cut in the middle of an answer, silence, and an
+answer of which a byte comes now and then, without end.
+"""
+Fault = int | bytes | tuple[int, dict[str, str], bytes]
+"""One of these, an HTTP status, the body of an answer, or an answer: status, headers, body."""
 
 
 class LocalServer:
-    """`choice(request)` makes a completion's choice. `fault(number, request)`, if set, may say an
-    HTTP status, CUT or HANG instead of None for the number-th completion that is asked for.
+    """`choice(request)` makes a completion's choice. `fault(number, request)`, if set, may say a
+    fault instead of None for the number-th completion that is asked for.
 
-    `asked`: the requests so far; `headers`: their headers; `holding`: set once one hangs;
-    `release`: set it to let the hanging ones go.
+    `listed`: the body to give as the list of models; `asked`: the requests so far; `headers`: their
+    headers; `holding`: set once one hangs; `release`: set it to let the hanging ones go.
     """
 
     def __init__(self, choice: Callable[[Json], Json], models: tuple[Json, ...] = ()) -> None:
         self.choice = choice
         self.models = list(models) or [{"id": "tiny", "max_model_len": 256}]
-        self.fault: Callable[[int, Json], int | None] = lambda number, request: None
+        self.fault: Callable[[int, Json], Fault | None] = lambda number, request: None
         self.key: str | None = None
+        self.listed: bytes | None = None
         self.asked: list[Json] = []
         self.headers: list[dict[str, str]] = []
         self.holding, self.release = threading.Event(), threading.Event()
@@ -47,6 +52,8 @@ class LocalServer:
         """Answer one request."""
         if self.key and handler.headers.get("Authorization") != f"Bearer {self.key}":
             return _send(handler, 401, {"error": {"message": "Unauthorized"}})
+        if handler.path == "/v1/models" and self.listed is not None:
+            return _send_raw(handler, 200, {}, self.listed)
         if handler.path == "/v1/models":
             return _send(handler, 200, {"object": "list", "data": self.models})
         if handler.path != "/v1/completions":
@@ -62,10 +69,21 @@ class LocalServer:
             self.release.wait()
         if fault in (CUT, HANG):
             return _cut(handler)
+        if fault == DRIP:
+            return self._drip(handler)
+        if isinstance(fault, bytes | tuple):
+            return _send_raw(handler, *(fault if isinstance(fault, tuple) else (200, {}, fault)))
         if fault is not None:
             wait = {"Retry-After": "0"} if fault == 429 else {}
             return _send(handler, fault, {"error": {"message": f"fault of {number}"}}, wait)
         return _send(handler, 200, {"object": "text_completion", "choices": [self.choice(request)]})
+
+    def _drip(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000000")
+        handler.end_headers()
+        while not self.release.wait(0.05):
+            handler.wfile.write(b" ")
 
 
 class _Quiet(ThreadingHTTPServer):
@@ -93,9 +111,14 @@ def _handler(server: LocalServer) -> type[BaseHTTPRequestHandler]:
 def _send(
     handler: BaseHTTPRequestHandler, status: int, value: Json, headers: dict[str, str] | None = None
 ) -> None:
-    body = json.dumps(value).encode()
+    _send_raw(handler, status, headers or {}, json.dumps(value).encode())
+
+
+def _send_raw(
+    handler: BaseHTTPRequestHandler, status: int, headers: dict[str, str], body: bytes
+) -> None:
     handler.send_response(status)
-    for name, text in {**(headers or {}), "Content-Length": str(len(body))}.items():
+    for name, text in {**headers, "Content-Length": str(len(body))}.items():
         handler.send_header(name, text)
     handler.end_headers()
     handler.wfile.write(body)

@@ -25,6 +25,7 @@ from tiny_chat import (
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from draftheads.heads.target import Target
+from draftheads.infer.accept import filtered_logits
 from draftheads.train.data.conversation import TOO_LONG
 from draftheads.train.data.distill import distill, read_answers, read_manifest
 from draftheads.train.data.generate import Sampling, generate
@@ -65,12 +66,52 @@ def test_greedy_answers_equal_generate_alone(target: Target, tmp_path: Path) -> 
 
 def test_sampling_follows_temperature_top_k_and_top_p(target: Target) -> None:
     question = [target.tokenizer("one question")["input_ids"]] * 64
-    drawn = generate(target, question, Sampling(temperature=1, max_new_tokens=1), "0")
+    seeds = [str(row) for row in range(64)]
+    drawn = generate(target, question, Sampling(temperature=1, max_new_tokens=1), seeds)
     assert len({ids[0] for ids in drawn}) > 4
-    greedy = generate(target, question, Sampling(temperature=0, max_new_tokens=1), "0")
+    greedy = generate(target, question, Sampling(temperature=0, max_new_tokens=1), seeds)
     for choice in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}):
         settings = Sampling(**{"temperature": 1, "max_new_tokens": 1} | choice)
-        assert generate(target, question, settings, "0") == greedy
+        assert generate(target, question, settings, seeds) == greedy
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"temperature": 1}, {"temperature": 2, "top_k": 9}, {"temperature": 1.5, "top_p": 0.8}],
+)
+def test_draws_follow_the_targets_distribution(target: Target, choice: dict[str, Any]) -> None:
+    number = 4000
+    question = target.tokenizer("one question")["input_ids"]
+    with torch.no_grad():
+        logits_1V = target.model(torch.tensor([question])).logits[:, -1]
+    chosen = {"top_p": 1.0, "top_k": 0} | choice
+    expected_V = filtered_logits(logits_1V, **chosen).softmax(-1)[0] * number
+    settings = Sampling(**chosen, max_new_tokens=1)
+    drawn = generate(target, [question] * number, settings, [f"{n}" for n in range(number)])
+    found_V = torch.bincount(torch.tensor([ids[0] for ids in drawn]), minlength=259)
+    assert not found_V[expected_V == 0].any()
+    assert ((found_V - expected_V).abs() <= 5 * expected_V.sqrt() + 1).all()
+
+
+def test_draws_of_a_prompt_do_not_depend_on_the_others(target: Target) -> None:
+    questions = [target.tokenizer(f"question {n}" * (1 + n % 3))["input_ids"] for n in range(6)]
+    seeds = [f"seed {n}" for n in range(6)]
+    settings = Sampling(temperature=1, max_new_tokens=12)
+    together = generate(target, questions, settings, seeds)
+    alone = [generate(target, [questions[n]], settings, [seeds[n]])[0] for n in range(6)]
+    assert together == alone
+    assert generate(target, questions[:1], settings, ["another"])[0] != together[0]
+
+
+def test_logits_that_are_no_numbers_draw_nothing(target: Target) -> None:
+    head = target.model.lm_head
+    hook = head.register_forward_hook(lambda *call: call[-1].fill_(torch.nan))
+    question = target.tokenizer("one question")["input_ids"]
+    try:
+        with pytest.raises(RuntimeError, match="not finite"):
+            generate(target, [question], Sampling(temperature=1), ["any"])
+    finally:
+        hook.remove()
 
 
 def test_model_defaults_and_callers_randomness_stay_out(tmp_path: Path) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_server import CUT, HANG, Json, LocalServer
+from local_server import CUT, DRIP, HANG, Fault, Json, LocalServer
 from tiny_chat import CONTEXT, END, files, llama, options, prompts, records
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -23,7 +25,7 @@ from draftheads.heads.target import Target
 from draftheads.scripts import cli
 from draftheads.train.data import remote
 from draftheads.train.data.conversation import LOSSY, TOO_LONG, Renderer
-from draftheads.train.data.distill import distill, read_manifest
+from draftheads.train.data.distill import distill, read_answers, read_manifest
 from draftheads.train.data.generate import Sampling, generate
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.remote import ServerError, ServerGone, ServerOptions
@@ -203,13 +205,13 @@ def test_servers_shorter_context_is_kept(
     assert (report.counts.done, report.counts.skipped) == (1, 1)
 
 
-def test_other_models_tokens_are_refused(
+def test_other_models_tokens_end_the_run(
     folder: Path, start: Callable[..., LocalServer], tmp_path: Path
 ) -> None:
-    server = start(lambda request: {"text": "", "token_ids": [999], "finish_reason": "length"})
-    report = distill(served(folder, server), prompts(2), options(tmp_path / "o"))
-    [reason] = report.counts.reasons
-    assert "expected token ids below 259" in reason and report.counts.failed == 2
+    server = start(lambda request: {"token_ids": [10**30, 1], "finish_reason": "length"})
+    with pytest.raises(ServerError, match="expected token ids below 259.*is it the same model"):
+        distill(served(folder, server), prompts(2), options(tmp_path / "o"))
+    assert records(tmp_path / "o") == []
 
 
 def test_requests_are_bounded_and_go_over_the_borders_of_batches(
@@ -251,21 +253,137 @@ def test_passing_faults_change_nothing(
     assert len(failing.asked) >= len(healthy.asked) + 8  # each fault was asked again
 
 
-def test_prompt_that_always_fails_is_counted_with_its_reason(
+def test_faults_are_the_prompts_or_the_servers(
     folder: Path, start: Callable[..., LocalServer], tmp_path: Path
 ) -> None:
-    server = start()
-    status = {"x" * 7: 500, "x" * 8: 400, "x" * 9: CUT}
-    broken = {len(text): fault for text, fault in status.items()}
+    """The prompts' are counted, the server's asked again: at once, and by the next launch."""
+    healthy, server = start(), start()
+    asked = [Prompt(index, text="x" * (index + 1)) for index in range(20)]
+    distill(served(folder, healthy), asked, options(tmp_path / "whole"))
+    statuses = (400, 413, 422, 500, 503, 408, 425, 429, CUT, b"<html>busy</html>")
+    broken: dict[int, Fault] = dict(enumerate(statuses, start=7))
     server.fault = lambda number, request: broken.get(len(request["prompt"]))
-    asked = [Prompt(index, text="x" * (index + 1)) for index in range(12)]
     report = distill(served(folder, server, tries=3), asked, options(tmp_path / "o"))
-    assert (report.counts.done, report.counts.failed) == (9, 3)
+    assert (report.counts.done, report.counts.failed, report.missing) == (10, 3, 7)
+    assert not report.complete and not read_manifest(tmp_path / "o")["complete"]
+    assert "+ 7 not answered, as the server failed; run the same command again" in str(report)
     sizes = [len(request["prompt"]) for request in server.asked]
-    assert [sizes.count(size) for size in (7, 8, 9, 10)] == [3, 1, 3, 1]
-    reasons = [record["failed"] for record in records(tmp_path / "o")[6:9]]
-    assert reasons[:2] == ["HTTP 500: fault of N, tried 3 times", "HTTP 400: fault of N"]
-    assert "IncompleteRead" in reasons[2] and reasons[2].endswith("tried 3 times")
+    assert [sizes.count(size) for size in (6, *broken)] == [1, *[1] * 3, *[3] * 7]
+    failed = [record for record in records(tmp_path / "o") if "failed" in record]
+    assert [record["id"] for record in failed] == [6, 7, 8]
+    assert failed[0]["failed"] == "HTTP 400: fault of N"
+    server.fault = lambda number, request: None
+    report = distill(served(folder, server), asked, options(tmp_path / "o"))
+    assert (report.counts.done, report.missing, report.complete) == (17, 0, True)
+    assert sorted(len(request["prompt"]) for request in server.asked[len(sizes) :]) == [
+        *range(10, 17)
+    ]
+    answers, whole = list(read_answers(tmp_path / "o")), list(read_answers(tmp_path / "whole"))
+    assert answers == [*whole[:6], *whole[9:]]
+
+
+@pytest.mark.parametrize("status", [401, 402, 403, 404, 307])
+def test_what_all_prompts_would_meet_ends_the_run_at_once(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, status: int
+) -> None:
+    server = start()
+    server.fault = lambda number, request: status if number >= 4 else None
+    with pytest.raises(ServerError, match=rf"HTTP {status}: fault.* run the same command again"):
+        distill(served(folder, server, concurrency=1), prompts(40), options(tmp_path / "o"))
+    assert len(server.asked) < 8
+    assert len(records(tmp_path / "o")) == 4  # what was answered before is kept
+
+
+def test_prompts_that_are_all_refused_are_not_to_blame(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    """Fewer of them than would end a run: the server knows no option of ours, most likely."""
+    server = start()
+    server.fault = lambda number, request: 400
+    with pytest.raises(ServerError, match="HTTP 400: fault of N.*run the same command again"):
+        distill(served(folder, server), prompts(3), options(tmp_path / "o"))
+    assert records(tmp_path / "o") == []
+
+
+def test_server_that_comes_back_loses_nothing(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    """A later turn that the server's fault left unasked is asked by the next launch, too."""
+    healthy, server = start(), start()
+    distill(served(folder, healthy), prompts(6, turns=2), options(tmp_path / "whole"))
+    server.fault = lambda number, request: 503 if number in (3, 5) else None
+    target = served(folder, server, tries=1, concurrency=1)
+    report = distill(target, prompts(6, turns=2), options(tmp_path / "o"))
+    assert report.missing == 2 and report.counts.done == 4
+    distill(served(folder, server), prompts(6, turns=2), options(tmp_path / "o"))
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+
+
+JUNK = {
+    "nothing": {},
+    "null": None,
+    "no text": {"text": None, "finish_reason": "stop"},
+    "text missing": {"finish_reason": "stop"},
+    "text is a list": {"text": [[]], "finish_reason": "stop"},
+    "text of half a character": {"text": "\ud83d", "finish_reason": "stop"},
+    "negative": {"token_ids": [1, -1], "finish_reason": "length"},
+    "fraction": {"token_ids": [1, 1.5], "finish_reason": "length"},
+    "whole fraction": {"token_ids": [1, 1.0], "finish_reason": "length"},
+    "boolean": {"token_ids": [1, True], "finish_reason": "length"},
+    "text for ids": {"token_ids": ["1"], "finish_reason": "length"},
+    "nested ids": {"token_ids": [[1]], "finish_reason": "length"},
+    "ids are no list": {"token_ids": {"a": 1}, "finish_reason": "length"},
+    "no tokens": {"text": "", "token_ids": [], "finish_reason": "length"},
+    "too many": {"token_ids": [1] * 13, "finish_reason": "length"},
+    "given up": {"text": "a", "token_ids": [1], "finish_reason": "abort"},
+    "no reason": {"text": "a", "token_ids": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", JUNK)
+def test_junk_is_not_learned_and_asked_again(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, kind: str
+) -> None:
+    whole = {"text": "", "token_ids": [1, 2], "finish_reason": "length"}
+    server = start(lambda request: JUNK[kind] if len(request["prompt"]) == 3 else whole)
+    asked = [Prompt(index, text="x" * (index + 1)) for index in range(5)]
+    report = distill(served(folder, server, tries=2), asked, options(tmp_path / "o"))
+    assert (report.counts.done, report.counts.failed, report.missing) == (4, 0, 1)
+    assert [record["id"] for record in records(tmp_path / "o")] == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"null", b"[]", b'{"choices": []}', b'{"choices": {}}', b"[" * 200_000, b"\xff"]
+)
+def test_bodies_that_are_no_completion_are_the_servers_fault(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, body: bytes
+) -> None:
+    server = start()
+    for status in (200, 500):
+        server.fault = lambda number, request, status=status: (status, {}, body)
+        report = distill(served(folder, server, tries=1), prompts(2), options(tmp_path / "o"))
+        assert (report.counts.done, report.counts.failed, report.missing) == (0, 0, 2)
+
+
+def test_text_longer_than_asked_for_is_not_learned(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    """From a server that does not know max_tokens: it would leave the context."""
+    server = start(lambda request: {"text": "a" * 300, "finish_reason": "length"})
+    report = distill(served(folder, server), prompts(2), options(tmp_path / "o"))
+    assert report.counts.reasons == {f"skipped: {LOSSY}": 2}
+
+
+def test_answer_that_drips_is_waited_for_no_longer_than_its_time(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    healthy, server = start(), start()
+    server.fault = lambda number, request: DRIP if number in (1, 4) else None
+    for name, each in (("whole", healthy), ("o", server)):
+        target = served(folder, each, timeout=0.5)
+        assert distill(target, prompts(8), options(tmp_path / name)).complete
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+    assert len(server.asked) == 10
 
 
 def test_server_that_fails_for_all_ends_the_run_and_nobody_is_called_failed(
@@ -274,11 +392,12 @@ def test_server_that_fails_for_all_ends_the_run_and_nobody_is_called_failed(
     healthy, server = start(), start()
     distill(served(folder, healthy), prompts(24), options(tmp_path / "whole"))
     server.fault = lambda number, request: 500 if number >= 4 else None
-    with pytest.raises(ServerError, match=r"HTTP 500.*run the same command again to go on"):
+    with pytest.raises(ServerError, match=r"HTTP 500.*run the same command again to resume"):
         distill(
             served(folder, server, tries=1, concurrency=1), prompts(24), options(tmp_path / "o")
         )
     assert len(records(tmp_path / "o")) == 4
+    assert len(server.asked) < 20  # and not all of them, each several times
     server.fault = lambda number, request: None
     distill(served(folder, server), prompts(24), options(tmp_path / "o"))
     assert records(tmp_path / "o") == records(tmp_path / "whole")
@@ -309,7 +428,8 @@ def test_ctrl_c_cuts_requests_under_way(
     with pytest.raises(KeyboardInterrupt):
         distill(served(folder, server, concurrency=2), prompts(40), options(tmp_path / "o"))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("distill")]
-    assert len(records(tmp_path / "o")) % 4 == 0 and not read_manifest(tmp_path / "o")["complete"]
+    assert 6 <= len(records(tmp_path / "o")) <= 8  # all but those that were under way
+    assert not read_manifest(tmp_path / "o")["complete"]
 
 
 def test_killed_run_goes_on_without_asking_again(
@@ -327,7 +447,7 @@ def test_killed_run_goes_on_without_asking_again(
     )
     try:
         server.holding.wait(60)
-        while len(records(tmp_path / "o")) < 8:  # its first two batches
+        while len(records(tmp_path / "o")) < 8:
             assert child.poll() is None
             time.sleep(0.01)
     finally:
@@ -366,6 +486,7 @@ def typed(
     capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., tuple[int, str]]:
     """Type `draftheads distill` for three prompts; gives exit code and error line."""
+    monkeypatch.setattr(remote.Server, "_pause", lambda self, number: 0.01)
     asked = tmp_path / "prompts.jsonl"
     asked.write_text("".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(3)))
     where = ["--target", folder, "--prompts", asked, "--out", tmp_path / "o"]
@@ -399,9 +520,17 @@ def test_mistakes_are_named(
     for words, complaint in (
         (("--server", two.url), "expected one model, got one, two; set --server-model"),
         (("--server", two.url, "--server-model", "x"), "expected model 'x', got one, two"),
-        (("--server", two.url + "/api"), "expected a list of models, got HTTP 404; is --server"),
+        (
+            ("--server", two.url + "/api"),
+            "a list of models, got HTTP 404: Not Found; is --server its",
+        ),
         (("--server", "localhost:8000"), "expected http://HOST:PORT, got 'localhost:8000'"),
         (("--server", "http://me:secret@host"), "expected no password in the address"),
+        (("--server", "me:secret@host:80"), "expected no password in the address"),
+        (("--server", "http://me:sec/ret@host"), "expected no password in the address"),
+        (("--server", "http://host:port"), "expected http://HOST:PORT, got 'http://host:port'"),
+        (("--server", "http://host:99999"), "expected http://HOST:PORT, got"),
+        (("--server", "http://[::1"), "expected http://HOST:PORT, got"),
         (("--server-model", "x"), "--server: expected http://HOST:PORT, got none"),
     ):
         code, error = typed(*words)
@@ -417,7 +546,7 @@ def test_key_is_sent_and_never_written(
 ) -> None:
     server = start()
     server.key = "sk-very-secret"
-    assert "got HTTP 401; set --api-key-env" in typed("--server", server.url)[1]
+    assert "got HTTP 401: Unauthorized; set --api-key-env" in typed("--server", server.url)[1]
     complaint = typed("--server", server.url, "--api-key-env", "MY_KEY")[1]
     assert "expected a key in $MY_KEY, found nothing" in complaint
     monkeypatch.setenv("MY_KEY", server.key)
@@ -425,6 +554,87 @@ def test_key_is_sent_and_never_written(
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-very-secret"}
     assert len(records(tmp_path / "o")) == 3
     assert not [name for name, text in files(tmp_path / "o").items() if b"secret" in text]
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 422, 500])
+def test_key_that_the_server_echoes_is_hidden(
+    typed: Callable[..., tuple[int, str]],
+    start: Callable[..., LocalServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    status: int,
+) -> None:
+    key = "sk-very/secret-0123456789"
+    monkeypatch.setenv("MY_KEY", key)
+    server = start()
+    said = {"error": {"message": "x" * 170 + f" key {key}, Bearer {key}"}}
+    body = json.dumps(said).replace("/", "\\/").encode()  # as PHP writes it
+    server.fault = lambda number, request: (status, {}, body)
+    with caplog.at_level(logging.DEBUG):
+        code, error = typed("--server", server.url, "--api-key-env", "MY_KEY")
+    assert code and error.count("error:") == (status != 200 and status != 500)
+    server.fault = lambda number, request: (400, {}, body) if number % 3 == 1 else None
+    typed("--server", server.url, "--api-key-env", "MY_KEY")
+    stored = "".join(text.decode() for text in files(tmp_path / "o").values())
+    assert "HTTP 400" in stored and "***" in stored
+    for words in (error, stored, caplog.text, *capsys.readouterr()):
+        assert "secret" not in words and "sk-" not in words
+    with pytest.raises(ServerError) as raised:
+        server.fault = lambda number, request: (401, {}, body)
+        options_ = ServerOptions(url=server.url, api_key_env="MY_KEY")
+        remote.Server(options_).complete({"max_tokens": 1})
+    assert key not in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.mark.parametrize(
+    "key", ["sk-very\nsecret", "sk-very secret", "sk-very\x07secret", "sk-s\xe9cret"]
+)
+def test_key_that_no_header_can_hold_is_one_line_without_it(
+    typed: Callable[..., tuple[int, str]],
+    start: Callable[..., LocalServer],
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+) -> None:
+    server = start()
+    monkeypatch.setenv("MY_KEY", key)
+    code, error = typed("--server", server.url, "--api-key-env", "MY_KEY")
+    assert code == 2 and "expected a key of printable ASCII characters in $MY_KEY, got" in error
+    assert "cret" not in error and not server.asked
+    monkeypatch.setenv("MY_KEY", "sk-very-secret\r\n")  # as `$(cat file)` of a Windows file
+    assert typed("--server", server.url, "--api-key-env", "MY_KEY") == (0, "")
+    code, error = typed("--server", server.url, "--api-key-env", "sk-very-secret")
+    assert code == 2 and "expected the name of an environment variable, got something" in error
+    assert "secret" not in error
+
+
+def test_exit_code_says_whether_all_was_answered(
+    typed: Callable[..., tuple[int, str]],
+    start: Callable[..., LocalServer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = start()
+    server.fault = lambda number, request: (
+        CUT if request["prompt"] == server.asked[0]["prompt"] else None
+    )
+    assert typed("--server", server.url) == (1, "")
+    server.fault = lambda number, request: None
+    assert typed("--server", server.url) == (0, "")
+    assert typed("--server", server.url) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "models",
+    [b"", b"[]", b'{"data": 5}', b'{"data": [5]}', b'{"data": {"a": 1}}', b'{"data": [{}]}'],
+)
+def test_model_list_that_is_none_is_one_line(
+    typed: Callable[..., tuple[int, str]], start: Callable[..., LocalServer], models: bytes
+) -> None:
+    server = start()
+    server.listed = models
+    code, error = typed("--server", server.url)
+    assert code == 2 and "expected a list of models, got another answer (" in error
 
 
 def test_other_source_of_answers_is_refused(

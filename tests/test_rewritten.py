@@ -158,11 +158,13 @@ def test_folder_of_before_is_read_and_continued(target: Target, tmp_path: Path) 
     for line in journal.read_text().splitlines()[:2]:
         record = json.loads(line)
         first = documents_of(record)[0]
-        old.append({"id": record["id"], **first, "stopped": "chat template rewrites earlier turns"})
+        old.append(
+            {"id": 0} | first | {"id": len(old), "stopped": "chat template rewrites earlier turns"}
+        )
     journal.write_text("".join(json.dumps(record) + "\n" for record in old))
     manifest = read_manifest(tmp_path / "o")
     del manifest["sampling"]["reasoning"], manifest["counts"]["documents"]
-    manifest["complete"] = False
+    manifest["complete"], manifest["format"] = False, 1
     (tmp_path / "o" / MANIFEST).write_text(json.dumps(manifest))
     assert len(list(read_answers(tmp_path / "o"))) == 2
     with pytest.raises(ValueError, match="reasoning: expected 'keep', got 'drop'"):

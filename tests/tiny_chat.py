@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from draftheads.heads.target import Target
+from draftheads.train.data.answers import read_ids, read_manifest
 from draftheads.train.data.distill import DistillOptions
 from draftheads.train.data.prompts import Prompt
 
@@ -111,6 +112,11 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of all prompts that are asked, in order; ids as the places of the prompts."""
     paths = folder.glob("answers-*.jsonl")
     found = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+    if found and isinstance(found[0]["id"], str):
+        places = {name: place for place, name in enumerate(read_ids(folder, read_manifest(folder)))}
+        known = [record for record in found if record["id"] in places]
+        found = [record | {"id": places[record["id"]]} for record in known]
     return sorted(found, key=lambda record: record["id"])

@@ -1,37 +1,48 @@
 """The folder that distillation writes and training reads.
 
     manifest.json                   which target answered which prompts, how, and how far it got
-    answers-00000-of-00002.jsonl    one line per prompt, whole batches only, one file per process
+    prompts-0123456789ab.txt        the ids of these prompts in their order, one a line
+    answers-00000-of-00002.jsonl    one line per prompt, one file per process
 
 A line is one of
-    {"id": 7, "tokens": [...], "learn": [[start, end), ...], "turns": 2, "finish": "eos" | "length"}
-    {"id": 8, "skipped": reason}        {"id": 9, "failed": reason}
+    {"id": "7f3a...", "tokens": [...], "learn": [[start, end), ...], "turns": 2, "finish": "eos"}
+    {"id": "80c1...", "skipped": reason}        {"id": "94d2...", "failed": reason}
 or, where a chat template rewrites earlier turns, of several documents
-    {"id": 10, "documents": [{"tokens", "learn", "turns", "finish"}, ...]}
+    {"id": "a5e0...", "documents": [{"tokens", "learn", "turns", "finish"}, ...]}
 `learn` spans what the target wrote, its end token included; position 0 is never in it. `finish`
-is how the document's last answer ended; "stopped" is added when later turns could not be asked, and
-says why; "retokenized" counts answers that a server gave as text alone.
+is how the document's last answer ended, "eos" or "length"; "stopped" is added when later turns
+could not be asked, and says why; "retokenized" counts answers that a server gave as text alone.
 
-A batch counts only when all of its lines are there: what a killed process left behind it is
-ignored by readers and cut off by the next run.
+An id is a hash of what the prompt says, so prompts can be added, mended, moved or left out while
+the answers of the others are kept. Lines of prompts that are no longer asked stay, and are not
+read. In folders of format 1 (older distillations, imported answers) ids are the numbers 0, 1, ...
+
+A line without its end, of a process that was killed, is ignored and cut off by the next run.
 """
 
 from __future__ import annotations
 
-import heapq
+import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT, BY_CONTENT = 1, 2
+"""Of a manifest: prompts are known by their numbers, or by what they say."""
 MANIFEST = "manifest.json"
+ID = re.compile(rb'\{\s*"id":\s*(?:"([^"\\]+)"|([0-9]+))\s*[,}]')
+OUTAGE = re.compile(rb'\{"id": [0-9]+, "failed": "(HTTP 40[13]\b|.*tried [0-9]+ times"\}$)')
+"""Earlier versions blamed the prompt for what was the server's fault: not answered, therefore."""
 Record = dict[str, Any]
+Id = str | int
 
 logger = logging.getLogger("draftheads")
 
@@ -64,13 +75,11 @@ class Counts:
     turns: int = 0
     cut: int = 0
     retokenized: int = 0
-    batches: set[int] = field(default_factory=set)
     reasons: Counter[str] = field(default_factory=Counter)
 
     def numbers(self) -> dict[str, Any]:
-        """All but the batches, for the manifest."""
-        numbers = {name: value for name, value in vars(self).items() if name != "batches"}
-        return numbers | {"reasons": dict(self.reasons)}
+        """For the manifest."""
+        return vars(self) | {"reasons": dict(self.reasons)}
 
     def add(self, record: Record) -> None:
         """Count one line."""
@@ -106,13 +115,21 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
             f"{folder}: expected a distillation folder with {MANIFEST}, found none; "
             "give the folder that `draftheads distill --out` wrote"
         )
-    manifest: dict[str, Any] = json.loads(path.read_bytes())
-    if manifest.get("format") != FORMAT:
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        found = manifest["format"]
+        if found in (FORMAT, BY_CONTENT):
+            range(manifest["prompts"]["count"]), manifest["complete"]
+            return manifest
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{path}: expected format {FORMAT}, got {manifest.get('format')}; "
-            "distill again with this version of draftheads"
-        )
-    return manifest
+            f"{path}: expected what `draftheads distill` wrote, got a damaged file; copy the "
+            "folder again, or distill into another one"
+        ) from error
+    raise ValueError(
+        f"{path}: expected format {FORMAT} or {BY_CONTENT}, got {found}; "
+        "distill again with this version of draftheads"
+    )
 
 
 def read_answers(folder: str | Path) -> Iterator[Answer]:
@@ -124,20 +141,18 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
     manifest = read_manifest(folder)
     prompts = manifest["prompts"]["count"]
     if not manifest["complete"]:
-        counts = count(folder, manifest)
-        seen = counts.done + counts.skipped + counts.failed
+        seen = len(locate(folder, read_ids(folder, manifest)))
         logger.warning(
             "%s is incomplete: %d of %d prompts (%.0f%%) are done; "
-            "run the same `draftheads distill` again to go on, or train on what is there",
+            "run the same `draftheads distill` again to resume, or train on what is there",
             *(folder, seen, prompts, 100 * seen / prompts),
         )
     return _answers(Path(folder), manifest)
 
 
 def _answers(folder: Path, manifest: dict[str, Any]) -> Iterator[Answer]:
-    streams = [_lines(path, manifest) for path in journals(folder)]
     found = 0
-    for record in heapq.merge(*streams, key=lambda record: record["id"]):
+    for record in _records(folder, manifest):
         documents = documents_of(record)
         found += bool(documents)
         for place, document in enumerate(documents):
@@ -150,94 +165,144 @@ def _answers(folder: Path, manifest: dict[str, Any]) -> Iterator[Answer]:
         )
 
 
-def _lines(path: Path, manifest: dict[str, Any]) -> Iterator[Record]:
-    for _, records, _ in complete_batches(path, manifest):
-        yield from records
-
-
 def journals(folder: str | Path) -> list[Path]:
     """All answer files of a folder."""
     return sorted(Path(folder).glob("answers-*-of-*.jsonl"))
 
 
-def complete_batches(
-    path: Path, manifest: dict[str, Any]
-) -> Iterator[tuple[int, list[Record], int]]:
-    """Yield (batch number, its lines, offset in bytes behind it) up to one that is not whole."""
-    size, prompts = manifest["batch_size"], manifest["prompts"]["count"]
-    pending: list[Record] = []
-    end = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                return  # the process was killed while it wrote this line
-            end += len(line)
-            pending.append(_load(path, number, line))
-            batch, place = divmod(pending[-1]["id"], size)
-            if place != len(pending) - 1 or batch != pending[0]["id"] // size:
-                raise ValueError(
-                    f"{path} line {number}: expected the answers of a batch in order, "
-                    f"got id {pending[-1]['id']}; delete this file and distill again"
-                )
-            if len(pending) == min(size, prompts - batch * size):
-                yield batch, pending, end
-                pending = []
-
-
-def _load(path: Path, number: int, line: bytes) -> Record:
-    try:
-        record: Record = json.loads(line)
-    except ValueError as error:  # it does not know which file it is in
+def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[Id]:
+    """The ids of a folder's prompts, in order."""
+    prompts: int = manifest["prompts"]["count"]
+    if manifest["format"] == FORMAT:
+        return range(prompts)
+    path = _ids_file(Path(folder), manifest)
+    ids = path.read_text().split() if path.is_file() else []
+    if len(ids) != prompts:
         raise ValueError(
-            f"{path} line {number}: expected an answer as JSON, got {line[:40]!r}; "
-            "delete this file and distill again"
-        ) from error
-    return record
+            f"{path}: expected the ids of {prompts} prompts, got {len(ids)}; copy the folder "
+            "again, or run the same `draftheads distill` again"
+        )
+    return ids
+
+
+def _ids_file(folder: Path, manifest: dict[str, Any]) -> Path:
+    return folder / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
+
+
+def locate(folder: str | Path, ids: Sequence[Id]) -> dict[int, tuple[Path, int, int]]:
+    """Where the answers stand: place of the prompt among `ids` -> (file, line, offset in bytes)."""
+    places = {name: place for place, name in enumerate(ids)}
+    found: dict[int, tuple[Path, int, int]] = {}
+    for path in journals(folder):
+        end = 0
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    break  # the process was killed while it wrote this line
+                place = places.get(_id(path, number, line))
+                if place is not None and not OUTAGE.match(line):
+                    found.setdefault(place, (path, number, end))
+                end += len(line)
+    return found
+
+
+def _id(path: Path, number: int, line: bytes) -> Id:
+    """Of a line, without reading all of it."""
+    start = ID.match(line)
+    if start is None:
+        raise _damaged(path, number, line)
+    name, index = start.groups()
+    return name.decode() if name else int(index)
+
+
+def _records(folder: str | Path, manifest: dict[str, Any]) -> Iterator[Record]:
+    """The lines of the prompts that are asked, in their order."""
+    found = locate(folder, read_ids(folder, manifest))
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(path.open("rb")) for path in journals(folder)}
+        for _, (path, number, offset) in sorted(found.items()):
+            files[path].seek(offset)
+            line = files[path].readline()
+            try:
+                record: Record = json.loads(line)
+            except ValueError as error:  # it does not know which file it is in
+                raise _damaged(path, number, line) from error
+            yield record
+
+
+def _damaged(path: Path, number: int, line: bytes) -> ValueError:
+    return ValueError(
+        f"{path} line {number}: expected an answer as JSON, got {line[:40]!r}; "
+        "delete this line and run the same `draftheads distill` again"
+    )
 
 
 def count(folder: str | Path, manifest: dict[str, Any]) -> Counts:
-    """Count what the answer files of a folder hold, whole batches only."""
+    """Count what the answer files of a folder hold."""
     counts = Counts()
-    for path in journals(folder):
-        for batch, records, _ in complete_batches(path, manifest):
-            counts.batches.add(batch)
-            for record in records:
-                counts.add(record)
+    for record in _records(folder, manifest):
+        counts.add(record)
     return counts
+
+
+def write_ids(folder: Path, manifest: dict[str, Any], ids: Sequence[Id]) -> None:
+    """Write the ids that a manifest of format 2 counts; before it, as it names their file."""
+    path = _ids_file(folder, manifest)
+    if manifest["format"] == BY_CONTENT and not path.is_file():
+        _replace(path, "".join(f"{name}\n" for name in ids))
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest so that at every moment a whole one, old or new, is there."""
-    temporary = folder / f".{MANIFEST}.{secrets.token_hex(4)}"  # other processes write it too
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / MANIFEST)
+    _replace(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # other processes write, too
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # gone already when all went well
 
 
 class Journal:
-    """One process's answer file, open for appending whole batches; a context manager."""
+    """One process's answer file, open for appending; a context manager.
 
-    def __init__(self, folder: Path, rank: int, world: int, manifest: dict[str, Any]) -> None:
+    Raises ValueError when another launch writes into the folder.
+    """
+
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
         path = folder / f"answers-{rank:05d}-of-{world:05d}.jsonl"
         path.touch()
-        ends = [end for _, _, end in complete_batches(path, manifest)]
         self._file = path.open("r+b")
-        self.cut(ends[-1] if ends else 0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for other in journals(folder):  # of a launch with another number of processes
+                if not other.name.endswith(f"-of-{world:05d}.jsonl"):
+                    with other.open("rb") as file:
+                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ValueError(
+                f"{folder}: another process distils into it; wait for it, or give another --out"
+            ) from error
+        self.cut(sum(len(line) for line in self._file if line.endswith(b"\n")))
 
     def cut(self, offset: int) -> None:
-        """Forget everything behind `offset` bytes."""
+        """Forget everything after `offset` bytes."""
         self._file.truncate(offset)
         self._file.seek(offset)
 
     def tell(self) -> int:
-        """The offset, in bytes, behind the last batch."""
+        """The offset, in bytes, after the last line."""
         return self._file.tell()
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write a batch in one go and see it onto the disk."""
+        """Write lines in one go and see them onto the disk."""
         try:
             self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
             self._file.flush()

@@ -1,10 +1,10 @@
 """The target answers prompts; its own tokens become the training set.
 
-`distill` fills a folder (see `draftheads.train.data.answers` for what is in it). Work is divided
-into batches of consecutive prompts, numbered from 0. What a batch holds and what is drawn for it
-depend on its number and the seed alone, so neither the number of processes nor an interruption
-changes a single token. With RANK and WORLD_SIZE in the environment (torchrun, accelerate launch)
-each process answers its share.
+`distill` fills a folder (see `draftheads.train.data.answers` for what is in it). Prompts are known
+by what they say, and what is drawn for one depends on that and the seed alone. They are answered in
+batches of consecutive ones; a batch that an interruption left unfinished is answered again as a
+whole, so neither the number of processes nor an interruption changes a single token. With RANK and
+WORLD_SIZE in the environment (torchrun, accelerate launch) each process answers its share.
 """
 
 from __future__ import annotations
@@ -12,30 +12,37 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from pydantic import Field
 from tqdm import tqdm
 
 from draftheads.train.data.answers import (
+    FORMAT,
     MANIFEST,
     Answer,
     Counts,
+    Id,
     Journal,
     count,
+    journals,
+    locate,
     read_answers,
     read_manifest,
+    write_ids,
     write_manifest,
 )
 from draftheads.train.data.conversation import Conversation, Renderer
 from draftheads.train.data.generate import Answerer, LocalAnswerer, Sampling
-from draftheads.train.data.manifest import describe, refuse_other
+from draftheads.train.data.manifest import describe, identify, refuse_other
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.turns import check_tools, with_tools
+from draftheads.train.launch import check_environment
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
@@ -45,7 +52,7 @@ __all__ = ["Answer", "DistillOptions", "DistillReport", "distill", "read_answers
 MANY_CUT = 0.2
 """Share of answers ended by length above which the report warns."""
 MAX_LOST_BATCHES = 3
-"""Batches in a row without any answer after which the cause is not the prompts."""
+"""Batches of prompts in a row without any answer after which the cause is not the prompts."""
 
 logger = logging.getLogger("draftheads")
 
@@ -70,11 +77,16 @@ class DistillOptions(Sampling):
 
 @dataclass(frozen=True)
 class DistillReport:
-    """What the folder holds when this process ends. seconds: wall time of this run."""
+    """What the folder holds when this process ends.
+
+    missing: of this process's share, prompts that its server failed to answer. complete: every
+    prompt of all processes was answered, or refused for its own fault. seconds: wall time.
+    """
 
     out: Path
     prompts: int
     counts: Counts
+    missing: int
     complete: bool
     seconds: float
 
@@ -83,8 +95,7 @@ class DistillReport:
         mean = counts.learned_tokens / max(1, counts.turns)
         lines = [
             f"{self.out}: {self.prompts} prompts = {counts.done} done + {counts.skipped} skipped "
-            f"+ {counts.failed} failed"
-            + ("" if self.complete else " + the rest not answered yet (other processes?)"),
+            f"+ {counts.failed} failed{self._rest()}",
             f"{counts.learned_tokens} tokens to learn in {counts.turns} answers, {mean:.1f} on "
             f"average; {counts.cut} cut by length; {self.seconds:.1f} s",
         ]
@@ -95,17 +106,25 @@ class DistillReport:
             lines.append(f"{counts.retokenized} answers came as text and were tokenised here")
         return "\n".join(lines + [f"  {number} {why}" for why, number in counts.reasons.items()])
 
+    def _rest(self) -> str:
+        rest = self.prompts - self.counts.done - self.counts.skipped - self.counts.failed
+        if self.missing:
+            why = "as the server failed; run the same command again to ask them again"
+            return f" + {rest} not answered, {why}"
+        return f" + {rest} not answered yet, by other processes" if rest else ""
+
 
 def distill(
     target: Target | Answerer, prompts: Sequence[Prompt], options: DistillOptions
 ) -> DistillReport:
-    """Let the target answer the prompts and store its tokens in `options.out`, or go on with it.
+    """Let the target answer the prompts and store its tokens in `options.out`, or resume that.
 
     Learned is what the target writes, thoughts included unless `options.reasoning` says otherwise;
     tool calls and results of the prompts are context. target: in this process, or a
-    `ServedTarget`. Raises ValueError when the folder belongs to other options or cannot be written,
-    and for prompts with tool calls that the chat template does not show; OSError when a server goes
-    away. After these and a KeyboardInterrupt everything answered so far is kept.
+    `ServedTarget`. Raises ValueError when the folder belongs to other options or another process,
+    or cannot be written, and for prompts with tool calls that the chat template does not show;
+    OSError when a server goes away. After these and a KeyboardInterrupt everything answered so far
+    is kept.
     """
     started = time.monotonic()
     rank, world = _place()
@@ -114,16 +133,25 @@ def distill(
     if any(with_tools(prompt.messages or ()) for prompt in prompts):
         check_tools(renderer.tokenizer, options.template_args)
     manifest = describe(answerer.origin(), prompts, options)
-    journal = _open(options.out, manifest, rank, world)
-    work = _Work(answerer, renderer, prompts, options)
-    with journal:
+    names = identify(prompts)
+    ids: Sequence[Id] = names
+    if (options.out / MANIFEST).is_file():
+        old = read_manifest(options.out)
+        refuse_other(options.out, old, manifest)
+        if old["format"] == FORMAT:  # of an older version, with the same prompts
+            manifest["format"], ids = FORMAT, range(len(prompts))
+    with _open(options.out, rank, world) as journal:
+        _begin(options.out, manifest, ids)
+        seeds = [f"{options.seed}/{name}" for name in names]
+        work = _Work(answerer, renderer, prompts, options, ids, seeds)
         try:
-            _answer_missing(work, journal, manifest, (rank, world))
-        except KeyboardInterrupt:  # only to say how to go on
-            logger.warning("%s: interrupted; run the same command again to go on", options.out)
+            missing = _answer_missing(work, journal, rank, world)
+        except KeyboardInterrupt:  # only to say how to resume
+            logger.warning("%s: interrupted; run the same command again to resume", options.out)
             raise
-    counts, complete = _finish(options.out, manifest)
-    report = DistillReport(options.out, len(prompts), counts, complete, time.monotonic() - started)
+        counts, complete = _finish(options.out, manifest, ids)
+    seconds = time.monotonic() - started
+    report = DistillReport(options.out, len(prompts), counts, missing, complete, seconds)
     print(report)
     _warn(report, options)
     return report
@@ -135,38 +163,46 @@ class _Work:
     renderer: Renderer
     prompts: Sequence[Prompt]
     options: DistillOptions
+    ids: Sequence[Id]
+    seeds: Sequence[str]
 
-    def batch(self, number: int) -> list[Conversation]:
-        size = self.options.batch_size
+    def conversation(self, place: int) -> Conversation:
         choices = self.options.max_turns, self.options.reasoning
-        return [
-            Conversation(prompt, self.renderer, self.answerer.context, *choices)
-            for prompt in self.prompts[number * size : (number + 1) * size]
-        ]
+        prompt, context = self.prompts[place], self.answerer.context
+        return Conversation(prompt, self.renderer, context, *choices)
 
 
-def _answer_missing(
-    work: _Work, journal: Journal, manifest: dict[str, Any], place: tuple[int, int]
-) -> None:
-    rank, world = place
-    size = work.options.batch_size
-    there = count(work.options.out, manifest).batches
-    mine = range(rank, -(-len(work.prompts) // size), world)
-    sizes = {number: len(work.prompts[number * size : (number + 1) * size]) for number in mine}
-    done = sum(sizes[number] for number in mine if number in there)
-    missing = ((number, work.batch(number)) for number in mine if number not in there)
-    answers = work.answerer.answer(missing, work.options, work.options.seed)
-    lost: list[int] = []
-    with _Progress(sum(sizes.values()), done, rank, world) as progress, closing(answers):
+def _answer_missing(work: _Work, journal: Journal, rank: int, world: int) -> int:
+    """Answer this process's share; returns how many of it the answerer left out."""
+    size, answerer = work.options.batch_size, work.answerer
+    starts = range(rank * size, len(work.prompts), world * size)
+    batches = [list(range(len(work.prompts))[start : start + size]) for start in starts]
+    there = locate(work.options.out, work.ids).keys()
+    missing = {place for batch in batches for place in batch if place not in there}
+    asked = [batch for batch in batches if not missing.isdisjoint(batch)]
+    if not answerer.together:
+        asked = [[place for place in batch if place in missing] for batch in asked]
+    rows = ([work.conversation(place) for place in batch] for batch in asked)
+    answers = answerer.answer(rows, work.options, work.seeds)
+    enough = MAX_LOST_BATCHES * size if there else min(MAX_LOST_BATCHES * size, len(missing))
+    lost, kept = 0, journal.tell()
+    total = sum(map(len, batches))
+    with _Progress(total, total - len(missing), rank, world) as progress, closing(answers):
         for conversations, error in answers:
-            answered = any(row.answered for row in conversations)
-            lost = [] if answered or error is None else [*lost, journal.tell()]
-            if error is not None and len(lost) == MAX_LOST_BATCHES:
-                journal.cut(lost[0])  # what broke is not these prompts: ask them again next time
+            if error is None or any(row.answered for row in conversations):
+                lost = 0
+            else:
+                kept = kept if lost else journal.tell()
+                lost += len(conversations)
+            if error is not None and lost >= enough:
+                journal.cut(kept)  # what broke is not these prompts: ask them again next time
                 raise error
-            records = [row.record() for row in conversations]
+            new = [row for row in conversations if row.prompt.index in missing]
+            missing -= {row.prompt.index for row in new}
+            records = [row.record() | {"id": work.ids[row.prompt.index]} for row in new]
             journal.append(records)
             progress.add(records)
+    return len(missing)
 
 
 class _Progress:
@@ -195,6 +231,7 @@ class _Progress:
 
 
 def _place() -> tuple[int, int]:
+    check_environment(os.environ, has_gpu=torch.cuda.is_available())
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if not 0 <= rank < world:
         raise ValueError(
@@ -204,22 +241,54 @@ def _place() -> tuple[int, int]:
     return rank, world
 
 
-def _open(out: Path, manifest: dict[str, Any], rank: int, world: int) -> Journal:
-    """Make or check the folder and open this process's file, before anything is generated."""
-    if (out / MANIFEST).is_file():
-        refuse_other(out, read_manifest(out), manifest)
-    try:
+@contextmanager
+def _open(out: Path, rank: int, world: int) -> Iterator[Journal]:
+    """Make the folder and open this process's file, before anything is generated."""
+    with _writable(out):
         out.mkdir(parents=True, exist_ok=True)
-        if not (out / MANIFEST).is_file():
-            write_manifest(out, manifest)
-        return Journal(out, rank, world, manifest)
+        journal = Journal(out, rank, world)
+    with journal:
+        yield journal
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:  # a bare OSError does not say what the folder was wanted for
         raise ValueError(
             f"{out}: expected a folder that can be written, got {error}; choose another --out"
         ) from error
 
 
-def _finish(out: Path, manifest: dict[str, Any]) -> tuple[Counts, bool]:
+def _begin(out: Path, manifest: dict[str, Any], ids: Sequence[Id]) -> None:
+    """Record which prompts are asked.
+
+    Raises ValueError where the folder has answers to none of them: another --out was meant.
+    """
+    old = read_manifest(out) if (out / MANIFEST).is_file() else None
+    if old is not None:
+        refuse_other(out, old, manifest)  # once more: another process may have been faster
+        was, now = old["prompts"]["count"], len(ids)
+        if old["prompts"]["sha256"] != manifest["prompts"]["sha256"]:
+            kept = len(locate(out, ids))
+            if not kept and any(path.stat().st_size for path in journals(out)):
+                raise ValueError(
+                    f"{out}: expected some of the {was} prompts that it was begun with, got {now} "
+                    "others; use another --out, or check --prompts"
+                )
+            logger.warning(
+                "%s: the prompts have changed, from %d to %d; %d of them are answered already",
+                *(out, was, now, kept),
+            )
+            old = None
+    with _writable(out):
+        write_ids(out, manifest, ids)
+        if old is None:
+            write_manifest(out, manifest)
+
+
+def _finish(out: Path, manifest: dict[str, Any], ids: Sequence[Id]) -> tuple[Counts, bool]:
     """Write the manifest with what all processes have done; the last one to end finds it complete.
 
     Counted again after writing: another process may have ended in between, and the last manifest
@@ -227,11 +296,8 @@ def _finish(out: Path, manifest: dict[str, Any]) -> tuple[Counts, bool]:
     """
     written: Counts | None = None
     while (counts := count(out, manifest)) != written:
-        prompts, size = manifest["prompts"]["count"], manifest["batch_size"]
-        complete = len(counts.batches) == -(-prompts // size)
         seen = counts.done + counts.skipped + counts.failed
-        assert not complete or seen == prompts, f"{seen} outcomes for {prompts} prompts"
-        manifest["complete"] = complete
+        manifest["complete"] = seen == len(ids)
         manifest["counts"] = counts.numbers()
         write_manifest(out, manifest)
         written = counts

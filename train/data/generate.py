@@ -1,6 +1,9 @@
-"""Batches of conversations answered by the target's own `generate`, repeatable from a seed.
+"""Batches of conversations answered by the target's own `generate`, repeatable from seeds.
 
-Legend: B batch, T tokens.
+Each row draws from a seed of its own, so what is drawn for a prompt does not depend on the prompts
+that it is answered with.
+
+Legend: B batch, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from draftheads.infer.accept import filtered_logits
 from draftheads.infer.baseline import without_defaults
 from draftheads.train.data.conversation import Conversation
 
@@ -34,12 +38,15 @@ class Sampling(BaseModel):
     max_new_tokens: int = Field(512, ge=1, description="tokens per answer, end token included")
 
 
-Batch = tuple[int, list[Conversation]]
-"""A batch's number and its conversations."""
+Answered = tuple[list[Conversation], Exception | None]
 
 
 class Answerer(ABC):
-    """Who answers. eos_ids: what ends an answer; context: tokens that fit."""
+    """Who answers. eos_ids: what ends an answer; context: tokens that fit; together: answers of one
+    batch are computed together, so rounding may make one depend on another.
+    """
+
+    together = True
 
     def __init__(self, name: str, tokenizer: Any, eos_ids: tuple[int, ...], context: int) -> None:
         self.name = name
@@ -53,12 +60,13 @@ class Answerer(ABC):
 
     @abstractmethod
     def answer(
-        self, batches: Iterable[Batch], sampling: Sampling, seed: int
-    ) -> Generator[tuple[list[Conversation], Exception | None]]:
-        """Ask and answer all turns of the batches' conversations, in place and in order.
+        self, batches: Iterable[list[Conversation]], sampling: Sampling, seeds: Sequence[str]
+    ) -> Generator[Answered]:
+        """Ask and answer all turns of the batches' conversations, in place.
 
-        Yields a batch's conversations when they are done, with the last error of a prompt that
-        could not be answered, or None.
+        seeds: by the prompts' indices. Yields conversations when they are done, with the last error
+        of a prompt that could not be answered, or None. Those that nobody could be asked are left
+        out.
         """
 
 
@@ -79,29 +87,30 @@ class LocalAnswerer(Answerer):
         }
 
     def answer(
-        self, batches: Iterable[Batch], sampling: Sampling, seed: int
-    ) -> Generator[tuple[list[Conversation], Exception | None]]:
+        self, batches: Iterable[list[Conversation]], sampling: Sampling, seeds: Sequence[str]
+    ) -> Generator[Answered]:
         """One batch after the other."""
-        for number, rows in batches:
-            yield rows, answer_batch(self._target, rows, sampling, f"{seed}/{number}")
+        for rows in batches:
+            yield rows, answer_batch(self._target, rows, sampling, seeds)
 
 
 def answer_batch(
-    target: Target, conversations: Sequence[Conversation], sampling: Sampling, seed: str
+    target: Target, conversations: Sequence[Conversation], sampling: Sampling, seeds: Sequence[str]
 ) -> RuntimeError | None:
     """Ask and answer all turns of the conversations, in place.
 
-    seed: names the batch; the same seed, conversations and machine give the same tokens. Returns
-    the last error of a prompt that could not be answered even alone, or None.
+    seeds: as of `Answerer.answer`; the same seeds, conversations and machine give the same tokens.
+    Returns the last error of a prompt that could not be answered even alone, or None.
     """
     error: RuntimeError | None = None
     turn = 0
     while rows := [row for row in conversations if row.ask()]:
+        drawn = [f"{seeds[row.prompt.index]}/{turn}" for row in rows]
         try:
-            answers = generate(target, [row.tokens for row in rows], sampling, f"{seed}/{turn}")
+            answers = generate(target, [row.tokens for row in rows], sampling, drawn)
         except RuntimeError:  # out of memory, most often from one long prompt: spare the others
             _free_memory()
-            error = _answer_alone(target, rows, sampling, f"{seed}/{turn}") or error
+            error = _answer_alone(target, rows, sampling, drawn) or error
         else:
             for row, ids in zip(rows, answers, strict=True):
                 row.answer(ids)
@@ -110,12 +119,12 @@ def answer_batch(
 
 
 def _answer_alone(
-    target: Target, rows: Sequence[Conversation], sampling: Sampling, seed: str
+    target: Target, rows: Sequence[Conversation], sampling: Sampling, seeds: Sequence[str]
 ) -> RuntimeError | None:
     last: RuntimeError | None = None
-    for number, row in enumerate(rows):
+    for row, seed in zip(rows, seeds, strict=True):
         try:
-            [ids] = generate(target, [row.tokens], sampling, f"{seed}/{number}")
+            [ids] = generate(target, [row.tokens], sampling, [seed])
         except RuntimeError as error:  # the second time: this prompt is lost, the run is not
             _free_memory()
             row.end("failed", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
@@ -131,12 +140,13 @@ def _free_memory() -> None:
 
 
 def generate(
-    target: Target, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: str
+    target: Target, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[str]
 ) -> list[list[int]]:
     """The target's continuations, each ending with its end token or at the length limit.
 
-    A row never leaves the context: rows with a similar room left are generated together, and the
-    smallest room limits them all, so a row loses at most half of its room to its neighbours.
+    seeds: one per prompt. A row never leaves the context: rows with a similar room left are
+    generated together, and the smallest room limits them all, so a row loses at most half of its
+    room to its neighbours.
     """
     groups: dict[int, list[int]] = defaultdict(list)
     rooms = [min(sampling.max_new_tokens, target.context - len(prompt)) for prompt in prompts]
@@ -144,19 +154,50 @@ def generate(
         assert room > 0, "prompts that do not fit are skipped before"
         groups[0 if room == sampling.max_new_tokens else room.bit_length()].append(row)
     answers: list[list[int]] = [[] for _ in prompts]
-    devices = list(range(torch.cuda.device_count())) if target.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]))
-        for _, group in sorted(groups.items()):
-            limit = min(rooms[row] for row in group)
-            new_BT = _generate(target, [prompts[row] for row in group], sampling, limit)
-            for row, ids in zip(group, new_BT.tolist(), strict=True):
-                answers[row] = until_end(ids, target.eos_ids)
+    for _, group in sorted(groups.items()):
+        limit = min(rooms[row] for row in group)
+        draws = _Draws(sampling, [seeds[row] for row in group], limit)
+        new_BT = _generate(target, [prompts[row] for row in group], draws, limit)
+        for row, ids in zip(group, new_BT.tolist(), strict=True):
+            answers[row] = until_end(ids, target.eos_ids)
     return answers
 
 
+class _Draws(LogitsProcessor):  # type: ignore[misc]
+    """Draws each row's next tokens by numbers of its own: only the drawn token keeps its logit, so
+    that `generate`'s argmax takes it. Raises RuntimeError for logits that are not numbers.
+    """
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[str], limit: int) -> None:
+        self._sampling = sampling
+        self._step = 0
+        generators = [
+            torch.Generator().manual_seed(
+                int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
+            )
+            for seed in seeds
+        ]
+        self._uniform_BT = torch.stack(
+            [torch.rand(limit, generator=one, dtype=torch.float64) for one in generators]
+        )
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self._sampling.temperature == 0:
+            return scores
+        chosen = self._sampling.temperature, self._sampling.top_p, self._sampling.top_k
+        below_BV = filtered_logits(scores, *chosen).double().softmax(-1).cumsum(-1)
+        total_B1 = below_BV[:, -1:]
+        if not total_B1.isfinite().all():
+            raise RuntimeError("the target's logits are not finite")
+        self._uniform_BT = self._uniform_BT.to(scores.device)
+        uniform_B1 = self._uniform_BT[:, self._step, None]
+        self._step += 1
+        drawn_B1 = torch.searchsorted(below_BV, uniform_B1 * total_B1, right=True)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn_B1, 0.0)
+
+
 def _generate(
-    target: Target, prompts: Sequence[Sequence[int]], sampling: Sampling, limit: int
+    target: Target, prompts: Sequence[Sequence[int]], draws: _Draws, limit: int
 ) -> Tensor:
     width = max(map(len, prompts))
     pad = target.eos_ids[0] if target.eos_ids else 0
@@ -165,19 +206,18 @@ def _generate(
     for row, prompt in enumerate(prompts):
         tokens_BT[row, width - len(prompt) :] = torch.tensor(prompt)
         mask_BT[row, width - len(prompt) :] = 1
-    chosen = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     config = GenerationConfig(
-        do_sample=sampling.temperature > 0,
+        do_sample=False,
         max_new_tokens=limit,
         eos_token_id=list(target.eos_ids) or None,
         pad_token_id=pad,
-        **(chosen if sampling.temperature > 0 else {}),
     )
     with without_defaults(target):
         out_BT = target.model.generate(
             tokens_BT.to(target.device),
             attention_mask=mask_BT.to(target.device),
             generation_config=config,
+            logits_processor=LogitsProcessorList([draws]),
         )
     new_BT: Tensor = out_BT[:, width:]
     return new_BT

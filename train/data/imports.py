@@ -55,8 +55,7 @@ def import_answers(
         raise ValueError(f"{source}: expected conversations to learn from, got none; {reason}")
     manifest = _manifest(side, lines, template_args or {}, source)
     manifest["imported"] = {"verified": False, "found_by": dict(methods)}
-    numbers = {name: value for name, value in vars(counts).items() if name != "batches"}
-    manifest["counts"] = numbers
+    manifest["counts"] = counts.numbers()
     _write(out, lines, manifest)
     return counts
 
@@ -107,7 +106,7 @@ def _manifest(
 
 def _write(out: Path, lines: Sequence[Record], manifest: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    with Journal(out, 0, 1, manifest) as journal:
+    with Journal(out, 0, 1) as journal:
         journal.cut(0)  # of a run that was killed before its manifest
         journal.append(lines)
     write_manifest(out, manifest)  # last: it says that all is there

@@ -1,4 +1,4 @@
-"""What a distillation was begun with, and whether a call goes on with just that."""
+"""What a distillation was begun with, and whether a call resumes just that."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftheads.train.data.answers import FORMAT
+import torch
+
+from draftheads.train.data.answers import BY_CONTENT, FORMAT
 from draftheads.train.data.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -18,6 +21,21 @@ if TYPE_CHECKING:
 
 BEFORE = {"reasoning": "keep"}
 """What folders that do not record these options were made with."""
+
+
+def identify(prompts: Sequence[Prompt]) -> list[str]:
+    """An id for each prompt: a hash of what it says, numbered where several are equal."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for prompt in prompts:
+        name = hashlib.sha256(_said(prompt)).hexdigest()[:32]
+        seen[name] += 1
+        ids.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return ids
+
+
+def _said(prompt: Prompt) -> bytes:
+    return json.dumps([prompt.messages, prompt.text]).encode()
 
 
 def describe(
@@ -33,12 +51,12 @@ def describe(
         raise ValueError("prompts: expected the indices 0, 1, 2, ...; use read_prompts")
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.messages, prompt.text]).encode() + b"\n")
+        digest.update(_said(prompt) + b"\n")
     packages = ("draftheads", "torch", "transformers", "tokenizers")
     sampling = {"temperature", "top_p", "top_k", "max_new_tokens", "max_turns", "template_args"}
     sampling |= set(BEFORE)
     return {
-        "format": FORMAT,
+        "format": BY_CONTENT,
         "target": origin,
         "sampling": options.model_dump(mode="json", include=sampling),
         "seed": options.seed,
@@ -50,27 +68,31 @@ def describe(
         },
         "complete": False,
         "counts": {},
+        "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages},
     }
 
 
 def refuse_other(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raises ValueError, naming each difference between two manifests that would change answers."""
+    """Raises ValueError, naming each difference between two manifests that would change answers.
+
+    Prompts may differ, except in folders of format 1, which know them by their numbers.
+    """
     was_by, now_by = _answered_by(old["target"]), _answered_by(new["target"])
-    pairs = [("answers come from", was_by, now_by)]
-    pairs += [(key, old[key], new[key]) for key in ("seed", "batch_size")]
+    pairs = [("answers come from", was_by, now_by), ("seed", old["seed"], new["seed"])]
     was = BEFORE | old["sampling"]
     pairs += [(key, was.get(key), value) for key, value in new["sampling"].items()]
     if was_by == now_by:
         pairs += _differing(old, new, "target", ("fingerprint", "dtype"))
-    pairs += _differing(old, new, "prompts", ("count", "sha256"))
+    if old["format"] == FORMAT:
+        pairs += _differing(old, new, "prompts", ("count", "sha256"))
     different = [f"{key}: expected {was!r}, got {now!r}" for key, was, now in pairs if was != now]
     if different:
         raise ValueError(
             f"{out} was begun with other options (target {old['target']['name']}, prompts "
             f"{old['prompts']['source'] or 'unnamed'}): {'; '.join(different)}. "
-            "Use another --out, or the same options to go on"
+            "Use another --out, or the same options to resume"
         )
 
 

@@ -27,6 +27,7 @@ for the target to continue.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -141,6 +142,12 @@ def _parsed(
             if not skip_empty:
                 raise
             continue
+        try:
+            json.dumps([messages, text], ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:  # "\ud83d" alone is half a character
+            raise ValueError(
+                f"{where}: expected text in Unicode, got {error}; repair or remove the record"
+            ) from error
         yield where, messages, text
 
 

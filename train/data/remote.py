@@ -1,8 +1,9 @@
 """An OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) that continues token ids.
 
 Plain HTTP from the standard library, one connection per request and no proxy, called from many
-threads. What passes by itself (busy, restarting, cut or silent connections) is tried again a
-bounded number of times; what does not is said at once.
+threads: requests can be cut from outside, and have a time limit as a whole. The server's faults
+(busy, restarting, cut, silent or garbled) are tried again a bounded number of times; what another
+try cannot change is said at once.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 CONNECT_SECONDS = 10.0
 BUSY = frozenset({408, 425, 429})
 """HTTP statuses below 500 that another try may change."""
+REFUSED = frozenset({400, 413, 422})
+"""HTTP statuses that speak of this prompt; all others below 500 speak of all prompts."""
+LARGEST = 1 << 26
+"""Bytes of an answer that are read; more is no answer."""
 LONGEST_PAUSE = 60.0
 """Seconds between two tries, except where the server asks for more."""
 LONGEST_RETRY_AFTER = 600.0
@@ -37,19 +41,27 @@ Json = dict[str, Any]
 
 
 class ServerError(OSError):
-    """A request that failed; says why in words that do not depend on the prompt.
-
-    passing: another try may end better, `retry_after` seconds later if the server said so.
+    """A request that failed, and any other would; says why in words that do not depend on the
+    prompt.
     """
 
-    def __init__(self, reason: str, *, passing: bool = False, retry_after: float = 0.0) -> None:
+
+class PromptRefused(ServerError):
+    """The server refuses this prompt; others may be fine."""
+
+
+class ServerFault(ServerError):
+    """No prompt's fault; another try may end better, `retry_after` seconds later if the server said
+    so.
+    """
+
+    def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
-        self.passing = passing
         self.retry_after = retry_after
 
 
-class ServerGone(ServerError):
-    """No connection could be made: no prompt's fault."""
+class ServerGone(ServerFault):
+    """No connection could be made."""
 
 
 class ServerOptions(BaseModel):
@@ -68,16 +80,32 @@ class ServerOptions(BaseModel):
     pause: float = Field(0.5, ge=0, description="seconds before the second try; then doubled")
 
 
-@dataclass(frozen=True)
-class Completion:
-    """What a server wrote. ids: None where it tells text alone; stop: the end token's id, where it
-    tells that; ended: by an end token, not by length.
+TokenId = Annotated[int, Field(strict=True, ge=0)]
+
+
+class Completion(BaseModel):
+    """What a server wrote, as text or `token_ids` or both. stop_reason, matched_stop (SGLang's name
+    for it): may be the end token's id.
     """
 
-    text: str
-    ids: list[int] | None
-    ended: bool
-    stop: int | None
+    text: str | None = None
+    token_ids: list[TokenId] | None = None
+    finish_reason: Literal["stop", "length"]  # "abort": the server gave up
+    stop_reason: Any = None
+    matched_stop: Any = None
+
+
+class _Completions(BaseModel):
+    choices: list[Completion] = Field(min_length=1, max_length=1)
+
+
+class _Model(BaseModel):
+    id: str
+    max_model_len: Any = None
+
+
+class _Models(BaseModel):
+    data: list[_Model]
 
 
 class Server:
@@ -86,28 +114,31 @@ class Server:
     requests under way, which also tells the server to stop; it can be entered again.
 
     Raises ValueError for an address, key or model name that cannot be right, ServerError when
-    nobody answers.
+    nobody answers. The key is in no message: what the server echoes is shown with *** for it.
     """
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
         self._address = urlsplit(_normal(options.url))
         self.url = self._address.geturl()
-        self._headers = {"Content-Type": "application/json"} | _authorization(options.api_key_env)
+        self._key = _key(options.api_key_env) if options.api_key_env else ""
+        self._headers = {"Content-Type": "application/json"}
+        if self._key:
+            self._headers["Authorization"] = f"Bearer {self._key}"
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._jitter = random.Random()  # the caller's random numbers are none of ours
         entry = self._choose(self._models())
-        self.model = str(entry["id"])
-        context = entry.get("max_model_len")
-        self.context = context if isinstance(context, int) else None
+        context = entry.max_model_len
+        self.model = entry.id
+        self.context = context if isinstance(context, int) and context > 1 else None
 
     def complete(self, request: Json) -> Completion:
         """POST /v1/completions with the model's name added; tries again where that may help.
 
-        request: must have max_tokens. Raises ServerError when it failed for good, ServerGone when
-        nobody listens.
+        request: must have max_tokens. Raises ServerError; PromptRefused, ServerFault or ServerGone
+        where that is known.
         """
         body = json.dumps({"model": self.model, **request}).encode()
         patience = self.options.timeout or 60 + request["max_tokens"] / SLOWEST
@@ -115,13 +146,11 @@ class Server:
         while True:
             number += 1
             try:
-                return self._complete_once(body, patience)
-            except ServerError as error:
-                if not error.passing:
-                    raise
+                return self._complete_once(body, patience, request["max_tokens"])
+            except ServerFault as error:
                 last = number == self.options.tries
                 if last or self._closed.wait(self._pause(number) + error.retry_after):
-                    raise type(error)(f"{error}, tried {number} times") from error
+                    raise type(error)(f"{error}, tried {number} times") from None
 
     def __enter__(self) -> Server:
         self._closed.clear()
@@ -133,42 +162,52 @@ class Server:
             for connection in self._open:
                 _shut(connection)
 
-    def _complete_once(self, body: bytes, patience: float) -> Completion:
+    def _complete_once(self, body: bytes, patience: float, most: int) -> Completion:
         status, headers, answer = self._request("POST", "/completions", body, patience)
+        if status >= 500 or status in BUSY:
+            retry_after = _seconds(headers.get("retry-after", "0"))
+            raise ServerFault(self._refusal(status, answer), retry_after)
+        if status in REFUSED:
+            raise PromptRefused(self._refusal(status, answer))
         if status != 200:
-            raise ServerError(
-                _refusal(status, answer),
-                passing=status >= 500 or status in BUSY,
-                retry_after=_seconds(headers.get("retry-after", "0")),
+            raise ServerError(self._refusal(status, answer) + _hint(status))
+        try:
+            [completion] = _Completions.model_validate_json(answer).choices
+        except ValidationError as error:  # cut by a proxy, most likely
+            raise ServerFault(f"expected a completion, got another answer{_where(error)}") from None
+        if completion.text is None and completion.token_ids is None:
+            raise ServerFault("expected a completion, got one without text and token ids")
+        if (count := len(completion.token_ids or ())) > most:
+            raise ServerFault(
+                f"expected no more tokens than were asked for, got {count - most} more"
             )
-        return _completion(answer)
+        return completion
 
-    def _models(self) -> list[Json]:
+    def _models(self) -> list[_Model]:
         try:
             status, _, answer = self._request("GET", "/models", None, CONNECT_SECONDS)
         except ServerError as error:
             raise ServerError(
                 f"{self.url}: expected an OpenAI-compatible server, got {error}; "
                 "start it, or give another --server"
-            ) from error
+            ) from None
         try:
-            return list(json.loads(answer)["data"])
-        except (ValueError, KeyError, TypeError) as error:  # some other kind of server, or refusal
-            hint = "set --api-key-env" if status in (401, 403) else "is --server its address?"
-            raise ServerError(
-                f"{self.url}/models: expected a list of models, got HTTP {status}; {hint}"
-            ) from error
+            if status == 200:
+                return _Models.model_validate_json(answer).data
+            found = self._refusal(status, answer) + (_hint(status) or "; is --server its address?")
+        except ValidationError as error:  # some other kind of server
+            found = f"another answer{_where(error)}; is --server its address?"
+        raise ServerError(f"{self.url}/models: expected a list of models, got {found}")
 
-    def _choose(self, models: list[Json]) -> Json:
-        names = [str(entry["id"]) for entry in models]
+    def _choose(self, models: list[_Model]) -> _Model:
         if self.options.model is None and len(models) == 1:
             return models[0]
-        if self.options.model in names:
-            return models[names.index(self.options.model)]
+        for model in models:
+            if model.id == self.options.model:
+                return model
         wish = "one model" if self.options.model is None else f"model {self.options.model!r}"
-        raise ValueError(
-            f"{self.url}: expected {wish}, got {', '.join(names) or 'none'}; set --server-model"
-        )
+        names = self._hide(", ".join(model.id for model in models)) or "none"
+        raise ValueError(f"{self.url}: expected {wish}, got {names}; set --server-model")
 
     def _request(
         self, method: str, path: str, body: bytes | None, patience: float
@@ -176,22 +215,24 @@ class Server:
         secure = self._address.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         host, port = self._address.hostname or "", self._address.port
-        connection = kind(host, port, timeout=CONNECT_SECONDS)
+        connection = kind(host, port, timeout=min(patience, CONNECT_SECONDS))
         try:
             connection.connect()
         except OSError as error:
-            raise ServerGone(_describe(error), passing=True) from error
+            raise ServerGone(self._describe(error)) from None
+        late = threading.Event()
         try:
-            with self._registered(connection.sock):
-                connection.sock.settimeout(patience)
+            with self._registered(connection.sock), _limit(patience, connection.sock, late):
+                connection.sock.settimeout(None)
                 connection.request(method, self._address.path + path, body, self._headers)
                 response = connection.getresponse()
                 headers = {name.lower(): value for name, value in response.getheaders()}
-                return response.status, headers, response.read()
+                return response.status, headers, response.read(LARGEST)
         except ServerError:
             raise
         except (OSError, http.client.HTTPException) as error:  # cut, silent, or not HTTP
-            raise ServerError(_describe(error), passing=True) from error
+            found = "no whole answer in time" if late.is_set() else self._describe(error)
+            raise ServerFault(found) from None
         finally:
             connection.close()
 
@@ -213,58 +254,87 @@ class Server:
         pause: float = min(LONGEST_PAUSE, self.options.pause * 2 ** (number - 1))
         return pause * self._jitter.uniform(0.5, 1.0)  # so that all do not come back at once
 
+    def _refusal(self, status: int, answer: bytes) -> str:
+        """The status, and what the server says beside it: OpenAI's error layout, or FastAPI's."""
+        try:
+            said = json.loads(answer)
+            said = said.get("error", said)
+            message = str(said["message"] if "message" in said else said["detail"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a page of HTML
+            return f"HTTP {status} {http.client.responses.get(status, '')}".strip()
+        message = self._hide(" ".join(message.split()))  # before digits of the key are replaced
+        # prompts of other lengths are refused for one reason
+        return f"HTTP {status}: {re.sub(r'[0-9]+', 'N', message)[:200]}"
+
+    def _describe(self, error: Exception) -> str:
+        words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        words = "no answer in time" if isinstance(error, TimeoutError) else words
+        return self._hide(" ".join(str(words).split()))[:200]
+
+    def _hide(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
 
 def _normal(url: str) -> str:
-    parts = urlsplit(url.strip().rstrip("/"))
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"--server: expected http://HOST:PORT, got {url!r}; give such an address")
-    if parts.username or parts.password:
+    if "@" in url:
         raise ValueError("--server: expected no password in the address; use --api-key-env")
+    try:
+        parts = urlsplit(url.strip().rstrip("/"))
+        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number, or half an IPv6 address
+        right = False
+    if not right:
+        raise ValueError(f"--server: expected http://HOST:PORT, got {url!r}; give such an address")
     path = parts.path if parts.path.endswith("/v1") else f"{parts.path}/v1"
     return parts._replace(path=path, query="", fragment="").geturl()
 
 
-def _authorization(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
+def _key(variable: str) -> str:
+    if not variable.isidentifier():
+        raise ValueError(
+            "--api-key-env: expected the name of an environment variable, got something else (the "
+            "key itself?); export it, and give the variable's name"
+        )
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(
             f"--api-key-env: expected a key in ${variable}, found nothing; export {variable}=..."
         )
-    return {"Authorization": f"Bearer {key}"}
+    if not re.fullmatch("[!-~]+", key):
+        raise ValueError(
+            f"--api-key-env: expected a key of printable ASCII characters in ${variable}, got "
+            "others in it (a line break, a blank?); export it again"
+        )
+    return key
 
 
-def _completion(answer: bytes) -> Completion:
+def _hint(status: int) -> str:
+    if status in (401, 403):
+        return "; set --api-key-env to a variable whose key may ask this server"
+    return "; give the address it has moved to" if 300 <= status < 400 else ""
+
+
+def _where(error: ValidationError) -> str:
+    """What is wrong in an answer, without its words."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    return f" ({': '.join(filter(None, ['.'.join(map(str, first['loc'])), first['msg']]))})"
+
+
+@contextmanager
+def _limit(seconds: float, connection: socket.socket, late: threading.Event) -> Iterator[None]:
+    """A time limit for a whole answer: a socket's own is one for each piece of it."""
+
+    def end() -> None:
+        late.set()
+        _shut(connection)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
     try:
-        [choice] = json.loads(answer)["choices"]
-        text, reason = str(choice["text"]), choice["finish_reason"]
-    except (ValueError, KeyError, TypeError) as error:  # cut by a proxy, most likely
-        raise ServerError("expected a completion, got another answer", passing=True) from error
-    if reason not in ("stop", "length"):  # "abort": the server gave up
-        raise ServerError(f"answer ended by {reason!r}, not by itself or its length", passing=True)
-    ids = choice.get("token_ids")
-    stop = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's name, SGLang's name
-    return Completion(text, ids, reason == "stop", stop if isinstance(stop, int) else None)
-
-
-def _refusal(status: int, answer: bytes) -> str:
-    """The status, and what the server says beside it: OpenAI's error layout, or FastAPI's."""
-    try:
-        said = json.loads(answer)
-        said = said.get("error", said)
-        message = str(said["message"] if "message" in said else said["detail"])
-    except (ValueError, KeyError, TypeError, AttributeError):  # a proxy's page of HTML
-        return f"HTTP {status} {http.client.responses.get(status, '')}".strip()
-    # prompts of other lengths are refused for one reason
-    return f"HTTP {status}: {re.sub(r'[0-9]+', 'N', ' '.join(message.split()))[:200]}"
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(str(words).split())[:200]
+        yield
+    finally:
+        timer.cancel()
 
 
 def _seconds(retry_after: str) -> float:

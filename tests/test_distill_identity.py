@@ -1,0 +1,282 @@
+"""Prompts are known by what they say: whatever becomes of the others, an answer is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_chat import files, llama, on_call, options, prompts, records
+
+from draftheads.heads.target import Target
+from draftheads.scripts import cli
+from draftheads.train.data import answers
+from draftheads.train.data.answers import MANIFEST, Journal, read_manifest
+from draftheads.train.data.distill import distill, read_answers
+from draftheads.train.data.prompts import Prompt, read_conversations, read_prompts
+
+Texts = list[str]
+BEFORE = [f"question {n}" for n in range(10)]
+
+
+@pytest.fixture(scope="module")
+def shared_target() -> Target:
+    return llama()
+
+
+@pytest.fixture
+def target(shared_target: Target) -> Iterator[Target]:
+    """The shared target; whatever a test does to its `generate` is undone."""
+    yield shared_target
+    shared_target.model.__dict__.pop("generate", None)
+
+
+def asked(texts: Texts) -> list[Prompt]:
+    return [Prompt(index, text=text) for index, text in enumerate(texts)]
+
+
+def answered(target: Target, folder: Path, texts: Texts) -> dict[str, list[list[int]]]:
+    """The answers to each text."""
+    found: dict[str, list[list[int]]] = {}
+    for record in records(folder):
+        found.setdefault(texts[record["id"]], []).append(record["tokens"])
+    for text, tokens in found.items():
+        assert all(target.tokenizer.decode(ids).startswith(text) for ids in tokens)
+    return found
+
+
+CHANGES: dict[str, tuple[Callable[[Texts], Texts], list[int]]] = {
+    # what becomes of the prompts, and the sizes of the batches that are generated then
+    "added at the end": (lambda old: [*old, "new"], [3]),
+    "added in front": (lambda old: ["new", *old], [4]),
+    "mended": (lambda old: [*old[:5], "mended", *old[6:]], [4]),
+    "removed": (lambda old: old[3:], []),
+    "moved": (lambda old: old[::-1], []),
+    "fewer": (lambda old: old[:2], []),
+    "repeated": (lambda old: [*old, old[0]], [3]),
+    "all at once": (lambda old: ["new", *old[:4:-1], "mended"], [4, 3]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_answers_are_kept_when_prompts_change(target: Target, tmp_path: Path, change: str) -> None:
+    becomes, sizes = CHANGES[change]
+    after = becomes(BEFORE)
+    distill(target, asked(BEFORE), options(tmp_path / "o"))
+    old = answered(target, tmp_path / "o", BEFORE)
+    calls = on_call(target, lambda call, rows: None)
+    report = distill(target, asked(after), options(tmp_path / "o"))
+    assert calls == sizes and report.complete
+    assert report.prompts == report.counts.done == len(after)
+    new = answered(target, tmp_path / "o", after)
+    assert all(new[text][0] == old[text][0] for text in set(BEFORE) & set(after))
+    read = [answer.tokens for answer in read_answers(tmp_path / "o")]
+    assert read == [record["tokens"] for record in records(tmp_path / "o")]
+    assert len(read) == len(after)
+    distill(target, asked(BEFORE), options(tmp_path / "o"))  # as it was: nothing was lost
+    assert calls == sizes and answered(target, tmp_path / "o", BEFORE) == old
+
+
+def test_equal_prompts_are_drawn_apart(target: Target, tmp_path: Path) -> None:
+    distill(target, asked(["the same"] * 6), options(tmp_path / "o"))
+    [drawn] = answered(target, tmp_path / "o", ["the same"] * 6).values()
+    assert len(drawn) == 6 and len({tuple(tokens) for tokens in drawn}) > 3
+
+
+def test_batch_size_may_change(target: Target, tmp_path: Path) -> None:
+    """After an out-of-memory, for one."""
+
+    def interrupt(call: int, rows: int) -> None:
+        if call == 1:
+            raise KeyboardInterrupt
+
+    on_call(target, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        distill(target, asked(BEFORE), options(tmp_path / "o"))
+    calls = on_call(target, lambda call, rows: None)
+    assert distill(target, asked(BEFORE), options(tmp_path / "o", batch_size=3)).complete
+    assert calls == [3, 3, 1]  # the second batch of three has one row that is there
+
+
+def test_other_prompts_are_refused_and_nothing_is_touched(target: Target, tmp_path: Path) -> None:
+    distill(target, asked(BEFORE), options(tmp_path / "o"))
+    before = files(tmp_path / "o")
+    with pytest.raises(ValueError, match="expected some of the 10 prompts .*, got 2 others; use"):
+        distill(target, asked(["who?", "why?"]), options(tmp_path / "o"))
+    assert files(tmp_path / "o") == before
+
+
+def numbered(folder: Path, kept: int) -> None:
+    """Make a folder what an older version would have left, killed after some answers."""
+    [journal] = folder.glob("answers-*")
+    lines = [json.dumps(record) + "\n" for record in records(folder)[:kept]]
+    journal.write_text("".join(lines))
+    for path in folder.glob("prompts-*"):
+        path.unlink()
+    manifest = read_manifest(folder) | {"format": 1, "complete": False, "counts": {}}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_older_folder_is_resumed_with_its_own_prompts_alone(target: Target, tmp_path: Path) -> None:
+    distill(target, prompts(10), options(tmp_path / "whole"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "o")
+    numbered(tmp_path / "o", 6)
+    assert len(list(read_answers(tmp_path / "o"))) == 6
+    calls = on_call(target, lambda call, rows: None)
+    assert distill(target, prompts(10), options(tmp_path / "o")).complete
+    assert calls == [4, 2] and records(tmp_path / "o") == records(tmp_path / "whole")
+    assert read_manifest(tmp_path / "o")["format"] == 1
+    assert list(read_answers(tmp_path / "o")) == list(read_answers(tmp_path / "whole"))
+    with pytest.raises(ValueError, match="prompts count: expected 10, got 11; prompts sha256: exp"):
+        distill(target, prompts(11), options(tmp_path / "o"))
+
+
+def test_outage_that_an_older_version_blamed_on_prompts_is_mended(
+    target: Target, tmp_path: Path
+) -> None:
+    distill(target, prompts(6), options(tmp_path / "whole"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "o")
+    numbered(tmp_path / "o", 6)
+    [journal] = (tmp_path / "o").glob("answers-*")
+    lines = journal.read_text().splitlines()
+    for number, reason in enumerate(
+        ("Connection refused, tried 6 times", "HTTP 401: bad key", "HTTP 400: bad prompt")
+    ):
+        lines[number] = json.dumps({"id": number, "failed": reason})
+    journal.write_text("\n".join([*lines, ""]))
+    report = distill(target, prompts(6), options(tmp_path / "o"))
+    assert (report.counts.done, report.counts.failed, report.complete) == (5, 1, True)
+    assert report.counts.reasons == {"failed: HTTP 400: bad prompt": 1}
+    answers_, whole = list(read_answers(tmp_path / "o")), list(read_answers(tmp_path / "whole"))
+    assert answers_ == [*whole[:2], *whole[3:]]
+
+
+# ---------------------------------------------------------------- records that are no text
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "a\ud83d"},
+        {"prompt": "\udc00"},
+        {"messages": [{"role": "system", "content": "\ud83d"}, {"role": "user", "content": "a"}]},
+        {"system": "\ud83d", "prompt": "a"},
+    ],
+)
+def test_half_a_character_is_refused_with_its_line(
+    shared_target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    record: dict[str, Any],
+) -> None:
+    shared_target.model.save_pretrained(tmp_path / "t")
+    shared_target.tokenizer.save_pretrained(tmp_path / "t")
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "whole \U0001f600"}) + "\n" + json.dumps(record) + "\n")
+    words = ["--target", tmp_path / "t", "--prompts", path, "--out", tmp_path / "o"]
+    monkeypatch.setattr(sys, "argv", ["draftheads", "distill", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and "p.jsonl line 2: expected text in Unicode, got" in line
+    assert "repair or remove the record" in line and not (tmp_path / "o").exists()
+
+
+def test_half_a_character_in_an_answer_is_refused_with_its_line(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udfff"}]
+    (tmp_path / "p.json").write_text(json.dumps([{"messages": turns}]))
+    with pytest.raises(ValueError, match="expected text in Unicode, got .*surrogates not allowed"):
+        read_conversations(tmp_path / "p.json")
+    assert len(read_prompts(tmp_path / "p.json")) == 1  # which leaves the answer out
+
+
+# ---------------------------------------------------------------- one launch at a time
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_second_launch_into_a_folder_is_refused(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    """Also one with another number of processes; the processes of one launch are let in."""
+    out = tmp_path / "o"
+    distill(target, prompts(4), options(tmp_path / "whole"))
+    out.mkdir()
+    calls = on_call(target, lambda call, rows: None)
+    with Journal(out, 0, world):
+        with pytest.raises(ValueError, match="o: another process distils into it; wait for it, or"):
+            distill(target, prompts(4), options(out))
+        with Journal(out, 1, 2) if world == 2 else Journal(tmp_path, 1, 2):
+            pass
+    assert not calls and not (out / MANIFEST).exists()
+    assert distill(target, prompts(4), options(out)).complete
+    assert records(out) == records(tmp_path / "whole")
+
+
+def test_full_disk_leaves_no_half_written_manifest(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    distill(target, prompts(4), options(tmp_path / "o"))
+    before = files(tmp_path / "o")
+    with monkeypatch.context() as patch:
+        patch.setattr(answers.os, "fsync", full)
+        with pytest.raises(ValueError, match="No space left on device"):
+            distill(target, prompts(5), options(tmp_path / "o"))
+    assert files(tmp_path / "o") == before
+    distill(target, prompts(5), options(tmp_path / "o"))
+    assert len(records(tmp_path / "o")) == 5
+
+
+# ---------------------------------------------------------------- several processes
+
+
+@pytest.fixture
+def launch(
+    shared_target: Target, tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a launcher on `distill` of ten prompts into tmp_path / "o"."""
+    shared_target.model.save_pretrained(tmp_path / "t")
+    shared_target.tokenizer.save_pretrained(tmp_path / "t")
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in BEFORE))
+    words = ["-m", "draftheads.scripts.cli", "distill", "--target", "t", "--prompts", "p.jsonl"]
+    words += ["--out", "o", "--max-new-tokens", "12", "--batch-size", "4", "--temperature", "1.0"]
+
+    def run(*launcher: str) -> subprocess.CompletedProcess[str]:
+        environ = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", *launcher, *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300
+        )
+
+    return run
+
+
+def test_torchrun_divides_the_work(
+    launch: Callable[..., subprocess.CompletedProcess[str]], target: Target, tmp_path: Path
+) -> None:
+    done = launch("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert done.returncode == 0, done.stderr
+    distill(target, asked(BEFORE), options(tmp_path / "whole"))
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+    assert read_manifest(tmp_path / "o")["complete"]
+    lines = [path.read_bytes().count(b"\n") for path in sorted((tmp_path / "o").glob("answers-*"))]
+    assert lines == [6, 4]
+
+
+def test_launcher_that_starts_one_process_is_refused(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = launch("accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m")
+    assert done.returncode and "Traceback" not in done.stderr.split("error:")[0]
+    assert "`accelerate launch --cpu --num_processes N` starts only one process" in done.stderr
+    assert not (tmp_path / "o").exists()
