@@ -7,6 +7,9 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,11 @@ from tiny_training import (
 )
 
 from draftheads.heads.base import Batch
+from draftheads.heads.hub import find_head
+from draftheads.heads.staging import staged
 from draftheads.heads.target import Target
+from draftheads.scripts.convert import converted
+from draftheads.scripts.merge import merged
 from draftheads.train import checkpoint
 from draftheads.train.launch import STOP_FILE
 from draftheads.train.progress import Progress, read_metrics
@@ -174,6 +181,100 @@ def test_keeping_fewer_checkpoints_makes_room_before_the_next_one(made, half, mo
     seen: list[str] = []
     assert run(made, half, "run.keep=1", "run.save_every=3") == 0
     assert seen == ["step-000003"]
+
+
+def renumbered(output: Path, old: int, new: int) -> None:
+    """As if a checkpoint were of another step."""
+    folder = (output / f"step-{old:06d}").rename(output / f"step-{new:06d}")
+    state = json.loads((folder / "trainer" / "state.json").read_text())
+    (folder / "trainer" / "state.json").write_text(json.dumps({**state, "step": new}))
+
+
+def test_steps_are_ordered_by_number_beyond_a_million(made, half):
+    renumbered(half, 3, 999_999)
+    assert run(made, half, "run.steps=1000002", "run.save_every=1", "judge.report=true") == 0
+    kept = {path.name for path in half.glob("step-*")}
+    assert {"step-1000001", "step-1000002"} <= kept
+    assert kept <= {"step-999999", "step-1000000", "step-1000001", "step-1000002"}
+    assert "| trained | 1,000,002 of 1,000,002 steps" in (half / "report.md").read_text()
+    (half / "best").unlink()
+    assert find_head(half).name == "step-1000002"
+    cut(half / "step-1000002" / "model.safetensors")
+    assert run(made, half, "run.steps=1000002", "run.save_every=1") == 0
+    assert (half / "damaged-step-1000002").is_dir()
+
+
+def test_what_a_user_keeps_beside_the_checkpoints_stays(made, half):
+    """Copies under other names are neither counted nor deleted; a `best` that is a folder, as a
+    copy without links has it, is put aside.
+    """
+    mine = ["step-000002-backup", "step-1", "step-000009.old", ".step-backup"]
+    for name in mine:
+        shutil.copytree(half / "step-000003", half / name)
+    (half / "best").unlink()
+    shutil.copytree(half / "step-000003", half / "best")
+    assert run(made, half, "run.save_every=1", "run.keep=1") == 0
+    assert all((half / name / "trainer" / "state.json").is_file() for name in mine)
+    assert (half / "damaged-best" / "model.safetensors").is_file()
+    assert (half / "best").is_symlink()
+    (half / "best").unlink()
+    assert find_head(half).name == "step-000006"
+
+
+def modes(folder: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("mask", "files", "folders"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)]
+)
+def test_written_files_have_the_modes_that_the_umask_gives(made, tmp_path, mask, files, folders):
+    old = os.umask(mask)
+    try:
+        cached = ["features.mode=cached", f"features.path={tmp_path / 'features'}"]
+        assert run(made, tmp_path / "run", "run.steps=1", "adapter.rank=2") == 0
+        assert run(made, tmp_path / "cached", "run.steps=1", *cached) == 0
+        step = tmp_path / "run" / "step-000001"
+        converted(step.parent.parent / "cached", tmp_path / "vllm", "vllm")
+        merged(str(step), tmp_path / "merged", None, "auto")
+    finally:
+        os.umask(old)
+    for folder in (step, tmp_path / "features", tmp_path / "vllm", tmp_path / "merged"):
+        assert any(folder.rglob("*.safetensors"))
+        assert modes(folder) == {files}, folder
+        assert {path.stat().st_mode & 0o777 for path in (folder, *folder.glob("*/"))} == {folders}
+
+
+def killed_while_saving(made: Path, output: Path) -> None:
+    """In a process of its own: dies when weights, moments and state are written."""
+    checkpoint._describe = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+    run(made, output)
+
+
+def test_a_save_that_was_killed_leaves_nothing_after_the_next_launch(made, half, tmp_path):
+    arguments = ", ".join(f"Path({str(path)!r})" for path in (made, half))
+    code = f"from test_interrupt import *; killed_while_saving({arguments})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [path for path in half.glob(".*step-*") if (path / "model.safetensors").is_file()]
+    (half / "..step-000003.ab12cd_3.e4f5a6b7").mkdir()  # of an earlier version
+    assert run(made, half) == 0
+    assert not list(half.glob(".*step-*"))
+
+
+@pytest.mark.parametrize("owner", ["gone", "self", "alive", "elsewhere"])
+def test_what_a_killed_process_left_of_a_folder_is_removed(tmp_path, owner):
+    """A `convert` or `merge` has no lock: only what this machine's dead processes left is."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    number = {"gone": gone.pid, "self": os.getpid()}.get(owner, os.getppid())
+    host = "another" if owner == "elsewhere" else socket.gethostname()
+    left = tmp_path / f".head[1].{host}.{number}"
+    left.mkdir()
+    with staged(tmp_path / "head[1]") as staging:
+        (staging / "new").touch()
+    assert [path.name for path in (tmp_path / "head[1]").iterdir()] == ["new"]
+    assert left.exists() is (owner in ("alive", "elsewhere"))
 
 
 def test_metrics_cut_by_a_kill_are_read_and_go_on(made, whole, half):

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from draftheads.heads.hub import CONFIG
+from draftheads.heads.hub import CONFIG, step_folders
 from draftheads.heads.shape import DynamicTree, tree_from_json
 from draftheads.train.checkpoint import BEST
 from draftheads.train.curves import draw_curves
@@ -72,7 +72,7 @@ def write_report(output: Path) -> Path:
 
 def _states(output: Path) -> tuple[RunState, RunState]:
     """Of the newest checkpoint and of the best one."""
-    steps = sorted(path.parent.parent for path in output.glob(f"step-*/{TRAINER}/{STATE}"))
+    steps = [step for step in step_folders(output) if (step / TRAINER / STATE).is_file()]
     if not steps:
         raise ValueError(f"{output}: expected a training run with step-* folders, found none")
     best = output / BEST

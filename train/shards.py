@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import shutil
-import socket
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from draftheads.heads.staging import own_name
 from draftheads.train.contents import Contents, Tensors, encode
 from draftheads.train.data.answers import MANIFEST, write_manifest
 
@@ -97,15 +97,10 @@ class Shards:
         return [shard for shard, fault in found.items() if fault]
 
     def prepare(self, missing: Sequence[int]) -> None:
-        """Make folder and manifest, where there are none, and remove damaged shards and what
-        killed processes of this machine left behind.
-        """
+        """Make folder and manifest, where there are none, and remove damaged shards."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / MANIFEST).is_file():
             write_manifest(self.folder, self.contents.manifest())
-        for part in self.folder.glob(f".shard-*.{socket.gethostname()}.*"):
-            if not _is_alive(int(part.name.rpartition(".")[2])):
-                part.unlink(missing_ok=True)
         for shard in missing:
             self._path(shard).unlink(missing_ok=True)
 
@@ -119,7 +114,7 @@ class Shards:
         data = save({name: torch.cat([row[name] for row in encoded]) for name in encoded[0]})
         budget.admit(len(data))
         path = self._path(shard)
-        part = path.with_name(f".{path.stem}.{socket.gethostname()}.{os.getpid()}")
+        part = own_name(path)
         path.parent.mkdir(parents=True, exist_ok=True)  # of a disk that is not shared: see `read`
         try:
             with part.open("wb") as file:
@@ -179,16 +174,6 @@ class Shards:
                     f"{self.folder}: expected features with {key} {now!r}, got {old.get(key)!r}; "
                     "use another features.path, or delete this folder"
                 )
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
 
 
 def _gb(size: int) -> str:
