@@ -111,6 +111,35 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def holding(text: bytes):
+    """A damage: the file's whole content is this."""
+    return lambda path: path.write_bytes(text)
+
+
+def without(key: str):
+    def forget(path: Path) -> None:
+        values = json.loads(path.read_text())
+        del values[key]
+        path.write_text(json.dumps(values))
+
+    return forget
+
+
+STATES = [
+    Path.unlink,
+    holding(b""),
+    holding(b"[1, 2]"),
+    holding(b"null"),
+    holding(b"[" * 200_000),
+    holding(bytes(200)),
+    holding(b"\xff\xfe{}"),
+    holding(b'{"format": 2}'),
+    holding(b'{"format": 2, "files": []}'),
+    without("step"),
+    without("recipe"),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
@@ -120,7 +149,7 @@ def flip(path: Path) -> None:
         ("model.safetensors", Path.unlink, "model.safetensors has 0 bytes, expected"),
         ("config.json", Path.unlink, "config.json is missing"),
         ("trainer/state.json", cut, "its trainer/state.json is missing or damaged"),
-        ("trainer/state.json", Path.unlink, "its trainer/state.json is missing or damaged"),
+        *(("trainer/state.json", damage, "its trainer/state.json is") for damage in STATES),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_passed_over(
@@ -283,6 +312,27 @@ def test_metrics_cut_by_a_kill_are_read_and_go_on(made, whole, half):
     assert run(made, half, "run.save_every=3") == 0
     lines = [[x["step"] for x in read_metrics(out) if "loss" in x] for out in (whole, half)]
     assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("line", [b"{\xff", bytes(30), b"[1]", b'{"loss": 1.0}', b"[" * 200_000])
+def test_a_damaged_line_of_metrics_is_passed_over_and_said(made, whole, half, capfd, line):
+    path = half / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, line + b"\n", *others]))
+    assert run(made, half, "run.save_every=3", "judge.report=true") == 0
+    assert f"note: {path}: passed over 1 damaged lines" in capfd.readouterr().out
+    lines = [[x["step"] for x in read_metrics(out) if "loss" in x] for out in (whole, half)]
+    assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]
+    assert_like_uninterrupted(whole, half)
+
+
+def test_a_run_goes_on_when_target_and_data_have_moved(made, whole, half, tmp_path, capsys):
+    shutil.copytree(made, tmp_path / "moved")
+    assert run(tmp_path / "moved", half, "run.save_every=3") == 0
+    assert "at step 3 of 6" in capsys.readouterr().out
+    assert_like_uninterrupted(whole, half)
+    recipe = json.loads((half / "step-000006" / "trainer" / "state.json").read_text())["recipe"]
+    assert recipe["target"] == str(tmp_path / "moved" / "target")
 
 
 def test_two_launches_do_not_train_into_one_folder(made, tmp_path, monkeypatch, capsys):

@@ -32,7 +32,15 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import CONFIG, WEIGHTS, step_folders, write_head
 from draftheads.heads.staging import staged
 from draftheads.heads.target import Target
-from draftheads.train.state import FORMAT, STATE, TRAINER, RunState, read_state
+from draftheads.train.state import (
+    FORMAT,
+    STATE,
+    TRAINER,
+    DamagedState,
+    RunState,
+    read_checked,
+    read_state,
+)
 
 OPTIMIZER, BEST, LOCK = "optimizer.safetensors", "best", ".lock"
 ASIDE = "damaged-"
@@ -219,9 +227,9 @@ def _describe(folder: Path) -> dict[str, dict[str, int]]:
 def _fault(folder: Path, *, contents: bool = True) -> str | None:
     """What is wrong with a checkpoint, or None. contents: whether to read the files, too."""
     try:
-        files = json.loads((folder / TRAINER / STATE).read_text()).get("files", {})
-    except (OSError, ValueError):
-        return f"{folder.name}: its {TRAINER}/{STATE} is missing or damaged"
+        files = read_checked(folder)[1]
+    except DamagedState as error:
+        return error.fault
     for name, expected in files.items():
         path = folder / name
         if name in (CONFIG, "README.md"):  # `bench --card` writes into these
@@ -229,9 +237,9 @@ def _fault(folder: Path, *, contents: bool = True) -> str | None:
                 return f"{folder.name}: {name} is missing"
             continue
         size = path.stat().st_size if path.is_file() else 0
-        if size != expected["bytes"]:
-            return f"{folder.name}: {name} has {size} bytes, expected {expected['bytes']}"
-        if contents and _crc32(path) != expected["crc32"]:
+        if size != expected.get("bytes"):
+            return f"{folder.name}: {name} has {size} bytes, expected {expected.get('bytes')}"
+        if contents and _crc32(path) != expected.get("crc32"):
             return f"{folder.name}: {name} is not what was written (its checksum differs)"
     return None
 

@@ -89,7 +89,7 @@ class Shards:
         Raises ValueError when the folder holds the features of something else.
         """
         if (self.folder / MANIFEST).is_file():
-            self._refuse_other(json.loads((self.folder / MANIFEST).read_bytes()))
+            self._refuse_other()
         found = {shard: self._fault(shard) for shard in range(self.contents.shards)}
         for shard, fault in found.items():
             if fault and fault != "missing":
@@ -167,7 +167,14 @@ class Shards:
         expected = self.contents.layout(shard)
         return None if found == expected else f"of another shape ({found}, expected {expected})"
 
-    def _refuse_other(self, old: dict[str, Any]) -> None:
+    def _refuse_other(self) -> None:
+        try:
+            old: dict[str, Any] = dict(json.loads((self.folder / MANIFEST).read_bytes()))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{self.folder / MANIFEST}: expected what these features are of, got a file that "
+                "is damaged; use another features.path, or delete this folder"
+            ) from error
         for key, now in self.contents.manifest().items():
             if old.get(key) != now:
                 raise ValueError(
