@@ -32,7 +32,7 @@ from draftheads.train.faults import explain
 from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.judge import Judge, check_judge
 from draftheads.train.judge_choices import decodes
-from draftheads.train.launch import StopRequest, make_accelerator, speaker
+from draftheads.train.launch import StopRequest, agreeing, make_accelerator, speaker
 from draftheads.train.learner import make_learner
 from draftheads.train.progress import Progress
 from draftheads.train.recipe import Recipe
@@ -43,6 +43,7 @@ from draftheads.train.state import (
     check_same_run,
     continuing,
     read_state,
+    shared_choices,
 )
 from draftheads.train.step import Step
 
@@ -90,7 +91,9 @@ class Trainer:
         self.say, self.world = speaker(accelerator), accelerator.num_processes
         check_judge(recipe, self.say)
         self.target = load_target(recipe, accelerator)
-        self.data = load_data(recipe, self.target, self.say)
+        with agreeing(accelerator) as said:
+            self.data = load_data(recipe, self.target, self.say)
+            said["target"], said["data"] = self.target.fingerprint(), self.data.documents.digest()
         old = read_state(checkpoint) if checkpoint else None
         count = old.rows_per_step if old else self._rows_per_step()
         check_divides(count, recipe.data.rows_per_batch, self.world)
@@ -276,12 +279,16 @@ class Trainer:
 
 
 def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
-    found, damaged = newest(recipe.run.output)
+    with agreeing(accelerator) as said:
+        found, damaged = newest(recipe.run.output)
+        old = read_state(found) if found else None
+        if found and old:
+            check_same_run(found, old, recipe.model_dump(mode="json"))
+        said["checkpoint"], said["step"] = found.name if found else "none", old.step if old else 0
+        said.update(shared_choices(recipe))
     for fault in damaged:
         speaker(accelerator)(f"warning: passed over and put aside {recipe.run.output}/{fault}")
-    old = read_state(found) if found else None
     if found and old:
-        check_same_run(found, old, recipe.model_dump(mode="json"))
         lengths = {name: old.recipe["run"][name] for name in ("steps", "epochs")}
         same_length = all(getattr(recipe.run, name) == n for name, n in lengths.items())
         if old.step >= (old.steps if same_length else recipe.run.steps or math.inf):

@@ -126,8 +126,9 @@ class Shards:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise OSError(
+                error.errno,  # one process's disk may be full, and it alone can say so
                 f"{path}: expected room for {_gb(len(data))}, got {error.strerror}; free some, "
-                "then run again to go on, or set features.mode=online"
+                "then run again to go on, or set features.mode=online",
             ) from error
         finally:
             part.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftheads.heads.weights import same_weights
 from draftheads.train.judge_choices import measure_of
-from draftheads.train.recipe import differences
+from draftheads.train.recipe import Recipe, differences
 
 TRAINER, STATE = "trainer", "state.json"
 FORMAT = 2
@@ -132,6 +132,15 @@ def check_same_run(folder: Path, old: RunState, recipe: dict[str, Any]) -> None:
     except (LookupError, TypeError, AttributeError) as error:  # a recipe that lacks sections
         raise DamagedState(folder) from error
     _refuse(folder, "choices", changed, "restore them")
+
+
+def shared_choices(recipe: Recipe) -> dict[str, Any]:
+    """What all processes must have been told alike, by key; folders may be elsewhere on each."""
+    free = {"target": True, "data": {"path", "cache_gb"}, "features": {"path"}, "run": {"output"}}
+    values = recipe.model_dump(mode="json", exclude=free)
+    sections = {name: part for name, part in values.items() if isinstance(part, dict)}
+    inner = {f"{name}.{key}": part[key] for name, part in sections.items() for key in part}
+    return inner | {name: value for name, value in values.items() if name not in sections}
 
 
 def check_same_parts(folder: Path, old: RunState, new: RunState) -> None:
