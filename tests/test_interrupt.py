@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -333,6 +334,58 @@ def test_a_run_goes_on_when_target_and_data_have_moved(made, whole, half, tmp_pa
     assert_like_uninterrupted(whole, half)
     recipe = json.loads((half / "step-000006" / "trainer" / "state.json").read_text())["recipe"]
     assert recipe["target"] == str(tmp_path / "moved" / "target")
+
+
+def test_a_step_that_follows_from_few_data_resumes_exactly(made, tmp_path, monkeypatch, capsys):
+    """Smaller than a batch, and never more passes than asked for; the warning says what to do."""
+    choices = [
+        "run.epochs=2",
+        "run.steps=null",
+        "run.tokens_per_step=null",
+        "data.rows_per_batch=8",
+    ]
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    assert run(made, tmp_path / "whole" / "run", *choices) == 0
+    said = capsys.readouterr().out
+    [rows] = re.findall(r"tokens in (\d+) rows of 64", said)
+    steps = 2 * int(rows)
+    assert f"done: {steps} steps" in said and "run.tokens_per_step: 64, as the data are few" in said
+    assert f"warning: {steps} steps are few to learn from; distill more prompts" in said
+    with monkeypatch.context() as patch:
+        in_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert run(made, tmp_path / "parts" / "run", *choices) == 130
+    assert run(made, tmp_path / "parts" / "run", *choices) == 0
+    folders = [tmp_path / name / "run" for name in ("whole", "parts")]
+    assert_same(*(weights(folder, steps) for folder in folders))
+    assert_same(*(checkpoint.load_moments(x / f"step-{steps:06d}") for x in folders))
+
+
+def test_a_step_larger_than_the_data_is_one_pass(made, tmp_path, capsys):
+    choices = ["run.epochs=2", "run.steps=null", "run.tokens_per_step=131072"]
+    assert run(made, tmp_path / "run", *choices) == 0
+    said = capsys.readouterr().out
+    [rows] = re.findall(r"tokens in (\d+) rows of 64", said)
+    assert f"131072 is more than the data have; using {int(rows) // 2 * 2 * 64}" in said
+    assert "warning: 2 steps are few to learn from; lower run.tokens_per_step to 64" in said
+    [found] = (tmp_path / "run").glob("step-*")
+    state = json.loads((found / "trainer" / "state.json").read_text())
+    assert state["step"] * state["rows_per_step"] <= 2 * int(rows)
+
+
+def test_a_run_keeps_the_step_and_the_length_that_it_began_with(made, tmp_path, capsys):
+    """Earlier versions rounded epochs up and had one default step: neither changes on the way."""
+    choices = ["run.epochs=1", "run.steps=null", "run.save_every=2", "run.keep=9"]
+    assert run(made, tmp_path / "run", *choices) == 0
+    for later in steps(tmp_path / "run")[1:]:
+        shutil.rmtree(tmp_path / "run" / later)
+    path = tmp_path / "run" / "step-000002" / "trainer" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "steps": state["steps"] + 3, "rows_per_step": 2}))
+    assert run(made, tmp_path / "run", *choices, "run.tokens_per_step=null") == 0
+    assert f"done: {state['steps'] + 3} steps" in capsys.readouterr().out
+    path = tmp_path / "run" / f"step-{state['steps'] + 3:06d}" / "trainer" / "state.json"
+    assert json.loads(path.read_text())["rows_per_step"] == 2
 
 
 def test_two_launches_do_not_train_into_one_folder(made, tmp_path, monkeypatch, capsys):

@@ -157,7 +157,7 @@ def agreeing(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
 
 
 def _compare(everyone: Sequence[tuple[dict[str, Any], str | None]]) -> None:
-    first, alone = everyone[0][0], {}
+    first, alone = everyone[0][0], dict[str, list[str]]()
     for rank, (said, fault) in enumerate(everyone):
         other = [
             f"{key} {said[key]} where process 0 has {value}"

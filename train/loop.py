@@ -25,7 +25,7 @@ from draftheads.train.assemble import (
     load_target,
     versions,
 )
-from draftheads.train.batches import Order, check_divides, rows_per_step
+from draftheads.train.batches import Order, Reading, check_divides
 from draftheads.train.checkpoint import Checkpoints, load_moments, load_weights, newest
 from draftheads.train.engines import Engine, make_engine
 from draftheads.train.faults import explain
@@ -43,6 +43,7 @@ from draftheads.train.state import (
     check_same_run,
     continuing,
     read_state,
+    same_length,
     shared_choices,
 )
 from draftheads.train.step import Step
@@ -95,10 +96,16 @@ class Trainer:
             self.data = load_data(recipe, self.target, self.say)
             said["target"], said["data"] = self.target.fingerprint(), self.data.documents.digest()
         old = read_state(checkpoint) if checkpoint else None
-        count = old.rows_per_step if old else self._rows_per_step()
+        reading = Reading(
+            len(self.data.train), self.data.train.length, recipe.run.epochs, self.world
+        )
+        count = old.rows_per_step if old else self._rows_per_step(reading)
         check_divides(count, recipe.data.rows_per_batch, self.world)
         self.order = Order(len(self.data.train), count, recipe.run.seed)
         steps = recipe.run.steps or self.order.steps(recipe.run.epochs or 1)
+        steps = old.steps if old and same_length(old, recipe) else steps
+        if warning := reading.warning(steps, count):
+            self.say(warning)
         self.state = self._start(count, steps)
         if checkpoint and old:
             check_same_parts(checkpoint, old, self.state)
@@ -179,14 +186,9 @@ class Trainer:
             self.say(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
         return sources
 
-    def _rows_per_step(self) -> int:
-        recipe = self.recipe
-        rows, note = rows_per_step(
-            recipe.run.tokens_per_step,
-            recipe.data.rows_per_batch,
-            self.data.train.length,
-            self.world,
-        )
+    def _rows_per_step(self, reading: Reading) -> int:
+        asked, per_batch = self.recipe.run.tokens_per_step, self.recipe.data.rows_per_batch
+        rows, note = reading.rows_per_step(asked, per_batch)
         if note:
             self.say(note)
         return rows
@@ -289,9 +291,7 @@ def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
     for fault in damaged:
         speaker(accelerator)(f"warning: passed over and put aside {recipe.run.output}/{fault}")
     if found and old:
-        lengths = {name: old.recipe["run"][name] for name in ("steps", "epochs")}
-        same_length = all(getattr(recipe.run, name) == n for name, n in lengths.items())
-        if old.step >= (old.steps if same_length else recipe.run.steps or math.inf):
+        if old.step >= (old.steps if same_length(old, recipe) else recipe.run.steps or math.inf):
             return Outcome(found, old.step, old.step, trained=False)
         state = replace(old, recipe=recipe.model_dump(mode="json"))
         if state.exhausted:

@@ -68,8 +68,11 @@ class RunChoices(Section):
     output: Path = Field(description="folder for step-* checkpoints; a run in it is continued")
     steps: int | None = Field(None, ge=1, description="optimizer steps; or give epochs")
     epochs: float | None = Field(None, gt=0, description="passes over the rows; or give steps")
-    tokens_per_step: int = Field(
-        65536, ge=1, description="rows x sequence_length per optimizer step, over all processes"
+    tokens_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="rows x sequence_length per optimizer step, over all processes; null: a "
+        "hundredth of what all epochs read, at most 65536",
     )
     save_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one always is")

@@ -128,19 +128,30 @@ def read_checked(folder: Path) -> tuple[RunState, dict[str, dict[str, int]]]:
 def check_same_run(folder: Path, old: RunState, recipe: dict[str, Any]) -> None:
     """Refuse to continue a run with other choices than it began with; its length may change."""
     try:
+        if recipe["run"]["tokens_per_step"] is None:  # the run's step is as large as it was
+            size = {"tokens_per_step": old.recipe["run"]["tokens_per_step"]}
+            recipe = {**recipe, "run": {**recipe["run"], **size}}
         changed = differences(old.recipe, recipe)
     except (LookupError, TypeError, AttributeError) as error:  # a recipe that lacks sections
         raise DamagedState(folder) from error
     _refuse(folder, "choices", changed, "restore them")
 
 
+def same_length(old: RunState, recipe: Recipe) -> bool:
+    """Whether a run is meant to be as long as it was when it began."""
+    now = recipe.run.model_dump(mode="json")
+    return all(now[name] == old.recipe["run"][name] for name in ("steps", "epochs"))
+
+
 def shared_choices(recipe: Recipe) -> dict[str, Any]:
     """What all processes must have been told alike, by key; folders may be elsewhere on each."""
-    free = {"target": True, "data": {"path", "cache_gb"}, "features": {"path"}, "run": {"output"}}
-    values = recipe.model_dump(mode="json", exclude=free)
+    free = {"target", "data.path", "data.cache_gb", "features.path", "run.output"}
+    values = recipe.model_dump(mode="json")
     sections = {name: part for name, part in values.items() if isinstance(part, dict)}
     inner = {f"{name}.{key}": part[key] for name, part in sections.items() for key in part}
-    return inner | {name: value for name, value in values.items() if name not in sections}
+    return {
+        key: value for key, value in {**values, **inner}.items() if key not in free | {*sections}
+    }
 
 
 def check_same_parts(folder: Path, old: RunState, new: RunState) -> None:
