@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,20 @@ def save_head(
 
     training: facts of the run, as JSON. measured: rows of `bench --json` for the model card.
     """
+    with staged(Path(folder)) as staging:
+        write_head(head, staging, target=target, training=training, measured=measured)
+    return Path(folder)
+
+
+def write_head(
+    head: DraftHead,
+    folder: Path,
+    *,
+    target: Target,
+    training: dict[str, Any] | None = None,
+    measured: list[dict[str, Any]] | None = None,
+) -> None:
+    """Write the files of `save_head` into a folder that is there."""
     config = {
         "architectures": [head.architecture],
         **head.config(),
@@ -77,14 +92,11 @@ def save_head(
         },
     }
     tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
-    stored = Stored(Path(folder) / WEIGHTS, config, tensors)
-    with staged(Path(folder)) as staging:
-        as_ours(stored, target).save(staging)
-        (staging / CARD).write_text(render_card(config) + "\n")
-        write_remote_code(staging)
-        if target.adapter:
-            target.adapter.save(staging / ADAPTER, target.name)
-    return Path(folder)
+    as_ours(Stored(folder / WEIGHTS, config, tensors), target).save(folder)
+    (folder / CARD).write_text(render_card(config) + "\n")
+    write_remote_code(folder)
+    if target.adapter:
+        target.adapter.save(folder / ADAPTER, target.name)
 
 
 def about_target(target: Target) -> dict[str, Any]:
@@ -236,9 +248,10 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
         return folder
     if folder.is_dir():
         best = folder / "best"
-        steps = [best] if best.is_dir() else sorted(folder.glob("step-*"))
-        if steps and (steps[-1] / CONFIG).is_file():
-            return steps[-1]
+        steps = [best] if best.is_dir() else step_folders(folder)
+        whole = [step for step in steps if (step / CONFIG).is_file()]
+        if whole:
+            return whole[-1]
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         raise FileNotFoundError(
             f"{folder}: expected a head folder ({CONFIG}, {WEIGHTS}) or a run with step-* folders, "
@@ -255,6 +268,15 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     if parts and not any((folder / name).is_file() for name in WEIGHT_FILES):
         head_snapshot(repo_id, revision, sorted(parts))
     return folder
+
+
+def step_folders(run: Path) -> list[Path]:
+    """The step-* folders of a training run, oldest first; a copy with another name is the user's
+    own.
+    """
+    named = {folder: re.fullmatch("step-([0-9]{6,})", folder.name) for folder in run.glob("step-*")}
+    numbers = {folder: int(name[1]) for folder, name in named.items() if name and folder.is_dir()}
+    return sorted(numbers, key=lambda folder: numbers[folder])
 
 
 def _on_hub(source: str | Path, revision: str | None) -> tuple[str, str | None]:

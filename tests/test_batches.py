@@ -16,9 +16,9 @@ from draftheads.heads.base import Batch
 from draftheads.train.batches import (
     Documents,
     Order,
+    Reading,
     Rows,
     check_divides,
-    rows_per_step,
     share,
 )
 from draftheads.train.data.answers import Answer, read_answers, write_manifest
@@ -136,17 +136,71 @@ def test_processes_and_accumulation_only_divide_a_step():
             assert [row for _, micro in numbered for row in micro] == rows
 
 
-def test_rows_of_a_step_are_derived_and_rounding_is_said():
-    assert rows_per_step(4096, 4, 256, 2) == (16, "")
-    count, note = rows_per_step(5000, 4, 256, 1)
-    assert count == 20
-    assert "using 5120" in note
-    assert rows_per_step(10, 4, 256, 1)[0] == 4
+MORE, FEW = "is more than the data have; using", "as the data are few"
+
+
+@pytest.mark.parametrize(
+    ("reading", "asked", "per_batch", "rows", "note"),
+    [
+        (Reading(None, 256, None, 2), 4096, 4, 16, ""),
+        (Reading(None, 256, None, 1), 5000, 4, 20, "using 5120"),
+        (Reading(None, 256, None, 1), 10, 4, 4, "using 1024"),
+        (Reading(10**6, 2048, 2.0, 1), None, 8, 32, ""),  # the greatest that follows from data
+        (Reading(None, 2048, 2.0, 1), None, 8, 32, ""),
+        (Reading(22, 2048, 2.0, 1), None, 8, 1, FEW),  # 300 answers of 150 tokens
+        (Reading(22, 2048, 2.0, 2), None, 8, 2, FEW),
+        (Reading(600, 2048, 4.0, 1), None, 8, 24, FEW),
+        (Reading(22, 2048, 2.0, 1), 131072, 8, 16, MORE),
+        (Reading(22, 2048, 0.2, 1), 131072, 8, 4, MORE),
+        (Reading(22, 2048, None, 1), None, 8, 16, MORE),
+        (Reading(5, 2048, 2.0, 2), 131072, 8, 4, MORE),
+        (Reading(1, 64, 0.1, 1), 64, 1, 1, ""),
+    ],
+)
+def test_rows_of_a_step_follow_from_the_data_and_changes_are_said(
+    reading, asked, per_batch, rows, note
+):
+    count, said = reading.rows_per_step(asked, per_batch)
+    assert count == rows
+    assert note in said and bool(note) is bool(said)
+    if reading.rows:
+        order = Order(reading.rows, count, 0)
+        assert len(set(order.step(0))) == count, "no row twice"
+        assert len(share(order.step(0), per_batch, 0, reading.world)) >= 1
+        check_divides(count, per_batch, reading.world)
+
+
+def test_no_more_passes_are_made_than_asked_for():
+    for rows, step, epochs in itertools.product([16, 22, 37], [1, 3, 8, 16], [1, 2, 0.5, 3]):
+        steps = Order(rows, step, 0).steps(epochs)
+        assert steps == 1 or steps * step <= epochs * rows < (steps + 1) * step
+    assert Order(100, 1, 0).steps(0.29) == 29
+
+
+@pytest.mark.parametrize(
+    ("reading", "rows", "steps", "remedy"),
+    [
+        (Reading(600, 2048, 2.0, 1), 64, 18, "lower run.tokens_per_step to 24576, which makes 100"),
+        (Reading(22, 2048, 2.0, 1), 16, 2, "lower run.tokens_per_step to 2048, which makes 44"),
+        (Reading(22, 2048, 2.0, 1), 1, 44, "distill more prompts, raise run.epochs or lower data"),
+        (Reading(600, 2048, 2.0, 1), 24, 50, None),
+        (Reading(600, 2048, None, 1), 64, 5, None),  # as many as were asked for
+    ],
+)
+def test_a_run_of_few_steps_is_warned_of(reading, rows, steps, remedy):
+    said = reading.warning(steps, rows)
+    assert said.startswith(f"warning: {steps} steps are few to learn from; {remedy}") or not remedy
+    assert bool(said) is bool(remedy)
+
+
+def test_more_processes_than_rows_are_refused():
+    with pytest.raises(ValueError, match="for each of 4 processes, got 3 rows; use fewer proc"):
+        Reading(3, 64, 1.0, 4).rows_per_step(None, 1)
 
 
 def test_a_run_goes_on_only_where_its_step_can_be_shared_evenly():
     check_divides(16, 2, 8)
-    with pytest.raises(ValueError, match="12 rows per step.* continue on 1, 2, 3, 6 processes"):
+    with pytest.raises(ValueError, match="12 rows per step.* continue on 1, 2, 3, 6, 12 processes"):
         check_divides(12, 2, 4)
 
 

@@ -260,6 +260,16 @@ def test_a_truncated_shard_is_named_and_redone(tmp_path, target, left):
     assert files(store.folder) == before
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[1]", b"[" * 200_000, bytes(50)])
+def test_a_damaged_manifest_is_named(tmp_path, target, content):
+    store = fill(store_of(tmp_path, target), target)
+    (store.folder / "manifest.json").write_bytes(content)
+    before = files(store.folder)
+    with pytest.raises(ValueError, match=r"manifest\.json: expected .* damaged; use another"):
+        fill(store_of(tmp_path, target), target)
+    assert files(store.folder) == before
+
+
 def other_target(store: Shards) -> Shards:
     facts = {**store.contents.target, "target": "0" * 16}
     return Shards(store.folder, replace(store.contents, target=facts))

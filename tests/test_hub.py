@@ -5,6 +5,7 @@ unchanged.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.shape import DynamicTree, TreeShape
 from draftheads.heads.target import Target
 
+ROOT = Path(__file__).parent.parent
 SCALED = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -168,6 +170,35 @@ def test_a_head_of_other_weights_warns(tmp_path):
 def test_fingerprint_survives_a_change_of_dtype():
     model = random_model("llama")
     assert Target(model.bfloat16()).fingerprint() == tiny_target().fingerprint()
+
+
+@pytest.mark.parametrize("shards", ["5GB", "20KB"], ids=["one-file", "several"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_fingerprint_is_the_same_for_every_dtype_of_one_checkpoint(
+    tmp_path, kind, stored, shards
+):
+    """Of float32, float16 rounds a sixteenth to the other side of bfloat16's ties, and it loses
+    bfloat16's tiny numbers.
+    """
+    model = random_model(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[:1] *= 1e-5
+    model.to(stored).save_pretrained(tmp_path, max_shard_size=shards)
+    known = Target.load(tmp_path, dtype="float32").fingerprint()
+    for dtype in ("bfloat16", "float16"):
+        assert Target.load(tmp_path, dtype=dtype).fingerprint() == known
+    changed = Target.load(tmp_path, dtype="float16").model
+    changed.get_output_embeddings().weight.data[0] += 1
+    assert Target(changed).fingerprint() != known, "what was merged since is not in the file"
+
+
+def test_a_fingerprint_is_what_it_was():
+    """What heads and answers have recorded since there were any."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        demo = Target.load(ROOT / "recipes" / "demo-target", dtype=dtype)
+        assert demo.fingerprint() == "6e4603154f133dea-dde629e4"
 
 
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):

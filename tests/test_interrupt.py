@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +27,11 @@ from tiny_training import (
 )
 
 from draftheads.heads.base import Batch
+from draftheads.heads.hub import find_head
+from draftheads.heads.staging import staged
 from draftheads.heads.target import Target
+from draftheads.scripts.convert import converted
+from draftheads.scripts.merge import merged
 from draftheads.train import checkpoint
 from draftheads.train.launch import STOP_FILE
 from draftheads.train.progress import Progress, read_metrics
@@ -104,6 +112,35 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def holding(text: bytes):
+    """A damage: the file's whole content is this."""
+    return lambda path: path.write_bytes(text)
+
+
+def without(key: str):
+    def forget(path: Path) -> None:
+        values = json.loads(path.read_text())
+        del values[key]
+        path.write_text(json.dumps(values))
+
+    return forget
+
+
+STATES = [
+    Path.unlink,
+    holding(b""),
+    holding(b"[1, 2]"),
+    holding(b"null"),
+    holding(b"[" * 200_000),
+    holding(bytes(200)),
+    holding(b"\xff\xfe{}"),
+    holding(b'{"format": 2}'),
+    holding(b'{"format": 2, "files": []}'),
+    without("step"),
+    without("recipe"),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
@@ -113,7 +150,7 @@ def flip(path: Path) -> None:
         ("model.safetensors", Path.unlink, "model.safetensors has 0 bytes, expected"),
         ("config.json", Path.unlink, "config.json is missing"),
         ("trainer/state.json", cut, "its trainer/state.json is missing or damaged"),
-        ("trainer/state.json", Path.unlink, "its trainer/state.json is missing or damaged"),
+        *(("trainer/state.json", damage, "its trainer/state.json is") for damage in STATES),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_passed_over(
@@ -176,12 +213,179 @@ def test_keeping_fewer_checkpoints_makes_room_before_the_next_one(made, half, mo
     assert seen == ["step-000003"]
 
 
+def renumbered(output: Path, old: int, new: int) -> None:
+    """As if a checkpoint were of another step."""
+    folder = (output / f"step-{old:06d}").rename(output / f"step-{new:06d}")
+    state = json.loads((folder / "trainer" / "state.json").read_text())
+    (folder / "trainer" / "state.json").write_text(json.dumps({**state, "step": new}))
+
+
+def test_steps_are_ordered_by_number_beyond_a_million(made, half):
+    renumbered(half, 3, 999_999)
+    assert run(made, half, "run.steps=1000002", "run.save_every=1", "judge.report=true") == 0
+    kept = {path.name for path in half.glob("step-*")}
+    assert {"step-1000001", "step-1000002"} <= kept
+    assert kept <= {"step-999999", "step-1000000", "step-1000001", "step-1000002"}
+    assert "| trained | 1,000,002 of 1,000,002 steps" in (half / "report.md").read_text()
+    (half / "best").unlink()
+    assert find_head(half).name == "step-1000002"
+    cut(half / "step-1000002" / "model.safetensors")
+    assert run(made, half, "run.steps=1000002", "run.save_every=1") == 0
+    assert (half / "damaged-step-1000002").is_dir()
+
+
+def test_what_a_user_keeps_beside_the_checkpoints_stays(made, half):
+    """Copies under other names are neither counted nor deleted; a `best` that is a folder, as a
+    copy without links has it, is put aside.
+    """
+    mine = ["step-000002-backup", "step-1", "step-000009.old", ".step-backup"]
+    for name in mine:
+        shutil.copytree(half / "step-000003", half / name)
+    (half / "best").unlink()
+    shutil.copytree(half / "step-000003", half / "best")
+    assert run(made, half, "run.save_every=1", "run.keep=1") == 0
+    assert all((half / name / "trainer" / "state.json").is_file() for name in mine)
+    assert (half / "damaged-best" / "model.safetensors").is_file()
+    assert (half / "best").is_symlink()
+    (half / "best").unlink()
+    assert find_head(half).name == "step-000006"
+
+
+def modes(folder: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("mask", "files", "folders"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)]
+)
+def test_written_files_have_the_modes_that_the_umask_gives(made, tmp_path, mask, files, folders):
+    old = os.umask(mask)
+    try:
+        cached = ["features.mode=cached", f"features.path={tmp_path / 'features'}"]
+        assert run(made, tmp_path / "run", "run.steps=1", "adapter.rank=2") == 0
+        assert run(made, tmp_path / "cached", "run.steps=1", *cached) == 0
+        step = tmp_path / "run" / "step-000001"
+        converted(step.parent.parent / "cached", tmp_path / "vllm", "vllm")
+        merged(str(step), tmp_path / "merged", None, "auto")
+    finally:
+        os.umask(old)
+    for folder in (step, tmp_path / "features", tmp_path / "vllm", tmp_path / "merged"):
+        assert any(folder.rglob("*.safetensors"))
+        assert modes(folder) == {files}, folder
+        assert {path.stat().st_mode & 0o777 for path in (folder, *folder.glob("*/"))} == {folders}
+
+
+def killed_while_saving(made: Path, output: Path) -> None:
+    """In a process of its own: dies when weights, moments and state are written."""
+    checkpoint._describe = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+    run(made, output)
+
+
+def test_a_save_that_was_killed_leaves_nothing_after_the_next_launch(made, half, tmp_path):
+    arguments = ", ".join(f"Path({str(path)!r})" for path in (made, half))
+    code = f"from test_interrupt import *; killed_while_saving({arguments})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [path for path in half.glob(".*step-*") if (path / "model.safetensors").is_file()]
+    (half / "..step-000003.ab12cd_3.e4f5a6b7").mkdir()  # of an earlier version
+    assert run(made, half) == 0
+    assert not list(half.glob(".*step-*"))
+
+
+@pytest.mark.parametrize("owner", ["gone", "self", "alive", "elsewhere"])
+def test_what_a_killed_process_left_of_a_folder_is_removed(tmp_path, owner):
+    """A `convert` or `merge` has no lock: only what this machine's dead processes left is."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    number = {"gone": gone.pid, "self": os.getpid()}.get(owner, os.getppid())
+    host = "another" if owner == "elsewhere" else socket.gethostname()
+    left = tmp_path / f".head[1].{host}.{number}"
+    left.mkdir()
+    with staged(tmp_path / "head[1]") as staging:
+        (staging / "new").touch()
+    assert [path.name for path in (tmp_path / "head[1]").iterdir()] == ["new"]
+    assert left.exists() is (owner in ("alive", "elsewhere"))
+
+
 def test_metrics_cut_by_a_kill_are_read_and_go_on(made, whole, half):
     path = half / "metrics.jsonl"
     path.write_text(path.read_text()[:-7])
     assert run(made, half, "run.save_every=3") == 0
     lines = [[x["step"] for x in read_metrics(out) if "loss" in x] for out in (whole, half)]
     assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("line", [b"{\xff", bytes(30), b"[1]", b'{"loss": 1.0}', b"[" * 200_000])
+def test_a_damaged_line_of_metrics_is_passed_over_and_said(made, whole, half, capfd, line):
+    path = half / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, line + b"\n", *others]))
+    assert run(made, half, "run.save_every=3", "judge.report=true") == 0
+    assert f"note: {path}: passed over 1 damaged lines" in capfd.readouterr().out
+    lines = [[x["step"] for x in read_metrics(out) if "loss" in x] for out in (whole, half)]
+    assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]
+    assert_like_uninterrupted(whole, half)
+
+
+def test_a_run_goes_on_when_target_and_data_have_moved(made, whole, half, tmp_path, capsys):
+    shutil.copytree(made, tmp_path / "moved")
+    assert run(tmp_path / "moved", half, "run.save_every=3") == 0
+    assert "at step 3 of 6" in capsys.readouterr().out
+    assert_like_uninterrupted(whole, half)
+    recipe = json.loads((half / "step-000006" / "trainer" / "state.json").read_text())["recipe"]
+    assert recipe["target"] == str(tmp_path / "moved" / "target")
+
+
+def test_a_step_that_follows_from_few_data_resumes_exactly(made, tmp_path, monkeypatch, capsys):
+    """Smaller than a batch, and never more passes than asked for; the warning says what to do."""
+    choices = [
+        "run.epochs=2",
+        "run.steps=null",
+        "run.tokens_per_step=null",
+        "data.rows_per_batch=8",
+    ]
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    assert run(made, tmp_path / "whole" / "run", *choices) == 0
+    said = capsys.readouterr().out
+    [rows] = re.findall(r"tokens in (\d+) rows of 64", said)
+    steps = 2 * int(rows)
+    assert f"done: {steps} steps" in said and "run.tokens_per_step: 64, as the data are few" in said
+    assert f"warning: {steps} steps are few to learn from; distill more prompts" in said
+    with monkeypatch.context() as patch:
+        in_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert run(made, tmp_path / "parts" / "run", *choices) == 130
+    assert run(made, tmp_path / "parts" / "run", *choices) == 0
+    folders = [tmp_path / name / "run" for name in ("whole", "parts")]
+    assert_same(*(weights(folder, steps) for folder in folders))
+    assert_same(*(checkpoint.load_moments(x / f"step-{steps:06d}") for x in folders))
+
+
+def test_a_step_larger_than_the_data_is_one_pass(made, tmp_path, capsys):
+    choices = ["run.epochs=2", "run.steps=null", "run.tokens_per_step=131072"]
+    assert run(made, tmp_path / "run", *choices) == 0
+    said = capsys.readouterr().out
+    [rows] = re.findall(r"tokens in (\d+) rows of 64", said)
+    assert f"131072 is more than the data have; using {int(rows) // 2 * 2 * 64}" in said
+    assert "warning: 2 steps are few to learn from; lower run.tokens_per_step to 64" in said
+    [found] = (tmp_path / "run").glob("step-*")
+    state = json.loads((found / "trainer" / "state.json").read_text())
+    assert state["step"] * state["rows_per_step"] <= 2 * int(rows)
+
+
+def test_a_run_keeps_the_step_and_the_length_that_it_began_with(made, tmp_path, capsys):
+    """Earlier versions rounded epochs up and had one default step: neither changes on the way."""
+    choices = ["run.epochs=1", "run.steps=null", "run.save_every=2", "run.keep=9"]
+    assert run(made, tmp_path / "run", *choices) == 0
+    for later in steps(tmp_path / "run")[1:]:
+        shutil.rmtree(tmp_path / "run" / later)
+    path = tmp_path / "run" / "step-000002" / "trainer" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "steps": state["steps"] + 3, "rows_per_step": 2}))
+    assert run(made, tmp_path / "run", *choices, "run.tokens_per_step=null") == 0
+    assert f"done: {state['steps'] + 3} steps" in capsys.readouterr().out
+    path = tmp_path / "run" / f"step-{state['steps'] + 3:06d}" / "trainer" / "state.json"
+    assert json.loads(path.read_text())["rows_per_step"] == 2
 
 
 def test_two_launches_do_not_train_into_one_folder(made, tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,10 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_training import (
-    tiny_recipe,
-    weights,
-)
+from safetensors.torch import load_file, save_file
+from tiny_training import random_answers, tiny_recipe, weights, write_answers
 
 from draftheads.train.launch import check_environment, right_command
 from draftheads.train.medusa import main
@@ -95,6 +94,89 @@ def test_processes_that_torchrun_starts_again_go_on(made, tmp_path):
     assert main([str(recipe), f"run.output={tmp_path / 'alone'}"]) == 0
     left, right = (weights(tmp_path / name, 6) for name in ("run", "alone"))
     assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)
+
+
+APART = {
+    "alike": ((), (), None),
+    "another folder": (
+        (),
+        ("run.output={0}/nowhere",),
+        "process 1: checkpoint none where process 0 has step-000003, step 0 where process 0 has 3;",
+    ),
+    "another checkpoint": (
+        ("run.output={0}/older",),
+        (),
+        "process 1: checkpoint step-000003 where process 0 has step-000002",
+    ),
+    "another recipe": (
+        (),
+        ("run.save_every=2", "data.rows_per_batch=1"),
+        "process 1: data.rows_per_batch 1 where process 0 has 2, run.save_every 2 where process 0",
+    ),
+    "another data set": ((), ("data.path={0}/data",), "process 1: data "),
+    "other weights": ((), ("target={0}/target",), "process 1: target "),
+    "no data": ((), ("data.path={0}/none",), "process 1: {0}/none: expected a distillation folder"),
+    "no target": ((), ("target={0}/none",), "process 1: target {0}/none: expected a folder"),
+    "no target on the first": (("target={0}/none",), (), "process 0: target {0}/none: expected a"),
+}
+"""What either process is told beside the recipe, and the line that follows."""
+
+
+@pytest.fixture(scope="module")
+def apart(made, tmp_path_factory) -> dict[str, list[list]]:
+    """By case, exit code and lines of two processes that see different things."""
+    folder = tmp_path_factory.mktemp("apart")
+    write_answers(folder / "data", random_answers(61))
+    shutil.copytree(made / "target", folder / "target")
+    tensors = load_file(folder / "target" / "model.safetensors")
+    tensors["model.norm.weight"] += 0.5
+    save_file(tensors, folder / "target" / "model.safetensors", metadata={"format": "pt"})
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(folder / "run"), steps=3)))
+    assert main([str(recipe)]) == 0
+    assert main([str(recipe), f"run.output={folder / 'older'}", "run.steps=2"]) == 0
+    told = [
+        [[str(recipe), "run.steps=4", *(x.format(folder) for x in each)] for each in case[:2]]
+        for case in APART.values()
+    ]
+    cases = [{"port": free_port(), "arguments": arguments} for arguments in told]
+    (folder / "cases.json").write_text(json.dumps(cases[1:] + cases[:1]))
+    worker = [sys.executable, str(ROOT / "tests" / "apart_worker.py"), str(folder / "cases.json")]
+    nodes = [
+        subprocess.Popen(
+            worker,
+            env=launch_environment(cpu=True)
+            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [node.communicate(timeout=240)[0].splitlines() for node in nodes]
+    names = [*APART][1:] + [*APART][:1]
+    found = zip(names, *([json.loads(line) for line in lines] for lines in said), strict=True)
+    return {name: [str(folder), *each] for name, *each in found}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_processes_that_see_different_things_are_refused(apart, case):
+    """Each machine says so in one line, and no process waits for the other or takes a step."""
+    folder, *found = apart[case]
+    expected = APART[case][2]
+    if expected is None:
+        assert [code for code, _ in found] == [0, 0]
+        assert (Path(folder) / "run" / "step-000004").is_dir()
+        return
+    assert [code for code, _ in found] == [2, 2]
+    for (_, lines), where in zip(found, ("", " on process 1"), strict=True):
+        [line] = lines
+        start = f"error{where}: of 2 processes expected all to see the same, got "
+        assert line.startswith(start + expected.format(folder)), line
+        assert line.endswith(
+            "; give all of them one recipe, and run.output, data and target on "
+            "disks that they share"
+        )
 
 
 def test_srun_without_a_launcher_is_refused():

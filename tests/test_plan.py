@@ -31,6 +31,7 @@ from draftheads.scripts import cli
 from draftheads.train.assemble import create_head
 from draftheads.train.batches import Documents
 from draftheads.train.data.answers import Answer
+from draftheads.train.medusa import main
 from draftheads.train.plan import planner as planning
 from draftheads.train.plan.planner import make_plan
 from draftheads.train.plan.probe import write_shallow
@@ -146,6 +147,20 @@ def test_engines_divide_the_trained_state(made, engine, weights, gradients, opti
     alone = make_plan(recipe, ONE, probe=False)
     assert alone.steps.micro_batches == 4
     assert alone.memory.gradients == size
+
+
+def test_a_plan_of_few_data_says_what_the_run_will_do(made, tmp_path, capsys):
+    choices = {"epochs": 2, "steps": None, "tokens_per_step": None}
+    values = tiny_recipe(made, output=str(tmp_path / "run"), **choices)
+    values["data"]["rows_per_batch"] = 8
+    plan = make_plan(recipe_of(values), ONE, probe=False)
+    assert plan.steps.passes == 2
+    assert plan.recipe.data.rows_per_batch == plan.steps.rows == 1, "memory and time are of these"
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    assert main([str(tmp_path / "recipe.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert f"done: {plan.steps.count} steps" in said
+    assert all(line in said.splitlines() for line in plan.steps.note.split("; ", 1))
 
 
 def test_the_probe_trains_and_leaves_nothing(made, tmp_path, monkeypatch):

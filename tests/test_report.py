@@ -214,3 +214,15 @@ def test_a_long_run_shows_its_newest_judgements_and_the_best(finished, monkeypat
 def test_a_folder_without_a_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path}: expected a training run .*, found none"):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_heads_that_learn_fewer_depths_than_they_draft_get_their_report(made, tmp_path, kind):
+    """EAGLE-1 learns one step and drafts three: held-out documents know more depths."""
+    choices = ["head.steps=1", "judge.report=true", "run.steps=2"]
+    assert run(made, tmp_path / "run", *choices, kind=kind) == 0
+    lines = read_metrics(tmp_path / "run")
+    assert [len(line["top1"]) for line in lines if "top1" in line] == [1, 1]
+    assert [len(line["heldout_top1"]) for line in lines if "heldout_top1" in line] == [3]
+    assert (tmp_path / "run" / CURVES).read_bytes().startswith(PNG)
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "run")]).exit_code == 0

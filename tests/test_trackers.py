@@ -279,3 +279,13 @@ def test_a_tracker_that_cannot_begin_is_one_line(made, tmp_path):
     assert line.endswith(
         f"; to begin anew there, delete {output / RECORD}; to go without, run.trackers=[]"
     )
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"tensorboard": {}}'])
+def test_a_damaged_record_stops_no_run(made, tmp_path, capsys, content):
+    output = tmp_path / "run"
+    assert run(made, output, "run.trackers=[tensorboard]", "run.steps=1") == 0
+    (output / RECORD).write_text(content)
+    assert run(made, output, "run.trackers=[tensorboard]", "run.steps=2") == 0
+    assert f"note: {output / RECORD} is damaged" in capsys.readouterr().out
+    assert json.loads((output / RECORD).read_text()) == {}

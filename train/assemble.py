@@ -22,6 +22,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.weights import same_weights
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import read_answers, read_manifest
+from draftheads.train.launch import agreeing, first_process_first
 from draftheads.train.recipe import Recipe
 
 LOW_SHARE = 0.05
@@ -69,10 +70,11 @@ def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
 
     if placement == "sharded":  # all processes load together, and the first one downloads
         return load()
-    with accelerator.main_process_first():  # one download, not one per process
-        target = load()
-    if recipe.adapter:
-        _adapt(target, recipe)
+    with agreeing(accelerator):
+        with first_process_first(accelerator):  # one download, not one per process
+            target = load()
+        if recipe.adapter:
+            _adapt(target, recipe)
     return target
 
 

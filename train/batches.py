@@ -9,6 +9,7 @@ So a run is continued by starting at step n, on any number of processes that div
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,10 @@ from draftheads.train.data.answers import Answer
 
 OPEN_ROWS = 64
 """Rows that packing keeps open: first fit among them stays linear and fills rows to about 99 %."""
+FEW_STEPS = 50
+"""Below which a run of few data is warned of."""
+MOST_TOKENS = 65536
+"""Of a step whose size follows from the data."""
 SPLIT_SEED = 20240119
 """Of the held-out split; not the run's seed, so that runs are judged on the same documents."""
 
@@ -178,8 +183,8 @@ class Order:
         return [self._row(place) for place in range(first, first + self.rows_per_step)]
 
     def steps(self, epochs: float) -> int:
-        """How many steps make `epochs` passes over the rows."""
-        return max(1, round(epochs * self.rows / self.rows_per_step))
+        """How many steps make at most `epochs` passes over the rows."""
+        return max(1, int(epochs * self.rows / self.rows_per_step + 1e-9))
 
     def _row(self, place: int) -> int:
         epoch, index = divmod(place, self.rows)
@@ -192,34 +197,83 @@ def share(
     """A step's rows as one process's micro batches, each with its number in the step; all processes
     have equally many.
     """
-    batches = [list(rows[at : at + rows_per_batch]) for at in range(0, len(rows), rows_per_batch)]
+    size = min(rows_per_batch, len(rows) // world)
+    batches = [list(rows[at : at + size]) for at in range(0, len(rows), size)]
     assert len(batches) % world == 0, "rows_per_step must be a multiple of rows_per_batch x world"
     return list(enumerate(batches))[rank::world]
 
 
-def rows_per_step(
-    tokens_per_step: int, rows_per_batch: int, length: int, world: int
-) -> tuple[int, str]:
-    """(rows of a step over all processes, what to tell the user when tokens_per_step was rounded,
-    or "").
+@dataclass(frozen=True)
+class Reading:
+    """What a run reads: rows of `length` tokens (None: how many is not known), so many times
+    (epochs; None: as its steps say), on `world` processes.
     """
-    forward = rows_per_batch * length * world
-    count = max(1, round(tokens_per_step / forward))
-    rows = count * rows_per_batch * world
-    if count * forward == tokens_per_step:
-        return rows, ""
-    return rows, (
-        f"tokens_per_step {tokens_per_step} is not a multiple of rows_per_batch x sequence_length "
-        f"x processes = {rows_per_batch} x {length} x {world} = {forward}; using {count * forward}"
-    )
+
+    rows: int | None
+    length: int
+    epochs: float | None
+    world: int
+
+    def rows_per_step(self, tokens_per_step: int | None, rows_per_batch: int) -> tuple[int, str]:
+        """(rows of a step over all processes, what to tell the user when tokens_per_step was
+        changed or follows from the data, or ""). A step reads no row twice.
+
+        Raises ValueError for fewer rows than processes.
+        """
+        unit, asked = rows_per_batch * self.world, tokens_per_step or self._hundredth()
+        most = self._most() if tokens_per_step else min(self._most(), asked / self.length)
+        count = max(1, round(asked / self.length / unit)) * unit
+        fits = count <= most
+        if not fits:
+            step = unit if most >= unit else self.world
+            count = max(self.world, int(most) // step * step)
+        using = count * self.length
+        if asked < MOST_TOKENS and not tokens_per_step:
+            return count, f"run.tokens_per_step: {using}, as the data are few"
+        if using == asked:
+            return count, ""
+        if not fits:
+            return count, f"tokens_per_step {asked} is more than the data have; using {using}"
+        return count, (
+            f"tokens_per_step {asked} is not a multiple of rows_per_batch x sequence_length x "
+            f"processes = {rows_per_batch} x {self.length} x {self.world} = {unit * self.length}; "
+            f"using {using}"
+        )
+
+    def warning(self, steps: int, rows_per_step: int) -> str:
+        """What to do where that many steps are too few to learn from, or ""."""
+        if steps >= FEW_STEPS or not self.epochs or self.rows is None:
+            return ""
+        fewer = max(self.world, self._hundredth() // self.length // self.world * self.world)
+        remedy = "distill more prompts, raise run.epochs or lower data.sequence_length"
+        if fewer < rows_per_step:
+            more = Order(self.rows, fewer, 0).steps(self.epochs)
+            remedy = f"lower run.tokens_per_step to {fewer * self.length}, which makes {more}"
+        return f"warning: {steps} steps are few to learn from; {remedy}"
+
+    def _most(self) -> float:
+        """Rows of a step of one pass, or of a part of one where less is asked for."""
+        if self.rows is None:
+            return math.inf
+        if self.rows < self.world:
+            raise ValueError(
+                f"expected a row of {self.length} tokens for each of {self.world} processes, got "
+                f"{self.rows} rows; use fewer processes, or lower data.sequence_length"
+            )
+        return min(1.0, self.epochs or 1.0) * self.rows
+
+    def _hundredth(self) -> int:
+        """Tokens of a step of a run of a hundred, or fewer."""
+        if self.rows is None or self.epochs is None:
+            return MOST_TOKENS
+        return min(MOST_TOKENS, max(1, int(self.epochs * self.rows * self.length / 100)))
 
 
 def check_divides(rows: int, rows_per_batch: int, world: int) -> None:
     """Refuse to continue a run of `rows` per step on processes that cannot share them evenly."""
-    if rows % (rows_per_batch * world):
-        fitting = [
-            n for n in range(1, rows // rows_per_batch + 1) if not rows % (n * rows_per_batch)
-        ]
+    size = min(rows_per_batch, rows // world)
+    if not size or rows % (size * world):
+        fitting = [n for n in range(1, rows + 1) if not rows % (n * min(rows_per_batch, rows // n))]
         raise ValueError(
             f"this run has {rows} rows per step, which {world} processes x data.rows_per_batch "
             f"{rows_per_batch} do not divide; continue on "

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import zlib
 from dataclasses import asdict
@@ -28,13 +29,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import CONFIG, WEIGHTS, save_head
+from draftheads.heads.hub import CONFIG, WEIGHTS, step_folders, write_head
 from draftheads.heads.staging import staged
 from draftheads.heads.target import Target
-from draftheads.train.state import FORMAT, STATE, TRAINER, RunState, read_state
+from draftheads.train.state import (
+    FORMAT,
+    STATE,
+    TRAINER,
+    DamagedState,
+    RunState,
+    read_checked,
+    read_state,
+)
 
 OPTIMIZER, BEST, LOCK = "optimizer.safetensors", "best", ".lock"
 ASIDE = "damaged-"
+UNFINISHED = re.compile(r"\.{1,2}step-[0-9]{6,}\.")
+"""Two dots: earlier versions staged the head in a staged checkpoint."""
 
 
 def newest(output: Path) -> tuple[Path | None, list[str]]:
@@ -117,7 +128,7 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             try:
                 with staged(folder) as staging:
-                    save_head(head, staging, target=target, training=facts)
+                    write_head(head, staging, target=target, training=facts)
                     trainer = staging / TRAINER
                     trainer.mkdir()
                     save_file(moments, trainer / OPTIMIZER)
@@ -150,34 +161,41 @@ class Checkpoints:
 
     def _tidy(self, last: Path | None) -> None:
         """Remove what a killed process left; put damaged checkpoints aside; forget old ones."""
-        for unfinished in self.output.glob(".step-*"):
-            shutil.rmtree(unfinished)
+        for folder in self.output.glob(".*step-*"):
+            if UNFINISHED.match(folder.name):
+                shutil.rmtree(folder)
         if last is None:
             return
-        for damaged in [step for step in _steps(self.output) if step.name > last.name]:
-            aside = self.output / f"{ASIDE}{damaged.name}"
-            shutil.rmtree(aside, ignore_errors=True)
-            damaged.rename(aside)
+        steps = _steps(self.output)
+        for damaged in steps[steps.index(last) + 1 :]:
+            self._put_aside(damaged)
         self._rotate()
+
+    def _put_aside(self, folder: Path) -> None:
+        aside = self.output / f"{ASIDE}{folder.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
 
     def _rotate(self) -> None:
         """Point `best` at the best step; delete all but it and the newest `keep`."""
         steps = [step for step in _steps(self.output) if _fault(step, contents=False) is None]
-        best = max(steps, key=_worth)
-        link = self.output / f".{BEST}"
+        best = max(reversed(steps), key=_worth)  # of two equal ones the later
+        link, place = self.output / f".{BEST}", self.output / BEST
+        if place.is_dir() and not place.is_symlink():  # the run was copied without its links
+            self._put_aside(place)
         link.unlink(missing_ok=True)
         link.symlink_to(best.name, target_is_directory=True)
-        os.replace(link, self.output / BEST)
+        os.replace(link, place)
         for step in set(steps) - set(steps[-self.keep :]) - {best}:
             gone = self.output / f".{step.name}.gone"  # never half a checkpoint under its name
             step.rename(gone)
             shutil.rmtree(gone)
 
 
-def _worth(step: Path) -> tuple[bool, float, str]:
-    """Of two equal checkpoints the later one is better, and none is worse than an unjudged one."""
+def _worth(step: Path) -> tuple[bool, float]:
+    """None is worse than an unjudged one."""
     worth = read_state(step).worth
-    return worth is not None, worth or 0.0, step.name
+    return worth is not None, worth or 0.0
 
 
 def _check_room(output: Path, size: int) -> None:
@@ -193,8 +211,8 @@ def _check_room(output: Path, size: int) -> None:
 
 
 def _steps(output: Path) -> list[Path]:
-    """Checkpoint folders, oldest first; those of one run have names of one length."""
-    return sorted(folder for folder in output.glob("step-*") if (folder / TRAINER).is_dir())
+    """Checkpoint folders, oldest first."""
+    return [folder for folder in step_folders(output) if (folder / TRAINER).is_dir()]
 
 
 def _describe(folder: Path) -> dict[str, dict[str, int]]:
@@ -209,9 +227,9 @@ def _describe(folder: Path) -> dict[str, dict[str, int]]:
 def _fault(folder: Path, *, contents: bool = True) -> str | None:
     """What is wrong with a checkpoint, or None. contents: whether to read the files, too."""
     try:
-        files = json.loads((folder / TRAINER / STATE).read_text()).get("files", {})
-    except (OSError, ValueError):
-        return f"{folder.name}: its {TRAINER}/{STATE} is missing or damaged"
+        files = read_checked(folder)[1]
+    except DamagedState as error:
+        return error.fault
     for name, expected in files.items():
         path = folder / name
         if name in (CONFIG, "README.md"):  # `bench --card` writes into these
@@ -219,9 +237,9 @@ def _fault(folder: Path, *, contents: bool = True) -> str | None:
                 return f"{folder.name}: {name} is missing"
             continue
         size = path.stat().st_size if path.is_file() else 0
-        if size != expected["bytes"]:
-            return f"{folder.name}: {name} has {size} bytes, expected {expected['bytes']}"
-        if contents and _crc32(path) != expected["crc32"]:
+        if size != expected.get("bytes"):
+            return f"{folder.name}: {name} has {size} bytes, expected {expected.get('bytes')}"
+        if contents and _crc32(path) != expected.get("crc32"):
             return f"{folder.name}: {name} is not what was written (its checksum differs)"
     return None
 

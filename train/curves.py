@@ -116,8 +116,8 @@ def _depths(axes: Any, steps: Sequence[Line], judged: Sequence[Line]) -> None:
     for k in range(depth):
         strength = 1 - 0.7 * k / max(1, depth - 1)
         look: Line = {"color": BLUE, "alpha": strength}
-        learned = [x["step"] for x in steps], [x["top1"][k] for x in steps]
-        axes.plot(*learned, lw=0.9, label=None if k else "training batches", **look)
+        learned = {x["step"]: x["top1"][k] for x in steps if k < len(x["top1"])}
+        axes.plot(*_points(learned), lw=0.9, label=None if k else "training batches", **look)
         heldout = [x["step"] for x in judged], [share[k] for share in shares]
         axes.plot(*heldout, "o", ms=5, label=None if k else "held out", **look)
         axes.annotate(

@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None, kind: Kind, help_text: str) -> int:
 
 
 def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
-    """Train as a recipe says: 0 done, 2 a mistake in recipe, data or launch, 130 interrupted. Where
-    all processes would say the same, only the first one speaks.
+    """Train as a recipe says: 0 done, 2 a mistake in recipe, data or launch, 130 interrupted. Of
+    the processes of a machine, which would say the same, only the first one speaks.
     """
     if not _speaks():
         logging.getLogger("draftheads").setLevel(logging.ERROR)
@@ -55,9 +55,13 @@ def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
     except (ValueError, OSError) as error:  # the user's mistakes: a line, no traceback
         if os.environ.get("DRAFTHEADS_DEBUG"):
             raise
-        # mistakes are the same on all processes; a disk may fail one of them alone
-        alone = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO)
-        if _speaks() or alone:
+        # mistakes are the same on all processes of a machine; a disk may fail one of them alone
+        alone = isinstance(error, OSError) and error.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EIO,
+        )
+        if alone or os.environ.get("LOCAL_RANK", "0") == "0":
             where = "" if _speaks() else f" on process {os.environ['RANK']}"
             print(f"error{where}: {one_line(error)}", file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from draftheads.heads.base import Batch
+from draftheads.heads.staging import sweep
 from draftheads.heads.target import Target
 from draftheads.train.batches import Rows
 from draftheads.train.contents import Contents, decode
@@ -179,6 +180,8 @@ def write_missing(
     processes have. Nothing is written where what is missing does not fit the disk or the budget.
     """
     missing = [store.missing(place.say) for store in stores]
+    for store in stores:  # on every machine
+        sweep(store.folder, "shard-*")
     if any(missing):
         _announce(stores, missing, budget, place.say)
     if place.rank == 0:

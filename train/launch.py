@@ -6,10 +6,12 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    gather_object,
 )
 
 from draftheads.train.recipe import Recipe
@@ -132,6 +135,55 @@ def check_processes(accelerator: Accelerator, environ: Mapping[str, str]) -> Non
             "expected DeepSpeed ZeRO stage 1, 2 or 3, got 0, which is DDP; "
             "use recipes/accelerate-ddp.yaml"
         )
+
+
+@contextmanager
+def agreeing(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
+    """What is put into the dictionary inside must be what the first process puts there. A mistake
+    that one process finds inside is raised on all of them, which would wait for it otherwise.
+
+    Raises ValueError that names the processes, and on one process alone what was raised inside.
+    """
+    said: dict[str, Any] = {}
+    fault: Exception | None = None
+    try:
+        yield said
+    except (ValueError, OSError) as error:
+        fault = error
+    if accelerator.num_processes > 1:
+        _compare(gather_object([(said, str(fault) if fault else None)]))
+    if fault:
+        raise fault
+
+
+def _compare(everyone: Sequence[tuple[dict[str, Any], str | None]]) -> None:
+    first, alone = everyone[0][0], dict[str, list[str]]()
+    for rank, (said, fault) in enumerate(everyone):
+        other = [
+            f"{key} {said[key]} where process 0 has {value}"
+            for key, value in first.items()
+            if key in said and said[key] != value
+        ]
+        if fault or other:
+            alone.setdefault(fault or ", ".join(other), []).append(str(rank))
+    if alone and len(everyone) > len(next(iter(alone.values()))):
+        found = "; ".join(f"process {', '.join(who)}: {what}" for what, who in alone.items())
+        raise ValueError(
+            f"of {len(everyone)} processes expected all to see the same, got {found}; give all of "
+            "them one recipe, and run.output, data and target on disks that they share"
+        )
+
+
+@contextmanager
+def first_process_first(accelerator: Accelerator) -> Iterator[None]:
+    """The others begin when the first process has ended, also with an error."""
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+    try:
+        yield
+    finally:
+        if accelerator.is_main_process:
+            accelerator.wait_for_everyone()
 
 
 def speaker(accelerator: Accelerator) -> Callable[[str], None]:

@@ -25,14 +25,14 @@ from draftheads.train.assemble import (
     load_target,
     versions,
 )
-from draftheads.train.batches import Order, check_divides, rows_per_step
+from draftheads.train.batches import Order, Reading, check_divides
 from draftheads.train.checkpoint import Checkpoints, load_moments, load_weights, newest
 from draftheads.train.engines import Engine, make_engine
 from draftheads.train.faults import explain
 from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.judge import Judge, check_judge
 from draftheads.train.judge_choices import decodes
-from draftheads.train.launch import StopRequest, make_accelerator, speaker
+from draftheads.train.launch import StopRequest, agreeing, make_accelerator, speaker
 from draftheads.train.learner import make_learner
 from draftheads.train.progress import Progress
 from draftheads.train.recipe import Recipe
@@ -43,6 +43,8 @@ from draftheads.train.state import (
     check_same_run,
     continuing,
     read_state,
+    same_length,
+    shared_choices,
 )
 from draftheads.train.step import Step
 
@@ -90,12 +92,20 @@ class Trainer:
         self.say, self.world = speaker(accelerator), accelerator.num_processes
         check_judge(recipe, self.say)
         self.target = load_target(recipe, accelerator)
-        self.data = load_data(recipe, self.target, self.say)
+        with agreeing(accelerator) as said:
+            self.data = load_data(recipe, self.target, self.say)
+            said["target"], said["data"] = self.target.fingerprint(), self.data.documents.digest()
         old = read_state(checkpoint) if checkpoint else None
-        count = old.rows_per_step if old else self._rows_per_step()
+        reading = Reading(
+            len(self.data.train), self.data.train.length, recipe.run.epochs, self.world
+        )
+        count = old.rows_per_step if old else self._rows_per_step(reading)
         check_divides(count, recipe.data.rows_per_batch, self.world)
         self.order = Order(len(self.data.train), count, recipe.run.seed)
         steps = recipe.run.steps or self.order.steps(recipe.run.epochs or 1)
+        steps = old.steps if old and same_length(old, recipe) else steps
+        if warning := reading.warning(steps, count):
+            self.say(warning)
         self.state = self._start(count, steps)
         if checkpoint and old:
             check_same_parts(checkpoint, old, self.state)
@@ -176,14 +186,9 @@ class Trainer:
             self.say(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
         return sources
 
-    def _rows_per_step(self) -> int:
-        recipe = self.recipe
-        rows, note = rows_per_step(
-            recipe.run.tokens_per_step,
-            recipe.data.rows_per_batch,
-            self.data.train.length,
-            self.world,
-        )
+    def _rows_per_step(self, reading: Reading) -> int:
+        asked, per_batch = self.recipe.run.tokens_per_step, self.recipe.data.rows_per_batch
+        rows, note = reading.rows_per_step(asked, per_batch)
         if note:
             self.say(note)
         return rows
@@ -276,15 +281,17 @@ class Trainer:
 
 
 def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
-    found, damaged = newest(recipe.run.output)
+    with agreeing(accelerator) as said:
+        found, damaged = newest(recipe.run.output)
+        old = read_state(found) if found else None
+        if found and old:
+            check_same_run(found, old, recipe.model_dump(mode="json"))
+        said["checkpoint"], said["step"] = found.name if found else "none", old.step if old else 0
+        said.update(shared_choices(recipe))
     for fault in damaged:
         speaker(accelerator)(f"warning: passed over and put aside {recipe.run.output}/{fault}")
-    old = read_state(found) if found else None
     if found and old:
-        check_same_run(found, old, recipe.model_dump(mode="json"))
-        lengths = {name: old.recipe["run"][name] for name in ("steps", "epochs")}
-        same_length = all(getattr(recipe.run, name) == n for name, n in lengths.items())
-        if old.step >= (old.steps if same_length else recipe.run.steps or math.inf):
+        if old.step >= (old.steps if same_length(old, recipe) else recipe.run.steps or math.inf):
             return Outcome(found, old.step, old.step, trained=False)
         state = replace(old, recipe=recipe.model_dump(mode="json"))
         if state.exhausted:

@@ -123,10 +123,23 @@ class Progress:
 
 
 def read_metrics(output: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    lines = (Path(output) / METRICS).read_text().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]  # a killed process leaves half of one
-    return [json.loads(line) for line in whole]
+    """The lines of a run's metrics.jsonl; those that are damaged are counted in a note."""
+    path = Path(output) / METRICS
+    *whole, _ = path.read_bytes().split(b"\n")  # a killed process leaves half of one
+    read = [line for line in map(_load, whole) if line]
+    if len(read) < len(whole):
+        tqdm.write(f"note: {path}: passed over {len(whole) - len(read)} damaged lines")
+    return read
+
+
+def _load(line: bytes) -> dict[str, Any] | None:
+    """None where it is damaged."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(values, dict) and isinstance(values.get("step"), int)
+    return values if known else None
 
 
 def _shares(ranks_KR: Tensor) -> Tensor:

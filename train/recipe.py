@@ -92,8 +92,11 @@ class RunChoices(Section):
     output: Path = Field(description="folder for step-* checkpoints; a run in it is continued")
     steps: int | None = Field(None, ge=1, description="optimizer steps; or give epochs")
     epochs: float | None = Field(None, gt=0, description="passes over the rows; or give steps")
-    tokens_per_step: int = Field(
-        65536, ge=1, description="rows x sequence_length per optimizer step, over all processes"
+    tokens_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="rows x sequence_length per optimizer step, over all processes; null: a "
+        "hundredth of what all epochs read, at most 65536",
     )
     save_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one always is")
@@ -234,13 +237,14 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def trained_choices(recipe: dict[str, Any]) -> dict[str, Any]:
     """The part of a dumped recipe that must stay when a run is continued."""
     decoding = HEAD_MODELS[recipe["head"]["kind"]].decoding_keys
-    free = {"data": {"rows_per_batch", "cache_gb"}, "features": {"path", "disk_gb"}}
+    free = {"data": {"rows_per_batch", "cache_gb", "path"}, "features": {"path", "disk_gb"}}
     kept = {
         section: {key: value for key, value in recipe[section].items() if key not in names}
         for section, names in {**free, "head": decoding}.items()
     }
     run = {key: recipe["run"][key] for key in ("seed", "tokens_per_step", "precision")}
-    whole = {key: value for key, value in recipe.items() if key != "target_placement"}
+    places = {"target", "target_revision", "target_placement"}  # its fingerprint must stay
+    whole = {key: value for key, value in recipe.items() if key not in places}
     return {**whole, **kept, "judge": comparison(recipe), "run": run}
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from draftheads.heads.hub import CONFIG
+from draftheads.heads.hub import read_config, step_folders
 from draftheads.heads.shape import DynamicTree, tree_from_json
 from draftheads.train.checkpoint import BEST
 from draftheads.train.curves import draw_curves
@@ -41,7 +40,7 @@ def write_report(output: Path) -> Path:
     """
     state, best = _states(output)
     metrics = read_metrics(output) if (output / METRICS).is_file() else []
-    config = json.loads((output / f"step-{best.step:06d}" / CONFIG).read_text())
+    config = read_config(output / f"step-{best.step:06d}")
     target = Path(config["draftheads"]["target"]["name"])
     shown = target.name if target.is_absolute() else target
     name = f"{config['draftheads']['kind']} heads for {shown}"
@@ -72,7 +71,7 @@ def write_report(output: Path) -> Path:
 
 def _states(output: Path) -> tuple[RunState, RunState]:
     """Of the newest checkpoint and of the best one."""
-    steps = sorted(path.parent.parent for path in output.glob(f"step-*/{TRAINER}/{STATE}"))
+    steps = [step for step in step_folders(output) if (step / TRAINER / STATE).is_file()]
     if not steps:
         raise ValueError(f"{output}: expected a training run with step-* folders, found none")
     best = output / BEST

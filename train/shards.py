@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import shutil
-import socket
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from draftheads.heads.staging import own_name
 from draftheads.train.contents import Contents, Tensors, encode
 from draftheads.train.data.answers import MANIFEST, write_manifest
 
@@ -89,7 +89,7 @@ class Shards:
         Raises ValueError when the folder holds the features of something else.
         """
         if (self.folder / MANIFEST).is_file():
-            self._refuse_other(json.loads((self.folder / MANIFEST).read_bytes()))
+            self._refuse_other()
         found = {shard: self._fault(shard) for shard in range(self.contents.shards)}
         for shard, fault in found.items():
             if fault and fault != "missing":
@@ -97,15 +97,10 @@ class Shards:
         return [shard for shard, fault in found.items() if fault]
 
     def prepare(self, missing: Sequence[int]) -> None:
-        """Make folder and manifest, where there are none, and remove damaged shards and what
-        killed processes of this machine left behind.
-        """
+        """Make folder and manifest, where there are none, and remove damaged shards."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / MANIFEST).is_file():
             write_manifest(self.folder, self.contents.manifest())
-        for part in self.folder.glob(f".shard-*.{socket.gethostname()}.*"):
-            if not _is_alive(int(part.name.rpartition(".")[2])):
-                part.unlink(missing_ok=True)
         for shard in missing:
             self._path(shard).unlink(missing_ok=True)
 
@@ -119,7 +114,7 @@ class Shards:
         data = save({name: torch.cat([row[name] for row in encoded]) for name in encoded[0]})
         budget.admit(len(data))
         path = self._path(shard)
-        part = path.with_name(f".{path.stem}.{socket.gethostname()}.{os.getpid()}")
+        part = own_name(path)
         path.parent.mkdir(parents=True, exist_ok=True)  # of a disk that is not shared: see `read`
         try:
             with part.open("wb") as file:
@@ -131,8 +126,9 @@ class Shards:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise OSError(
+                error.errno,  # one process's disk may be full, and it alone can say so
                 f"{path}: expected room for {_gb(len(data))}, got {error.strerror}; free some, "
-                "then run again to go on, or set features.mode=online"
+                "then run again to go on, or set features.mode=online",
             ) from error
         finally:
             part.unlink(missing_ok=True)
@@ -172,23 +168,20 @@ class Shards:
         expected = self.contents.layout(shard)
         return None if found == expected else f"of another shape ({found}, expected {expected})"
 
-    def _refuse_other(self, old: dict[str, Any]) -> None:
+    def _refuse_other(self) -> None:
+        try:
+            old: dict[str, Any] = dict(json.loads((self.folder / MANIFEST).read_bytes()))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{self.folder / MANIFEST}: expected what these features are of, got a file that "
+                "is damaged; use another features.path, or delete this folder"
+            ) from error
         for key, now in self.contents.manifest().items():
             if old.get(key) != now:
                 raise ValueError(
                     f"{self.folder}: expected features with {key} {now!r}, got {old.get(key)!r}; "
                     "use another features.path, or delete this folder"
                 )
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
 
 
 def _gb(size: int) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from draftheads.heads.weights import same_weights
 from draftheads.train.judge_choices import measure_of
-from draftheads.train.recipe import differences
+from draftheads.train.recipe import Recipe, differences
 
 TRAINER, STATE = "trainer", "state.json"
 FORMAT = 2
@@ -84,27 +87,76 @@ class RunState:
         )
 
 
+_STATE = TypeAdapter(RunState)
+_FILES = TypeAdapter(dict[str, dict[str, int]])
+
+
+class DamagedState(ValueError):
+    """A state.json that cannot be read, unlike one of another format."""
+
+    def __init__(self, folder: Path) -> None:
+        self.fault = f"{folder.name}: its {TRAINER}/{STATE} is missing or damaged"
+        super().__init__(f"{folder.parent}/{self.fault}; restore it, or delete this folder")
+
+
 def read_state(folder: Path) -> RunState:
-    """The state that a checkpoint was saved with. Raises ValueError for another format's."""
-    values: dict[str, Any] = json.loads((folder / TRAINER / STATE).read_text())
-    if values.get("format") != FORMAT:
+    """The state that a checkpoint was saved with. Raises DamagedState, and ValueError for another
+    format's.
+    """
+    return read_checked(folder)[0]
+
+
+def read_checked(folder: Path) -> tuple[RunState, dict[str, dict[str, int]]]:
+    """The state of a checkpoint, and "bytes" and "crc32" of its files; errors: of `read_state`."""
+    try:
+        values: dict[str, Any] = json.loads((folder / TRAINER / STATE).read_bytes())
+        known = values.get("format", 1)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DamagedState(folder) from error
+    if known != FORMAT:
         raise ValueError(
-            f"{folder}: expected a checkpoint of format {FORMAT}, got {values.get('format', 1)}; "
+            f"{folder}: expected a checkpoint of format {FORMAT}, got {known}; "
             "it was written by another version of draftheads: continue with that one, or give "
             "another run.output"
         )
-    given = [f.name for f in fields(RunState) if f.default is MISSING or f.name in values]
-    return RunState(**{name: values[name] for name in given})
+    try:
+        return _STATE.validate_python(values), _FILES.validate_python(values.get("files", {}))
+    except ValidationError as error:
+        raise DamagedState(folder) from error
 
 
 def check_same_run(folder: Path, old: RunState, recipe: dict[str, Any]) -> None:
     """Refuse to continue a run with other choices than it began with; its length may change."""
-    _refuse(folder, "choices", differences(old.recipe, recipe), "restore them")
+    try:
+        if recipe["run"]["tokens_per_step"] is None:  # the run's step is as large as it was
+            size = {"tokens_per_step": old.recipe["run"]["tokens_per_step"]}
+            recipe = {**recipe, "run": {**recipe["run"], **size}}
+        changed = differences(old.recipe, recipe)
+    except (LookupError, TypeError, AttributeError) as error:  # a recipe that lacks sections
+        raise DamagedState(folder) from error
+    _refuse(folder, "choices", changed, "restore them")
+
+
+def same_length(old: RunState, recipe: Recipe) -> bool:
+    """Whether a run is meant to be as long as it was when it began."""
+    now = recipe.run.model_dump(mode="json")
+    return all(now[name] == old.recipe["run"][name] for name in ("steps", "epochs"))
+
+
+def shared_choices(recipe: Recipe) -> dict[str, Any]:
+    """What all processes must have been told alike, by key; folders may be elsewhere on each."""
+    free = {"target", "data.path", "data.cache_gb", "features.path", "run.output"}
+    values = recipe.model_dump(mode="json")
+    sections = {name: part for name, part in values.items() if isinstance(part, dict)}
+    inner = {f"{name}.{key}": part[key] for name, part in sections.items() for key in part}
+    return {
+        key: value for key, value in {**values, **inner}.items() if key not in free | {*sections}
+    }
 
 
 def check_same_parts(folder: Path, old: RunState, new: RunState) -> None:
     """Refuse to continue on another target or other data: step n would not mean the same."""
-    if old.target != new.target:
+    if not same_weights(old.target, new.target):
         changed = [f"fingerprint: {old.target} -> {new.target}"]
         _refuse(folder, f"weights of {new.recipe['target']}", changed, "restore the target")
     changed = [

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
+from pydantic import TypeAdapter, ValidationError
 
 from draftheads.train.recipe import Recipe
 
@@ -47,7 +49,7 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe, step: int) -> None:
     if not names or not accelerator.is_main_process:
         return
     record = output / RECORD
-    runs = json.loads(record.read_text()) if record.is_file() else {}
+    runs = _recorded(record)
     title = output.resolve().name
     begun = {name: _arguments(name, title, runs.get(name), step) for name in names}
     faults = [resolve_name(FAULTS[name]) for name in names if name in FAULTS]
@@ -70,6 +72,17 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe, step: int) -> None:
     part = record.with_name(f".{RECORD}")
     part.write_text(json.dumps(runs, indent=2) + "\n")
     part.replace(record)
+
+
+def _recorded(record: Path) -> dict[str, str]:
+    """What trackers called this run."""
+    if not record.is_file():
+        return {}
+    try:
+        return TypeAdapter(dict[str, str]).validate_json(record.read_bytes())
+    except ValidationError:  # no checkpoint depends on it
+        print(f"note: {record} is damaged: trackers begin a new run")
+        return {}
 
 
 def log_numbers(accelerator: Accelerator, values: Mapping[str, Any], step: int) -> None:

@@ -113,6 +113,9 @@ def make_plan(recipe: Recipe, launch: Launch, *, probe: bool = True, clock: str 
     largest = max((max(answer.tokens) for answer in work.answers), default=0)
     check_tokens(recipe, largest, sizes.target.vocabulary)
     steps = plan_steps(recipe, work, launch.processes)
+    batch = min(recipe.data.rows_per_batch, steps.rows // launch.processes)  # as `share` divides it
+    data = recipe.data.model_copy(update={"rows_per_batch": batch})
+    recipe = recipe.model_copy(update={"data": data})
     activations = activation_bytes(recipe, sizes, work.length)
     found, reason = None, "--no-probe was given"
     if probe:

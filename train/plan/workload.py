@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from draftheads.train.batches import Documents, Order, Rows, rows_per_step
+from draftheads.train.batches import Documents, Order, Reading, Rows
 from draftheads.train.data.answers import (
     MANIFEST,
     Answer,
@@ -128,16 +128,20 @@ def plan_steps(recipe: Recipe, workload: Workload, processes: int) -> Steps:
     """How a run on so many processes goes."""
     choices = recipe.adapter
     rows = recipe.data.rows_per_batch
-    per_step, note = rows_per_step(recipe.run.tokens_per_step, rows, workload.length, processes)
+    reading = Reading(workload.rows, workload.length, recipe.run.epochs, processes)
+    per_step, note = reading.rows_per_step(recipe.run.tokens_per_step, rows)
     steps = recipe.run.steps
     if steps is None and workload.rows and recipe.run.epochs:
         steps = Order(workload.rows, per_step, recipe.run.seed).steps(recipe.run.epochs)
+    warning = reading.warning(steps, per_step) if steps else ""
+    note = "; ".join(filter(None, (note, warning)))
     passes = steps * per_step / workload.rows if steps and workload.rows else None
     saves = -(-steps // recipe.run.save_every) if steps else None
     alone = choices.start if choices else 1.0
     if choices and steps:
         alone = math.ceil(alone * steps - 1e-9) / steps  # as the learner counts them
-    return Steps(per_step // (rows * processes), per_step, steps, passes, saves, alone, note)
+    micro_batches = max(1, per_step // (rows * processes))
+    return Steps(micro_batches, per_step, steps, passes, saves, alone, note)
 
 
 def made_up(rows: int, length: int, vocabulary: int) -> list[Answer]:
