@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from draftheads.heads.remote_code import install_command
 from draftheads.heads.serving import engine_commands
 from draftheads.heads.shape import DynamicTree, tree_from_json
 
@@ -89,7 +90,8 @@ def is_hub_id(name: str | None) -> bool:
 
 def _metadata(facts: dict[str, Any]) -> ModelCardData:
     target = facts["target"]["name"]
-    source = facts["training"].get("data", {}).get("prompts", {}).get("source")
+    data = facts["training"].get("data") or {}
+    source = (data.get("prompts") or {}).get("source")
     known = is_hub_id(target)
     return ModelCardData(
         library_name=LIBRARY,
@@ -130,7 +132,7 @@ def _adapter(adapter: dict[str, Any] | None) -> list[str]:
 
 def _use() -> str:
     return (
-        f"```sh\npip install {LIBRARY}\ndraftheads chat --head {HERE}\n```\n\n```python\n"
+        f"```sh\n{install_command()}\ndraftheads chat --head {HERE}\n```\n\n```python\n"
         "from draftheads.heads.hub import load_pair\n"
         "from draftheads.infer.engine import Speculator\n\n"
         f'target, head = load_pair("{HERE}")\n'
