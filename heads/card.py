@@ -27,6 +27,10 @@ HERE = "THIS_FOLDER_OR_REPO"
 """Stands for the head in commands, until it is published."""
 SECTIONS = ("## Use", "## Use from transformers", "## Serve", "## Training", "## Measured")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+PLACES = re.compile(r"[a-z]\w+://\S+|(?<![\w.])(?:~?/|\.\.?/|[A-Za-z]:\\)[^\s\"'`,;]+")
+"""Addresses and paths of one machine or network, in a text."""
+FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt", ".md")
+"""Ends of the names of prompt files, which look like the Hub's otherwise."""
 METADATA = ("library_name", "pipeline_tag", "tags")
 
 
@@ -85,7 +89,46 @@ def card_faults(card: str) -> list[str]:
 
 def is_hub_id(name: str | None) -> bool:
     """Whether this names a repository or data set on the Hub, and nothing on this machine."""
-    return bool(name and HUB_ID.fullmatch(name) and not Path(name).exists())
+    is_file = bool(name) and Path(str(name)).suffix in FILES
+    return bool(name and HUB_ID.fullmatch(name) and not is_file and not Path(name).exists())
+
+
+def private_names(config: dict[str, Any]) -> dict[str, str]:
+    """What a config says of this machine and its network -> what is published in its place: of
+    addresses nothing, of absolute paths, a local target and local prompts the last part.
+    """
+    facts = config["draftheads"]
+    data = facts.get("training", {}).get("data") or {}
+    local = {facts["target"].get("name"), (data.get("prompts") or {}).get("source")}
+    found = {name for name in local if name and "/" in name and not is_hub_id(name)}
+    for text in _texts(config):
+        found |= {match[0] for match in PLACES.finditer(text)}
+    return {
+        name: "" if "://" in name else re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+        for name in sorted(found, key=len, reverse=True)  # a path before the paths that begin it
+    }
+
+
+def without(value: Any, private: dict[str, str]) -> Any:
+    """A text or JSON value without what `private_names` has found."""
+    if isinstance(value, dict):
+        return {key: without(each, private) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without(each, private) for each in value]
+    if isinstance(value, str):
+        for name, public in private.items():
+            whole = rf"(?<![\w/.-]){re.escape(name)}(?![\w/-])"
+            value = re.sub(whole, lambda _, public=public: public, value)
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _metadata(facts: dict[str, Any]) -> ModelCardData:

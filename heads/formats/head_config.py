@@ -192,10 +192,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         HeadKeys.model_validate(config)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key, got = ".".join(map(str, first["loc"])), repr(first["input"])
+        faults = [
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {repr(each['input'])[:60]}"
+            for each in error.errors(include_url=False)
+        ]
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ValueError(
-            f"{path}: {key}: {first['msg']}, got {got[:60]}; mend the file, or get the head again"
+            f"{path}: {'; '.join(faults[:3])}{more}; mend the file, or get the head again"
         ) from error
     return config
 

@@ -144,6 +144,12 @@ def to_vllm(stored: Stored, target: Target | None) -> Written:
     """Our own words, and the target's last matrix where the heads share it: vLLM looks for it in
     the file.
     """
+    if "token_map" in stored.tensors:
+        raise stored.refuse(
+            "expected heads that guess the target's whole vocabulary, got "
+            f"{len(stored.tensors['token_map'])} of {stored.config['vocab_size']} tokens: vLLM "
+            "(0.9.2 to 0.32) stops at an assertion; train without head.vocabulary"
+        )
     tensors = dict(stored.tensors)
     if "lm_heads.0.weight" not in tensors:
         if target is None:
@@ -151,10 +157,8 @@ def to_vllm(stored: Stored, target: Target | None) -> Written:
                 "expected the target, whose last matrix vLLM wants beside heads that share it, got "
                 "none; pass --target"
             )
-        weight_VD, ids_v = target.unembed_weight(), tensors.get("token_map")
-        weight_vD = weight_VD if ids_v is None else weight_VD[ids_v]
         dtype = tensors["blocks.0.layers.0.weight"].dtype
-        tensors["lm_head.weight"] = weight_vD.detach().to("cpu", dtype)
+        tensors["lm_head.weight"] = target.unembed_weight().detach().to("cpu", dtype)
     return Written(stored.config, {"model.safetensors": tensors})
 
 
@@ -194,7 +198,7 @@ def _numbered(reader: str, stored: Stored) -> tuple[dict[str, Any], dict[str, Te
         raise stored.refuse(
             f"{reader} has no draft vocabulary, these heads guess "
             f"{len(stored.tensors['token_map'])} of {ours['vocab_size']} tokens; train without "
-            "head.vocabulary, or convert to vllm"
+            "head.vocabulary"
         )
     if name is None:
         raise stored.refuse(f"{reader} must be told the target, nothing names it; pass --target")
