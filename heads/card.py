@@ -118,7 +118,7 @@ def without(value: Any, private: dict[str, str]) -> Any:
     if isinstance(value, str):
         for name, public in private.items():
             whole = rf"(?<![\w/.-]){re.escape(name)}(?![\w/-])"
-            value = re.sub(whole, lambda _, public=public: public, value)
+            value = re.sub(whole, public, value)
     return value
 
 
@@ -141,7 +141,7 @@ def _metadata(facts: dict[str, Any]) -> ModelCardData:
         pipeline_tag="text-generation",
         base_model=target if known else None,
         base_model_relation="adapter" if known else None,
-        datasets=[source] if is_hub_id(source) else None,
+        datasets=[str(source)] if is_hub_id(source) else None,
         tags=["speculative-decoding", "draft-head", facts["kind"]],
     )
 

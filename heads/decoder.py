@@ -129,13 +129,13 @@ class Rope:
             frequencies, self.attention_factor = self.theta**-powers_W, 1.0
         else:
             parameters = {**given, "rope_type": kind, "rope_theta": self.theta}
-            config = LlamaConfig(
-                hidden_size=head_dim, num_attention_heads=1, rope_parameters=parameters
-            )
             try:
+                config = LlamaConfig(
+                    hidden_size=head_dim, num_attention_heads=1, rope_parameters=parameters
+                )
                 frequencies, self.attention_factor = ROPE_INIT_FUNCTIONS[kind](config, None)
-            except KeyError as error:  # transformers only warns of what is missing
-                raise ValueError(f"rope_scaling {parameters}: key {error} is missing") from error
+            except KeyError as error:  # transformers only warns of some that are missing
+                raise ValueError(f"rope_scaling {parameters}: missing {error.args[0]}") from error
         self.frequencies = torch.cat([frequencies, frequencies])
 
     def __call__(self, positions_BQ: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,8 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.card import render_card
 from draftheads.heads.eagle import EagleHead
 from draftheads.heads.eagle3 import Eagle3Head
-from draftheads.heads.formats.head_config import CONFIG, read_config
+from draftheads.heads.formats.head_config import CONFIG as CONFIG
+from draftheads.heads.formats.head_config import read_config as read_config
 from draftheads.heads.formats.stored import (
     INDEXES,
     WEIGHT_FILES,
