@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftheads.heads.formats.head_config import read_json
+from draftheads.heads.formats.stored import opened
 from draftheads.heads.weights import decoder_layers, hash_tensor, same_weights
 
 if TYPE_CHECKING:  # slow to import, and needed by few
@@ -28,6 +29,8 @@ if TYPE_CHECKING:  # slow to import, and needed by few
 
 FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"
 """Where a head folder has its adapter, and what is in there."""
+FILES = (f"{FOLDER}/{CONFIG}", f"{FOLDER}/{WEIGHTS}")
+"""The same, as paths in a head folder."""
 NAME = "default"
 """PEFT's, of the only adapter that a target has."""
 
@@ -83,7 +86,7 @@ class Adapter:
     @classmethod
     def load(cls, model: PreTrainedModel, base: str, folder: Path) -> Adapter:
         """The one that `save` wrote. Raises ValueError where it was trained on other weights than
-        `base`, and FileNotFoundError where there is none.
+        `base` or is damaged, and FileNotFoundError where there is none.
         """
         from peft import PeftModel
 
@@ -91,15 +94,30 @@ class Adapter:
             raise FileNotFoundError(
                 f"adapter {folder}: expected {CONFIG} and {WEIGHTS}, found no such files"
             )
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            trained_on = (file.metadata() or {}).get("target")
+        read_json(folder / CONFIG)
+        with opened(folder / WEIGHTS) as file:
+            trained_on, names = (file.metadata() or {}).get("target"), set(file.keys())
         if not same_weights(trained_on, base):
             raise ValueError(
                 f"adapter {folder}: expected a target with fingerprint {trained_on}, got {base}; "
                 "pass the target that it was trained on, or, if it is merged already, none"
             )
-        with _quiet():
-            return cls(PeftModel.from_pretrained(model, folder).eval(), base)
+        try:
+            with _quiet():
+                adapter = cls(PeftModel.from_pretrained(model, folder).eval(), base)
+            expected = set(adapter.state())
+        except Exception as error:  # PEFT raises anything where a file is wrong, and names none
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"adapter {folder}: expected a LoRA adapter of {type(model).__name__}, PEFT cannot "
+                f"load this one ({type(error).__name__}: {reason}); get the folder again"
+            ) from error
+        if names != expected:  # which PEFT passes over
+            raise ValueError(
+                f"adapter {folder / WEIGHTS}: missing tensors {sorted(expected - names)[:2]}, "
+                f"unexpected {sorted(names - expected)[:2]}; get the folder again"
+            )
+        return adapter
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -123,7 +141,7 @@ class Adapter:
         """Take the weights of a saved adapter of the same shape."""
         from peft import set_peft_model_state_dict
 
-        result = set_peft_model_state_dict(self.wrapped, load_file(folder / WEIGHTS))
+        result = set_peft_model_state_dict(self.wrapped, _stored(folder))
         assert not result.unexpected_keys, result.unexpected_keys
 
     def save(self, folder: Path, name: str) -> None:
@@ -168,7 +186,7 @@ class Adapter:
 
 def stored_fingerprint(folder: Path) -> str:
     """Of the adapter in a folder."""
-    return _fingerprint(load_file(folder / WEIGHTS))
+    return _fingerprint(_stored(folder))
 
 
 def check_adapter(recorded: dict[str, Any] | None, target: Target) -> None:
@@ -183,6 +201,11 @@ def check_adapter(recorded: dict[str, Any] | None, target: Target) -> None:
             f"fewer drafts will be accepted; load the target {remedy}",
             stacklevel=4,
         )
+
+
+def _stored(folder: Path) -> dict[str, Tensor]:
+    with opened(folder / WEIGHTS) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _fingerprint(state: dict[str, Tensor]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from draftheads.heads.remote_code import install_command
 from draftheads.heads.serving import engine_commands
 from draftheads.heads.shape import DynamicTree, tree_from_json
 
@@ -26,6 +27,10 @@ HERE = "THIS_FOLDER_OR_REPO"
 """Stands for the head in commands, until it is published."""
 SECTIONS = ("## Use", "## Use from transformers", "## Serve", "## Training", "## Measured")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+PLACES = re.compile(r"[a-z]\w+://\S+|(?<![\w.])(?:~?/|\.\.?/|[A-Za-z]:\\)[^\s\"'`,;]+")
+"""Addresses and paths of one machine or network, in a text."""
+FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt", ".md")
+"""Ends of the names of prompt files, which look like the Hub's otherwise."""
 METADATA = ("library_name", "pipeline_tag", "tags")
 
 
@@ -84,19 +89,59 @@ def card_faults(card: str) -> list[str]:
 
 def is_hub_id(name: str | None) -> bool:
     """Whether this names a repository or data set on the Hub, and nothing on this machine."""
-    return bool(name and HUB_ID.fullmatch(name) and not Path(name).exists())
+    is_file = bool(name) and Path(str(name)).suffix in FILES
+    return bool(name and HUB_ID.fullmatch(name) and not is_file and not Path(name).exists())
+
+
+def private_names(config: dict[str, Any]) -> dict[str, str]:
+    """What a config says of this machine and its network -> what is published in its place: of
+    addresses nothing, of absolute paths, a local target and local prompts the last part.
+    """
+    facts = config["draftheads"]
+    data = facts.get("training", {}).get("data") or {}
+    local = {facts["target"].get("name"), (data.get("prompts") or {}).get("source")}
+    found = {name for name in local if name and "/" in name and not is_hub_id(name)}
+    for text in _texts(config):
+        found |= {match[0] for match in PLACES.finditer(text)}
+    return {
+        name: "" if "://" in name else re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+        for name in sorted(found, key=len, reverse=True)  # a path before the paths that begin it
+    }
+
+
+def without(value: Any, private: dict[str, str]) -> Any:
+    """A text or JSON value without what `private_names` has found."""
+    if isinstance(value, dict):
+        return {key: without(each, private) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without(each, private) for each in value]
+    if isinstance(value, str):
+        for name, public in private.items():
+            whole = rf"(?<![\w/.-]){re.escape(name)}(?![\w/-])"
+            value = re.sub(whole, public, value)
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _metadata(facts: dict[str, Any]) -> ModelCardData:
     target = facts["target"]["name"]
-    source = facts["training"].get("data", {}).get("prompts", {}).get("source")
+    data = facts["training"].get("data") or {}
+    source = (data.get("prompts") or {}).get("source")
     known = is_hub_id(target)
     return ModelCardData(
         library_name=LIBRARY,
         pipeline_tag="text-generation",
         base_model=target if known else None,
         base_model_relation="adapter" if known else None,
-        datasets=[source] if is_hub_id(source) else None,
+        datasets=[str(source)] if is_hub_id(source) else None,
         tags=["speculative-decoding", "draft-head", facts["kind"]],
     )
 
@@ -130,7 +175,7 @@ def _adapter(adapter: dict[str, Any] | None) -> list[str]:
 
 def _use() -> str:
     return (
-        f"```sh\npip install {LIBRARY}\ndraftheads chat --head {HERE}\n```\n\n```python\n"
+        f"```sh\n{install_command()}\ndraftheads chat --head {HERE}\n```\n\n```python\n"
         "from draftheads.heads.hub import load_pair\n"
         "from draftheads.infer.engine import Speculator\n\n"
         f'target, head = load_pair("{HERE}")\n'

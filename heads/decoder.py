@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftheads.heads.formats.head_config import needed
 from draftheads.heads.layers import Cached, Stateless
 from draftheads.heads.target import Target
 
@@ -46,7 +47,9 @@ class LayerShape:
     context: int = 2048
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads or self.head_dim % 2:
+        if min(self.heads, self.kv_heads, self.head_dim) < 1 or (
+            self.heads % self.kv_heads or self.head_dim % 2
+        ):
             raise ValueError(
                 "expected heads to be a multiple of kv_heads and head_dim to be even, got "
                 f"{self.heads}, {self.kv_heads} and {self.head_dim}; set head.heads, "
@@ -76,15 +79,17 @@ class LayerShape:
     @classmethod
     def read(cls, config: dict[str, Any]) -> LayerShape:
         """The shape that a head's config.json states."""
-        heads = int(config["num_attention_heads"])
+        width, heads, inner = needed(
+            config, "hidden_size", "num_attention_heads", "intermediate_size"
+        )
         return cls(
-            int(config["hidden_size"]),
+            width,
             heads,
-            int(config.get("num_key_value_heads") or heads),
-            int(config.get("head_dim") or config["hidden_size"] // heads),
-            int(config["intermediate_size"]),
-            float(config.get("rms_norm_eps", 1e-5)),
-            int(config.get("max_position_embeddings", 2048)),
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or width // heads,
+            inner,
+            config.get("rms_norm_eps") or 1e-5,
+            config.get("max_position_embeddings") or 2048,
         )
 
     def config(self) -> dict[str, Any]:
@@ -124,13 +129,13 @@ class Rope:
             frequencies, self.attention_factor = self.theta**-powers_W, 1.0
         else:
             parameters = {**given, "rope_type": kind, "rope_theta": self.theta}
-            config = LlamaConfig(
-                hidden_size=head_dim, num_attention_heads=1, rope_parameters=parameters
-            )
             try:
+                config = LlamaConfig(
+                    hidden_size=head_dim, num_attention_heads=1, rope_parameters=parameters
+                )
                 frequencies, self.attention_factor = ROPE_INIT_FUNCTIONS[kind](config, None)
-            except KeyError as error:  # transformers only warns of what is missing
-                raise ValueError(f"rope_scaling {parameters}: key {error} is missing") from error
+            except KeyError as error:  # transformers only warns of some that are missing
+                raise ValueError(f"rope_scaling {parameters}: missing {error.args[0]}") from error
         self.frequencies = torch.cat([frequencies, frequencies])
 
     def __call__(self, positions_BQ: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,8 @@ from draftheads.heads.decoder import (
     default_rope,
     read_rope,
 )
+from draftheads.heads.formats.head_config import needed
+from draftheads.heads.formats.stored import count_of, matrix
 from draftheads.heads.losses import Teacher, linear_cross_entropy
 from draftheads.heads.shape import DynamicTree
 from draftheads.heads.target import Target
@@ -194,15 +196,14 @@ class EagleHead(AutoregressiveHead):
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> EagleHead:
         """Widths and layers as the tensors have them; the rest as the config says."""
-        if "fc.weight" not in tensors:
-            raise ValueError(f"expected EAGLE tensors fc.weight, ..., got {sorted(tensors)[:3]}")
-        numbers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
+        matrix(tensors, "fc.weight")
+        (vocab_size,) = needed(config, "vocab_size")
         return cls(
             EagleDesign(
                 LayerShape.read(config),
                 read_rope(config),
-                int(config["vocab_size"]),
-                max(numbers, default=0) + 1,
+                vocab_size,
+                max(1, count_of(tensors, r"layers\.(\d+)\.")),
                 config.get("sliding_window"),
             )
         )

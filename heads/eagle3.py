@@ -27,6 +27,8 @@ from draftheads.heads.decoder import (
     default_rope,
     read_rope,
 )
+from draftheads.heads.formats.head_config import needed
+from draftheads.heads.formats.stored import count_of, integers, matrix
 from draftheads.heads.losses import Objective, Teacher, linear_cross_entropy
 from draftheads.heads.shape import DynamicTree
 from draftheads.heads.target import Target
@@ -164,13 +166,13 @@ class Eagle3Head(AutoregressiveHead):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def fuse(self, features_BQD: Tensor) -> Tensor:
-        """fc of all features, normed before where the design says so."""
+        """fc of all features, normed before where the design says so: together, then each."""
+        if self.design.norm_before_fc:
+            features_BQD = self.input_norm(features_BQD)
         if self.design.fc_norm:
             parts = features_BQD.chunk(len(self.fc_norm), dim=-1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             features_BQD = torch.cat(normed, dim=-1)
-        if self.design.norm_before_fc:
-            features_BQD = self.input_norm(features_BQD)
         fused_BQH: Tensor = self.fc(features_BQD)
         return fused_BQH
 
@@ -258,31 +260,29 @@ class Eagle3Head(AutoregressiveHead):
         """Widths, layers and vocabularies as the tensors have them; heads, norms and RoPE as the
         config says, with the field's defaults.
         """
-        if "fc.weight" not in tensors or "lm_head.weight" not in tensors:
-            raise ValueError(
-                f"expected EAGLE-3 tensors fc.weight, lm_head.weight, got {sorted(tensors)[:3]}"
-            )
         shape = LayerShape.read(config)
-        width, wide = tensors["fc.weight"].shape
-        facts = config.get("draftheads", {})
-        layers = facts.get("feature_layers") or config["eagle_aux_hidden_state_layer_ids"]
+        width, wide = matrix(tensors, "fc.weight").shape
+        facts = config.get("draftheads") or {}
+        layers = facts.get("feature_layers")
+        if not layers:
+            (layers,) = needed(config, "eagle_aux_hidden_state_layer_ids")
         if width != shape.hidden_size or wide != len(layers) * width:
             raise ValueError(
                 f"expected fc.weight of ({shape.hidden_size}, {len(layers)} x {shape.hidden_size}) "
                 f"for feature layers {layers}, got ({width}, {wide})"
             )
-        if "d2t" in tensors and "t2d" in tensors:  # one alone is refused as a missing tensor
-            check_map(tensors["d2t"], tensors["t2d"])
-        numbers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
-        draft_size = len(tensors["lm_head.weight"])
+        offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
+        if offsets_v is not None and known_V is not None:  # one alone is refused as missing
+            check_map(offsets_v, known_V)
+        draft_size = len(matrix(tensors, "lm_head.weight"))
         return cls(
             Eagle3Design(
                 shape,
                 read_rope(config),
                 tuple(layers),
-                len(tensors["t2d"]) if "t2d" in tensors else draft_size,
+                draft_size if known_V is None else len(known_V),
                 draft_size,
-                max(numbers, default=0) + 1,
+                max(1, count_of(tensors, r"layers\.(\d+)\.")),
                 config.get("sliding_window"),
                 **{name: bool(config.get(name)) for name in SWITCHES},
             )

@@ -17,12 +17,15 @@ from typing import Any
 
 import torch
 
+from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.adapter import check_adapter, stored_fingerprint
 from draftheads.heads.base import DraftHead
 from draftheads.heads.card import render_card
 from draftheads.heads.eagle import EagleHead
 from draftheads.heads.eagle3 import Eagle3Head
+from draftheads.heads.formats.head_config import CONFIG as CONFIG
+from draftheads.heads.formats.head_config import read_config as read_config
 from draftheads.heads.formats.stored import (
     INDEXES,
     WEIGHT_FILES,
@@ -46,7 +49,7 @@ HEADS: dict[str, type[DraftHead]] = {
 """Every head kind. A new one is a new file and a row here."""
 
 FORMAT = 1
-CONFIG, WEIGHTS, CARD = "config.json", WEIGHT_FILES[0], "README.md"
+WEIGHTS, CARD = WEIGHT_FILES[0], "README.md"
 
 
 def save_head(
@@ -139,11 +142,7 @@ def load_head(
     trained on.
     """
     head, stored = read_head(source, target=target, revision=revision)
-    facts = stored.facts
     head.load_state_dict(stored.tensors)
-    if facts.get("tree"):
-        head.tree = tree_from_json(facts["tree"])
-        head.check_tree(head.tree)
     if target is not None:
         head.to(target.device)
     floating = dtype or (target.dtype if target is not None else None)
@@ -153,8 +152,8 @@ def load_head(
 def read_head(
     source: str | Path, *, target: Target | None = None, revision: str | None = None
 ) -> tuple[DraftHead, Stored]:
-    """A head without its weights, and what is stored of it in our own words, once names and shapes
-    agree; source, target, revision and errors: as of `load_head`.
+    """A head without its weights, and what is stored of it in our own words, once names, shapes and
+    tree agree; source, target, revision and errors: as of `load_head`.
     """
     folder = find_head(source, revision=revision)
     stored = read_stored(folder, read_config(folder), target)
@@ -165,12 +164,18 @@ def read_head(
             f"{folder}: expected a head of kind {', '.join(HEADS)}, got {kind!r}; "
             "is this a head folder?"
         )
-    head = HEADS[kind].from_config(stored.config, stored.tensors)
-    stored.check_names(set(head.state_dict()))
-    if target is not None:
-        check_target(head, target, facts.get("target", {}))
-        check_adapter(facts.get("adapter"), target)
-    stored.check_shapes(head.state_dict())
+    with stored.named():
+        with torch.device("meta"):  # nothing is allocated until names and shapes agree
+            said = HEADS[kind].from_config(stored.config, stored.tensors)
+        stored.check_names(set(said.state_dict()))
+        if target is not None:
+            check_target(said, target, facts.get("target") or {})
+            check_adapter(facts.get("adapter"), target)
+        stored.check_shapes(said.state_dict())
+        head = HEADS[kind].from_config(stored.config, stored.tensors)
+        if facts.get("tree"):
+            head.tree = tree_from_json(facts["tree"])
+            head.check_tree(head.tree)
     return head, stored
 
 
@@ -260,7 +265,7 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
         raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
     repo_id, revision = _on_hub(source, revision)
-    patterns = [CONFIG, *WEIGHT_FILES, *INDEXES, CARD, f"{ADAPTER}/*"]
+    patterns = [CONFIG, *WEIGHT_FILES, *INDEXES, CARD, *ADAPTER_FILES]
     folder = head_snapshot(repo_id, revision, patterns)
     parts = {
         part for name in INDEXES if (folder / name).is_file() for part in parts_of(folder / name)
@@ -285,22 +290,12 @@ def _on_hub(source: str | Path, revision: str | None) -> tuple[str, str | None]:
     return repo_id, revision or at or None
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a head folder. Raises ValueError with the line when it is not JSON."""
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{folder / CONFIG}, line {error.lineno}: not JSON ({error.msg})"
-        ) from error
-    return config
-
-
 def check_target(head: DraftHead, target: Target, recorded: dict[str, Any]) -> None:
-    """Raise ValueError, naming both, when a head is too wide or narrow for a target; warn when the
-    weights are not those recorded (name, fingerprint; {} if none are).
+    """Raise ValueError, naming both, when a head is too wide or narrow for a target or reads layers
+    that it has not; warn when the weights are not those recorded (name, fingerprint; {} if none
+    are).
     """
-    name = recorded.get("name", "its target")
+    name = recorded.get("name") or "its target"
     for what, expected, got in (
         ("hidden size", head.hidden_size, target.hidden_size),
         ("vocabulary", head.vocab_size, target.vocab_size),
@@ -310,6 +305,11 @@ def check_target(head: DraftHead, target: Target, recorded: dict[str, Any]) -> N
                 f"head expects {what} {expected} ({name}), target has {got} ({target.name}); "
                 "pass the target this head was trained for"
             )
+    if not all(-1 <= layer <= target.layers for layer in head.feature_layers):
+        raise ValueError(
+            f"head reads states {list(head.feature_layers)} of its target ({name}), {target.name} "
+            f"has 0 (embeddings) to {target.layers}; pass the target this head was trained for"
+        )
     if not same_weights(recorded.get("fingerprint"), target.fingerprint()):
         warnings.warn(
             f"this head was trained on other weights ({name}) than {target.name} has now: output "

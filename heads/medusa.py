@@ -8,6 +8,7 @@ CE_k.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, Batch, Drafter, DraftHead, HeadLoss
+from draftheads.heads.formats.head_config import needed
+from draftheads.heads.formats.stored import count_of, integers, matrix
 from draftheads.heads.guess import MedusaDrafter
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads
 from draftheads.heads.losses import (
@@ -139,20 +142,26 @@ class MedusaHead(DraftHead):
         """The shape that the tensors have; of the config only the vocabulary of shared-lm_head
         heads is used.
         """
-        parts = [name.split(".") for name in tensors]
-        blocks = [part for part in parts if part[0] == "blocks" and part[2] == "layers"]
-        if not blocks:
+        blocks = [
+            name for name in tensors if re.fullmatch(r"blocks\.\d+\.layers\.\d+\.weight", name)
+        ]
+        width = len(matrix(tensors, blocks[0] if blocks else "blocks.0.layers.0.weight"))
+        token_map = integers(tensors, "token_map")
+        last = [name for name in tensors if name.startswith("lm_heads.")]
+        if last and token_map is None:
+            vocab_size = len(matrix(tensors, last[0]))
+        else:
+            (vocab_size,) = needed(config, "vocab_size")
+        if token_map is not None and not 0 <= token_map.min() <= token_map.max() < vocab_size:
             raise ValueError(
-                f"expected Medusa tensors blocks.0.layers.0.weight, ..., got {sorted(tensors)[:3]}"
+                f"expected token_map to hold target ids from 0 to {vocab_size - 1}, got ids from "
+                f"{int(token_map.min())} to {int(token_map.max())}"
             )
-        last = [tensor for name, tensor in tensors.items() if name.startswith("lm_heads.")]
-        token_map = tensors.get("token_map")
-        full = bool(last) and token_map is None
         return cls(
-            len(tensors[".".join(blocks[0])]),
-            len(last[0]) if full else int(config["vocab_size"]),
-            1 + max(int(part[1]) for part in blocks),
-            1 + max(int(part[3]) for part in blocks),
+            width,
+            vocab_size,
+            count_of(tensors, r"blocks\.(\d+)\."),
+            count_of(tensors, r"blocks\.\d+\.layers\.(\d+)\."),
             own_lm_head=bool(last),
             token_map=token_map,
         )

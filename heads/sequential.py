@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from draftheads.heads.base import Batch, Drafter
 from draftheads.heads.decoder import LayerShape, Rope, check_embeddings, default_rope, read_rope
 from draftheads.heads.descent import Descent, Products
+from draftheads.heads.formats.head_config import needed
+from draftheads.heads.formats.stored import matrix
 from draftheads.heads.layers import Cached, ResidualBlock, linear
 from draftheads.heads.losses import LowRank
 from draftheads.heads.medusa import MedusaHead
@@ -128,12 +130,12 @@ class SequentialHead(MedusaHead):
         plain = MedusaHead.from_config(config, tensors)
         conditioning, rank = "hydra", None
         if "down.0.weight" in tensors:
-            rank, width = tensors["down.0.weight"].shape
+            rank, width = matrix(tensors, "down.0.weight").shape
             conditioning = "markov" if width == plain.hidden_size else "state"
             conditioning = "recurrent" if "carry.0.weight" in tensors else conditioning
         prefix = None
         if "prefix.norm.weight" in tensors:
-            sizes = config["prefix_layer"]
+            (sizes,) = needed(config, "prefix_layer")
             prefix = PrefixLayer(LayerShape.read(sizes), read_rope(sizes))
         return cls(
             plain.hidden_size,

@@ -1,14 +1,17 @@
 """How engines serve each kind of head: text for the model card.
 
-Flags are those of vLLM 0.33, SGLang 0.5.23 and text-generation-inference. That vLLM serves Medusa
-is documented from 0.9.2 to 0.22. Nothing of it was run here.
+Flags are those of vLLM 0.33, SGLang 0.5.23 and text-generation-inference. vLLM serves Medusa from
+0.9.2 to 0.32.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+from draftheads.heads.formats.eagle_writers import loss
+from draftheads.heads.formats.stored import Stored
 from draftheads.heads.shape import DynamicTree, Tree, tree_from_json
 
 CHAIN = 3
@@ -20,19 +23,26 @@ def engine_commands(config: dict[str, Any], target: str, here: str) -> str:
 
     config: of the head. here: its folder or repository.
     """
-    facts = config["draftheads"]
-    tree = tree_from_json(facts["tree"])
-    if facts["kind"] == "eagle3":
-        return _commands(vllm(target, here, "eagle3", tree), sglang(target, here, "EAGLE3", tree))
-    if facts["kind"] == "eagle":
-        return _commands(
-            f"draftheads convert {here} for-vllm --to vllm\n"
-            + vllm(target, "for-vllm", "eagle", tree),
-            sglang(target, here, "EAGLE", tree),
-        )
-    if facts["kind"] == "medusa":
+    kind, tree = config["draftheads"]["kind"], tree_from_json(config["draftheads"]["tree"])
+    if kind == "medusa":
         return _medusa(config, target, here, tree)
-    return "No engine knows heads of this kind; use them as above."
+    if kind not in ("eagle", "eagle3"):
+        return "No engine knows heads of this kind; use them as above."
+    folder, first = here, ""
+    if kind == "eagle":
+        folder, first = "for-vllm", f"draftheads convert {here} for-vllm --to vllm\n"
+    commands = {
+        "vllm": ("vLLM (0.33)", "a chain", first + vllm(target, folder, kind, tree)),
+        "sglang": ("SGLang (0.5.23)", "a tree", sglang(target, here, kind.upper(), tree)),
+    }
+    said = []
+    for engine, (name, drafts, command) in commands.items():
+        reason = loss(engine, Stored(Path(), config, {}))
+        served = f", which verifies {drafts}:\n\n```sh\n{command}\n```"
+        said.append(
+            name + (f" does not serve this head, as it has {reason}." if reason else served)
+        )
+    return "\n\n".join(said)
 
 
 def vllm(target: str, head: str, method: str, tree: Tree) -> str:
@@ -56,24 +66,26 @@ def sglang(target: str, head: str, algorithm: str, tree: Tree) -> str:
     )
 
 
-def _commands(for_vllm: str, for_sglang: str) -> str:
-    return (
-        f"vLLM (0.33), which verifies a chain:\n\n```sh\n{for_vllm}\n```\n\n"
-        f"SGLang (0.5.23), which verifies a tree:\n\n```sh\n{for_sglang}\n```\n\n"
-        "`draftheads convert` with `--to vllm` or `--to sglang` says so where an engine cannot be "
-        "told all of a head."
-    )
-
-
 def _medusa(config: dict[str, Any], target: str, here: str, tree: Tree) -> str:
+    if config.get("truncated_vocab_size"):
+        return (
+            "No engine serves these heads, as they have a draft vocabulary: vLLM (0.9.2 to 0.32) "
+            "stops at an assertion, text-generation-inference has none, SGLang serves no Medusa."
+        )
+    is_shared = config.get("original_lm_head")
     folder, first = here, ""
-    if config.get("original_lm_head"):
-        folder, first = "for-vllm", f"draftheads convert {here} for-vllm --to vllm\n"
+    if is_shared:
+        folder = "for-vllm"
+        first = f"draftheads convert {here} for-vllm --to vllm --target {target}\n"
+    if is_shared and config["num_hidden_layers"] > 1:
+        tgi = "text-generation-inference does not serve these heads, as it reads one block of each."
+    else:
+        tgi = (
+            "text-generation-inference, likewise a chain:\n\n```sh\n"
+            f"draftheads convert {here} for-tgi --to tgi\n"
+            f"text-generation-launcher --model-id for-tgi --speculate {min(CHAIN, tree.depth)}\n```"
+        )
     return (
-        "vLLM 0.9.2 to 0.22 (0.33 serves no Medusa any more), which verify a chain:\n\n```sh\n"
-        f"{first}{vllm(target, folder, 'medusa', tree)}\n```\n\n"
-        "text-generation-inference, likewise a chain:\n\n```sh\n"
-        f"draftheads convert {here} for-tgi --to tgi\n"
-        f"text-generation-launcher --model-id for-tgi --speculate {min(CHAIN, tree.depth)}\n```"
-        "\n\nSGLang serves no Medusa."
+        "vLLM 0.9.2 to 0.32 (0.33 serves no Medusa any more), which verify a chain:\n\n```sh\n"
+        f"{first}{vllm(target, folder, 'medusa', tree)}\n```\n\n{tgi}\n\nSGLang serves no Medusa."
     )

@@ -68,8 +68,8 @@ def in_our_words(head: DraftHead, stored: Stored, target: Target | None) -> Stor
     facts: dict[str, Any] = {
         "training": {},
         "measured": [],
-        "tree": head.tree.to_json(),
         **stored.facts,
+        "tree": head.tree.to_json(),
         "format": FORMAT,
         "kind": head.kind,
         "target": {"name": None, "revision": None, **stored.facts.get("target", {})},

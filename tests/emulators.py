@@ -1,7 +1,7 @@
 """What serving engines make of a folder of Medusa heads, restated from the facts of their loaders:
 which names they look for, rename, drop without a word, or leave as memory happened to be.
 
-Source: medusa.md, sections 4.4 to 4.6: vLLM 0.22 (0.33 has no Medusa any more),
+Source: medusa.md, sections 4.4 to 4.6: vLLM 0.32 (0.33 has no Medusa any more),
 text-generation-inference 3, TensorRT-LLM's legacy loader.
 """
 
@@ -86,22 +86,16 @@ def vllm_medusa(folder: Path) -> Served:
             served.parameters[f"lm_heads.{k}.weight"] = (rows, width)
     if said.get("original_lm_head", False):
         served.parameters["lm_head.weight"] = (rows, width)
-    token_map = tensors.get("token_map") if rows < whole else None
-    if rows < whole and token_map is None:
-        raise EngineError("a truncated vocabulary without token_map")
+    if rows < whole:  # as it is in real ones
+        raise EngineError("AssertionError: org_vocab_size of vocab_parallel_embedding")
     for name, tensor in tensors.items():
         plain = name.replace("medusa_heads.", "")
         if plain == "lm_heads.0.weight" and plain not in served.parameters:
             plain = "lm_head.weight"
-        if plain == "token_map" and token_map is not None:
-            continue
         if plain not in served.parameters:
             served.dropped.add(name)
             continue
-        if "lm_head" in plain and token_map is not None and len(tensor) > len(token_map):
-            tensor = tensor[token_map]
         served.put(plain, tensor)
-    served.facts["ids"] = None if token_map is None else token_map.tolist()
     return served
 
 

@@ -116,7 +116,7 @@ def sglang_eagle3(folder: Path) -> Served:
     aux = [layer + 1 for layer in ids] if ids else None
     count = config.get("num_aux_hidden_states") or len(ids or "123")
     switches = {name: bool(config.get(name)) for name in SWITCHES}
-    switches |= {"norm_before_residual": False, "norm_before_fc": False}
+    switches["norm_before_residual"] = False
     served = Served(_eagle3(config, switches, count, 1, config["draft_vocab_size"]))
     served.facts |= {"switches": switches, "aux": aux, "window": None, "rope": rope(config)}
     served.facts["ids"] = _ids(tensors) if "d2t" in tensors else None

@@ -113,11 +113,11 @@ class PlainHead:
 class PlainEagle3(PlainHead):
     def fuse(self, feature_D: Tensor) -> Tensor:
         design, width = self.head.design, self.shape.hidden_size
+        if design.norm_before_fc:
+            feature_D = self.norm("input_norm", feature_D)
         if design.fc_norm:
             parts = enumerate(feature_D.split(width))
             feature_D = torch.cat([self.norm(f"fc_norm.{n}", part) for n, part in parts])
-        if design.norm_before_fc:
-            feature_D = self.norm("input_norm", feature_D)
         return self.linear("fc", feature_D)
 
     def advance(self, token_D: Tensor, hidden_H: Tensor, position: int, own: Memories) -> Tensor:

@@ -30,6 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS, save_head
+from draftheads.heads.remote_code import install_command
 from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Processed, Sampled, Typical
@@ -414,10 +415,12 @@ except ImportError as error:
 """
 
 
-def test_without_draftheads_the_error_says_what_to_install(saved, tmp_path):
+def test_without_draftheads_the_error_says_where_to_get_it(saved, tmp_path):
     environment = {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, str(saved)], capture_output=True, text=True, env=environment
     )
-    assert done.stdout.strip().endswith("Run `pip install draftheads`"), done.stderr
-    assert "\n" not in done.stdout.strip()
+    said = done.stdout.strip()
+    assert said == f"these heads need draftheads: {install_command()}", done.stderr
+    assert "pip install draftheads" not in said, "which would get whatever has that name"
+    assert "\n" not in said

@@ -287,6 +287,23 @@ def test_norms_are_told_by_names_and_other_switches_by_either_place(tmp_path):
     assert not again.design.norm_output and not again.design.norm_before_fc
 
 
+def test_of_both_norms_the_one_of_all_features_comes_first(tmp_path):
+    """As in vLLM and SGLang; no recipe makes such heads."""
+    head = eagle3(fc_norm=True, norm_before_fc=True)
+    folder = folder_of(
+        tmp_path / "head", "model.safetensors", dict(head.state_dict()), {**LLAMA, **HEADLESS}
+    )
+    again, tensors = load_head(folder), head.state_dict()
+    features = torch.randn(1, 3, 2 * 32) * torch.tensor([1.0, 9.0]).repeat_interleave(32)
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * tensors[f"{name}.weight"]
+
+    low, high = norm("input_norm", features).split(32, dim=-1)
+    parts = torch.cat([norm("fc_norm.0", low), norm("fc_norm.1", high)], dim=-1)
+    torch.testing.assert_close(again.fuse(features), parts @ tensors["fc.weight"].T)
+
+
 def test_zero_biases_are_nothing_and_others_are_refused(tmp_path):
     head, name = eagle3(), "midlayer.self_attn.q_proj.bias"
     for value in (0.0, 0.1):

@@ -230,7 +230,7 @@ def test_a_file_that_is_no_state_dict_is_refused_and_not_run(tmp_path):
         assert f"expected a plain state dict of tensors, got {sorted(content)}" in message
     assert "got list" in refusal(folder_of(tmp_path / "head", [torch.ones(1)]))
     folder = folder_of(tmp_path / "head", {})
-    (folder / "hydra_lm_head.pt").write_text("version https://git-lfs.github.com/spec/v1")
+    (folder / "hydra_lm_head.pt").write_text("no pickle at all")
     assert "or no pickle" in refusal(folder)
 
 

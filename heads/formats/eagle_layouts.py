@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.eagle3 import SWITCHES, default_features
-from draftheads.heads.formats.stored import Stored, target_name
+from draftheads.heads.formats.head_config import needed
+from draftheads.heads.formats.stored import Stored, integers, matrix, target_name
 from draftheads.heads.target import Target
 from draftheads.heads.vocabulary import t2d
 
@@ -49,10 +50,12 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
     embeddings must be the target's, which the file may repeat.
     """
     tensors = _plain_names(stored)
-    _check_embeddings(stored, tensors.pop("embed_tokens.weight", None), target)
+    if "embed_tokens.weight" in tensors:
+        _check_embeddings(stored, matrix(tensors, "embed_tokens.weight"), target)
+        del tensors["embed_tokens.weight"]
     is_third = _is_third(tensors)
     tensors = _without_zero_biases(stored, tensors)
-    width = len(tensors["fc.weight"])
+    width = len(matrix(tensors, "fc.weight"))
     config = _sizes(stored, tensors, width)
     if is_third:
         config |= _third(stored, tensors, target)
@@ -94,16 +97,16 @@ def _without_zero_biases(stored: Stored, tensors: dict[str, Tensor]) -> dict[str
     return {name: tensor for name, tensor in tensors.items() if name not in biases}
 
 
-def _check_embeddings(stored: Stored, theirs_VD: Tensor | None, target: Target | None) -> None:
+def _check_embeddings(stored: Stored, theirs_VD: Tensor, target: Target | None) -> None:
     """A copy of the target's embeddings is not needed, other embeddings would be lost."""
     changed = bool(stored.config.get("embed_requires_grad"))
-    if theirs_VD is not None and target is not None and not changed:
+    if target is not None and not changed:
         ours_VD = target.model.get_input_embeddings().weight.detach()
         rows = min(len(theirs_VD), len(ours_VD))  # one of them may be padded
-        changed = theirs_VD.shape[1] != ours_VD.shape[1] or not torch.allclose(
+        changed = theirs_VD.shape[1:] != ours_VD.shape[1:] or not torch.allclose(
             theirs_VD[:rows].float(), ours_VD[:rows].cpu().float(), rtol=1e-2, atol=1e-3
         )
-    if theirs_VD is not None and changed:
+    if changed:
         raise stored.refuse(
             "expected embeddings that are the target's, got embed_tokens.weight of its own; such "
             "heads are not read, or is this another target's head?"
@@ -113,24 +116,25 @@ def _check_embeddings(stored: Stored, theirs_VD: Tensor | None, target: Target |
 def _sizes(stored: Stored, tensors: dict[str, Tensor], width: int) -> dict[str, Any]:
     """What `LayerShape.read` and `read_rope` want."""
     config = stored.config
-    if "num_attention_heads" not in config:
-        raise stored.refuse(
-            "expected num_attention_heads in config.json, which no tensor tells, got none"
-        )
+    (heads,) = needed(config, "num_attention_heads")
     if config.get("target_hidden_size") not in (None, width):
         raise stored.refuse(
             f"expected a head as wide as its target, got {width} and target_hidden_size "
             f"{config['target_hidden_size']}; such heads are not read"
         )
-    attention = "layers.0.self_attn"
-    heads = int(config["num_attention_heads"])
-    head_dim = len(tensors[f"{attention}.q_proj.weight"]) // heads
+    q, k = (len(matrix(tensors, f"layers.0.self_attn.{each}_proj.weight")) for each in "qk")
+    head_dim = q // heads
+    if not head_dim or q % heads or k % head_dim:
+        raise stored.refuse(
+            f"expected queries and keys of {heads} heads (num_attention_heads), got {q} and {k} "
+            "rows, which these do not divide"
+        )
     return {
         **{key: config[key] for key in KEPT if config.get(key) is not None},
         "hidden_size": width,
         "head_dim": head_dim,
-        "num_key_value_heads": len(tensors[f"{attention}.k_proj.weight"]) // head_dim,
-        "intermediate_size": len(tensors["layers.0.mlp.gate_proj.weight"]),
+        "num_key_value_heads": k // head_dim,
+        "intermediate_size": len(matrix(tensors, "layers.0.mlp.gate_proj.weight")),
         "sliding_window": _window(stored),
     }
 
@@ -144,7 +148,8 @@ def _window(stored: Stored) -> int | None:
         raise stored.refuse(
             f"expected layers that all have a window or all have none, got {sorted(kinds)}"
         )
-    return int(stored.config["sliding_window"])
+    (window,) = needed(stored.config, "sliding_window")
+    return int(window)
 
 
 def _vocab_size(stored: Stored, target: Target | None) -> int:
@@ -169,7 +174,7 @@ def _third(stored: Stored, tensors: dict[str, Tensor], target: Target | None) ->
         raise stored.refuse(
             f"expected fc.weight to join {len(layers)} states of the target ({layers}), got {count}"
         )
-    known_V = tensors.get("t2d")
+    known_V = integers(tensors, "t2d")
     return {
         "vocab_size": _vocab_size(stored, target) if known_V is None else len(known_V),
         "eagle_aux_hidden_state_layer_ids": layers,
@@ -203,9 +208,9 @@ def _with_vocabulary(
     """Names of ours, with both maps of a draft vocabulary, and the last matrix that a file may
     leave to the target.
     """
-    tensors = dict(tensors)
-    offsets_v, known_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    rows = len(tensors.get("lm_head.weight", ())) or vocab_size
+    offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
+    tensors = {name: each for name, each in tensors.items() if name not in ("d2t", "t2d")}
+    rows = len(matrix(tensors, "lm_head.weight")) if "lm_head.weight" in tensors else vocab_size
     if offsets_v is not None and len(offsets_v) < vocab_size:
         ids_v = offsets_v + torch.arange(len(offsets_v))
         is_rising = bool((ids_v.diff() > 0).all())
@@ -238,4 +243,5 @@ def _rows_of(stored: Stored, tensors: dict[str, Tensor], target: Target | None) 
     weight_VD = target.unembed_weight().detach().to("cpu", tensors["fc.weight"].dtype)
     if "d2t" not in tensors:
         return weight_VD
-    return weight_VD[tensors["d2t"] + torch.arange(len(tensors["d2t"]))]
+    ids_v = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    return weight_VD[ids_v[ids_v < len(weight_VD)]]  # all, unless it is another target's

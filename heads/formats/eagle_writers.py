@@ -37,7 +37,6 @@ CANNOT: dict[tuple[str, str], dict[str, str]] = {
     ("vllm", "eagle3"): {LAST: "vLLM takes it before the final norm"},
     ("sglang", "eagle3"): {
         RESIDUAL: "SGLang adds to the state before the norm",
-        BEFORE_FC: "SGLang drops input_norm",
         SEVERAL: "SGLang reads their norms under other names than vLLM",
         WINDOW: "SGLang has none from a checkpoint",
         ONE: "SGLang leaves out fc where a feature is as wide as an embedding",
@@ -76,19 +75,23 @@ CANNOT: dict[tuple[str, str], dict[str, str]] = {
 def check(to: str, stored: Stored) -> None:
     """Raise ValueError for what would be lost."""
     kind = stored.facts["kind"]
-    reasons, traits = CANNOT[to, kind], set(_traits(stored))
-    if OTHERS in traits and stored.facts["target"].get("layers") is None:
+    if OTHERS in _traits(stored) and stored.facts["target"].get("layers") is None:
         raise stored.refuse(
             "expected a head that says how many layers its target has, so that features can be "
             "told from its last state, got none; pass --target"
         )
-    for trait in reasons:
-        if trait in traits:
-            raise stored.refuse(
-                f"expected an {kind} head that {to} can be told, got one with {trait}: "
-                f"{reasons[trait]}; nothing was written, train one without it or choose another "
-                "destination"
-            )
+    if reason := loss(to, stored):
+        raise stored.refuse(
+            f"expected an {kind} head that {to} can be told, got one with {reason}; nothing was "
+            "written, train one without it or choose another destination"
+        )
+
+
+def loss(to: str, stored: Stored) -> str | None:
+    """What a reader cannot be told of a head, and why; None where it can be told all."""
+    traits = set(_traits(stored))
+    reasons = CANNOT[to, stored.facts["kind"]].items()
+    return next((f"{trait}: {why}" for trait, why in reasons if trait in traits), None)
 
 
 def _traits(stored: Stored) -> Iterator[str]:

@@ -6,12 +6,11 @@ Legend: K heads, L layers of each.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from draftheads.heads.decoder import LayerShape
-from draftheads.heads.formats.stored import Stored
+from draftheads.heads.formats.stored import Stored, count_of
 from draftheads.heads.target import Target
 
 CONFIG = {
@@ -67,11 +66,9 @@ def _names(got: set[str], has_prefix: bool) -> Iterator[tuple[str, str]]:
     """Each name that a file with the K and L of this one has, and ours for it. Heads behind a
     prefix layer have dropout, a module without tensors, in front of every other module.
     """
-    heads = [match for name in got if (match := re.match(r"hydra_\w+\.(\d+)\.", name))]
-    places = [match for name in got if (match := re.match(r"hydra_mlp\.\d+\.(\d+)\.", name))]
     step, first, last = (2, 1, ".1") if has_prefix else (1, 0, "")
-    depth = 1 + max((int(match[1]) for match in heads), default=0)
-    layers = 1 + (max((int(match[1]) for match in places), default=first) - first) // step
+    depth = count_of(got, r"hydra_\w+\.(\d+)\.")
+    layers = count_of(got, r"hydra_mlp\.\d+\.(\d+)\.linear\.")
     for k in range(depth):
         yield f"hydra_lm_head.{k}{last}.weight", f"lm_heads.{k}.weight"
         yield f"hydra_lm_head.{k}{last}.bias", f"biases.{k}"

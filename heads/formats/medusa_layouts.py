@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.heads.formats.stored import Stored, Written, target_name
+from draftheads.heads.formats.stored import Stored, Written, integers, matrix, target_name
 from draftheads.heads.target import Target
 
 PREFIX = re.compile(r"^medusa_heads?\.")
@@ -52,16 +52,17 @@ def from_vllm(stored: Stored, target: Target | None) -> Stored:
             f"expected logit_scale 1.0, got {config['logit_scale']}; scale the lm_heads instead"
         )
     vocab_size = _vocabulary(stored, tensors, target)
-    token_map = tensors.pop("token_map", None)
+    token_map = integers(tensors, "token_map")
+    tensors.pop("token_map", None)
     if token_map is not None and config.get("truncated_vocab_size") in (None, vocab_size):
         token_map = None  # vLLM does not look at it then
     if token_map is not None:
-        tensors = _reduced(tensors, token_map)
+        tensors = _reduced(stored, tensors, token_map)
     shared = [tensors.pop(name) for name in ("lm_head.weight",) if name in tensors]
     if config.get("original_lm_head") and not shared and "lm_heads.0.weight" in tensors:
         shared = [tensors.pop("lm_heads.0.weight")]
-    for matrix in shared:
-        _check_shared(stored, matrix, tensors.get("token_map"), target)
+    for weight_vD in shared:
+        _check_shared(stored, weight_vD, tensors.get("token_map"), target)
     return _ours(stored, tensors, vocab_size)
 
 
@@ -82,7 +83,7 @@ def _ours(stored: Stored, tensors: dict[str, Tensor], vocab_size: int) -> Stored
     if not any(name.endswith(".bias") for name in tensors):
         weights = [name for name in tensors if name.startswith("blocks.")]
         tensors |= {
-            name.replace("weight", "bias"): tensors[name].new_zeros(len(tensors[name]))
+            name.replace("weight", "bias"): tensors[name].new_zeros(len(matrix(tensors, name)))
             for name in weights
         }
     facts = {"target": {"name": target_name(stored.config)}, **stored.facts, "kind": "medusa"}
@@ -91,9 +92,9 @@ def _ours(stored: Stored, tensors: dict[str, Tensor], vocab_size: int) -> Stored
 
 def _vocabulary(stored: Stored, tensors: dict[str, Tensor], target: Target | None) -> int:
     """Of the target."""
-    last = [tensor for name, tensor in tensors.items() if name.startswith("lm_heads.")]
+    last = [name for name in tensors if name.startswith("lm_heads.")]
     if last and "token_map" not in tensors:
-        return len(last[0])
+        return len(matrix(tensors, last[0]))
     size = stored.config.get("vocab_size") or (target.vocab_size if target else None)
     if size is None:
         raise stored.refuse(
@@ -103,14 +104,21 @@ def _vocabulary(stored: Stored, tensors: dict[str, Tensor], target: Target | Non
     return int(size)
 
 
-def _reduced(tensors: dict[str, Tensor], token_map: Tensor) -> dict[str, Tensor]:
+def _reduced(stored: Stored, tensors: dict[str, Tensor], token_map: Tensor) -> dict[str, Tensor]:
     """Last matrices with the rows of the draft vocabulary, in rising order."""
     ids_v, order_v = token_map.long().sort()
-    cut = {
-        name: tensor[ids_v] if len(tensor) > len(ids_v) else tensor[order_v]
-        for name, tensor in tensors.items()
-        if name.startswith("lm_head")
-    }
+    if ids_v[0] < 0:
+        raise stored.refuse(f"expected token_map to hold target ids, got {int(ids_v[0])}")
+    cut = {}
+    for name in tensors:
+        if name.startswith("lm_head"):
+            whole = matrix(tensors, name)
+            if len(whole) != len(ids_v) and ids_v[-1] >= len(whole):
+                raise stored.refuse(
+                    f"expected {name} with a row for each of the {len(ids_v)} tokens in token_map, "
+                    f"or for all of the target's, got {len(whole)} rows"
+                )
+            cut[name] = whole[order_v if len(whole) == len(ids_v) else ids_v]
     return {**tensors, **cut, "token_map": ids_v}
 
 
@@ -119,7 +127,9 @@ def _check_shared(
 ) -> None:
     if target is None:
         return
-    theirs_vD = target.unembed_weight() if ids_v is None else target.unembed_weight()[ids_v]
+    theirs_vD = target.unembed_weight()
+    if ids_v is not None:
+        theirs_vD = theirs_vD[ids_v[ids_v < len(theirs_vD)]]
     same = theirs_vD.shape == matrix_vD.shape and torch.allclose(
         theirs_vD.detach().cpu().float(), matrix_vD.float(), rtol=1e-2, atol=1e-3
     )
@@ -134,6 +144,12 @@ def to_vllm(stored: Stored, target: Target | None) -> Written:
     """Our own words, and the target's last matrix where the heads share it: vLLM looks for it in
     the file.
     """
+    if "token_map" in stored.tensors:
+        raise stored.refuse(
+            "expected heads that guess the target's whole vocabulary, got "
+            f"{len(stored.tensors['token_map'])} of {stored.config['vocab_size']} tokens: vLLM "
+            "(0.9.2 to 0.32) stops at an assertion; train without head.vocabulary"
+        )
     tensors = dict(stored.tensors)
     if "lm_heads.0.weight" not in tensors:
         if target is None:
@@ -141,10 +157,8 @@ def to_vllm(stored: Stored, target: Target | None) -> Written:
                 "expected the target, whose last matrix vLLM wants beside heads that share it, got "
                 "none; pass --target"
             )
-        weight_VD, ids_v = target.unembed_weight(), tensors.get("token_map")
-        weight_vD = weight_VD if ids_v is None else weight_VD[ids_v]
         dtype = tensors["blocks.0.layers.0.weight"].dtype
-        tensors["lm_head.weight"] = weight_vD.detach().to("cpu", dtype)
+        tensors["lm_head.weight"] = target.unembed_weight().detach().to("cpu", dtype)
     return Written(stored.config, {"model.safetensors": tensors})
 
 
@@ -184,7 +198,7 @@ def _numbered(reader: str, stored: Stored) -> tuple[dict[str, Any], dict[str, Te
         raise stored.refuse(
             f"{reader} has no draft vocabulary, these heads guess "
             f"{len(stored.tensors['token_map'])} of {ours['vocab_size']} tokens; train without "
-            "head.vocabulary, or convert to vllm"
+            "head.vocabulary"
         )
     if name is None:
         raise stored.refuse(f"{reader} must be told the target, nothing names it; pass --target")

@@ -12,6 +12,7 @@ from typing import Any
 
 from draftheads.heads.eagle3 import SWITCHES
 from draftheads.heads.formats.eagle_layouts import from_eagle
+from draftheads.heads.formats.head_config import needed
 from draftheads.heads.formats.refusals import check_design
 from draftheads.heads.formats.stored import Stored, target_name
 from draftheads.heads.shape import tree_from_json
@@ -50,7 +51,8 @@ def from_speculators(stored: Stored, target: Target | None) -> Stored:
             "expected norm_before_residual in config.json, got none: the speculators library takes "
             "it for false, vLLM for true; write the one it was trained with"
         )
-    spread = stored.having({**config["transformer_layer_config"], **config}, stored.tensors)
+    (layer,) = needed(config, "transformer_layer_config")
+    spread = stored.having({**layer, **config}, stored.tensors)
     check_design(spread)
     return from_eagle(spread, target)
 

@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from draftheads.heads.formats.head_config import CONFIG, read_json
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -25,6 +30,7 @@ WEIGHT_FILES = (
 """Where a folder's tensors may be; the first is our own."""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 """What lists the parts where there are several."""
+POINTER = b"version https://git-lfs.github.com/spec/"
 INSIDE = "medusa_head."
 """Names of heads that stand in one file with their whole target."""
 
@@ -48,8 +54,18 @@ class Stored:
         return replace(self, config=config, tensors=tensors)
 
     def refuse(self, problem: str) -> ValueError:
-        """An error that names the folder."""
-        return ValueError(f"{self.file.parent}: {problem}")
+        """An error of one line that names the folder."""
+        return ValueError(f"{self.file.parent}: {' '.join(problem.splitlines())}")
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Inside, every ValueError names the folder."""
+        try:
+            yield
+        except ValueError as error:
+            if str(self.file.parent) in str(error):
+                raise
+            raise self.refuse(str(error)) from error
 
     def check_names(self, expected: set[str]) -> None:
         """Raise ValueError, naming them, where tensors are missing or too many."""
@@ -61,13 +77,19 @@ class Stored:
             )
 
     def check_shapes(self, expected: dict[str, Tensor]) -> None:
-        """Raise ValueError for a tensor of another shape."""
+        """Raise ValueError for a tensor of another shape, or one that is wrongly of integers."""
         for name, tensor in expected.items():
-            wanted, got = tuple(tensor.shape), tuple(self.tensors[name].shape)
+            stored = self.tensors[name]
+            wanted, got = tuple(tensor.shape), tuple(stored.shape)
             if wanted != got:
                 raise ValueError(
                     f"{self.file}: expected {name} of shape {wanted}, got {got}; "
                     "was the head made for another target?"
+                )
+            if tensor.is_floating_point() != stored.is_floating_point():
+                raise ValueError(
+                    f"{self.file}: expected {name} in {tensor.dtype}, got {stored.dtype}; the file "
+                    "does not match its own head"
                 )
 
 
@@ -88,7 +110,7 @@ class Written:
                 save_file(tensors, folder / name, metadata={"format": "pt"})
             else:
                 torch.save(tensors, folder / name)
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
+        (folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
 
 
 def read_files(folder: Path, config: dict[str, Any]) -> Stored:
@@ -113,10 +135,51 @@ def read_files(folder: Path, config: dict[str, Any]) -> Stored:
 
 
 def parts_of(index: Path) -> list[str]:
-    """The files, of those that an index lists, that hold a head."""
-    places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    """The files, of those that an index lists, that hold a head. Raises ValueError for an index
+    that lists none, or files that are not beside it.
+    """
+    places = read_json(index).get("weight_map")
+    if not places or not isinstance(places, dict):
+        raise ValueError(f"{index}: expected a weight_map of tensors to files, got {places!r:.60}")
     inside = {file for name, file in places.items() if name.startswith(INSIDE)}
-    return sorted(inside or set(places.values()))
+    files = inside or set(places.values())
+    for file in files:
+        if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*", file):
+            raise ValueError(
+                f"{index}: expected names of files beside it, got {file!r:.60}; get the head again"
+            )
+    return sorted(files)
+
+
+def count_of(names: Iterable[str], pattern: str) -> int:
+    """How many different numbers stand in names that begin with `pattern`, which has one group.
+    Never the largest number, which would make one name a thousand layers.
+    """
+    return len({match[1] for name in names if (match := re.match(pattern, name))})
+
+
+def matrix(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """A tensor whose two sizes tell those of the head. Raises ValueError where it is none."""
+    tensor = tensors.get(name)
+    if tensor is None or tensor.ndim != 2 or not tensor.numel():
+        got = "none" if tensor is None else f"shape {tuple(tensor.shape)}"
+        raise ValueError(f"expected a matrix {name}, got {got}; the file is not whole")
+    return tensor
+
+
+def integers(tensors: dict[str, Tensor], name: str) -> Tensor | None:
+    """A list of integers or booleans, or None. Raises ValueError for any other tensor."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        return None
+    if tensor.dtype not in (torch.int64, torch.int32, torch.uint8, torch.bool) or (
+        tensor.ndim != 1 or not len(tensor)
+    ):
+        raise ValueError(
+            f"expected {name} as a list of integers, got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)}; the file does not match its own head"
+        )
+    return tensor
 
 
 def target_name(config: dict[str, Any]) -> str | None:
@@ -132,14 +195,38 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         tensors = _unpickled(file)
         inside = {name: each for name, each in tensors.items() if name.startswith(INSIDE)}
         return inside or tensors
-    with safe_open(file, framework="pt") as stored:
+    with opened(file) as stored:
         names = list(stored.keys())
         inside_names = [name for name in names if name.startswith(INSIDE)]
         return {name: stored.get_tensor(name) for name in inside_names or names}
 
 
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """A safetensors file. Raises ValueError, naming it, where it is none or not whole."""
+    _check_fetched(file)
+    try:
+        with safe_open(file, framework="pt") as stored:
+            yield stored
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file}: expected whole safetensors, got {file.stat().st_size:,} bytes that are not "
+            f"({str(error).splitlines()[0]}); download or copy the file again"
+        ) from error
+
+
+def _check_fetched(file: Path) -> None:
+    with file.open("rb") as content:
+        if content.read(len(POINTER)) == POINTER:
+            raise ValueError(
+                f"{file}: expected weights, got the pointer that git-lfs leaves in their place; "
+                "fetch them with `git lfs pull`, or download the file again"
+            )
+
+
 def _unpickled(file: Path) -> dict[str, Tensor]:
     """A state dict that torch saved; no code in it is run."""
+    _check_fetched(file)
     hint = "it must come from torch.save(head.state_dict(), ...)"
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
@@ -147,14 +234,20 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{file}: expected a plain state dict, got a file that holds code, or no pickle; {hint}"
         ) from error
-    except (EOFError, OSError, RuntimeError) as error:  # none of them names the file
-        reason = str(error).partition(".")[0] or "end of file"
+    except Exception as error:  # a damaged pickle may raise anything, and none names the file
+        reason = str(error).partition(".")[0].partition("\n")[0] or "end of file"
         raise ValueError(
             f"{file}: expected a whole state dict, torch cannot read it ({reason}); if it was cut "
             "short, download it again"
         ) from error
-    named = isinstance(tensors, dict) and all(map(torch.is_tensor, tensors.values()))
-    if not named:
+    if not isinstance(tensors, dict) or not all(map(_is_plain, tensors.values())):
         got = sorted(map(str, tensors))[:4] if isinstance(tensors, dict) else type(tensors).__name__
         raise ValueError(f"{file}: expected a plain state dict of tensors, got {got}; {hint}")
-    return dict(tensors)
+    return {str(name): tensor for name, tensor in tensors.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a tensor with all its numbers in the file: one may say that it has more."""
+    if not torch.is_tensor(value) or value.layout != torch.strided or value.device.type != "cpu":
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()

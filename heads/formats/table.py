@@ -80,11 +80,12 @@ def translated(stored: Stored, target: Target | None) -> Stored:
     """What was read, in our own words. Raises ValueError where it is no head, or one that we
     cannot run.
     """
-    if not is_ours(stored):
-        check_design(stored)
-    for _, knows, read in READERS:
-        if knows(stored):
-            return read(stored, target)
+    with stored.named():
+        if not is_ours(stored):
+            check_design(stored)
+        for _, knows, read in READERS:
+            if knows(stored):
+                return read(stored, target)
     known = "; ".join(name for name, *_ in READERS)
     raise stored.refuse(
         f"expected a head in one of the layouts {known}; got tensors "
