@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import deepspeed as zero
 
-from draftheads.heads.weights import decoder_layers, fingerprint
+from draftheads.heads.weights import decoder, decoder_layers, fingerprint
 
 Placement = Literal["whole", "split", "sharded"]
 Bits = Literal[4, 8]
@@ -188,14 +188,14 @@ def _load_sharded(read: Read, device: torch.device) -> tuple[PreTrainedModel, st
 def _shard(model: PreTrainedModel, device: torch.device) -> None:
     """fully_shard needs no engine: its hooks gather a layer before, and free it after, it runs."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layers, decoder = decoder_layers(model), model.get_decoder()
+    layers, root = decoder_layers(model), decoder(model)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    kind = type(decoder)
-    fully_shard(decoder, mesh=mesh, ignored_params=outside)  # their root: it gathers ahead
-    decoder.__class__ = kind  # by whose name transformers knows which states it can return
+    kind = type(root)
+    fully_shard(root, mesh=mesh, ignored_params=outside)  # their root: it gathers ahead
+    root.__class__ = kind  # by whose name transformers knows which states it can return
 
 
 def _fill(model: PreTrainedModel, whole: PreTrainedModel | None, device: torch.device) -> None:
