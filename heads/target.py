@@ -21,7 +21,7 @@ from draftheads.heads.adapter import Adapter
 from draftheads.heads.base import Batch
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.masks import MaskBuilder
-from draftheads.heads.placement import Bits, Placement, load_model
+from draftheads.heads.placement import Bits, Placement, load_model, reading
 from draftheads.heads.supported import (
     ADVICE,
     TREE_ROOM,
@@ -108,7 +108,8 @@ class Target:
         sharded, its layers divided over all processes, which must then call `load`, and whatever
         runs the model, equally often. bits: quantise all but embeddings, norms and lm_head.
 
-        Raises ValueError for a placement that cannot be had here.
+        Raises ValueError for a placement that cannot be had here, and for weights that are
+        incomplete or broken.
         """
         path = str(name_or_path)
         model, known = load_model(
@@ -118,9 +119,10 @@ class Target:
         has_tokenizer = (
             not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*"))
         )
-        tokenizer = (
-            AutoTokenizer.from_pretrained(path, revision=revision) if has_tokenizer else None
-        )
+        tokenizer = None
+        if has_tokenizer:
+            with reading(path):
+                tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         commit = revision or getattr(model.config, "_commit_hash", None)
         return cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
 
