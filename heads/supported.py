@@ -103,6 +103,8 @@ def slot_limit(config: Any) -> tuple[int, str] | None:
         return min(ends, config.window_size) if local else ends, "its mask is cut by slot"
     if config.model_type == "doge":
         return config.keep_window_size, "its dynamic mask chooses among slots"
+    if config.model_type == "moshi":
+        return config.sliding_window, "its window is cut by slot"
     if config.model_type == "llama4_text" and config.attn_temperature_tuning:
         return config.floor_scale - 1, "its attention temperature counts slots"
     return None
