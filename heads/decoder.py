@@ -58,8 +58,8 @@ class LayerShape:
 
     @classmethod
     def of(cls, target: Target, choices: dict[str, Any]) -> LayerShape:
-        """The recipe's sizes; where it leaves them open, those of the target's own layers."""
-        config, width = target.config, target.hidden_size
+        """The recipe's sizes; where it leaves them open, those of the target's first layer."""
+        config, width = target.config.per_layer_config[0], target.hidden_size
 
         def size(choice: str, key: str, default: int) -> int:
             return int(choices.get(choice) or getattr(config, key, None) or default)
@@ -259,7 +259,7 @@ class FusingLayer(nn.Module):
 def default_rope(target: Target, choices: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling): the recipe's; where it leaves the base open, the target's own base."""
     parameters = getattr(target.config, "rope_parameters", None) or {}
-    parameters = parameters.get("full_attention", parameters)  # one set per layer type
+    parameters = parameters.get("full_attention") or parameters  # one set per layer type
     theta = choices.get("rope_theta") or parameters.get("rope_theta") or 10000.0
     return float(theta), choices.get("rope_scaling")
 

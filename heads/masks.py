@@ -1,15 +1,16 @@
-"""Which models can follow a token tree, and the attention masks that make them.
+"""The attention masks that make a model follow a token tree, or keep packed documents apart.
 
-Legend: B batch, N tree nodes, S cache slots.
+Legend: B batch, T tokens, N tree nodes, S cache slots.
 """
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from draftheads.heads.base import Batch
+from draftheads.heads.supported import slot_limit
 
 
 class MaskBuilder:
@@ -32,12 +33,28 @@ class MaskBuilder:
         ]
         self.types: tuple[str, ...] = tuple(dict.fromkeys(types))
         self.dtype = model.dtype
+        self.slots = limit[0] if (limit := slot_limit(config)) else None
 
     def __call__(
         self, visible_BNS: Tensor, positions_BN: Tensor, key_positions_BS: Tensor
     ) -> Tensor | dict[str, Tensor]:
+        if self.slots and visible_BNS.shape[2] > self.slots:
+            raise ValueError(
+                f"expected text and tree to take at most {self.slots} cache slots of this target, "
+                f"got {visible_BNS.shape[2]}; use a smaller tree"
+            )
+        return self._build(visible_BNS, positions_BN, key_positions_BS)
+
+    def packed(self, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """Of training rows: every token sees its own document up to itself."""
+        documents_BT = batch.documents_BT
+        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+        return self._build(same_BTT.tril(), batch.positions_BT, batch.positions_BT)
+
+    def _build(self, visible_BNS: Tensor, q_BN: Tensor, k_BS: Tensor) -> Tensor | dict[str, Tensor]:
+        rows = len(q_BN)  # a topology that rows share is one row; some models ask for each
         masks = {
-            kind: self._finish(self._limit(kind, visible_BNS, positions_BN, key_positions_BS))
+            kind: self._finish(self._limit(kind, visible_BNS, q_BN, k_BS)).expand(rows, -1, -1, -1)
             for kind in self.types
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -53,22 +70,3 @@ class MaskBuilder:
         hidden_B1NS = ~visible_BNS[:, None]
         zeros = torch.zeros(hidden_B1NS.shape, dtype=self.dtype, device=hidden_B1NS.device)
         return zeros.masked_fill_(hidden_B1NS, torch.finfo(self.dtype).min)
-
-
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise ValueError, with the reason, for a model whose attention cannot follow a tree."""
-    config = model.config
-    kind = f"{type(model).__name__} ({config.name_or_path or config.model_type})"
-    if config.is_encoder_decoder:
-        raise ValueError(f"{kind} is an encoder-decoder; draft heads need a decoder-only causal LM")
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{kind} keeps a recurrent state, which cannot be rolled back to the accepted tokens; "
-            "draft heads need a target with attention only"
-        )
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    if getattr(config, "alibi", False) or not takes_positions:
-        raise ValueError(
-            f"{kind} derives positions from the attention mask (ALiBi); a token tree needs "
-            "position_ids. Use a target with rotary or learned positions"
-        )

@@ -19,10 +19,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations import deepspeed as zero
 
-from draftheads.heads.weights import decoder_layers, fingerprint
+from draftheads.heads.supported import MASKED
+from draftheads.heads.weights import decoder, decoder_layers, fingerprint
 
 Placement = Literal["whole", "split", "sharded"]
 Bits = Literal[4, 8]
@@ -111,12 +118,56 @@ def check_path(path: str) -> None:
         )
 
 
-def _read(path: str, **options: Any) -> PreTrainedModel:
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Say in one line which target cannot be read, and why: OSError for what is not there,
+    ValueError for what is there and broken.
+    """
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **options)
+        yield
     except OSError as error:  # transformers does not always say which model it speaks of
         reason = str(error).strip().splitlines()[0]
         raise OSError(f"target {path}: {reason}; pass a model folder or a Hub id") from error
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # what a broken file leads to has many types
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        raise ValueError(
+            f"target {path}: cannot be read: {reason}; download it again, or mend the file"
+        ) from error
+
+
+def read_config(path: str, revision: str | None) -> PretrainedConfig:
+    """A target's config.json. Attention that takes no mask of a tree is not asked for."""
+    with reading(path):
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, revision=revision)
+    if config._attn_implementation not in (None, *MASKED):
+        config._attn_implementation = None
+    return config
+
+
+def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel:
+    """Raises ValueError where tensors are missing or of other shapes than the config says."""
+    config = read_config(path, revision)
+    with reading(path):
+        model: PreTrainedModel
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            revision=revision,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are named here
+            **options,
+        )
+    missing = sorted(found["missing_keys"])
+    wrong = [f"{name} {tuple(got)}" for name, got, _ in sorted(found["mismatched_keys"])]
+    for names, fault in ((missing, "none"), (wrong, "other shapes")):
+        if names:
+            some = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
+            raise ValueError(
+                f"target {path}: expected the weights of a {type(model).__name__}, got {fault} for "
+                f"{len(names)} of them ({some}); download it again, or mend its config.json"
+            )
     return model
 
 
@@ -142,7 +193,7 @@ def _quantisation(path: str, bits: Bits, dtype: str, revision: str | None) -> Bi
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)
     if dtype == "auto":
-        own = AutoConfig.from_pretrained(path, revision=revision).get_text_config(decoder=True)
+        own = read_config(path, revision).get_text_config(decoder=True)
         dtype = str(own.dtype or torch.bfloat16).removeprefix("torch.")
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -174,10 +225,18 @@ def _load_sharded(read: Read, device: torch.device) -> tuple[PreTrainedModel, st
     Only the first process reads the weights, into its main memory, and hands out parts.
     """
     waiting = dist.new_group(backend="gloo", timeout=READING)
-    whole = read() if dist.get_rank() == 0 else None
-    name = [fingerprint(whole) if whole is not None else None]
-    dist.broadcast_object_list(name, src=0, group=waiting)  # by now, files are downloaded
+    whole = None
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            whole = read()
+            found = [fingerprint(whole)]
+        except (OSError, ValueError) as error:  # the others wait, and must hear of it
+            found = [error]
+    dist.broadcast_object_list(found, src=0, group=waiting)  # by now, files are downloaded
     dist.destroy_process_group(waiting)
+    if isinstance(found[0], Exception):
+        raise found[0]
     model = read(device_map="meta").requires_grad_(False)
     if getattr(model.config, "quantization_config", None):
         raise ValueError(
@@ -186,21 +245,21 @@ def _load_sharded(read: Read, device: torch.device) -> tuple[PreTrainedModel, st
         )
     _shard(model, device)
     _fill(model, whole, device)
-    assert name[0] is not None
-    return model, name[0]
+    assert isinstance(found[0], str)
+    return model, found[0]
 
 
 def _shard(model: PreTrainedModel, device: torch.device) -> None:
     """fully_shard needs no engine: its hooks gather a layer before, and free it after, it runs."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layers, decoder = decoder_layers(model), model.get_decoder()
+    layers, root = decoder_layers(model), decoder(model)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    kind = type(decoder)
-    fully_shard(decoder, mesh=mesh, ignored_params=outside)  # their root: it gathers ahead
-    decoder.__class__ = kind  # by whose name transformers knows which states it can return
+    kind = type(root)
+    fully_shard(root, mesh=mesh, ignored_params=outside)  # their root: it gathers ahead
+    root.__class__ = kind  # by whose name transformers knows which states it can return
 
 
 def _fill(model: PreTrainedModel, whole: PreTrainedModel | None, device: torch.device) -> None:

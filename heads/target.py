@@ -6,6 +6,7 @@ Legend: B batch, T tokens, N tree nodes, S cache slots, D feature width, V vocab
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,11 +21,20 @@ from draftheads.heads.adapter import Adapter
 from draftheads.heads.base import Batch
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.longrope import LongRope, document_lengths
-from draftheads.heads.masks import MaskBuilder, refuse_unsupported
-from draftheads.heads.placement import Bits, Placement, load_model
+from draftheads.heads.masks import MaskBuilder
+from draftheads.heads.placement import Bits, Placement, load_model, reading
+from draftheads.heads.supported import (
+    ADVICE,
+    TREE_ROOM,
+    describe,
+    plain_model,
+    refuse_by_trial,
+    refuse_unsupported,
+    slot_limit,
+)
 from draftheads.heads.tree import TokenTree
 from draftheads.heads.unembedding import Unembedding
-from draftheads.heads.weights import fingerprint, release_layers, release_lm_head
+from draftheads.heads.weights import decoder, fingerprint, release_layers, release_lm_head
 
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward: bounds the (T, S) mask of a long prompt."""
@@ -44,8 +54,8 @@ class Target:
     """A frozen causal LM. A plain object, not an nn.Module: it cannot leak into a head's
     parameters.
 
-    Raises ValueError for models whose state cannot be rolled back or whose positions cannot be
-    given: recurrent and linear-attention models, ALiBi models, encoder-decoders.
+    Raises ValueError for models that cannot follow a token tree (`heads.supported`): by what their
+    config says, and by a tiny decode, unless the model has no numbers (meta).
     """
 
     adapter: Adapter | None = None
@@ -60,6 +70,7 @@ class Target:
         revision: str | None = None,
         fingerprint: str | None = None,
     ) -> None:
+        model = plain_model(model)
         refuse_unsupported(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -70,12 +81,15 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.context: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.context: int = _context(model, self.config)
         self.eos_ids = _as_tuple(model.generation_config.eos_token_id)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = MaskBuilder(model)
         self._longrope = LongRope(model)
         self._unembedding = Unembedding(model, self.name)
+        self._resets = True  # whether position resets alone keep packed documents apart
+        if not model.get_input_embeddings().weight.is_meta:
+            self._resets = refuse_by_trial(self)
 
     @classmethod
     def load(
@@ -96,7 +110,8 @@ class Target:
         sharded, its layers divided over all processes, which must then call `load`, and whatever
         runs the model, equally often. bits: quantise all but embeddings, norms and lm_head.
 
-        Raises ValueError for a placement that cannot be had here.
+        Raises ValueError for a placement that cannot be had here, and for weights that are
+        incomplete or broken.
         """
         path = str(name_or_path)
         model, known = load_model(
@@ -106,9 +121,10 @@ class Target:
         has_tokenizer = (
             not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*"))
         )
-        tokenizer = (
-            AutoTokenizer.from_pretrained(path, revision=revision) if has_tokenizer else None
-        )
+        tokenizer = None
+        if has_tokenizer:
+            with reading(path):
+                tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         commit = revision or getattr(model.config, "_commit_hash", None)
         return cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
 
@@ -212,16 +228,20 @@ class Target:
     def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         """Features of packed training tokens, (B, T, D), obeying the alignment law; no gradient.
 
-        Documents are kept apart by their position resets, which transformers honours without mask
-        and cache.
+        Documents are kept apart by their position resets, which most models honour without mask and
+        cache, and by a mask in the others.
         """
         return self.states(batch, layers)
 
-    def states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
-        """As `features`, with the gradients of an adapter that learns."""
+    def states(self, batch: Batch, layers: Sequence[int], *, resets: bool | None = None) -> Tensor:
+        """As `features`, with the gradients of an adapter that learns. resets: whether position
+        resets keep documents apart; default: as was found out when the target was made.
+        """
+        honoured = self._resets if resets is None else resets
         with self._longrope.factors(document_lengths(batch.positions_BT)):
-            out = self.model.get_decoder()(
+            out = decoder(self.model)(
                 batch.tokens_BT,
+                attention_mask=None if honoured else self._masks.packed(batch),
                 position_ids=batch.positions_BT,
                 use_cache=False,
                 output_hidden_states=list(layers),
@@ -311,6 +331,26 @@ class Target:
     def _concatenate(self, states: Sequence[Tensor], layers: Sequence[int]) -> Tensor:
         chosen = [states[layer].to(self.device) for layer in layers]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
+
+
+def _context(model: PreTrainedModel, config: Any) -> int:
+    """How many tokens a text may have, without what depends on the number of cache slots."""
+    context: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+    limit = slot_limit(config)
+    if limit is None or context <= limit[0] - TREE_ROOM:
+        return context
+    slots, reason = limit
+    if slots <= 2 * TREE_ROOM:
+        raise ValueError(
+            f"{describe(model)}: beyond {slots} cache slots, {reason}; expected that only beyond "
+            f"{2 * TREE_ROOM}; {ADVICE}"
+        )
+    warnings.warn(
+        f"{describe(model)}: texts are limited to {slots - TREE_ROOM} of {context} tokens, since "
+        f"beyond {slots} cache slots, a tree's included, {reason}",
+        stacklevel=3,
+    )
+    return slots - TREE_ROOM
 
 
 def _as_tuple(value: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -63,16 +63,16 @@ class Unembedding:
     @torch.no_grad()
     def _fault(self) -> str | None:
         config = self.model.config.get_text_config(decoder=True)
-        lm_head, last = self.model.get_output_embeddings(), config.num_hidden_layers
+        lm_head = self.model.get_output_embeddings()
         tokens = torch.arange(min(4, lm_head.weight.shape[0]), device=self.model.device)[None]
-        out = self.model(tokens, use_cache=False, output_hidden_states=[last])
-        got = lm_head(out.hidden_states[last])
+        out = self.model(tokens, use_cache=False, output_hidden_states=[-1])
+        got = lm_head(out.hidden_states[-1])
         if torch.allclose(got.float(), out.logits.float().to(got.device), rtol=1e-3, atol=1e-3):
             return None
         causes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
         found = [f"{key}={value}" for key in causes if (value := getattr(config, key, None))]
         return (
             f"{self.name}: lm_head(hidden state) is not this model's logits "
-            f"({', '.join(found) or 'cause unknown'}); "
+            f"({', '.join(found) or 'another layer comes between them'}); "
             "use heads with their own lm_head and hard labels"
         )

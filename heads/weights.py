@@ -146,10 +146,16 @@ def release_layers(model: PreTrainedModel) -> int:
     return size
 
 
+def decoder(model: PreTrainedModel) -> nn.Module:
+    """The model without its lm_head."""
+    found: nn.Module = model.get_decoder()  # takes an lm_head for it that is named decoder
+    return model.base_model if found is model.get_output_embeddings() else found
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The model's layers, in order."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    modules = model.get_decoder().modules()  # outer ones first
+    modules = decoder(model).modules()  # outer ones first
     found = [each for each in modules if isinstance(each, nn.ModuleList) and len(each) == count]
     if not found:
         raise ValueError(

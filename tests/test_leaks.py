@@ -1,5 +1,5 @@
-"""The promise: in training, nobody sees what a drafter could not: no other document, no feature
-behind the root, no first token of a text.
+"""The promise: in training, nobody sees what a drafter could not: no other document (nor does the
+target), no feature behind the root, no first token of a text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from plain_hydra import awake
-from tiny_targets import tiny_target
+from tiny_targets import (
+    CONFIGS,
+    MASKLESS,
+    UNEVEN,
+    some_prompts,
+    tiny_target,
+)
 
 from draftheads.heads.base import Batch
 from draftheads.heads.eagle import EagleHead
@@ -77,6 +83,43 @@ TOKENS_BEHIND_THE_ROOT = """
     F F F F F F T T F F
     F F F F F F F T F F
 """
+
+
+def packed(*documents: list[int]) -> Batch:
+    """One row of these documents, and a token of padding."""
+    tokens = [token for document in documents for token in document]
+    positions = [place for document in documents for place in range(len(document))]
+    numbers = [number for number, document in enumerate(documents) for _ in document]
+    tokens_BT = torch.tensor([[*tokens, 0]])
+    return Batch(
+        tokens_BT, tokens_BT > 0, torch.tensor([[*positions, 0]]), torch.tensor([[*numbers, -1]])
+    )
+
+
+@pytest.mark.parametrize("name", sorted({**CONFIGS, **UNEVEN, **MASKLESS}))
+def test_features_of_packed_documents_are_those_of_each_alone(name):
+    """Longer than the windows of those that have one; a document of one token, too."""
+    target, documents = tiny_target(name), some_prompts(11, 1, 14, 5)
+    layers = [0, 1, target.layers]
+    together = target.features(packed(*documents), layers)
+    start = 0
+    for document in documents:
+        alone = target.features(packed(document), layers)[:, 1 : len(document)]
+        here = together[:, start + 1 : start + len(document)]
+        torch.testing.assert_close(here, alone, rtol=1e-3, atol=1e-3 * float(together.abs().max()))
+        prefilled = target.prefill([document], target.new_cache(1, 32), layers).features_BND
+        torch.testing.assert_close(
+            here, prefilled[:, :-1], rtol=1e-3, atol=1e-3 * float(together.abs().max())
+        )
+        start += len(document)
+
+
+@pytest.mark.parametrize("name", sorted({**CONFIGS, **UNEVEN}.keys() - MASKLESS.keys()))
+def test_where_position_resets_are_enough_training_makes_no_mask(name, monkeypatch):
+    target, masks = tiny_target(name), []
+    monkeypatch.setattr(target._masks, "packed", lambda batch: masks.append(batch))
+    target.features(packed(*some_prompts(4, 3)), [-1])
+    assert not masks
 
 
 def drawn(table: str) -> list[list[bool]]:

@@ -12,6 +12,8 @@ from tiny_heads import SMALL, VARIANTS, decode, drafts_of, overfitted, random_he
 from tiny_targets import (
     CONFIGS,
     CONTEXT,
+    OTHER_LOGITS,
+    UNEVEN,
     UNSUPPORTED,
     VOCABULARY,
     greedy,
@@ -36,7 +38,12 @@ SHAPES = {
 }
 LENGTHS = (19, 11, 5)
 CAPPED = "gemma2-window"
-PAIRS = [(name, kind) for name in CONFIGS for kind in HEADS if (name, kind) != (CAPPED, "eagle")]
+PAIRS = [
+    (name, kind)
+    for name in [*CONFIGS, *UNEVEN]
+    for kind in HEADS
+    if kind != "eagle" or name not in OTHER_LOGITS
+]
 """An EAGLE-1 head has no last matrix of its own, and the target's gives no logits where they are
 capped.
 """
@@ -49,7 +56,7 @@ def greedy_rows(name: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *UNEVEN])
 def test_oracle_commits_depth_plus_one_per_step(name, shape):
     target, (prompt,) = tiny_target(name), some_prompts(LENGTHS[0])
     truth = greedy_rows(name)[0]
@@ -62,7 +69,7 @@ def test_oracle_commits_depth_plus_one_per_step(name, shape):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *UNEVEN])
 def test_output_equals_greedy_decoding_with_noisy_drafts(name, shape, rows):
     target, prompts = tiny_target(name), some_prompts(*LENGTHS[:rows])
     truth = greedy_rows(name)[:rows]
@@ -187,6 +194,12 @@ def test_targets_that_cannot_roll_back_are_refused(name):
 def test_unembed_refuses_capped_logits_with_the_reason():
     with pytest.raises(ValueError, match="final_logit_softcapping"):
         tiny_target(CAPPED).unembed(torch.zeros(1, 32))
+
+
+def test_unembed_refuses_logits_of_a_layer_after_the_last_state():
+    target = tiny_target("modernbert-decoder")
+    with pytest.raises(ValueError, match="another layer comes between them.*own lm_head and hard"):
+        HEADS["eagle"].create(target)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,15 @@ import yaml
 from placement_worker import random_batch
 from test_launch import ROOT, torchrun
 from tiny_heads import decode, overfitted, written_by
-from tiny_targets import CONFIGS, greedy, random_model, some_prompts, tiny_target
+from tiny_targets import (
+    CONFIGS,
+    OTHER_LOGITS,
+    UNEVEN,
+    greedy,
+    random_model,
+    some_prompts,
+    tiny_target,
+)
 from tiny_training import (
     VOCABULARY,
     assert_same,
@@ -29,7 +38,7 @@ from tiny_training import (
     write_answers,
     write_target,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -226,11 +235,132 @@ def test_a_head_is_trained_on_a_quantised_target(made, tmp_path):
     assert len([line for line in read_metrics(output) if "loss" in line]) == 2
 
 
+def reconfigured(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def without_a_shard(folder: Path, *, index: bool) -> None:
+    """index: the list of shards does not mention it either."""
+    LlamaForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="100KB")
+    (folder / "model.safetensors").unlink()
+    _, second, *_ = sorted(folder.glob("model-*.safetensors"))
+    second.unlink()
+    listed = folder / "model.safetensors.index.json"
+    if index:
+        content = json.loads(listed.read_text())
+        kept = {k: v for k, v in content["weight_map"].items() if v != second.name}
+        listed.write_text(json.dumps({**content, "weight_map": kept}))
+
+
+def rewritten(name: str, content: bytes) -> Any:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 16060\n"
+BROKEN: dict[str, tuple[Any, str]] = {
+    "no lm_head": (
+        lambda folder: reconfigured(folder, tie_word_embeddings=False),
+        r"expected the weights of a LlamaForCausalLM, got none for 1 of them \(lm_head.weight\)",
+    ),
+    "too few layers": (
+        lambda folder: reconfigured(folder, num_hidden_layers=4),
+        r"got none for 18 of them \(model.layers.2.input_layernorm.weight, .*, \.\.\.\); download",
+    ),
+    "other shapes": (
+        lambda folder: reconfigured(folder, intermediate_size=96),
+        r"got other shapes for 6 of them \(model.layers.0.mlp.down_proj.weight \(64, 128\), ",
+    ),
+    "a shard is absent": (
+        lambda folder: without_a_shard(folder, index=False),
+        "No such file or directory: .*model-00002-of-",
+    ),
+    "a shard is absent, also in the index": (
+        lambda folder: without_a_shard(folder, index=True),
+        "got none for .* of them .*; download it again",
+    ),
+    "truncated": (
+        lambda folder: os.truncate(folder / "model.safetensors", 9000),
+        "cannot be read: .*incomplete metadata, file not fully covered; download it again",
+    ),
+    "empty": (rewritten("model.safetensors", b""), "cannot be read: .*header too small"),
+    "git-lfs": (rewritten("model.safetensors", POINTER), "cannot be read: .*header too large"),
+    "no JSON": (rewritten("config.json", b"{"), "is not a valid JSON file"),
+    "no UTF-8": (rewritten("config.json", b"\xff\xfe{}"), "is not a valid JSON file"),
+    "no object": (rewritten("config.json", b"null"), "cannot be read: .*; download it again, or"),
+    "no model_type": (rewritten("config.json", b"{}"), "cannot be read: Unrecognized model"),
+    "another model_type": (
+        lambda folder: reconfigured(folder, model_type="nix"),
+        "cannot be read: .* model type `nix`",
+    ),
+    "a word for a number": (
+        lambda folder: reconfigured(folder, vocab_size="many"),
+        "cannot be read: .*'vocab_size' expected int, got str",
+    ),
+    "no heads": (
+        lambda folder: reconfigured(folder, num_attention_heads=0),
+        "cannot be read: .*zero; download it again",
+    ),
+    "a broken tokenizer": (rewritten("tokenizer.json", b"{"), "cannot be read: .*; download"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_refused_in_one_line(tmp_path, name):
+    damage, message = BROKEN[name]
+    folder = write_llama(tmp_path / "target", tie_word_embeddings=True)
+    Target.load(folder)  # whose lm_head is in no file, as it is tied
+    damage(folder)
+    with pytest.raises((ValueError, OSError), match=f"^target {folder}: .*{message}") as error:
+        Target.load(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("placement", [{"": "cpu"}, PARTS])
+def test_missing_weights_are_refused_in_every_placement(tmp_path, placement):
+    folder = write_llama(tmp_path / "target", tie_word_embeddings=True)
+    reconfigured(folder, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match="got none for 1 of them"):
+        Target.load(folder, placement=placement)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", [4, 8])
+def test_missing_weights_are_refused_with_fewer_bits(tmp_path, bits):
+    folder = write_llama(tmp_path / "target")
+    reconfigured(folder, num_hidden_layers=3)
+    with pytest.raises(ValueError, match="got none for 9 of them"):
+        Target.load(folder, bits=bits)
+
+
+def test_all_processes_refuse_a_broken_sharded_target(tmp_path):
+    folder = write_llama(tmp_path / "target", num_hidden_layers=1)
+    reconfigured(folder, num_hidden_layers=2)
+    result = torchrun(str(ROOT / "tests" / "broken_worker.py"), str(folder))
+    assert result.returncode == 0, result.stderr[-2000:]
+    refusals = [line for line in result.stdout.splitlines() if "got none for 9 of them" in line]
+    assert len(refusals) == 2
+
+
+def test_a_bert_is_refused(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=48, vocab_size=VOCABULARY))
+    model.save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match="not causal"):
+        Target.load(tmp_path / "target")
+
+
+def test_attention_that_a_config_asks_for_is_replaced_by_one_that_takes_masks(tmp_path):
+    folder = write_llama(tmp_path / "target")
+    reconfigured(folder, attn_implementation="flash_attention_2")
+    assert Target.load(folder).model.config._attn_implementation == "sdpa"
+
+
 def all_bytes(target: Target) -> int:
     return sum(p.numel() * p.element_size() for p in target.model.parameters())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *UNEVEN])
 def test_released_layers_are_gone_and_missed(name):
     target, batch = Target(random_model(name)), random_batch(19)
     kept, before = tiny_target(name), all_bytes(target)
@@ -247,8 +377,8 @@ def test_released_layers_are_gone_and_missed(name):
     assert torch.equal(target.embed(batch.tokens_BT), kept.embed(batch.tokens_BT))
     assert target.fingerprint() == kept.fingerprint()
     assert (target.vocab_size, target.hidden_size) == (kept.vocab_size, kept.hidden_size)
-    if name == "gemma2-window":  # its logits are capped, as before
-        with pytest.raises(ValueError, match="final_logit_softcapping"):
+    if name in OTHER_LOGITS:  # as before
+        with pytest.raises(ValueError, match="is not this model's logits"):
             target.unembed(hidden_BTD)
     else:
         assert torch.equal(target.unembed(hidden_BTD), kept.unembed(hidden_BTD))

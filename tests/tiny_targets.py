@@ -8,7 +8,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 
 from draftheads.heads.target import Target
 
@@ -26,6 +32,9 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 48}
+_SHARED = ["sliding_attention", "full_attention", "full_attention"]
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_VISION = {"vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4}}
 _SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,6 +66,63 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4": (
+        "gemma4_text",
+        {
+            **_GROUPED,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "sliding_window": 8,
+            "layer_types": _SHARED,
+        },
+    ),
+    "modernbert-decoder": (
+        "modernbert-decoder",
+        {**_COMMON, "intermediate_size": 48, "local_attention": 16, "layer_types": _SLIDING},
+    ),
+}
+"""As these, but of layers that differ in their parameters."""
+OTHER_LOGITS = ("gemma2-window", "modernbert-decoder")
+"""Targets whose logits are not lm_head(last state)."""
+
+_SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MASKLESS: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": CONFIGS["opt"],
+    "gpt-oss": (
+        "gpt_oss",
+        {**_GROUPED, **_SPARSE, "head_dim": 16, "sliding_window": 8, "layer_types": _SLIDING},
+    ),
+    "falcon": ("falcon", {**_COMMON, "alibi": False}),
+    "biogpt": ("biogpt", {**_COMMON, "intermediate_size": 48}),
+    "xglm": (
+        "xglm",
+        {**_COMMON, "d_model": 32, "num_layers": 3, "attention_heads": 4, "ffn_dim": 48},
+    ),
+    "qwen2-vl": ("qwen2_vl", {"text_config": {**_GROUPED, "rope_parameters": _MROPE}, **_VISION}),
+    "qwen2.5-vl": (
+        "qwen2_5_vl",
+        {"text_config": {**_GROUPED, "rope_parameters": _MROPE}, **_VISION},
+    ),
+    "afmoe": (
+        "afmoe",
+        {
+            **_GROUPED,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "num_dense_layers": 1,
+            "sliding_window": 8,
+            "layer_types": _SLIDING,
+        },
+    ),
+}
+"""Models that tell their mask no positions, so that packed documents would see each other."""
+
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}),
     "bloom": ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY}),
@@ -81,9 +147,15 @@ def random_model(name: str) -> Any:
     """A random model whose weights are scaled up, so that its greedy text does not run in
     circles.
     """
-    kind, options = {**CONFIGS, **UNSUPPORTED}[name]
+    kind, options = {**CONFIGS, **UNEVEN, **MASKLESS, **UNSUPPORTED}[name]
     torch.manual_seed(0)
-    return scaled_up(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options)))
+    config = CONFIG_MAPPING[kind](**options)
+    mapping = (
+        AutoModelForCausalLM
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        else AutoModelForImageTextToText
+    )
+    return scaled_up(mapping.from_config(config))
 
 
 def scaled_up(model: Any) -> Any:

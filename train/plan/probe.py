@@ -24,12 +24,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftheads.heads.eagle3 import default_features
+from draftheads.heads.placement import read_config
 from draftheads.train.choices import DecoderChoices, Eagle3Choices
 from draftheads.train.data.answers import Answer
 from draftheads.train.judge_choices import JudgeChoices
 from draftheads.train.plan import listen as listen
 from draftheads.train.plan.parts import Sizes
-from draftheads.train.plan.sizes import read_config
 from draftheads.train.plan.trial import Depth, Pace, Trial, read_trial
 from draftheads.train.plan.workload import (
     Steps,
@@ -222,7 +222,7 @@ def _spread(choices: Eagle3Choices, real: int, layers: int) -> list[int]:
 
 def write_shallow(recipe: Recipe, layers: int, folder: Path) -> None:
     """A random target of so many layers, saved as the real one is."""
-    config = read_config(recipe)
+    config = read_config(recipe.target, recipe.target_revision)
     text = config.get_text_config(decoder=True)
     whole = text.num_hidden_layers
     for name, value in list(vars(text).items()):

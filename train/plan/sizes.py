@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS
-from draftheads.heads.placement import check_path
+from draftheads.heads.placement import check_path, read_config, reading
 from draftheads.heads.target import Target
 from draftheads.train.plan.parts import FLOAT, AdapterSizes, HeadSizes, Sizes, TargetSizes
 from draftheads.train.recipe import Recipe
@@ -79,8 +79,9 @@ class ShapeTarget(Target):
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe_config = read_config(recipe)
-        with torch.device("meta"):
+        check_path(recipe.target)
+        self.recipe_config = read_config(recipe.target, recipe.target_revision)
+        with reading(recipe.target), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.recipe_config)
         super().__init__(model, name=recipe.target)
         self.sizes = _target_sizes(self, recipe)
@@ -104,21 +105,6 @@ def count_sizes(recipe: Recipe) -> Sizes:
     shapes = ShapeTarget(recipe)
     head = head_sizes(recipe, shapes)
     return Sizes(shapes.sizes, head, adapter_sizes(recipe, shapes))
-
-
-def read_config(recipe: Recipe) -> PretrainedConfig:
-    """The target's config.json, from its folder or the Hub. Raises OSError when there is none."""
-    check_path(recipe.target)
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            recipe.target, revision=recipe.target_revision
-        )
-    except OSError as error:  # its message has several lines
-        reason = str(error).strip().splitlines()[0]
-        raise OSError(
-            f"target {recipe.target}: {reason} Pass a model folder or a Hub id"
-        ) from error
-    return config
 
 
 def head_sizes(recipe: Recipe, target: Target) -> HeadSizes:
