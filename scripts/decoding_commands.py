@@ -72,7 +72,7 @@ def bench(
     from draftheads.scripts import journey
 
     set_threads(threads)
-    journey.check_outputs([json_out, plot], head if card else [])
+    journey.check_outputs([json_out], head if card else [], plot)
     model = load_target(target, dtype, device, revision, head)
     names = journey.head_names(head)
     loaded = [load_head(source, model) for source in head]

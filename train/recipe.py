@@ -97,7 +97,8 @@ class RunChoices(Section):
     )
     save_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one always is")
-    seed: int = Field(0, ge=0, lt=2**63, description="of the data order and of everything drawn")
+    # epochs are shuffled by seed * 1,000,003 + epoch, an int64
+    seed: int = Field(0, ge=0, lt=2**43, description="of the data order and of everything drawn")
     precision: Precision = Field("fp32", description="of the heads' matmuls; weights are fp32")
     trackers: list[str] = Field(default_factory=list, description='e.g. ["tensorboard"]')
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl")
