@@ -289,7 +289,7 @@ def _override(values: dict[str, Any], text: str, default: Kind) -> str:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # of several lines
         raise ValueError(f"override {text!r}: {value!r} is not a YAML value") from error
     if key == "head.kind":
-        _leave_out_others(place, str(place.get("kind") or default), given)
+        _leave_out_others(place, str(place.get("kind") or default), str(given))
     place[name] = given
     return key
 
