@@ -72,7 +72,7 @@ def bench(
     from draftheads.infer.report import print_report
     from draftheads.scripts import journey
 
-    journey.check_outputs([json_out, plot], head if card else [])
+    journey.check_outputs([json_out], head if card else [], plot)
     model = load_target(target, dtype, device, revision, head)
     choose_threads(threads, model)
     names = journey.head_names(head)

@@ -11,7 +11,7 @@ from draftheads.heads.hub import find_head, record_measured
 from draftheads.heads.shape import parse_tree
 from draftheads.heads.target import Target
 from draftheads.infer.bench import Entry
-from draftheads.infer.plot import plot
+from draftheads.infer.plot import new_figure, plot
 from draftheads.infer.report import BenchReport, measured_facts, write_json
 from draftheads.infer.text import encode_prompt
 from draftheads.train.data.prompts import Prompt, read_prompts
@@ -62,16 +62,27 @@ def _has_no(name: str, trees: Mapping[str, Entry]) -> bool:
     return not any(key.rpartition("@")[0] == name for key in trees)
 
 
-def check_outputs(files: list[Path | None], card_heads: list[str]) -> None:
+def check_outputs(
+    files: list[Path | None], card_heads: list[str], picture: Path | None = None
+) -> None:
     """Refuse, before anything is measured, what could not be written afterwards.
 
-    Raises ValueError for a file in a folder that cannot be written, and for a head that is not on
-    this machine and so has no card here.
+    Raises ValueError for a folder, for a file in one that cannot be written, for a picture that
+    cannot be drawn, and for a head that is not on this machine and so has no card here.
     """
-    for file in filter(None, files):
+    for file in filter(None, [*files, picture]):
         folder = next(parent for parent in file.absolute().parents if parent.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
+        if file.is_dir():
+            raise ValueError(f"{file}: expected a file to write, found a folder; add a file's name")
+    if picture:
+        try:
+            formats = new_figure(1, 1).canvas.get_supported_filetypes()
+        except ImportError as error:  # matplotlib is optional
+            raise ValueError(str(error)) from error
+        if picture.suffix and picture.suffix[1:].lower() not in formats:
+            raise ValueError(f"{picture}: expected a file ending in .png, .pdf or .svg; rename it")
     for source in card_heads:
         if not Path(source).is_dir():
             raise ValueError(f"--card: expected a head folder on this machine, got {source}")

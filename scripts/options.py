@@ -68,7 +68,9 @@ TopK = Annotated[int, typer.Option("--top-k", min=0, help="tokens kept; 0 keeps 
 IsTypical = Annotated[
     bool, typer.Option("--typical", help="Medusa's typical acceptance: faster, but LOSSY")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="of all draws")]
+Seed = Annotated[
+    int, typer.Option("--seed", min=-(2**62), max=2**62, help="of all draws")  # torch's are int64
+]
 Tools = Annotated[
     str, typer.Option("--tools", help="tool calls and their results: keep (as context) or drop")
 ]

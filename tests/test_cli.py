@@ -263,10 +263,18 @@ def test_no_head_and_bad_trees(run, target, tmp_path):
     failed(run(*bench, "--tree", "4;2"), "expected widths like 4,2,1")
 
 
-def test_figures_that_could_not_be_written_are_refused_before_measuring(run, target, tmp_path):
+def test_figures_that_could_not_be_written_are_refused_before_measuring(
+    run, target, tmp_path, monkeypatch
+):
     (tmp_path / "file").write_text("")
     bench = ["bench", "--target", target, "--head", "me/heads", "--prompts", questions(tmp_path)]
     failed(run(*bench, "--json", tmp_path / "file" / "a.json"), "a.json", "can be written")
+    failed(run(*bench, "--json", tmp_path), "expected a file to write, found a folder")
+    pytest.importorskip("matplotlib")
+    failed(run(*bench, "--plot", tmp_path / "a.xyz"), "a.xyz: expected a file ending in .png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    failed(run(*bench, "--plot", tmp_path / "a.png"), "pip install 'draftheads[plot]'")
+    assert run(*bench, "--seed", 2**63)[0] == 2
     failed(run(*bench, "--card"), "--card", "me/heads")
 
 

@@ -169,3 +169,19 @@ def test_coverage_counts_the_most_frequent_tokens() -> None:
 def test_choices_are_keep_or_drop(side: str, talks: str, tmp_path: Path, options: Any) -> None:
     with pytest.raises(ValueError, match="expected keep or drop, got 'some'"):
         import_answers(talks, side, tmp_path / "data", **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"]
+)
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"eos_token', "[" * 100_000, "\udcff"])
+def test_a_damaged_tokenizer_is_one_line(side: str, name: str, text: str) -> None:
+    """A damaged generation_config.json was passed over, with the end tokens that it names."""
+    (Path(side) / name).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"target: expected .* found none that can be read \(.*\)"):
+        TextSide.load(side)
+
+
+def test_the_end_tokens_are_the_generation_configs_where_there_is_one(side: str) -> None:
+    (Path(side) / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert TextSide.load(side).eos_ids == (3, 5)

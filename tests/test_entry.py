@@ -80,6 +80,17 @@ def test_only_the_first_process_speaks(path, monkeypatch, capsys):
     assert (captured.out, captured.err) == ("", "")
 
 
+@pytest.mark.parametrize(("rank", "said"), [("0", 1), ("1", 0)])
+def test_a_warning_is_said_once_for_all_processes(path, fitted, monkeypatch, caplog, rank, said):
+    monkeypatch.setenv("RANK", rank)
+    for _ in range(2):
+        assert eagle.main([str(path), "head.steps=3", "head.noise=0", "head.kind=medusa"]) == 0
+    assert len(caplog.messages) == 2 * said
+    monkeypatch.setenv("RANK", "0")
+    assert eagle.main([str(path), "head.steps=3", "head.kind=medusa"]) == 0
+    assert len(caplog.messages) == 2 * said + 1
+
+
 def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsys):
     stopped = Outcome(tmp_path / "step-000003", 3, 10, trained=True, stopped_by="SIGTERM")
     monkeypatch.setattr(loop, "fit", lambda recipe: stopped)

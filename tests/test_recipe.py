@@ -131,7 +131,7 @@ def test_true_and_false_are_not_numbers_in_extra_keys(path):
         (MINIMAL + "optim:\n  betas: [0.9, 1.5]\n", "optim.betas.1: expected less than 1"),
         (MINIMAL + "optim: [1]\n", "optim: expected keys with values, got [1]"),
         (MINIMAL + "judge:\n  temperature: .inf\n", "judge.temperature: expected a finite"),
-        (MINIMAL + f"  seed: {10**30}\n", "run.seed: expected less than"),
+        (MINIMAL + f"  seed: {10**13}\n", "run.seed: expected less than"),
         (MINIMAL.replace("10", "1e400"), "run.steps: expected a finite number, got inf"),
         (MINIMAL.replace("10", "1:30"), "run.steps: expected a valid integer"),
         (MINIMAL.replace("10", "yes"), "run.steps: expected a valid integer"),
@@ -185,7 +185,6 @@ def test_numbers_in_the_file_may_be_written_1e_3(path):
         ("head.dpeth", "head.depth"),
         ("optm.lr", "optim.lr"),
         ("run.tokens_per_stp", "run.tokens_per_step"),
-        ("learning_rate_decay.steps", "run.steps"),
         ("sequence_length", "data.sequence_length"),
     ],
 )
@@ -200,8 +199,8 @@ def test_an_unknown_key_in_the_file_names_the_file(path):
     assert error(path) == f"{path}: unknown key 'run.sed'; did you mean 'run.seed'?"
 
 
-def test_an_unheard_of_key_lists_the_known_ones(path):
-    assert "known keys: " in error(path, "head.zzzzzzzz=1")
+def test_an_unheard_of_key_names_the_command_that_lists_them(path):
+    assert "`draftheads keys` lists all" in error(path, "head.zzzzzzzz=1")
 
 
 def test_a_wrong_type_says_key_expected_and_got(path):

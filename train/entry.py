@@ -41,8 +41,9 @@ def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
     """Train as a recipe says: 0 done, 2 a mistake in recipe, data or launch, 130 interrupted. Of
     the processes of a machine, which would say the same, only the first one speaks.
     """
-    if not _speaks():
-        logging.getLogger("draftheads").setLevel(logging.ERROR)
+    logger = logging.getLogger("draftheads")
+    level = logger.level
+    logger.setLevel(level if _speaks() else logging.ERROR)
     try:
         with ended_by_sigterm():
             from draftheads.train.loop import fit  # slow
@@ -65,6 +66,8 @@ def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
             where = "" if _speaks() else f" on process {os.environ['RANK']}"
             print(f"error{where}: {one_line(error)}", file=sys.stderr)
         return 2
+    finally:
+        logger.setLevel(level)
     if _speaks():
         print(_ending(outcome))
     return 0 if outcome.finished else INTERRUPTED

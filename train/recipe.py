@@ -100,7 +100,8 @@ class RunChoices(Section):
     )
     save_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one always is")
-    seed: int = Field(0, ge=0, lt=2**63, description="of the data order and of everything drawn")
+    # epochs are shuffled by seed * 1,000,003 + epoch, an int64
+    seed: int = Field(0, ge=0, lt=2**43, description="of the data order and of everything drawn")
     precision: Precision = Field("fp32", description="of the heads' matmuls; weights are fp32")
     trackers: list[str] = Field(default_factory=list, description='e.g. ["tensorboard"]')
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl")
@@ -215,13 +216,12 @@ def key_table() -> list[tuple[str, ...]]:
             shown = "required" if field.is_required() else json.dumps(default).strip('"')
             row = (key, _takes(field.annotation, field.metadata), shown, field.description or "")
             rows.setdefault(row, []).append(kind)
-    sections = list(Recipe.model_fields)
-    return [
+    named = [
         (key if len(kinds) == len(HEAD_MODELS) else f"{key} ({', '.join(kinds)})", *rest)
-        for (key, *rest), kinds in sorted(
-            rows.items(), key=lambda item: sections.index(item[0][0].partition(".")[0])
-        )
+        for (key, *rest), kinds in rows.items()
     ]
+    sections = list(Recipe.model_fields)
+    return sorted(named, key=lambda row: sections.index(re.split(r"[. ]", row[0])[0]))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -289,29 +289,25 @@ def _override(values: dict[str, Any], text: str, default: Kind) -> str:
             inner = place[section] = {}
         place = inner
     try:
-        given = _text(value) if _takes_text(key, value) else yaml.load(value, _Loader)
+        given = _value(key, value) if value else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # of several lines
         raise ValueError(f"override {text!r}: {value!r} is not a YAML value") from error
     if key == "head.kind":
-        _leave_out_others(place, str(place.get("kind") or default), given)
+        _leave_out_others(place, str(place.get("kind") or default), str(given))
     place[name] = given
     return key
 
 
-def _takes_text(key: str, value: str) -> bool:
-    """Whether an override of this key is a text, as the key takes names or words; ~ is null, and so
-    are null and nothing where the key takes null.
+def _value(key: str, text: str) -> Any:
+    """An override's value: where the key takes names or words a text, but for null and what is in
+    quotes; else YAML.
     """
     fields = [field for kind in HEAD_MODELS for name, field in recipe_keys(kind) if name == key]
     types = {one for field in fields for one in _types(field.annotation)}
-    is_null = type(None) in types and value in ("", "null", "Null", "NULL")
-    return bool(types & {str, Path}) and value != "~" and not is_null
-
-
-def _text(value: str) -> Any:
-    """Quotes around all of it are YAML's."""
-    quoted = len(value) > 1 and value[0] in "'\"" and value[0] == value[-1]
-    return yaml.load(value, _Loader) if quoted else value
+    null = "|~|null|Null|NULL" if type(None) in types else "|~"
+    if types & {str, Path} and not re.fullmatch(rf"(['\"]).*\1{null}", text):
+        return text
+    return yaml.load(text, _Loader)
 
 
 def _types(annotation: Any) -> set[Any]:
@@ -394,17 +390,8 @@ def _did_you_mean(key: str, values: dict[str, Any]) -> str:
     known = {name: [key for key, _ in recipe_keys(name)] for name in HEAD_MODELS}
     if owners := [name for name, keys in known.items() if key in keys]:
         return f"it belongs to head.kind {' or '.join(owners)}, and this is {kind}"
-    keys = sorted(known.get(str(kind), known["medusa"]))
-    words = {known.rpartition(".")[2]: known for known in keys}
-    # else the right word in the wrong section, or a section that does not exist
-    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.7) or [
-        words[word] for word in difflib.get_close_matches(key.rpartition(".")[2], words, n=1)
-    ]
-    if near:
-        return f"did you mean {near[0]!r}?"
-    section = key.rpartition(".")[0]
-    inside = [known for known in keys if known.rpartition(".")[0] == section]
-    return f"known keys: {', '.join(inside)}" if inside else "`draftheads keys` lists all keys"
+    near = difflib.get_close_matches(key, known.get(str(kind), known["medusa"]), n=1)
+    return f"did you mean {near[0]!r}?" if near else "`draftheads keys` lists all"
 
 
 def _keys(

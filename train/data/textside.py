@@ -24,13 +24,14 @@ class TextSide:
         path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-        except (OSError, ValueError) as error:  # they speak of Hub and config files
-            reason = str(error).strip().splitlines()[0]
+            ends = _eos_ids(path, revision) or [tokenizer.eos_token_id]
+        # what a damaged file leads to has many types; others speak of Hub and config files
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"{name}: expected a target's folder or Hub id with a tokenizer, found none "
-                f"({reason}); give one with --target"
+                f"{name}: expected a target's folder or Hub id with a tokenizer, found none that "
+                f"can be read ({reason}); give one with --target, or download it again"
             ) from error
-        ends = _eos_ids(path, revision) or [tokenizer.eos_token_id]
         return cls(name, tokenizer, tuple(one for one in ends if one is not None), revision)
 
 
@@ -39,6 +40,8 @@ def _eos_ids(path: str, revision: str | None) -> list[int]:
         try:
             found = config.from_pretrained(path, revision=revision).eos_token_id
         except (OSError, ValueError, AttributeError):  # a folder may hold a tokenizer alone
+            if config is GenerationConfig and (Path(path) / "generation_config.json").is_file():
+                raise  # other end tokens would be learned in silence
             continue
         if found is not None:
             return list(found) if isinstance(found, list) else [found]
