@@ -5,11 +5,13 @@ Legend: B batch, T tokens.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as processing
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -29,7 +31,8 @@ MEMORYLESS: tuple[type, ...] = (
     processing.SuppressTokensLogitsProcessor,
     processing.InfNanRemoveLogitsProcessor,
 )
-USED = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+USED = {"input_ids", "attention_mask", "position_ids"}
+USED |= {"past_key_values", "logits_to_keep", "use_cache"}
 """What `generate` prepares for any model."""
 KEPT_BY_GENERATE = ("scores", "logits", "attentions", "hidden_states")
 
@@ -71,28 +74,50 @@ def check_processors(processors: LogitsProcessorList, *, sampling_alone: bool) -
         )
 
 
-def check_prepared(input_ids: Tensor, prepared: dict[str, Any]) -> None:
-    """Raise ValueError for a prompt that is not whole rows of token ids. prepared: what `generate`
-    hands to the model.
+def check_prepared(model: PreTrainedModel, input_ids: Tensor, prepared: dict[str, Any]) -> None:
+    """Raise ValueError where the model would not read a prompt of whole rows of token ids.
+    prepared: what `generate` hands to `model.prepare_inputs_for_generation`.
     """
-    unknown = sorted(key for key in prepared.keys() - USED if prepared[key] is not None)
+    made = _prepared_by(model)(input_ids, is_first_iteration=True, **prepared)
+    unknown = sorted(key for key in made.keys() - USED if not _is_void(model, key, made[key]))
     if unknown:
         raise ValueError(
             f"draft heads: expected input_ids and attention_mask, got {', '.join(unknown)}; give "
-            "the prompt as token ids"
+            "the prompt as token ids, to a model that reads nothing else (no PEFT prompt learning)"
         )
-    if getattr(prepared.get("past_key_values"), "_is_user_defined", False):
+    past = made.get("past_key_values")
+    if getattr(past, "_is_user_defined", False) or (past is not None and past.get_seq_length()):
         raise ValueError(
             "draft heads keep a cache of their own: expected the whole prompt in input_ids, got "
-            "past_key_values; leave them out"
+            "past_key_values; leave them out (PEFT prefix tuning brings some)"
         )
-    mask, positions = prepared.get("attention_mask"), prepared.get("position_ids")
+    mask, positions = prepared.get("attention_mask"), made.get("position_ids")
     mask_BT = torch.ones_like(input_ids) if mask is None else mask.long()
     if positions is not None and ((mask_BT.cumsum(-1) - 1 != positions) & (mask_BT == 1)).any():
         raise ValueError(
-            "draft heads: expected position_ids that count the tokens of a row from 0, got others; "
-            "leave them out"
+            "draft heads: expected position_ids that count the tokens of a row from 0, got others "
+            f"from the call or from {type(model).__name__}; leave them out"
         )
+
+
+def _prepared_by(model: PreTrainedModel) -> Callable[..., dict[str, Any]]:
+    """The model's own preparation. Raises ValueError for one that only its author knows."""
+    prepare: Callable[..., dict[str, Any]] = model.prepare_inputs_for_generation
+    author = inspect.unwrap(prepare).__module__
+    if not author.startswith(("transformers.", "peft.")):
+        raise ValueError(
+            "draft heads: expected a model that transformers itself prepares inputs for, got one "
+            f"with a prepare_inputs_for_generation of its own ({author}), which may change them; "
+            "generate without draft heads"
+        )
+    return prepare
+
+
+def _is_void(model: PreTrainedModel, key: str, value: Any) -> bool:
+    """Whether an input says no more than that a multimodal model is given text alone."""
+    if isinstance(value, Tensor) and key in ("token_type_ids", "mm_token_type_ids"):
+        return model.config.get_text_config() is not model.config and not value.any()
+    return value is None or value == {}
 
 
 def without_padding(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:

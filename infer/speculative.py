@@ -98,7 +98,7 @@ class SpeculativeDecoding:
     ) -> Tensor | SpeculativeOutput:
         """Called by `generate`, with the names that it uses; returns what it returns."""
         check_config(generation_config, _argument_of_generate("assistant_model"))
-        check_prepared(input_ids, prepared)
+        check_prepared(model, input_ids, prepared)
         accept = self._acceptance(logits_processor, bool(generation_config.do_sample))
         prompts = without_padding(input_ids, prepared.get("attention_mask"))
         criteria = StoppingCriteriaList([*stopping_criteria, *self._stops(stop_strings)])

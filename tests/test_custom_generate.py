@@ -13,13 +13,28 @@ from typing import Any
 
 import pytest
 import torch
+from peft import (
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from test_acceptance import WORDS, chi_square, surely_below
 from tiny_chat import byte_tokenizer
 from tiny_chat import llama as chat_target
 from tiny_heads import SMALL, overfitted, random_head, written_by
-from tiny_targets import CONTEXT, VOCABULARY, random_model, some_prompts
+from tiny_targets import (
+    CONTEXT,
+    MULTIMODAL,
+    VOCABULARY,
+    random_model,
+    random_multimodal,
+    some_prompts,
+)
 from transformers import (
     GenerationConfig,
+    LlamaForCausalLM,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -290,6 +305,80 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(name):
     with pytest.raises(ValueError, match=word) as refusal:
         model.generate(torch.tensor([[3, 4, 5, 6, 8]]), **asked, custom_generate=speculative(head))
     assert "\n" not in str(refusal.value)
+
+
+SEE = sorted(MULTIMODAL.keys() - {"paligemma"})
+TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "qwen2_vl": "mm_token_type_ids"}
+
+
+@pytest.mark.parametrize("name", SEE)
+def test_multimodal_models_decode_text_as_generate_does(name):
+    model = random_multimodal(name)
+    prompts = [
+        [token % 12 + 1 for token in row] for row in some_prompts(*LENGTHS)
+    ]  # no image in it
+    asked = {**padded(prompts), **GREEDY}
+    if name in TYPES:  # what their processors add to a text
+        asked[TYPES[name]] = torch.zeros_like(asked["input_ids"])
+    head = random_head("medusa", Target(model))
+    got = model.generate(**asked, custom_generate=speculative(head))
+    assert torch.equal(got, model.generate(**asked))
+
+
+def test_images_and_positions_that_begin_elsewhere_are_refused():
+    prompt = {"input_ids": torch.tensor([[5, 17, 18, 18, 18, 18, 16]]), "max_new_tokens": 5}
+    for name, more, word in [
+        ("gemma3", {"pixel_values": torch.zeros(1, 3, 28, 28)}, "got mm_encoder_outputs"),
+        ("paligemma", {"input_ids": torch.tensor([[3, 4]])}, "PaliGemmaForConditionalGeneration"),
+    ]:
+        model = random_multimodal(name)
+        decoding = speculative(random_head("medusa", Target(model)))
+        with pytest.raises(ValueError, match=word):
+            model.generate(**{**prompt, **more}, custom_generate=decoding)
+
+
+LEARNED: dict[str, tuple[Any, str]] = {
+    "prompt tuning": (PromptTuningConfig(num_virtual_tokens=4), "got inputs_embeds"),
+    "p-tuning": (
+        PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8),
+        "got inputs_emb",
+    ),
+    "prefix tuning": (PrefixTuningConfig(num_virtual_tokens=4), "got past_key_values"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient", "ignore:Position ids are not supported")
+@pytest.mark.parametrize("name", LEARNED)
+def test_prompts_that_peft_learned_are_refused(name):
+    config, word = LEARNED[name]
+    config.task_type = "CAUSAL_LM"
+    model, head = get_peft_model(random_model("llama"), config), taught("medusa", "llama")
+    with pytest.raises(ValueError, match=f"draft heads.*{word}.*PEFT"):
+        model.generate(**inputs(1), **GREEDY, custom_generate=speculative(head))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient")
+def test_adapters_of_peft_are_decoded_as_generate_does():
+    lora = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    model, head = get_peft_model(random_model("llama"), lora), taught("medusa", "llama")
+    expected = model.generate(**inputs(), **GREEDY)
+    assert not torch.equal(expected, random_model("llama").generate(**inputs(), **GREEDY))
+    got = model.generate(**inputs(), **GREEDY, custom_generate=speculative(head))
+    assert torch.equal(got, expected)
+
+
+class Forgetful(LlamaForCausalLM):
+    """Reads no more than the last five tokens of a prompt."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(input_ids[:, -5:], **kwargs)
+
+
+def test_models_that_prepare_inputs_in_their_own_way_are_refused():
+    model, head = random_model("llama"), taught("medusa", "llama")
+    model.__class__ = Forgetful
+    with pytest.raises(ValueError, match=r"prepare_inputs_for_generation of its own \(test_custom"):
+        model.generate(**inputs(1), **GREEDY, custom_generate=speculative(head))
 
 
 def test_prompts_that_are_not_whole_rows_of_tokens_are_refused():

@@ -4,6 +4,7 @@ seconds.
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -123,6 +124,52 @@ MASKLESS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Models that tell their mask no positions, so that packed documents would see each other."""
 
+_SEES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14}
+_SEES |= {"intermediate_size": 32, "image_size": 28}
+_SEES_FAR = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1}
+_SEES_FAR |= {"intermediate_size": 32, "out_hidden_size": 32, "fullatt_block_indexes": [0]}
+_M_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_QWEN_VL = {
+    "text_config": {**_GROUPED, "rope_parameters": _M_ROPE},
+    "vision_config": _SEES_FAR,
+    "image_token_id": 18,
+    "video_token_id": 17,
+    "vision_start_token_id": 16,
+    "vision_end_token_id": 15,
+}
+_WINDOWED = {**_GROUPED, "head_dim": 16, "sliding_window": 8, "layer_types": _SLIDING}
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": _WINDOWED,
+        "vision_config": {**_SEES, "model_type": "siglip_vision_model"},
+        "image_token_index": 18,
+        "boi_token_index": 17,
+        "eoi_token_index": 16,
+        "mm_tokens_per_image": 4,
+    },
+    "gemma4": {"text_config": _WINDOWED, "image_token_id": 18},
+    "llava": {
+        "text_config": {**_GROUPED, "model_type": "llama"},
+        "vision_config": {**_SEES, "model_type": "clip_vision_model"},
+        "image_token_index": 18,
+    },
+    "mistral3": {
+        "text_config": {**_GROUPED, "model_type": "mistral", "head_dim": 8},
+        "vision_config": {**_SEES, "model_type": "pixtral", "head_dim": 16},
+        "image_token_index": 18,
+    },
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
+    "paligemma": {
+        "text_config": {**_GROUPED, "model_type": "gemma", "head_dim": 8},
+        "vision_config": {**_SEES, "model_type": "siglip_vision_model", "projection_dim": 32},
+        "image_token_index": 18,
+        "projection_dim": 32,
+    },
+}
+"""Models that see; the last of them counts positions from 1."""
+
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}),
     "bloom": ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY}),
@@ -167,6 +214,13 @@ def scaled_up(model: Any) -> Any:
                 parameter.mul_(8.0)
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model
+
+
+def random_multimodal(name: str) -> Any:
+    """As `random_model`, of those that see."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[name](**copy.deepcopy(MULTIMODAL[name]))  # they change what they get
+    return scaled_up(AutoModelForImageTextToText.from_config(config))
 
 
 @cache
