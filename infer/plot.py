@@ -40,7 +40,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "the plot needs matplotlib; pip install 'draftheads[plot]', or leave out the plot"
+            "the plot needs matplotlib; pip install matplotlib, or leave out the plot"
         ) from error
     # a Figure of its own, with its own canvas: no pyplot, no global backend is touched
     figure = Figure(figsize=(width, height), layout="constrained", dpi=150)

@@ -30,7 +30,10 @@ below which further threads only take cores from others.
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", min=1, help="CPU threads; default: all, or one where decoding gains no more"
+        "--threads",
+        min=1,
+        max=1024,
+        help="CPU threads; default: one if decoding gains no more, else all",
     ),
 ]
 TargetName = Annotated[str, typer.Option("--target", help="target model: a folder or a Hub id")]

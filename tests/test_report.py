@@ -178,7 +178,7 @@ def test_a_report_needs_no_metrics(finished, left):
 def test_without_matplotlib_a_report_has_no_curves_and_says_so(finished, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     text = write_report(finished).read_text()
-    assert "No curves: the plot needs matplotlib; pip install 'draftheads[plot]'" in text
+    assert "No curves: the plot needs matplotlib; pip install matplotlib" in text
     assert all(f"## {section}\n" in text for section in SECTIONS)
     assert not (finished / CURVES).exists()
 

@@ -218,7 +218,7 @@ def _check_installed(source: str | Path) -> None:
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(
             f"{source}: expected the package datasets, which reads Hub data sets and parquet, "
-            "found none; pip install 'draftheads[train]', or give .jsonl, .json or .txt files"
+            "found none; pip install datasets, or give .jsonl, .json or .txt files"
         )
 
 
