@@ -243,7 +243,7 @@ class MedusaHead(DraftHead):
         weight_vD, token_map = target.unembed_weight(), self.token_map
         if token_map is not None:
             weight_VD = weight_vD
-            weight_vD = self._rows.get([weight_VD, token_map], lambda: weight_VD[token_map])
+            weight_vD = self._rows.get([token_map], lambda: weight_VD[token_map], [weight_VD])
         return [weight_vD] * self.depth
 
     def _judged(
