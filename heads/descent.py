@@ -17,7 +17,7 @@ from torch import Tensor
 from draftheads.heads.base import Committed
 from draftheads.heads.growth import planner
 from draftheads.heads.history import History
-from draftheads.heads.layers import linear
+from draftheads.heads.layers import linear, refresh
 from draftheads.heads.shape import Tree
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree
@@ -37,6 +37,7 @@ class Descent:
     """A drafter for one generation."""
 
     def __init__(self, head: SequentialHead, target: Target, tree: Tree) -> None:
+        refresh(head)
         self.head, self.depth = head, tree.depth
         self.feature_layers = head.feature_layers
         self._history = History(head.prefix, target.device) if head.prefix else None

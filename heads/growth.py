@@ -66,7 +66,8 @@ class DynamicGrowth:
         """Every node of the frontier brings its `top_k` best children."""
         children = min(self.limits.top_k, logits_BFv.shape[-1])
         best = torch.log_softmax(logits_BFv, dim=-1).topk(children)
-        scores_BFk = best.values
+        # logits that are no numbers say nothing; as scores they would put children before parents
+        scores_BFk = best.values.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         if self.frontier_BF is None:
             self.parents.append(best.indices.new_full((len(logits_BFv), children), -1))
         else:

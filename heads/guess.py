@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.base import Committed
+from draftheads.heads.layers import refresh
 from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree
@@ -23,6 +24,7 @@ class MedusaDrafter:
     """Fills a fixed tree from the heads' best guesses."""
 
     def __init__(self, head: MedusaHead, target: Target, shape: TreeShape) -> None:
+        refresh(head)
         shape = TreeShape(tuple(sorted(shape.paths)))  # depth first: best guesses stand in a row
         self.head, self.target, self.shape = head, target, shape
         self.feature_layers = head.feature_layers

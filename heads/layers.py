@@ -5,7 +5,7 @@ Legend: B batch, M tokens, K heads, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -84,12 +84,47 @@ class Cached(Generic[T]):
     """Something computed from parameters, and made anew when one of them has changed."""
 
     def __init__(self) -> None:
-        self._made: tuple[tuple[tuple[int, int], ...], T] | None = None
+        self._of: tuple[Tensor, ...] = ()
+        self._versions: tuple[tuple[int, int], ...] | None = None
+        self._digest: list[int] = []
 
-    def get(self, parameters: Iterable[Tensor], make: Callable[[], T]) -> T:
-        """What `make` returns for these parameters as they are now."""
-        versions = tuple((each.data_ptr(), each._version) for each in parameters)
-        if self._made is None or self._made[0] != versions:
-            with torch.no_grad():
-                self._made = (versions, make())
-        return self._made[1]
+    def get(
+        self, parameters: Iterable[Tensor], make: Callable[[], T], frozen: Iterable[Tensor] = ()
+    ) -> T:
+        """What `make` returns for these parameters as they are now. frozen: others that it reads.
+
+        Quick, and blind to what was written through `.data`: `refresh` sees that, in `parameters`.
+        """
+        self._of = tuple(parameters)
+        read = (*self._of, *frozen)
+        versions = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in read)
+        if self._versions != versions:
+            with torch.inference_mode(False), torch.no_grad():  # training may use it, too
+                self._versions, self._value, self._digest = versions, make(), _digest(self._of)
+        return self._value
+
+    def refresh(self) -> None:
+        """Forget what is no longer what `make` would return."""
+        if self._versions is not None and _digest(self._of) != self._digest:
+            self._versions = None
+
+
+def refresh(head: nn.Module) -> None:
+    """To be called once per generation, as it reads all of a head's weights."""
+    for module in head.modules():
+        for value in vars(module).values():
+            if isinstance(value, Cached):
+                value.refresh()
+
+
+def _digest(tensors: Sequence[Tensor]) -> list[int]:
+    """A number for the bits of each tensor: the sums of its rows, weighed by their places."""
+    sums = []
+    for tensor in tensors:
+        rows = len(tensor) if tensor.ndim and tensor.numel() else 1
+        bits = tensor.detach().reshape(rows, -1).view(torch.uint8)
+        if bits.numel() and bits.shape[1] % 8 == 0:
+            bits = bits.view(torch.int64)
+        odd = torch.arange(1, 2 * rows, 2, device=bits.device)
+        sums.append((bits.sum(1, dtype=torch.int64) * odd).sum())
+    return torch.stack(sums).tolist() if sums else []

@@ -30,7 +30,7 @@ from draftheads.heads.losses import (
 )
 from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Target
-from draftheads.heads.vocabulary import draft_index, token_map
+from draftheads.heads.vocabulary import check_distinct, draft_index, token_map
 
 STACK_BYTES = 1 << 26
 """Heads up to this size (64 MiB) are copied into one stack for drafting: with small matrices the
@@ -71,6 +71,8 @@ class MedusaHead(DraftHead):
         self._rows: Cached[Tensor] = Cached()
         self.tree = default_tree(depth, DEFAULT_NODES)
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size, layers) for _ in range(depth))
+        if token_map is not None and not token_map.is_meta:
+            check_distinct(token_map)
         self.register_buffer("token_map", token_map)
         rows = vocab_size if token_map is None else len(token_map)
         self.lm_heads = nn.ModuleList(
@@ -252,7 +254,7 @@ class MedusaHead(DraftHead):
         weight_vD, token_map = target.unembed_weight(), self.token_map
         if token_map is not None:
             weight_VD = weight_vD
-            weight_vD = self._rows.get([weight_VD, token_map], lambda: weight_VD[token_map])
+            weight_vD = self._rows.get([token_map], lambda: weight_VD[token_map], [weight_VD])
         return [weight_vD] * self.depth
 
     def _judged(

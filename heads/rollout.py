@@ -17,6 +17,7 @@ from draftheads.heads.base import Committed
 from draftheads.heads.decoder import Memory
 from draftheads.heads.growth import planner
 from draftheads.heads.history import History
+from draftheads.heads.layers import refresh
 from draftheads.heads.shape import Tree
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree
@@ -31,6 +32,7 @@ class Rollout:
     """
 
     def __init__(self, head: AutoregressiveHead, target: Target, tree: Tree) -> None:
+        refresh(head)
         self.head, self.target, self.tree = head, target, tree
         self.feature_layers = head.feature_layers
         self.layer_count, self.rope, self.window = head.layer_count, head.rope, head.window

@@ -226,8 +226,8 @@ class SequentialHead(MedusaHead):
 
     def products(self, target: Target) -> Products:
         """Of the weights, for drafting."""
-        weights = [*self.parameters(), *target.model.get_input_embeddings().parameters()]
-        return self._products.get(weights, lambda: Products(self, target))
+        embeddings = target.model.get_input_embeddings().parameters()
+        return self._products.get(self.parameters(), lambda: Products(self, target), embeddings)
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A drafter that fills `tree` (default: the head's own), fixed or dynamic."""

@@ -44,6 +44,19 @@ def t2d(token_map: Tensor, vocab_size: int) -> Tensor:
     return known_V
 
 
+def check_distinct(ids_v: Tensor) -> None:
+    """Raise ValueError for an id that a draft vocabulary has twice: equal guesses after one token
+    would make sampling inexact.
+    """
+    ids_v = ids_v.sort().values
+    twice = ids_v[1:][ids_v.diff() == 0]
+    if len(twice):
+        raise ValueError(
+            f"draft vocabulary: expected each target id once, got {int(twice[0])} twice; drop one "
+            "of its rows"
+        )
+
+
 def check_map(d2t_v: Tensor, t2d_V: Tensor) -> None:
     """Raise ValueError unless offsets and mask speak of the same tokens."""
     ids_v = d2t_v + torch.arange(len(d2t_v), device=d2t_v.device)
@@ -53,3 +66,4 @@ def check_map(d2t_v: Tensor, t2d_V: Tensor) -> None:
             f"expected d2t to hold target id minus draft index of the {int(t2d_V.sum())} tokens in "
             f"t2d, got ids from {int(ids_v.min())} to {int(ids_v.max())}; were absolute ids stored?"
         )
+    check_distinct(ids_v)

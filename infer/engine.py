@@ -238,7 +238,7 @@ class _Row:
 
 
 def _is_whole(number: object) -> bool:
-    """Of integers, numpy's and torch's among them; not of bools."""
+    """True for integers, numpy's and torch's among them, and not for bools."""
     return hasattr(number, "__index__") and not isinstance(number, bool)
 
 

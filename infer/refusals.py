@@ -15,6 +15,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as processing
 from transformers.generation.configuration_utils import GenerationMode
 
+from draftheads.infer.accept import check_temperature
+
 WARPERS: tuple[type, ...] = (
     processing.TemperatureLogitsWarper,
     processing.TopHLogitsWarper,
@@ -62,7 +64,8 @@ def check_config(config: GenerationConfig, assistant: Any) -> None:
 
 def check_processors(processors: LogitsProcessorList, *, sampling_alone: bool) -> None:
     """Raise ValueError for processors that are not known to judge each position by itself, or with
-    `sampling_alone` for all but those that `do_sample` brings.
+    `sampling_alone` for all but those that `do_sample` brings; and for a temperature that leaves
+    nothing to draw.
     """
     allowed = WARPERS if sampling_alone else MEMORYLESS
     foreign = [type(each).__name__ for each in processors if type(each) not in allowed]
@@ -72,6 +75,9 @@ def check_processors(processors: LogitsProcessorList, *, sampling_alone: bool) -
             f"{', '.join(foreign)}; switch off what asks for it, in the call or in "
             "model.generation_config (for example repetition_penalty=1.0)"
         )
+    for each in processors:
+        if isinstance(each, processing.TemperatureLogitsWarper):
+            check_temperature(each.temperature)
 
 
 def check_prepared(model: PreTrainedModel, input_ids: Tensor, prepared: dict[str, Any]) -> None:

@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tiny_targets import tiny_target
 
 from draftheads.heads.growth import DynamicGrowth, planner
+from draftheads.heads.hub import HEADS, load_head, save_head
 from draftheads.heads.shape import DynamicTree, TreeShape
 from draftheads.heads.tree import TokenTree
 
@@ -172,6 +175,15 @@ EQUAL = {
     "one certain token": certain,
     "all alike": lambda path: [0.0] * 6,
     "most impossible": lambda path: [0.0, 0.0] + [-math.inf] * 4,
+    "no numbers": lambda path: [math.nan] * 6,
+    "no number among them": lambda path: [0.0, math.nan, 1.0, 2.0, 3.0, 4.0],
+    "no numbers after one token": lambda path: [
+        math.nan if 2 in path else 0.1 * n for n in range(6)
+    ],
+    "no numbers deeper down": lambda path: [
+        math.nan if len(path) > 1 else 0.1 * n for n in range(6)
+    ],
+    "infinite": lambda path: [math.inf, math.inf, 0.0, 0.0, 0.0, math.inf],
 }
 
 
@@ -213,3 +225,16 @@ def test_fixed_trees_take_the_ranks_of_their_paths(shape):
         assert paths_of(tree, row) == list(tokens.values())[1:]
     again = grow(new_growth(), model, ROOTS)
     assert torch.equal(tree.tokens_BN, again.tokens_BN)
+
+
+@pytest.mark.parametrize("unfit", [(1, 1, 5), (1, 5, 1)], ids=["side by side", "apart"])
+@pytest.mark.parametrize(("kind", "name"), [("medusa", "token_map"), ("eagle3", "d2t")])
+def test_a_draft_vocabulary_with_an_id_twice_is_refused(tmp_path, kind, name, unfit):
+    """Equal guesses after one token would make sampling inexact."""
+    head = HEADS[kind].create(tiny_target(), vocabulary=[1, 5, 9])
+    folder = save_head(head, tmp_path / "head", target=tiny_target())
+    weights = load_file(folder / "model.safetensors")
+    weights[name] = torch.tensor(unfit) - (torch.arange(3) if name == "d2t" else 0)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="expected each target id once, got 1 twice"):
+        load_head(folder)
