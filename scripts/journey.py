@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import find_head, record_measured
+from draftheads.heads.hub import find_head, read_config, record_measured
 from draftheads.heads.shape import parse_tree
 from draftheads.heads.target import Target
 from draftheads.infer.bench import Entry
@@ -66,7 +66,7 @@ def check_outputs(files: list[Path | None], card_heads: list[str]) -> None:
     """Refuse, before anything is measured, what could not be written afterwards.
 
     Raises ValueError for a file in a folder that cannot be written, and for a head that is not on
-    this machine and so has no card here.
+    this machine or in another layout, and so has no card here.
     """
     for file in filter(None, files):
         folder = next(parent for parent in file.absolute().parents if parent.exists())
@@ -75,6 +75,11 @@ def check_outputs(files: list[Path | None], card_heads: list[str]) -> None:
     for source in card_heads:
         if not Path(source).is_dir():
             raise ValueError(f"--card: expected a head folder on this machine, got {source}")
+        if "format" not in read_config(find_head(source)).get("draftheads", {}):
+            raise ValueError(
+                f"--card: expected a head in this project's own layout, got {source}; "
+                f"draftheads convert {source} DIR --to draftheads writes one"
+            )
 
 
 def write_outputs(
