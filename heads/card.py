@@ -54,8 +54,8 @@ def render_card(config: dict[str, Any]) -> str:
         f"{transformers}\n\n{_use_from_transformers(*elsewhere)}",
         f"{serve}\n\n{engine_commands(config, *elsewhere)}",
         "## Shape\n\n" + _table(_shape(config)),
-        f"{training}\n\n{_training(facts['training'])}",
-        f"{measured}\n\n{_measured(facts['measured'])}",
+        f"{training}\n\n{_training(facts.get('training') or {})}",
+        f"{measured}\n\n{_measured(facts.get('measured') or [])}",
     ]
     card = ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n" + "\n\n".join(sections))
     return str(card)
@@ -133,7 +133,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _metadata(facts: dict[str, Any]) -> ModelCardData:
     target = facts["target"]["name"]
-    data = facts["training"].get("data") or {}
+    data = facts.get("training", {}).get("data") or {}
     source = (data.get("prompts") or {}).get("source")
     known = is_hub_id(target)
     return ModelCardData(

@@ -117,7 +117,7 @@ class Rope:
 
     def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
         self.theta, self.scaling = float(theta), scaling or None
-        given = {**(scaling or {})}
+        given = {key: value for key, value in (scaling or {}).items() if value is not None}
         kind = given.pop("type", None) or given.get("rope_type", "default")
         if kind not in STATIC_ROPES:
             raise ValueError(
@@ -134,8 +134,9 @@ class Rope:
                     hidden_size=head_dim, num_attention_heads=1, rope_parameters=parameters
                 )
                 frequencies, self.attention_factor = ROPE_INIT_FUNCTIONS[kind](config, None)
-            except KeyError as error:  # transformers only warns of some that are missing
-                raise ValueError(f"rope_scaling {parameters}: missing {error.args[0]}") from error
+            except Exception as error:  # transformers raises anything for keys that are missing
+                reason = " ".join(str(error.args[0] if error.args else error).split())
+                raise ValueError(f"rope_scaling {parameters}: {reason}") from error
         self.frequencies = torch.cat([frequencies, frequencies])
 
     def __call__(self, positions_BQ: Tensor) -> tuple[Tensor, Tensor]:

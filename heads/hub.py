@@ -248,7 +248,7 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
 
     Raises FileNotFoundError for a local folder that holds no head.
     """
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))  # Path's own raises where there is no such user
     if (folder / CONFIG).is_file():
         return folder
     if folder.is_dir():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import find_head, record_measured
+from draftheads.heads.hub import find_head, read_config, record_measured
 from draftheads.heads.shape import parse_tree
 from draftheads.heads.target import Target
 from draftheads.infer.bench import Entry
@@ -68,7 +68,8 @@ def check_outputs(
     """Refuse, before anything is measured, what could not be written afterwards.
 
     Raises ValueError for a folder, for a file in one that cannot be written, for a picture that
-    cannot be drawn, and for a head that is not on this machine and so has no card here.
+    cannot be drawn, and for a head that is not on this machine or in another layout, and so has no
+    card here.
     """
     for file in filter(None, [*files, picture]):
         folder = next(parent for parent in file.absolute().parents if parent.exists())
@@ -86,6 +87,11 @@ def check_outputs(
     for source in card_heads:
         if not Path(source).is_dir():
             raise ValueError(f"--card: expected a head folder on this machine, got {source}")
+        if "format" not in read_config(find_head(source)).get("draftheads", {}):
+            raise ValueError(
+                f"--card: expected a head in this project's own layout, got {source}; "
+                f"draftheads convert {source} DIR --to draftheads writes one"
+            )
 
 
 def write_outputs(

@@ -63,12 +63,12 @@ def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
         dtype = str(own.dtype or torch.float32).removeprefix("torch.")
     model = Target.load(name, dtype="float32", revision=revision).attach(adapter)  # one rounding
     heads = load_head(head, target=model)
-    facts = read_config(find_head(head))["draftheads"]
+    facts = read_config(find_head(head)).get("draftheads", {})
     with staged(out) as staging:
         model.model.to(getattr(torch, dtype)).save_pretrained(staging)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(staging)
         plain = Target(model.model, name=str(out))
-        training = {**facts["training"], "merged_adapter": facts["adapter"]}
+        training = {**facts.get("training", {}), "merged_adapter": facts.get("adapter")}
         save_head(heads, staging / "heads", target=plain, training=training)
     return out / "heads"

