@@ -77,6 +77,10 @@ def test_only_the_first_process_speaks(path, monkeypatch, capsys):
     assert eagle.main([]) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of another machine, which may miss a file
+    assert eagle.main([str(path.parent / "none.yaml")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error on process 1: recipe {path.parent / 'none.yaml'}: no such file")
 
 
 def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsys):
