@@ -78,6 +78,10 @@ def test_only_the_first_process_speaks(path, monkeypatch, capsys):
     assert eagle.main([]) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of another machine, which may miss a file
+    assert eagle.main([str(path.parent / "none.yaml")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error on process 1: recipe {path.parent / 'none.yaml'}: no such file")
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", 1), ("1", 0)])

@@ -62,7 +62,7 @@ def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
             errno.EDQUOT,
             errno.EIO,
         )
-        if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+        if alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
             where = "" if _speaks() else f" on process {os.environ['RANK']}"
             print(f"error{where}: {one_line(error)}", file=sys.stderr)
         return 2
