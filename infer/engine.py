@@ -96,6 +96,8 @@ class Speculator:
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
             self._new_drafter: Callable[[], Drafter] = lambda: drafts.drafter(target, self.tree)
+            if self.tree.nodes == 1:
+                self._new_drafter = NoDraft
         else:
             self.tree = tree or TreeShape(())
             self._new_drafter = drafts or NoDraft
@@ -184,8 +186,8 @@ class Speculator:
         strange = [t for t in prompt if not _is_whole(t) or not 0 <= t < known]
         if strange:
             raise ValueError(
-                f"prompt: expected token ids of {self.target.name}, whole numbers from 0 to "
-                f"{known - 1}, got {strange[0]!r}; encode it with the target's own tokenizer"
+                f"prompt: expected token ids, whole numbers from 0 to {known - 1}, got "
+                f"{strange[0]!r}; encode it with the target's own tokenizer"
             )
         if length >= context:
             raise ValueError(

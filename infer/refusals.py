@@ -84,6 +84,14 @@ def check_prepared(model: PreTrainedModel, input_ids: Tensor, prepared: dict[str
     """Raise ValueError where the model would not read a prompt of whole rows of token ids.
     prepared: what `generate` hands to `model.prepare_inputs_for_generation`.
     """
+    mask = prepared.get("attention_mask")
+    mask_BT = torch.ones_like(input_ids) if mask is None else mask
+    if mask_BT.shape != input_ids.shape or not ((mask_BT == 0) | (mask_BT == 1)).all():
+        raise ValueError(
+            f"draft heads: expected an attention_mask of zeros and ones, {tuple(input_ids.shape)}, "
+            f"got {tuple(mask_BT.shape)} of {mask_BT.dtype} or other numbers; leave it to the "
+            "tokenizer"
+        )
     made = _prepared_by(model)(input_ids, is_first_iteration=True, **prepared)
     unknown = sorted(key for key in made.keys() - USED if not _is_void(model, key, made[key]))
     if unknown:
@@ -97,9 +105,10 @@ def check_prepared(model: PreTrainedModel, input_ids: Tensor, prepared: dict[str
             "draft heads keep a cache of their own: expected the whole prompt in input_ids, got "
             "past_key_values; leave them out (PEFT prefix tuning brings some)"
         )
-    mask, positions = prepared.get("attention_mask"), made.get("position_ids")
-    mask_BT = torch.ones_like(input_ids) if mask is None else mask.long()
-    if positions is not None and ((mask_BT.cumsum(-1) - 1 != positions) & (mask_BT == 1)).any():
+    counted_BT = mask_BT.long().cumsum(-1) - 1
+    positions = counted_BT if made.get("position_ids") is None else made["position_ids"]
+    is_short = positions.shape[-1] != counted_BT.shape[-1]  # of a mask that was too short
+    if is_short or ((counted_BT != positions) & (mask_BT == 1)).any():
         raise ValueError(
             "draft heads: expected position_ids that count the tokens of a row from 0, got others "
             f"from the call or from {type(model).__name__}; leave them out"

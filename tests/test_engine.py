@@ -8,6 +8,7 @@ import torch
 from tiny_chat import byte_tokenizer
 from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts, tiny_target
 
+from draftheads.heads.hub import HEADS
 from draftheads.heads.shape import TreeShape
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Sampled
@@ -184,6 +185,15 @@ def test_steps_add_up():
     assert by_depth == sorted(by_depth, reverse=True)
     # the last step may be cut, so it gives at most what was accepted
     assert statistics.tokens_per_step <= 1 + sum(by_depth) < statistics.tokens_per_step + 1
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_empty_tree_drafts_nothing(kind):
+    target, (prompt,) = tiny_target(), some_prompts(9)
+    engine = Speculator(target, HEADS[kind].create(target), tree=TreeShape(()))
+    steps = list(engine.generate(prompt, max_new_tokens=8))
+    assert [t for step in steps for t in step.tokens] == greedy(target, prompt, 8)
+    assert {len(step.tokens) for step in steps} == {1}
 
 
 def test_batched_sampling_is_reproducible_and_ragged():
