@@ -388,6 +388,15 @@ def test_a_run_keeps_the_step_and_the_length_that_it_began_with(made, tmp_path, 
     assert json.loads(path.read_text())["rows_per_step"] == 2
 
 
+def test_a_run_goes_on_with_a_target_of_which_less_is_in_memory(made, whole, half):
+    """Where matrices are on disk or quantised, a fingerprint is the first part of the whole one."""
+    path = half / "step-000003" / "trainer" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "target": state["target"].partition("-")[0]}))
+    assert run(made, half, "run.save_every=3") == 0
+    assert_like_uninterrupted(whole, half)
+
+
 def test_two_launches_do_not_train_into_one_folder(made, tmp_path, monkeypatch, capsys):
     output, seen = tmp_path / "run", []
     AcceleratorState._reset_state(reset_partial_state=True)
