@@ -76,10 +76,9 @@ def distill(
     """Let the target answer prompts; its own tokens become the training set.
 
     Learned is what the target writes, its thoughts too: with --reasoning drop they stay before the
-    answer as context (--template-args may switch them off instead). Tool calls and results of the
-    prompts are context as well: the target answers after them. Exit code 1: prompts are unanswered.
+    answer as context (--template-args may switch them off instead), as do tool calls and results
+    of the prompts. Exit code 1: prompts are unanswered.
     """
-    from draftheads.train.data.answers import MANIFEST, read_manifest
     from draftheads.train.data.distill import DistillOptions
     from draftheads.train.data.distill import distill as run
     from draftheads.train.data.prompts import Hub, read_prompts
@@ -102,14 +101,18 @@ def distill(
         prompts, hub=hub, limit=limit, prompt_words=prompt_words, skip_empty=skip_empty, tools=kept
     )
     if server or server_model or api_key_env:
-        model = connect(target, server, server_model, api_key_env, concurrency, revision)
-        _end(run(model, texts, options))
-    else:
-        local = load_target(target, dtype, device, revision)
-        if threads is None and (out / MANIFEST).is_file():
-            threads = read_manifest(out).get("threads")  # another number may round differently
-        choose_threads(threads, local, batch_size)
-        _end(run(local, texts, options))
+        answerer = connect(target, server, server_model, api_key_env, concurrency, revision)
+        return _end(run(answerer, texts, options))
+    local = load_target(target, dtype, device, revision)
+    choose_threads(threads or _recorded_threads(out), local, batch_size)
+    return _end(run(local, texts, options))
+
+
+def _recorded_threads(out: Path) -> int | None:
+    """Those that a distillation was begun with: another number may round differently."""
+    from draftheads.train.data.answers import MANIFEST, read_manifest
+
+    return read_manifest(out).get("threads") if (out / MANIFEST).is_file() else None
 
 
 def _end(report: DistillReport) -> None:
