@@ -75,9 +75,8 @@ def distill(
 ) -> None:
     """Let the target answer prompts; its own tokens become the training set.
 
-    Learned is what the target writes, its thoughts too: with --reasoning drop they stay before the
-    answer as context (--template-args may switch them off instead), as do tool calls and results
-    of the prompts. Exit code 1: prompts are unanswered.
+    Learned is all that the target writes; with --reasoning drop its thoughts are context, as tool
+    calls and results of the prompts are. Exit code 1: prompts are unanswered.
     """
     from draftheads.train.data.distill import DistillOptions
     from draftheads.train.data.distill import distill as run
