@@ -24,7 +24,7 @@ from draftheads.scripts.merge import merge
 from draftheads.scripts.options import mistakes_in_one_line, spread
 from draftheads.scripts.sharing_commands import publish
 from draftheads.scripts.training_commands import demo, keys, plan, report, train
-from draftheads.train.entry import ended_by_sigterm, wait_passively
+from draftheads.train.entry import ended_by_sigterm, spin_briefly
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,7 +66,7 @@ def draftheads(
 
 def main() -> None:
     """The console script."""
-    wait_passively()
+    spin_briefly()
     log = logging.getLogger("draftheads")
     log.addHandler(RichHandler(show_time=False, show_path=False))
     log.propagate = False

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
+import torch
 import transformers
 from rich.console import Console
 
@@ -22,6 +23,7 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.race import BenchOptions
 from draftheads.infer.report import BenchReport, print_report, write_json
 from draftheads.scripts.journey import opening_ids
+from draftheads.scripts.options import choose_threads
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.loop import fit
@@ -49,6 +51,8 @@ def demo(out: Path) -> BenchReport:
     console, began = Console(), time.monotonic()
     transformers.logging.disable_progress_bar()
     target = Target.load(recipes() / "demo-target")
+    threads = torch.get_num_threads()
+    choose_threads(None, target)
     millions = sum(p.numel() for p in target.model.parameters()) / 1e6
     console.print(
         f"The target: a Llama of {millions:.1f} M parameters that answers questions about Python's "
@@ -64,7 +68,7 @@ def demo(out: Path) -> BenchReport:
     heads = {}
     for number, (kind, what) in enumerate(KINDS.items(), start=2):
         with _stage(console, f"{number} of 6: train - {what}"):
-            heads[kind] = _trained(kind, target, out)
+            heads[kind] = _trained(kind, target, out, threads)
     with _stage(console, "5 of 6: bench - held-out prompts, against transformers' generate"):
         held_out = str(recipes() / "demo-heldout.jsonl")
         ids = opening_ids(target, held_out, None, BENCH_PROMPTS)
@@ -84,11 +88,14 @@ def demo(out: Path) -> BenchReport:
     return report
 
 
-def _trained(kind: str, target: Target, out: Path) -> DraftHead:
-    """The best head of a finished run of the recipe for this kind."""
+def _trained(kind: str, target: Target, out: Path, threads: int) -> DraftHead:
+    """The best head of a finished run of the recipe for this kind; threads: of the training."""
     places = {"target": target.name, "data.path": out / "data", "run.output": out / kind}
     overrides = [f"{key}={value}" for key, value in places.items()]
+    decoding = torch.get_num_threads()
+    torch.set_num_threads(threads)
     fit(load_recipe(recipes() / f"demo-{kind}.yaml", overrides))
+    torch.set_num_threads(decoding)
     return load_head(out / kind, target=target)
 
 

@@ -380,18 +380,21 @@ def test_options_that_do_not_exist(run):
     assert run("distill", "--target", "x")[0] == 2
 
 
-@pytest.mark.parametrize(("chosen", "policy"), [(None, "PASSIVE"), ("active", "active")])
-def test_threads_sleep_while_they_wait_unless_the_user_has_chosen(chosen, policy):
-    """The policy is set before torch, whose OpenMP reads it once, is loaded."""
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_WAIT_POLICY": chosen} if chosen else {}
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_spin_briefly_unless_the_user_has_chosen(chosen, spins):
+    """It is said before torch, whose OpenMP reads it once, is loaded."""
+    ours = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+    environment = {key: value for key, value in os.environ.items() if key not in ours} | chosen
     line = (
         "import atexit, os, sys; from draftheads.scripts import cli; assert 'torch' not in "
         "sys.modules; sys.argv = ['draftheads', '--version']; "
-        "atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'])); cli.main()"
+        "atexit.register(lambda: print(os.environ.get('GOMP_SPINCOUNT'))); cli.main()"
     )
     done = subprocess.run([sys.executable, "-c", line], env=environment, capture_output=True)
-    assert done.stdout.decode().splitlines()[-1] == policy
+    assert done.stdout.decode().splitlines()[-1] == spins
 
 
 @pytest.mark.parametrize(
