@@ -26,6 +26,7 @@ from draftheads.scripts.journey import opening_ids
 from draftheads.scripts.options import choose_threads
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
+from draftheads.train.entry import INTERRUPTED
 from draftheads.train.loop import fit
 from draftheads.train.recipe import load_recipe
 
@@ -94,8 +95,10 @@ def _trained(kind: str, target: Target, out: Path, threads: int) -> DraftHead:
     overrides = [f"{key}={value}" for key, value in places.items()]
     decoding = torch.get_num_threads()
     torch.set_num_threads(threads)
-    fit(load_recipe(recipes() / f"demo-{kind}.yaml", overrides))
+    outcome = fit(load_recipe(recipes() / f"demo-{kind}.yaml", overrides))
     torch.set_num_threads(decoding)
+    if not outcome.finished:  # Ctrl-C or SIGTERM: what is there is saved
+        raise SystemExit(INTERRUPTED)
     return load_head(out / kind, target=target)
 
 

@@ -419,3 +419,13 @@ def test_one_thread_decodes_where_more_gain_nothing(monkeypatch, given, seconds,
     threads[0] = 4
     options.choose_threads(None, target)
     assert threads == [4], "the user has chosen"
+
+
+def test_a_demo_that_is_interrupted_while_it_trains_ends(monkeypatch, tmp_path):
+    from draftheads.scripts import demo
+
+    monkeypatch.setattr(demo, "fit", lambda recipe: SimpleNamespace(finished=False))
+    target = SimpleNamespace(name=str(demo.recipes() / "demo-target"))
+    with pytest.raises(SystemExit) as ended:
+        demo._trained("medusa", target, tmp_path, torch.get_num_threads())
+    assert ended.value.code == 130
