@@ -46,7 +46,7 @@ class MaskBuilder:
         return self._build(visible_BNS, positions_BN, key_positions_BS)
 
     def packed(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Of training rows: every token sees its own document up to itself."""
+        """The mask of training rows: every token sees its own document up to itself."""
         documents_BT = batch.documents_BT
         same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
         return self._build(same_BTT.tril(), batch.positions_BT, batch.positions_BT)

@@ -26,9 +26,9 @@ from draftheads.train.data.answers import Answer
 OPEN_ROWS = 64
 """Rows that packing keeps open: first fit among them stays linear and fills rows to about 99 %."""
 FEW_STEPS = 50
-"""Below which a run of few data is warned of."""
+"""Steps below which a run is warned of."""
 MOST_TOKENS = 65536
-"""Of a step whose size follows from the data."""
+"""Tokens per step, at most, where the recipe leaves them to the data."""
 SPLIT_SEED = 20240119
 """Of the held-out split; not the run's seed, so that runs are judged on the same documents."""
 
@@ -216,7 +216,7 @@ class Reading:
 
     def rows_per_step(self, tokens_per_step: int | None, rows_per_batch: int) -> tuple[int, str]:
         """(rows of a step over all processes, what to tell the user when tokens_per_step was
-        changed or follows from the data, or ""). A step reads no row twice.
+        changed or follows from the data, or ""). Within a pass a step reads no row twice.
 
         Raises ValueError for fewer rows than processes.
         """

@@ -337,7 +337,7 @@ def _takes(annotation: Any, limits: Sequence[Any] = ()) -> str:
 
 
 def _leave_out_others(head: dict[str, Any], before: str, kind: str) -> None:
-    """Of a head section, the keys of the kind before that this kind does not have."""
+    """Drop the keys of a head section that only the previous kind has, and say so."""
     if kind not in HEAD_MODELS or before not in HEAD_MODELS:
         return
     others = HEAD_MODELS[before].model_fields.keys() - HEAD_MODELS[kind].model_fields.keys()
@@ -397,7 +397,7 @@ def _did_you_mean(key: str, values: dict[str, Any]) -> str:
 def _keys(
     model: type[BaseModel], head: type[Section], prefix: str
 ) -> Iterator[tuple[str, FieldInfo]]:
-    """Of a model and of the sections in it; `head`: the one chosen of its alternatives."""
+    """The keys of a model and its sections; `head`: the one chosen of its alternatives."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         sections = {head} if prefix + name == "head" else _types(field.annotation)

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT, BY_CONTENT = 1, 2
-"""Of a manifest: prompts are known by their numbers, or by what they say."""
+"""Formats of a manifest: prompts are known by their numbers, or by what they say."""
 MANIFEST = "manifest.json"
 ID = re.compile(rb'\{\s*"id":\s*(?:"([^"\\]+)"|([0-9]+))\s*[,}]')
 OUTAGE = re.compile(rb'\{"id": [0-9]+, "failed": "(HTTP 40[13]\b|.*tried [0-9]+ times"\}$)')
@@ -190,7 +190,7 @@ def _ids_file(folder: Path, manifest: dict[str, Any]) -> Path:
 
 
 def locate(folder: str | Path, ids: Sequence[Id]) -> dict[int, tuple[Path, int, int]]:
-    """Where the answers stand: place of the prompt among `ids` -> (file, line, offset in bytes)."""
+    """Where the answers are: place of the prompt among `ids` -> (file, line, offset in bytes)."""
     places = {name: place for place, name in enumerate(ids)}
     found: dict[int, tuple[Path, int, int]] = {}
     for path in journals(folder):
@@ -207,7 +207,7 @@ def locate(folder: str | Path, ids: Sequence[Id]) -> dict[int, tuple[Path, int, 
 
 
 def _id(path: Path, number: int, line: bytes) -> Id:
-    """Of a line, without reading all of it."""
+    """The id of a line, without parsing all of it."""
     start = ID.match(line)
     if start is None:
         raise _damaged(path, number, line)
