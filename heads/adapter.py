@@ -18,14 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftheads.heads.formats.head_config import read_json
+from draftheads.heads.formats.config import read_json
 from draftheads.heads.formats.stored import opened
 from draftheads.heads.weights import decoder_layers, hash_tensor, same_weights
 
 if TYPE_CHECKING:  # slow to import, and needed by few
     from peft import PeftModel
-
-    from draftheads.heads.target import Target
 
 FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"
 """Where a head folder has its adapter, and what is in there."""
@@ -153,7 +151,7 @@ class Adapter:
         (folder / CONFIG).write_text(json.dumps(config, indent=2, default=str) + "\n")
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """The target as it came, inside. Not for a merged one."""
         assert self._merged is None, "what is merged cannot be switched off"
         self.wrapped.base_model.disable_adapter_layers()
@@ -187,20 +185,6 @@ class Adapter:
 def stored_fingerprint(folder: Path) -> str:
     """Of the adapter in a folder."""
     return _fingerprint(_stored(folder))
-
-
-def check_adapter(recorded: dict[str, Any] | None, target: Target) -> None:
-    """Warn when a target's adapter is not the one that a head records (`facts`; None if none)."""
-    expected = recorded["fingerprint"] if recorded else None
-    got = target.adapter.fingerprint() if target.adapter else None
-    if expected != got:
-        remedy = "with Target.load(...).attach(head_adapter(head))" if expected else "alone"
-        warnings.warn(
-            f"this head was trained with {f'adapter {expected}' if expected else 'no adapter'} on "
-            f"its target, {target.name} has {got or 'none'}: output stays the target's own, but "
-            f"fewer drafts will be accepted; load the target {remedy}",
-            stacklevel=4,
-        )
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:

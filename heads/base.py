@@ -15,21 +15,17 @@ reads features[i] and guesses tokens[i + k]; tokens[i] itself is the tree's root
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from draftheads.heads.layers import Stateless
-
-if TYPE_CHECKING:
-    from draftheads.heads.shape import Tree
-    from draftheads.heads.target import Target
-    from draftheads.heads.tree import TokenTree
+from draftheads.heads.batch import Batch
+from draftheads.heads.target import Target
+from draftheads.heads.tree import TokenTree, Tree
 
 Result = TypeVar("Result")
 
@@ -37,38 +33,6 @@ RANKS = 10
 """How many ranks of the right token are told apart in training statistics; best-first trees need
 ten.
 """
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Training tokens, several documents packed into each row.
-
-    tokens_BT: int64 token ids. learn_BT: bool, True where the target wrote the token. positions_BT:
-    int64, 0 at the start of each document, so that packed documents do not see each other.
-    documents_BT: int64, which document of the row a token belongs to; -1 marks padding.
-    """
-
-    tokens_BT: Tensor
-    learn_BT: Tensor
-    positions_BT: Tensor
-    documents_BT: Tensor
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
-        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
-
-    def roots(self, depth: int) -> Iterator[Tensor]:
-        """For each k = 1..depth: bool (B, T), the positions i from which tokens[i + k] is learned.
-
-        Everything from i to i + k must be the target's own words of one document, as it is when
-        heads are used: tokens[i] is then the root of a tree.
-        """
-        here_BT = self.learn_BT
-        for k in range(1, depth + 1):
-            same_BT = self.documents_BT[:, :-k] == self.documents_BT[:, k:]
-            reached_BT = here_BT[:, :-k] & self.learn_BT[:, k:] & same_BT
-            here_BT = F.pad(reached_BT, (0, min(k, self.learn_BT.shape[1])))
-            yield here_BT
 
 
 class HeadLoss(NamedTuple):
@@ -130,6 +94,10 @@ class Drafter(Protocol):
         ...
 
 
+class Stateless(nn.Module):
+    """A module whose result depends on its tensors and weights alone, as compilers like it."""
+
+
 class DraftHead(nn.Module, ABC):
     """A head kind: its configuration and weights, how it is trained, how it drafts. One file per
     kind.
@@ -166,13 +134,13 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def training_layers(self) -> tuple[int, ...]:
-        """What `forward` and `observe` need of the target: features first, then labels' states."""
+        """What `forward` and `token_ranks` need of the target: features, then labels' states."""
         return self.feature_layers
 
     @property
     @abstractmethod
     def needs_unembed(self) -> bool:
-        """Whether `forward` and `observe` ask the target for logits or for its last matrix; where
+        """Whether `forward` and `token_ranks` ask the target for logits or its last matrix; where
         not, training can do without that matrix.
         """
 
@@ -185,7 +153,7 @@ class DraftHead(nn.Module, ABC):
         """The training loss. It is `forward` so that the hooks of DDP, DeepSpeed and FSDP fire."""
 
     @abstractmethod
-    def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
+    def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
         """ranks_MK, int64: at each learned position, the rank that the token that really came has
         at each depth, -1 where it is RANKS or worse or the document has ended. Trees are built from
         it.
@@ -223,7 +191,7 @@ class DraftHead(nn.Module, ABC):
             if isinstance(module, Stateless):
                 module.compile(dynamic=True, **options)
 
-    def lean(self, part: Callable[..., Result], *arguments: Any) -> Result:
+    def checkpointed(self, part: Callable[..., Result], *arguments: Any) -> Result:
         """part(*arguments); where `recompute` is set, the backward pass calls it a second time. It
         must come to the same result then: random numbers and what it remembers are its own
         business.

@@ -1,9 +1,4 @@
-"""Head folders: config.json, model.safetensors, README.md and custom_generate/, on disk or on the
-Hub.
-
-Our own facts (format, target, tree, training) stand in one nested "draftheads" key of config.json;
-everything else there, and every tensor name, is what serving engines read.
-"""
+"""Head folders, on disk or on the Hub: save, open, load."""
 
 from __future__ import annotations
 
@@ -16,32 +11,65 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
-from draftheads.heads.adapter import check_adapter, stored_fingerprint
+from draftheads.heads.adapter import stored_fingerprint
 from draftheads.heads.base import DraftHead
-from draftheads.heads.card import render_card
-from draftheads.heads.eagle import EagleHead
-from draftheads.heads.eagle3 import Eagle3Head
-from draftheads.heads.formats.head_config import CONFIG as CONFIG
-from draftheads.heads.formats.head_config import read_config as read_config
-from draftheads.heads.formats.stored import (
-    INDEXES,
-    WEIGHT_FILES,
-    Stored,
-    parts_of,
-    target_name,
-)
+from draftheads.heads.card import render_card, write_remote_code
+from draftheads.heads.eagle import Eagle3Head, EagleHead
+from draftheads.heads.files import staged
+from draftheads.heads.formats.config import CONFIG as CONFIG
+from draftheads.heads.formats.config import read_config as read_config
+from draftheads.heads.formats.stored import INDEXES, WEIGHT_FILES, Stored, parts_of, target_name
 from draftheads.heads.formats.table import as_ours, read_stored
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.remote_code import write_remote_code
 from draftheads.heads.sequential import SequentialHead
-from draftheads.heads.shape import tree_from_json
-from draftheads.heads.snapshot import head_snapshot
-from draftheads.heads.staging import staged
 from draftheads.heads.target import Target
+from draftheads.heads.tree import tree_from_json
 from draftheads.heads.weights import same_weights
+
+# Files of a head from the Hub, or from its cache on this machine.
+
+
+def head_snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """A folder with those files of a repository whose names match `patterns`.
+
+    Raises FileNotFoundError when there is no such repository or revision, or when the Hub cannot be
+    reached and the files were never loaded before.
+    """
+    try:  # the library's own lines go on for a paragraph, or do not say which repository is meant
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
+    except LocalEntryNotFoundError as error:
+        at = f" at {revision}" if revision else ""
+        raise FileNotFoundError(
+            f"head {repo_id}{at}: the Hub cannot be reached (or HF_HUB_OFFLINE is set); expected "
+            f"it in {constants.HF_HUB_CACHE}, got nothing there; load it once online"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"head {repo_id}: expected a folder, or a repository on {constants.ENDPOINT} that you "
+            "may read, got neither; check the name, or log in (hf auth login) if it is private"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise FileNotFoundError(
+            f"head {repo_id}: expected a branch, tag or commit of it, got {revision}; see "
+            f"{constants.ENDPOINT}/{repo_id}/commits/main"
+        ) from error
+
+
+# Head folders: config.json, model.safetensors, README.md and custom_generate/, on disk or on the
+# Hub.
+#
+# Our own facts (format, target, tree, training) stand in one nested "draftheads" key of
+# config.json; everything else there, and every tensor name, is what serving engines read.
+
 
 HEADS: dict[str, type[DraftHead]] = {
     kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head)
@@ -315,4 +343,18 @@ def check_target(head: DraftHead, target: Target, recorded: dict[str, Any]) -> N
             f"this head was trained on other weights ({name}) than {target.name} has now: output "
             "stays the target's own, but fewer drafts will be accepted",
             stacklevel=3,
+        )
+
+
+def check_adapter(recorded: dict[str, Any] | None, target: Target) -> None:
+    """Warn when a target's adapter is not the one that a head records (`facts`; None if none)."""
+    expected = recorded["fingerprint"] if recorded else None
+    got = target.adapter.fingerprint() if target.adapter else None
+    if expected != got:
+        remedy = "with Target.load(...).attach(head_adapter(head))" if expected else "alone"
+        warnings.warn(
+            f"this head was trained with {f'adapter {expected}' if expected else 'no adapter'} on "
+            f"its target, {target.name} has {got or 'none'}: output stays the target's own, but "
+            f"fewer drafts will be accepted; load the target {remedy}",
+            stacklevel=4,
         )

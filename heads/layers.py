@@ -6,17 +6,20 @@ Legend: B batch, M tokens, K heads, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftheads.heads.base import Stateless
+from draftheads.heads.formats.config import needed
+from draftheads.heads.target import Target
 
 T = TypeVar("T")
-
-
-class Stateless(nn.Module):
-    """A module whose result depends on its tensors and weights alone, as compilers like it."""
 
 
 class ResidualBlock(Stateless):
@@ -128,3 +131,277 @@ def _digest(tensors: Sequence[Tensor]) -> list[int]:
         odd = torch.arange(1, 2 * rows, 2, device=bits.device)
         sums.append((bits.sum(1, dtype=torch.int64) * odd).sum())
     return torch.stack(sums).tolist() if sums else []
+
+
+# The decoder layer that autoregressive draft heads are made of.
+#
+# Legend: B batch, Q positions that ask, E width of the layer's input, D hidden width, H query
+# heads, G key/value heads, W head width. What the layer attends to is the business of the `Memory`
+# it is handed: another one in training than in decoding.
+
+
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE scaling whose angles do not depend on how long the sequence has become."""
+
+
+class Memory(Protocol):
+    """What a layer's queries attend to."""
+
+    def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
+        """Remember these keys and values; (B, H, Q, W), the attention's output."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a decoder layer, in the words of a Llama config. context: the target's, which other
+    engines want to know; RoPE itself has no end.
+    """
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    eps: float = 1e-5
+    context: int = 2048
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.kv_heads, self.head_dim) < 1 or (
+            self.heads % self.kv_heads or self.head_dim % 2
+        ):
+            raise ValueError(
+                "expected heads to be a multiple of kv_heads and head_dim to be even, got "
+                f"{self.heads}, {self.kv_heads} and {self.head_dim}; set head.heads, "
+                "head.kv_heads and head.head_dim"
+            )
+
+    @classmethod
+    def of(cls, target: Target, choices: dict[str, Any]) -> LayerShape:
+        """The recipe's sizes; where it leaves them open, those of the target's first layer."""
+        config, width = target.config.per_layer_config[0], target.hidden_size
+
+        def size(choice: str, key: str, default: int) -> int:
+            return int(choices.get(choice) or getattr(config, key, None) or default)
+
+        heads = size("heads", "num_attention_heads", 1)
+        kv_heads = size("kv_heads", "num_key_value_heads", heads)
+        return cls(
+            width,
+            heads,
+            kv_heads if choices.get("kv_heads") or heads % kv_heads == 0 else heads,
+            size("head_dim", "head_dim", width // heads),
+            size("intermediate_size", "intermediate_size", 4 * width),
+            getattr(config, "rms_norm_eps", None) or 1e-5,
+            target.context,
+        )
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> LayerShape:
+        """The shape that a head's config.json states."""
+        width, heads, inner = needed(
+            config, "hidden_size", "num_attention_heads", "intermediate_size"
+        )
+        return cls(
+            width,
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or width // heads,
+            inner,
+            config.get("rms_norm_eps") or 1e-5,
+            config.get("max_position_embeddings") or 2048,
+        )
+
+    def config(self) -> dict[str, Any]:
+        """config.json keys."""
+        return {
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "rms_norm_eps": self.eps,
+            "max_position_embeddings": self.context,
+            "hidden_act": "silu",
+            "attention_bias": False,
+        }
+
+
+class Rope:
+    """Rotary position embedding with explicit base and scaling. Not a module: its angles stay in
+    float32 whatever the head is cast to.
+
+    theta: base. scaling: as `rope_scaling` in a config, or None; kinds whose angles change with
+    the length of the sequence are refused.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
+        self.theta, self.scaling = float(theta), scaling or None
+        given = {key: value for key, value in (scaling or {}).items() if value is not None}
+        kind = given.pop("type", None) or given.get("rope_type", "default")
+        if kind not in STATIC_ROPES:
+            raise ValueError(
+                f"rope_scaling {kind!r}: expected one of {', '.join(STATIC_ROPES)}; others change "
+                "with the length of the text, which a draft head's cache cannot follow"
+            )
+        if kind == "default":
+            powers_W = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            frequencies, self.attention_factor = self.theta**-powers_W, 1.0
+        else:
+            parameters = {**given, "rope_type": kind, "rope_theta": self.theta}
+            try:
+                config = LlamaConfig(
+                    hidden_size=head_dim, num_attention_heads=1, rope_parameters=parameters
+                )
+                frequencies, self.attention_factor = ROPE_INIT_FUNCTIONS[kind](config, None)
+            except Exception as error:  # transformers raises anything for keys that are missing
+                reason = " ".join(str(error.args[0] if error.args else error).split())
+                raise ValueError(f"rope_scaling {parameters}: {reason}") from error
+        self.frequencies = torch.cat([frequencies, frequencies])
+
+    def __call__(self, positions_BQ: Tensor) -> tuple[Tensor, Tensor]:
+        """(cosines, signed sines), each float32 (B, 1, Q, W), for `rotate`."""
+        if self.frequencies.device != positions_BQ.device:
+            self.frequencies = self.frequencies.to(positions_BQ.device)
+        angles = positions_BQ[:, None, :, None].float() * self.frequencies
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        sin[..., : sin.shape[-1] // 2].neg_()
+        return cos, sin
+
+
+def rotate(x_BHQW: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE, in the half-split form of Llama."""
+    cos, signed_sin = angles
+    swapped = x_BHQW.roll(x_BHQW.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_BHQW * cos, swapped, signed_sin)
+
+
+class RMSNorm(nn.RMSNorm, Stateless):
+    """torch's, with the weight in the input's dtype: mixed ones have no fast kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose input may be wider than its output."""
+
+    def __init__(self, shape: LayerShape, in_width: int) -> None:
+        super().__init__()
+        self.shape = shape
+        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(in_width, wide, bias=False)
+        self.k_proj = nn.Linear(in_width, narrow, bias=False)
+        self.v_proj = nn.Linear(in_width, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
+        self._stack: Cached[Tensor] = Cached()
+
+    def forward(self, x_BQE: Tensor, angles: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
+        qkv = F.linear(x_BQE, self._weight())
+        qkv = qkv.view(*qkv.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
+        qk = rotate(qkv[:, :turned], angles).to(qkv.dtype)  # angles are float32
+        out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], qkv[:, turned:])
+        out_BQD: Tensor = self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
+        return out_BQD
+
+    def _weight(self) -> Tensor:
+        """The three projections in one; kept for drafting, once nothing is trained any more."""
+        parts = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        if self.training or torch.is_grad_enabled():
+            return torch.cat(parts)
+        return self._stack.get(parts, lambda: torch.cat(parts))
+
+
+class GatedMlp(Stateless):
+    """SwiGLU: W_down (SiLU(W_gate x) * W_up x)."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x_BQD: Tensor) -> Tensor:
+        out_BQD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BQD)) * self.up_proj(x_BQD))
+        return out_BQD
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm Llama layer. input_norm: False for EAGLE-1's first layer, which has none."""
+
+    def __init__(self, shape: LayerShape, *, input_norm: bool = True) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape, shape.hidden_size)
+        self.mlp = GatedMlp(shape)
+        if input_norm:
+            self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
+        self.input_norm = input_norm
+
+    def forward(self, hidden_BQD: Tensor, angles: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        x = self.input_layernorm(hidden_BQD) if self.input_norm else hidden_BQD
+        hidden_BQD = hidden_BQD + self.self_attn(x, angles, memory)
+        out_BQD: Tensor = hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
+        return out_BQD
+
+
+class FusingLayer(nn.Module):
+    """EAGLE-3's first layer: attention reads the embedded token beside the hidden state, each under
+    a norm of its own, and adds to the hidden state alone.
+
+    norm_before_residual: it adds to the normed hidden state instead.
+    """
+
+    def __init__(self, shape: LayerShape, *, norm_before_residual: bool = False) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape, 2 * shape.hidden_size)
+        self.mlp = GatedMlp(shape)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
+        self.norm_before_residual = norm_before_residual
+
+    def forward(
+        self,
+        embedded_BQD: Tensor,
+        hidden_BQD: Tensor,
+        angles: tuple[Tensor, Tensor],
+        memory: Memory,
+    ) -> Tensor:
+        normed_BQD = self.hidden_norm(hidden_BQD)
+        x_BQE = torch.cat([self.input_layernorm(embedded_BQD), normed_BQD], dim=-1)
+        residual_BQD = normed_BQD if self.norm_before_residual else hidden_BQD
+        hidden_BQD = residual_BQD + self.self_attn(x_BQE, angles, memory)
+        out_BQD: Tensor = hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
+        return out_BQD
+
+
+def default_rope(target: Target, choices: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling): the recipe's; where it leaves the base open, the target's own base."""
+    parameters = getattr(target.config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention") or parameters  # one set per layer type
+    theta = choices.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+    return float(theta), choices.get("rope_scaling")
+
+
+def read_rope(config: dict[str, Any]) -> Rope:
+    """The RoPE that a head's config.json states; without any, base 10000, as the field's loaders
+    assume.
+    """
+    new = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or (
+        new if new.get("rope_type", "default") != "default" else None
+    )
+    theta = config.get("rope_theta") or new.get("rope_theta") or 10000.0
+    return Rope(LayerShape.read(config).head_dim, theta, scaling)
+
+
+def check_embeddings(target: Target) -> None:
+    """Raise ValueError where embedded tokens are not as wide as hidden states."""
+    width = target.model.get_input_embeddings().weight.shape[1]
+    if width != target.hidden_size:
+        raise ValueError(
+            f"{target.name} embeds tokens in {width} dimensions and has hidden states of "
+            f"{target.hidden_size}; heads that read tokens need them equal, use Medusa heads"
+        )

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Batch, Drafter, DraftHead, HeadLoss
-from draftheads.heads.formats.head_config import needed
+from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss
+from draftheads.heads.batch import Batch
+from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.stored import count_of, integers, matrix
-from draftheads.heads.guess import MedusaDrafter
-from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads
+from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, refresh
 from draftheads.heads.losses import (
     LowRank,
     Teacher,
@@ -28,8 +28,8 @@ from draftheads.heads.losses import (
     linear_cross_entropy,
     rank_counts,
 )
-from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Target
+from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.heads.vocabulary import check_distinct, draft_index, token_map
 
 STACK_BYTES = 1 << 26
@@ -180,13 +180,13 @@ class MedusaHead(DraftHead):
         return HeadLoss(loss, torch.stack(counts))
 
     @torch.no_grad()
-    def observe(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        """ranks_MK for `TreeShape.most_frequent`."""
+    def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
+        """ranks_MK for `StaticTree.most_frequent`."""
         ranks_BTK = features_BTD.new_full((*batch.tokens_BT.shape, self.depth), -1).long()
         for k, (here_BT, factors) in enumerate(self._judged(batch, features_BTD, target)):
             ranks_M = chunked_ranks(*factors)
             ranks_BTK[here_BT, k] = torch.where(ranks_M < RANKS, ranks_M, -1)
-        return ranks_BTK[batch.learn_BT]
+        return ranks_BTK[batch.loss_mask_BT]
 
     def states(
         self, batch: Batch, features_BTD: Tensor, target: Target
@@ -200,18 +200,18 @@ class MedusaHead(DraftHead):
             return hidden_MD
 
         for block, here_BT in zip(self.blocks, batch.roots(self.depth), strict=True):
-            yield here_BT, self.lean(hidden, block, here_BT), None
+            yield here_BT, self.checkpointed(hidden, block, here_BT), None
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        """A drafter that fills `tree` (default: the head's own), which must be a `TreeShape`."""
+        """A drafter that fills `tree` (default: the head's own), which must be a `StaticTree`."""
         shape = tree or self.tree
         self.check_tree(shape)
-        assert isinstance(shape, TreeShape)
+        assert isinstance(shape, StaticTree)
         return MedusaDrafter(self, target, shape)
 
     def check_tree(self, tree: Tree) -> None:
         """Refuse dynamic trees and trees deeper than there are heads."""
-        if not isinstance(tree, TreeShape):
+        if not isinstance(tree, StaticTree):
             raise ValueError(
                 f"Medusa heads fill a fixed tree, got a dynamic one ({tree}); "
                 "give widths like 4,2,1 or a list of paths"
@@ -280,8 +280,43 @@ class MedusaHead(DraftHead):
         )
 
 
-def default_tree(depth: int, nodes: int) -> TreeShape:
+def default_tree(depth: int, nodes: int) -> StaticTree:
     """A tree for heads nobody has measured: each depth and rank is right 0.6 times as often."""
-    return TreeShape.best_first(
+    return StaticTree.best_first(
         [[0.6 ** (k + r + 1) for r in range(RANKS)] for k in range(depth)], nodes
     )
+
+
+# How Medusa heads draft: one target state yields the whole tree.
+#
+# Legend: B batch, N tree nodes, K heads, R ranks, D hidden width, V vocabulary.
+
+
+class MedusaDrafter:
+    """Fills a fixed tree from the heads' best guesses."""
+
+    def __init__(self, head: MedusaHead, target: Target, shape: StaticTree) -> None:
+        refresh(head)
+        shape = StaticTree(tuple(sorted(shape.paths)))  # depth first: best guesses stand in a row
+        self.head, self.target, self.shape = head, target, shape
+        self.feature_layers = head.feature_layers
+        self.topology = shape.topology(target.device)
+        self.stack = head.stacked()
+        places = [(len(path) - 1) * shape.width + path[-1] for path in shape.paths]
+        self.places_N = torch.tensor(places, dtype=torch.long, device=target.device)
+
+    def propose(self, committed: Committed) -> TokenTree:
+        """The tree on each row's newest committed token."""
+        guesses_BKR = self.guesses(committed.last_features_BD())
+        drafts_BN = guesses_BKR.flatten(1)[:, self.places_N]
+        tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)
+        return TokenTree(tokens_BN, self.topology)
+
+    def guesses(self, features_BD: Tensor) -> Tensor:
+        """Target ids (B, depth, width): the best guesses at each depth of the tree, best first."""
+        depth, width = self.shape.depth, self.shape.width
+        hidden_KBD = self.head.hidden(self.head.cast(features_BD), depth, self.stack)
+        logits_KBV = self.head.unembed(hidden_KBD, self.target, self.stack)
+        best_BKR = logits_KBV.topk(width).indices.transpose(0, 1)
+        token_map = self.head.token_map
+        return best_BKR if token_map is None else token_map[best_BKR]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftheads.heads.base import Batch
+from draftheads.heads.batch import Batch
 from draftheads.heads.tree import TokenTree, Topology
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from draftheads.heads.adapter import Adapter
-from draftheads.heads.base import Batch
-from draftheads.heads.cache import SlotCache
-from draftheads.heads.longrope import LongRope, document_lengths
-from draftheads.heads.masks import MaskBuilder
+from draftheads.heads.batch import Batch
+from draftheads.heads.cache import LongRope, SlotCache, document_lengths
 from draftheads.heads.placement import Bits, Placement, load_model, reading
 from draftheads.heads.supported import (
     ADVICE,
@@ -33,7 +32,6 @@ from draftheads.heads.supported import (
     slot_limit,
 )
 from draftheads.heads.tree import TokenTree
-from draftheads.heads.unembedding import Unembedding
 from draftheads.heads.weights import decoder, fingerprint, release_layers, release_lm_head
 
 PREFILL_CHUNK = 1024
@@ -146,9 +144,9 @@ class Target:
             self.adapter.merge()
         return self
 
-    def untouched(self) -> AbstractContextManager[None]:
+    def disable_adapter(self) -> AbstractContextManager[None]:
         """Inside, the target is as it came, without an adapter that was put on."""
-        return self.adapter.off() if self.adapter else nullcontext()
+        return self.adapter.disabled() if self.adapter else nullcontext()
 
     @property
     def device(self) -> torch.device:
@@ -357,3 +355,138 @@ def _as_tuple(value: int | Sequence[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+# The attention masks that make a model follow a token tree, or keep packed documents apart.
+#
+# Legend: B batch, T tokens, N tree nodes, S cache slots.
+
+
+class MaskBuilder:
+    """Turns visibility into what a model's attention takes.
+
+    Windows are cut by position, not by cache slot; hybrid models get one mask per layer type. Masks
+    are additive (0, or the dtype's least number): eager attention *adds* whatever it gets, and sdpa
+    would turn a bool mask into this in every layer again.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config(decoder=True)
+        window = getattr(config, "sliding_window", None)
+        if not getattr(config, "use_sliding_window", True):
+            window = None
+        self.window: int | None = window
+        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
+        types = getattr(config, "layer_types", None) or [
+            "sliding_attention" if window else "full_attention"
+        ]
+        self.types: tuple[str, ...] = tuple(dict.fromkeys(types))
+        self.dtype = model.dtype
+        self.slots = limit[0] if (limit := slot_limit(config)) else None
+
+    def __call__(
+        self, visible_BNS: Tensor, positions_BN: Tensor, key_positions_BS: Tensor
+    ) -> Tensor | dict[str, Tensor]:
+        if self.slots and visible_BNS.shape[2] > self.slots:
+            raise ValueError(
+                f"expected text and tree to take at most {self.slots} cache slots of this target, "
+                f"got {visible_BNS.shape[2]}; use a smaller tree"
+            )
+        return self._build(visible_BNS, positions_BN, key_positions_BS)
+
+    def packed(self, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """The mask of training rows: every token sees its own document up to itself."""
+        documents_BT = batch.documents_BT
+        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+        return self._build(same_BTT.tril(), batch.positions_BT, batch.positions_BT)
+
+    def _build(self, visible_BNS: Tensor, q_BN: Tensor, k_BS: Tensor) -> Tensor | dict[str, Tensor]:
+        rows = len(q_BN)  # a topology that rows share is one row; some models ask for each
+        masks = {
+            kind: self._finish(self._limit(kind, visible_BNS, q_BN, k_BS)).expand(rows, -1, -1, -1)
+            for kind in self.types
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _limit(self, kind: str, visible_BNS: Tensor, q_BN: Tensor, k_BS: Tensor) -> Tensor:
+        if kind == "sliding_attention" and self.window:
+            return visible_BNS & (q_BN[:, :, None] - k_BS[:, None, :] < self.window)
+        if kind == "chunked_attention" and self.chunk:
+            return visible_BNS & (q_BN[:, :, None] // self.chunk == k_BS[:, None, :] // self.chunk)
+        return visible_BNS
+
+    def _finish(self, visible_BNS: Tensor) -> Tensor:
+        hidden_B1NS = ~visible_BNS[:, None]
+        zeros = torch.zeros(hidden_B1NS.shape, dtype=self.dtype, device=hidden_B1NS.device)
+        return zeros.masked_fill_(hidden_B1NS, torch.finfo(self.dtype).min)
+
+
+# A target's last matrix, as heads read it that share it or learn from the target's distribution.
+#
+# Legend: V vocabulary.
+
+
+class Unembedding:
+    """Logits of hidden states. name: of the model, for messages."""
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        self.model, self.name = model, name
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's own logits (..., V) of last-layer hidden states.
+
+        Raises ValueError where lm_head(hidden) is not what the model returns (its logits are scaled
+        or capped).
+        """
+        self.check()
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits.to(hidden.device)
+
+    def weight(self) -> Tensor:
+        """The matrix (V, hidden) where the model takes its token ids, after the same check.
+
+        Raises ValueError also where there is a bias, which the weight alone would leave out.
+        """
+        self.check()
+        lm_head = self.model.get_output_embeddings()
+        if getattr(lm_head, "bias", None) is not None:
+            raise ValueError(
+                f"{self.name}: its lm_head has a bias, which shared heads leave out; "
+                "use heads with their own lm_head and hard labels"
+            )
+        weight: Tensor = lm_head.weight
+        return weight if weight.device == self.model.device else self._copy
+
+    def check(self) -> None:
+        """Raise ValueError where lm_head(hidden) is not what the model returns."""
+        if self._fault:
+            raise ValueError(self._fault)
+
+    def prepare_release(self) -> None:
+        """Check what could not be checked later, and forget copies."""
+        _ = self._fault
+        self.__dict__.pop("_copy", None)
+
+    @cached_property
+    def _copy(self) -> Tensor:
+        """Of a matrix that stands elsewhere than the features, made once."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight.to(self.model.device)
+
+    @cached_property
+    @torch.no_grad()
+    def _fault(self) -> str | None:
+        config = self.model.config.get_text_config(decoder=True)
+        lm_head = self.model.get_output_embeddings()
+        tokens = torch.arange(min(4, lm_head.weight.shape[0]), device=self.model.device)[None]
+        out = self.model(tokens, use_cache=False, output_hidden_states=[-1])
+        got = lm_head(out.hidden_states[-1])
+        if torch.allclose(got.float(), out.logits.float().to(got.device), rtol=1e-3, atol=1e-3):
+            return None
+        causes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
+        found = [f"{key}={value}" for key in causes if (value := getattr(config, key, None))]
+        return (
+            f"{self.name}: lm_head(hidden state) is not this model's logits "
+            f"({', '.join(found) or 'another layer comes between them'}); "
+            "use heads with their own lm_head and hard labels"
+        )

@@ -1,25 +1,94 @@
-"""The decoding loop: propose, verify, accept, keep, yield.
-
-Legend: B batch, N tree nodes, A committed tokens of a step, D feature width, V vocabulary.
-"""
+"""Drafters that need no training: none, n-gram lookup, and an oracle for tests and upper bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.cache import ROOM
-from draftheads.heads.shape import Tree, TreeShape
 from draftheads.heads.target import Decoded, Target
-from draftheads.heads.tree import TokenTree
-from draftheads.infer.accept import Acceptance, Accepted, Greedy
-from draftheads.infer.drafters import NoDraft
+from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
+from draftheads.infer.accept import Acceptance, Accepted, Greedy, Sampled, Typical
 from draftheads.infer.text import StopStrings
+
+
+class NoDraft:
+    """Proposes nothing: the engine then decodes one token per forward, as the plain model does."""
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._root: Topology | None = None
+
+    def propose(self, committed: Committed) -> TokenTree:
+        tokens_B = committed.last_tokens_B()
+        if self._root is None:
+            self._root = Topology(torch.full((1, 1), -1, device=tokens_B.device))
+        return TokenTree(tokens_B[:, None], self._root)
+
+
+class Oracle:
+    """Knows each row's continuation and hides it in a tree: the upper bound of every head of that
+    shape.
+
+    continuations: per row, the tokens that follow the prompt. noise: the chance that a node is
+    spoilt, seed: of the spoiling. The path of best guesses (rank 0) carries the truth, the other
+    nodes carry wrong tokens.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        shape: StaticTree,
+        continuations: Sequence[Sequence[int]],
+        *,
+        vocab_size: int,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.shape = shape
+        self.continuations = continuations
+        self.vocab_size = vocab_size
+        self.noise = noise
+        self.written: list[int] | None = None
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, committed: Committed) -> TokenTree:
+        counts = committed.counts
+        if self.written is None:  # the first call brings the prompt and one token
+            self.written = [1] * len(counts)
+        else:
+            self.written = [a + b for a, b in zip(self.written, counts, strict=True)]
+        roots = committed.last_tokens_B().tolist()
+        rows = [self._row(root, row) for row, root in enumerate(roots)]
+        device = committed.tokens_BA.device
+        return TokenTree(torch.tensor(rows, device=device), self.shape.topology(device))
+
+    def _row(self, root: int, row: int) -> list[int]:
+        assert self.written is not None
+        ahead = list(self.continuations[row][self.written[row] :])
+        tokens = [root]
+        for path in self.shape.paths:
+            depth, rank = len(path), path[-1]
+            truth = ahead[depth - 1] if depth <= len(ahead) else 0
+            spoilt = torch.rand((), generator=self.generator).item() < self.noise
+            offset = rank + self.shape.width if spoilt else rank
+            tokens.append((truth + offset) % self.vocab_size)
+        return tokens
+
+
+# The decoding loop: propose, verify, accept, keep, yield.
+#
+# Legend: B batch, N tree nodes, A committed tokens of a step, D feature width, V vocabulary.
 
 
 @dataclass(frozen=True)
@@ -99,7 +168,7 @@ class Speculator:
             if self.tree.nodes == 1:
                 self._new_drafter = NoDraft
         else:
-            self.tree = tree or TreeShape(())
+            self.tree = tree or StaticTree(())
             self._new_drafter = drafts or NoDraft
 
     def generate(
@@ -294,3 +363,73 @@ def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]
         index_BAD = path_BA[:, :, None].expand(-1, -1, out.features_BND.shape[-1])
         features_BAD = out.features_BND.gather(1, index_BAD)
     return Committed(tokens_BA, features_BAD, count_B, counts)
+
+
+# transformers' own `generate`, the baseline of every speed claim and the judge of losslessness.
+
+
+class Baseline:
+    """Continues one prompt with `model.generate` and its default cache, sampling as `rule` does.
+
+    Raises ValueError for a rule that `generate` has no equivalent of. `Typical` is compared with
+    plain sampling at its temperature.
+    """
+
+    def __init__(self, target: Target, rule: Acceptance, limits: Collection[int]) -> None:
+        self.target = target
+        eos, sampling = list(target.eos_ids), generate_arguments(rule)
+        self._configs = {  # made here, so that no timer sees them made
+            limit: GenerationConfig(
+                max_new_tokens=limit,
+                eos_token_id=eos or None,
+                pad_token_id=eos[0] if eos else 0,  # never used for one row; it spares a warning
+                **sampling,
+            )
+            for limit in limits
+        }
+
+    def __call__(self, prompt: Sequence[int], limit: int) -> list[int]:
+        """The new tokens, the EOS included; limit: max_new_tokens, one of `limits`."""
+        tokens_1T = torch.tensor([prompt], device=self.target.device)
+        out_1T = self.target.model.generate(
+            tokens_1T,
+            attention_mask=torch.ones_like(tokens_1T),
+            generation_config=self._configs[limit],
+        )
+        new: list[int] = out_1T[0, len(prompt) :].tolist()
+        return new
+
+
+def generate_arguments(rule: Acceptance) -> dict[str, Any]:
+    """The arguments of `GenerationConfig` that sample as `rule` does."""
+    if isinstance(rule, Greedy):
+        return {"do_sample": False}
+    if isinstance(rule, Sampled):
+        return {
+            "do_sample": True,
+            "temperature": float(rule.temperature),
+            "top_p": float(rule.top_p),
+            "top_k": rule.top_k,  # 0 switches off the 50 that generate takes when it is not told
+        }
+    if isinstance(rule, Typical):
+        chosen = {"temperature": float(rule.temperature), "top_p": 1.0, "top_k": 0}
+        return {"do_sample": True, **chosen}
+    raise ValueError(
+        f"expected Greedy, Sampled or Typical, got {type(rule).__name__}: `generate` has no "
+        "equivalent to compare it with"
+    )
+
+
+@contextmanager
+def without_defaults(target: Target) -> Iterator[None]:
+    """Hide the model's generation_config, which `generate` merges into any config it is given.
+
+    A repetition penalty or suppressed tokens from there would make `generate` write something else
+    than the target's plain distribution, which is what draft heads reproduce.
+    """
+    own = target.model.generation_config
+    target.model.generation_config = GenerationConfig()
+    try:  # the target is the caller's: give it back as it was, also after Ctrl-C
+        yield
+    finally:
+        target.model.generation_config = own

@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from draftheads.infer.report import BenchReport, Result, machine_line
+from draftheads.infer.bench import BenchReport, Result, machine_line
 
 COLOURS = ("#2f6fb0", "#d9822b", "#3a9a5b", "#a23b72", "#7a5fb5", "#6b6b2f")
 PLAIN, MUTED = "#8a8f98", "#444444"

@@ -15,15 +15,23 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
+from draftheads.scripts.commands import (
+    bench,
+    chat,
+    demo,
+    distill,
+    keys,
+    mistakes_in_one_line,
+    plan,
+    publish,
+    report,
+    spread,
+    train,
+)
 from draftheads.scripts.convert import convert
-from draftheads.scripts.data_preview import data_preview, import_answers
-from draftheads.scripts.decoding_commands import bench, chat
-from draftheads.scripts.distill_command import distill
 from draftheads.scripts.doctor import doctor
 from draftheads.scripts.merge import merge
-from draftheads.scripts.options import mistakes_in_one_line, spread
-from draftheads.scripts.sharing_commands import publish
-from draftheads.scripts.training_commands import demo, keys, plan, report, train
+from draftheads.scripts.preview import data_preview, import_answers
 from draftheads.train.entry import ended_by_sigterm, spin_briefly
 
 app = typer.Typer(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftheads.scripts.options import Device, Dtype, load_target
+from draftheads.scripts.commands import Device, Dtype, load_target
 
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
@@ -40,11 +40,10 @@ def converted(source: str | Path, folder: Path, to: str, target: Target | None =
     Raises ValueError for what `to` cannot be told and what cannot be read, FileExistsError where
     there is something at `folder`.
     """
-    from draftheads.heads.card import render_card
+    from draftheads.heads.card import render_card, write_remote_code
+    from draftheads.heads.files import staged
     from draftheads.heads.formats.table import written
     from draftheads.heads.hub import CARD, read_head
-    from draftheads.heads.remote_code import write_remote_code
-    from draftheads.heads.staging import staged
 
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; choose another folder, or remove it")

@@ -17,13 +17,11 @@ from rich.console import Console
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import load_head
 from draftheads.heads.target import Target
-from draftheads.infer.bench import bench
+from draftheads.infer.bench import BenchOptions, BenchReport, bench, print_report, write_json
 from draftheads.infer.chat import sample_chat
 from draftheads.infer.engine import Speculator
-from draftheads.infer.race import BenchOptions
-from draftheads.infer.report import BenchReport, print_report, write_json
+from draftheads.scripts.commands import choose_threads
 from draftheads.scripts.journey import opening_ids
-from draftheads.scripts.options import choose_threads
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.entry import INTERRUPTED

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from draftheads.scripts.options import (
+from draftheads.scripts.commands import (
     Device,
     Dtype,
     PromptWords,
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
-    from draftheads.train.doctor.evidence import Case
-    from draftheads.train.doctor.finding import Diagnosis, Finding
+    from draftheads.train.doctor.measurements import Case, Diagnosis, Finding
 
 
 def doctor(
@@ -59,8 +58,8 @@ def doctor(
     Exit code 0: healthy. 1: something was found.
     """
     from draftheads.scripts.journey import opening_ids
-    from draftheads.train.doctor.diagnose import diagnose
-    from draftheads.train.doctor.evidence import Case
+    from draftheads.train.doctor.checks import diagnose
+    from draftheads.train.doctor.measurements import Case
 
     model = load_target(target, dtype, device, heads=[head])
     choose_threads(threads, model)
@@ -154,8 +153,8 @@ def _read_data(folder: Path | None, target: Target) -> tuple[Documents | None, d
 
 def _openings(facts: dict[str, Any], documents: Documents | None, limit: int) -> list[list[int]]:
     """Prompts of documents that were not trained on."""
-    from draftheads.train.doctor.evidence import unseen
-    from draftheads.train.doctor.origins import openings_of
+    from draftheads.train.doctor.checks import openings_of
+    from draftheads.train.doctor.measurements import unseen
 
     if documents is None:
         raise ValueError(

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import find_head, read_config, record_measured
-from draftheads.heads.shape import parse_tree
 from draftheads.heads.target import Target
-from draftheads.infer.bench import Entry
+from draftheads.heads.tree import parse_tree
+from draftheads.infer.bench import BenchReport, Entry, measured_facts, write_json
 from draftheads.infer.plot import new_figure, plot
-from draftheads.infer.report import BenchReport, measured_facts, write_json
 from draftheads.infer.text import encode_prompt
 from draftheads.train.data.prompts import Prompt, read_prompts
 

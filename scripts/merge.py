@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from draftheads.scripts.options import MaybeTarget
+from draftheads.scripts.commands import MaybeTarget
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -39,6 +39,7 @@ def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
     import torch
     from transformers import AutoConfig
 
+    from draftheads.heads.files import staged
     from draftheads.heads.hub import (
         find_head,
         head_adapter,
@@ -47,7 +48,6 @@ def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
         read_config,
         save_head,
     )
-    from draftheads.heads.staging import staged
     from draftheads.heads.target import Target
 
     if dtype not in ("auto", *DTYPES):

@@ -10,8 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftheads.train.plan.needs import Duration, Memory
-from draftheads.train.plan.planner import Plan
+from draftheads.train.plan import Duration, Memory, Plan
 
 BUSY = 0.5
 """Processes per core that want to run, from which on they slow each other down."""

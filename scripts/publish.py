@@ -19,16 +19,16 @@ from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.card import (
     HUB_ID,
     PLACES,
+    REMOTE_CODE,
     card_faults,
     for_repository,
     is_hub_id,
     private_names,
     without,
 )
-from draftheads.heads.formats.head_config import read_json
+from draftheads.heads.formats.config import read_json
 from draftheads.heads.formats.stored import opened
 from draftheads.heads.hub import CARD, CONFIG, WEIGHTS, find_head, load_head, read_config
-from draftheads.heads.remote_code import REMOTE_CODE
 
 LICENCES = """
 apache-2.0 mit openrail openrail++ bigscience-openrail-m creativeml-openrail-m bigcode-openrail-m

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tiny_heads import decode
 from torch.distributed.tensor import DTensor
 
-from draftheads.heads.base import Batch
+from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
 from draftheads.train.launch import StopRequest, make_accelerator
 from draftheads.train.loop import Trainer

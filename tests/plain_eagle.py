@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.base import RANKS, Batch
+from draftheads.heads.base import RANKS
+from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
 
 Memories = list[list[tuple[int, Tensor, Tensor]]]  # one list of entries per layer
@@ -161,7 +162,7 @@ def plain_unroll(
                 own = [list(memory) for memory in memories]
                 for step in range(steps):
                     guessed = root + step + 1
-                    if guessed >= stop or not all(batch.learn_BT[row, root : guessed + 1]):
+                    if guessed >= stop or not all(batch.loss_mask_BT[row, root : guessed + 1]):
                         break
                     if step:
                         token_D, position = embedded_TD[root + step], root - first + step

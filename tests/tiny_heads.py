@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from tiny_targets import greedy
 
-from draftheads.heads.base import Batch, Committed, Drafter, DraftHead
+from draftheads.heads.base import Committed, Drafter, DraftHead
+from draftheads.heads.batch import Batch
 from draftheads.heads.hub import HEADS
-from draftheads.heads.shape import Tree
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TokenTree
+from draftheads.heads.tree import TokenTree, Tree
 from draftheads.infer.engine import Speculator, Statistics
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,10 +53,10 @@ def random_head(name: str, target: Target, **choices: Any) -> DraftHead:
 def written_by(target: Target, prompts: Sequence[list[int]], new: int) -> Batch:
     """What a target writes after prompts of one length, one document per row."""
     tokens_BT = torch.tensor([prompt + greedy(target, prompt, new) for prompt in prompts])
-    learn_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
-    learn_BT[:, : len(prompts[0])] = False
+    loss_mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    loss_mask_BT[:, : len(prompts[0])] = False
     positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
-    return Batch(tokens_BT, learn_BT, positions_BT, torch.zeros_like(tokens_BT))
+    return Batch(tokens_BT, loss_mask_BT, positions_BT, torch.zeros_like(tokens_BT))
 
 
 def overfitted(

@@ -15,12 +15,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from draftheads.heads.base import Batch
+from draftheads.heads.batch import Batch
 from draftheads.train.data.answers import Answer
 
 OPEN_ROWS = 64
@@ -32,6 +32,10 @@ MOST_TOKENS = 65536
 SPLIT_SEED = 20240119
 """Of the held-out split; not the run's seed, so that runs are judged on the same documents."""
 
+HELDOUT_TOKENS = 1 << 17
+"""Tokens observed at most: more would not change the tree, but every checkpoint would wait for
+them.
+"""
 Span = tuple[int, int]
 
 
@@ -149,7 +153,7 @@ class Rows:
         width = max(self.sizes[row] for row in rows)
         shape = (len(rows), width)
         tokens_BT = torch.zeros(shape, dtype=torch.long)
-        learn_BT = torch.zeros(shape, dtype=torch.bool)
+        loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
         documents_BT = torch.full(shape, -1)
         positions_BT = torch.arange(width).repeat(len(rows), 1)
         for line, row in enumerate(rows):
@@ -157,12 +161,12 @@ class Rows:
             for number, (start, stop) in enumerate(self.rows[row]):
                 place = slice(end, end := end + stop - start)
                 tokens_BT[line, place] = self.documents.tokens_N[start:stop].long()
-                learn_BT[line, place] = self.documents.learn_N[start:stop]
-                learn_BT[line, place.start] = False
+                loss_mask_BT[line, place] = self.documents.learn_N[start:stop]
+                loss_mask_BT[line, place.start] = False
                 documents_BT[line, place] = number
                 positions_BT[line, place] -= place.start
             positions_BT[line, end:] -= end
-        return Batch(tokens_BT, learn_BT, positions_BT, documents_BT)
+        return Batch(tokens_BT, loss_mask_BT, positions_BT, documents_BT)
 
 
 @dataclass(frozen=True)
@@ -311,3 +315,9 @@ def _epoch(rows: int, seed: int, epoch: int) -> list[int]:
 
 def _permutation(count: int, seed: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def heldout_rows(rows: Rows) -> int:
+    """How many rows, the first ones, are observed."""
+    ends = accumulate(rows.sizes)
+    return next((row for row, end in enumerate(ends, 1) if end >= HELDOUT_TOKENS), len(rows))

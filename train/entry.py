@@ -16,8 +16,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from draftheads.train.choices import Kind
     from draftheads.train.loop import Outcome
+    from draftheads.train.recipe import Kind
 
 INTERRUPTED = 130
 """Exit code of what was stopped by Ctrl-C, SIGTERM or a file."""

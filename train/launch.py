@@ -25,7 +25,6 @@ from accelerate.utils import (
 )
 
 from draftheads.train.recipe import Recipe
-from draftheads.train.trackers import check_trackers
 
 SUPPORTED = {
     DistributedType.NO,
@@ -45,7 +44,6 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     meant.
     """
     check_environment(os.environ, has_gpu=torch.cuda.is_available())
-    check_trackers(recipe.run.trackers)
     on_cpu = not torch.cuda.is_available()
     # accelerate sees one process, DeepSpeed several, when nobody names a backend that a CPU has
     gloo = on_cpu and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
@@ -186,7 +184,7 @@ def first_process_first(accelerator: Accelerator) -> Iterator[None]:
             accelerator.wait_for_everyone()
 
 
-def speaker(accelerator: Accelerator) -> Callable[[str], None]:
+def main_process_log(accelerator: Accelerator) -> Callable[[str], None]:
     """Prints a line, once for all processes of all nodes."""
     return print if accelerator.is_main_process else lambda _: None
 

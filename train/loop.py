@@ -1,23 +1,54 @@
-"""The training loop: features from the frozen target, loss from the head, one optimizer step over
-all processes.
+"""Which batch and what in it was not finite, once a step was.
 
-Legend: M learned positions, K draft depth, R ranks.
+Legend: B batch, T tokens, D feature width.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import math
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
+from safetensors.torch import save_file
+from torch import Tensor
 
 from draftheads.heads.adapter import FOLDER as ADAPTER
-from draftheads.train.assemble import (
+from draftheads.heads.base import DraftHead
+from draftheads.heads.batch import Batch
+from draftheads.heads.files import staged
+from draftheads.heads.target import Target
+from draftheads.train.batches import Order, Reading, check_divides, share
+from draftheads.train.checkpoint import (
+    Checkpoints,
+    RunState,
+    check_same_parts,
+    check_same_run,
+    continuing,
+    load_optimizer_state,
+    load_weights,
+    newest,
+    read_state,
+    same_length,
+    shared_choices,
+)
+from draftheads.train.engines import Engine, autocast, make_engine, make_learner
+from draftheads.train.evaluate import Evaluator, check_eval
+from draftheads.train.features import FeatureSource, make_features
+from draftheads.train.launch import StopRequest, agreeing, main_process_log, make_accelerator
+from draftheads.train.progress import Progress, check_trackers
+from draftheads.train.recipe import Recipe, decodes
+from draftheads.train.report import write_report
+from draftheads.train.setup import (
+    TrainingData,
     check_trained,
     create_head,
     facts,
@@ -25,28 +56,181 @@ from draftheads.train.assemble import (
     load_target,
     versions,
 )
-from draftheads.train.batches import Order, Reading, check_divides
-from draftheads.train.checkpoint import Checkpoints, load_moments, load_weights, newest
-from draftheads.train.engines import Engine, make_engine
-from draftheads.train.faults import explain
-from draftheads.train.features import FeatureSource, make_features
-from draftheads.train.judge import Judge, check_judge
-from draftheads.train.judge_choices import decodes
-from draftheads.train.launch import StopRequest, agreeing, make_accelerator, speaker
-from draftheads.train.learner import make_learner
-from draftheads.train.progress import Progress
-from draftheads.train.recipe import Recipe
-from draftheads.train.report import write_report
-from draftheads.train.state import (
-    RunState,
-    check_same_parts,
-    check_same_run,
-    continuing,
-    read_state,
-    same_length,
-    shared_choices,
-)
-from draftheads.train.step import Step
+
+if TYPE_CHECKING:
+    from draftheads.train.batches import Rows
+
+SHOWN = 8
+"""Row, answer and parameter names given in a line."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A micro batch with something in it that is not finite.
+
+    process, batch: which one, micro batches counted over all processes of the step. rows, answers:
+    what is in it. source: the first thing on the way from tokens to gradient that is not finite.
+    """
+
+    process: int
+    batch: int
+    rows: list[int]
+    answers: list[int]
+    source: str
+
+    def __str__(self) -> str:
+        return (
+            f"batch {self.batch} on process {self.process} (rows {_some(self.rows)}; answers "
+            f"{_some(self.answers)}): {self.source}"
+        )
+
+
+class Examiner:
+    """Runs micro batches of a bad step again, one by one; its randomness is a function of the
+    step, so they are the same.
+    """
+
+    def __init__(self, head: DraftHead, target: Target, accelerator: Accelerator) -> None:
+        self.head, self.target, self.accelerator = head, target, accelerator
+        self.kept: list[tuple[Fault, dict[str, Tensor]]] = []
+
+    def examine(self, number: int, rows: Sequence[int], batch: Batch, features_BTD: Tensor) -> None:
+        """Note what is wrong with this process's micro batch `number`, if anything is."""
+        source = next(self._sources(batch, features_BTD), None)
+        if source is not None:
+            fault = Fault(self.accelerator.process_index, number, list(rows), [], source)
+            tensors = {name: getattr(batch, name) for name in Batch.__dataclass_fields__}
+            self.kept.append((fault, {**tensors, "features_BTD": features_BTD}))
+
+    def found(self, data: Rows) -> list[Fault]:
+        """The faults of all processes, in order of their batches."""
+        mine = [replace(fault, answers=data.answers(fault.rows)) for fault, _ in self.kept]
+        self.kept = [(fault, kept[1]) for fault, kept in zip(mine, self.kept, strict=True)]
+        return sorted(gather_object(mine), key=lambda fault: fault.batch)
+
+    def save(self, folder: Path) -> None:
+        """Write this process's first bad batch, if it has one: tensors, and what is known."""
+        for fault, tensors in self.kept[:1]:
+            with staged(folder / f"process-{fault.process}") as staging:
+                on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+                save_file(on_cpu, staging / "batch.safetensors")
+                (staging / "fault.json").write_text(json.dumps(asdict(fault), indent=2) + "\n")
+
+    def _sources(self, batch: Batch, features_BTD: Tensor) -> Iterator[str]:
+        bad = [name for name, p in self.head.named_parameters() if not p.isfinite().all()]
+        if bad:
+            yield f"weights of the heads are not finite: {_some(bad)}"
+        wrong_BT = ~features_BTD.isfinite().all(-1) & (batch.documents_BT >= 0)
+        if wrong_BT.any():
+            line, place = wrong_BT.nonzero()[0].tolist()
+            yield (
+                f"the target's features are not finite at {int(wrong_BT.sum())} tokens, first in "
+                f"line {line} of the batch at token {place}"
+            )
+        trained = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
+        loss = self.head(batch, features_BTD, self.target).loss
+        if not loss.isfinite():
+            yield f"the loss of the heads is {float(loss.detach())}"
+        # not backward(): DDP's hooks would take these gradients for the step's
+        grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        bad = [
+            name
+            for name, grad in zip(trained, grads, strict=True)
+            if grad is not None and not grad.isfinite().all()
+        ]
+        if bad:
+            yield f"gradients are not finite: {_some(bad)}"
+
+
+def explain(faults: Sequence[Fault]) -> str:
+    """One line for all of them."""
+    if not faults:
+        return "no batch shows it when run alone: a sum over batches overflowed, or memory is bad"
+    more = f"; and {len(faults) - 1} more batches" if len(faults) > 1 else ""
+    return f"{faults[0]}{more}"
+
+
+def _some(names: Sequence[object]) -> str:
+    shown = ", ".join(str(name) for name in names[:SHOWN])
+    return f"{shown}, ... ({len(names)})" if len(names) > SHOWN else shown
+
+
+# The gradients of one optimizer step: its micro batches, this process's share of them, their
+# randomness. All of it is a function of (seed, step); nothing is remembered between steps.
+#
+# Legend: B batch, T tokens, D feature width, K draft depth, R ranks.
+
+
+@dataclass(frozen=True)
+class Step:
+    """Number `number` of `steps`, counted from 0. order: which rows it has."""
+
+    number: int
+    recipe: Recipe
+    accelerator: Accelerator
+    target: Target
+    data: TrainingData
+    order: Order
+    steps: int
+    features: FeatureSource
+
+    @property
+    def tokens(self) -> int:
+        """Of all processes, padding not counted."""
+        return sum(self.data.train.sizes[row] for row in self.order.step(self.number))
+
+    def accumulate(self, engine: Engine) -> tuple[Tensor, Tensor]:
+        """Gradients of this process's share, in `engine`; (its part of the loss, its ranks_KR).
+
+        The loss is one mean over all learned tokens of the step.
+        """
+        learned = sum(self.data.train.learned[row] for row in self.order.step(self.number))
+        last_number = self._share()[-1][0]
+        engine.learner.done = self.number / self.steps
+        losses: list[Tensor] = []
+        ranks: list[Tensor] = []
+        for number, _, batch, features_BTD in self._batches():
+            last = number == last_number
+            with engine.accumulating(last=last):
+                out = engine.model(batch, features_BTD, self.target)
+                loss = out.loss / learned
+                # a loss that is not finite shall make gradients that are not, on every engine
+                poison = torch.where(loss.detach().isfinite(), 1.0, math.nan)
+                engine.backward(loss * poison, last=last)
+            losses.append(loss.detach())
+            ranks.append(out.ranks_KR)
+        return torch.stack(losses).sum(), torch.stack(ranks).sum(0)
+
+    def examine(self, engine: Engine) -> Examiner:
+        """Run this process's share again, alone, and note what is not finite in it."""
+        examiner = Examiner(engine.whole(), self.target, self.accelerator)
+        for number, rows, batch, features_BTD in self._batches():
+            with torch.no_grad():
+                seen_BTD = engine.learner.seen(batch, features_BTD, self.target)
+            with autocast(self.recipe.run.precision, self.accelerator.device):
+                examiner.examine(number, rows, batch, seen_BTD)
+        return examiner
+
+    def _share(self) -> list[tuple[int, list[int]]]:
+        rows = self.order.step(self.number)
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        return share(rows, self.recipe.data.rows_per_batch, rank, world)
+
+    def _batches(self) -> Iterator[tuple[int, list[int], Batch, Tensor]]:
+        """Number in the step, rows, tokens and features of this process's micro batches. Random
+        numbers that follow belong to the micro batch, whoever computes it, in whatever run.
+        """
+        for number, rows in self._share():
+            batch = self.data.train.batch(rows).to(self.accelerator.device)
+            features_BTD = self.features(rows, batch)
+            torch.manual_seed(hash((self.recipe.run.seed, self.number, number)) % (1 << 63))
+            yield number, rows, batch, features_BTD
+
+
+# The training loop: features from the frozen target, loss from the head, one optimizer step over
+# all processes.
+#
+# Legend: M learned positions, K draft depth, R ranks.
 
 
 @dataclass(frozen=True)
@@ -74,6 +258,7 @@ def fit(recipe: Recipe) -> Outcome:
     Raises ValueError for a recipe, data or launch that cannot work, and when the loss stays
     non-finite; OSError when a checkpoint cannot be written.
     """
+    check_trackers(recipe.run.trackers)
     accelerator = make_accelerator(recipe)
     try:
         return _go_on(recipe, accelerator)
@@ -89,11 +274,11 @@ class Trainer:
         self, recipe: Recipe, accelerator: Accelerator, checkpoint: Path | None = None
     ) -> None:
         self.recipe, self.accelerator, self.checkpoint = recipe, accelerator, checkpoint
-        self.say, self.world = speaker(accelerator), accelerator.num_processes
-        check_judge(recipe, self.say)
+        self.log, self.world = main_process_log(accelerator), accelerator.num_processes
+        check_eval(recipe, self.log)
         self.target = load_target(recipe, accelerator)
         with agreeing(accelerator) as said:
-            self.data = load_data(recipe, self.target, self.say)
+            self.data = load_data(recipe, self.target, self.log)
             said["target"], said["data"] = self.target.fingerprint(), self.data.documents.digest()
         old = read_state(checkpoint) if checkpoint else None
         reading = Reading(
@@ -105,22 +290,22 @@ class Trainer:
         steps = recipe.run.steps or self.order.steps(recipe.run.epochs or 1)
         steps = old.steps if old and same_length(old, recipe) else steps
         if warning := reading.warning(steps, count):
-            self.say(warning)
+            self.log(warning)
         self.state = self._start(count, steps)
         if checkpoint and old:
             check_same_parts(checkpoint, old, self.state)
             kept = ("recipe", "steps", "versions")
             self.state = replace(old, **{name: getattr(self.state, name) for name in kept})
         self.head = create_head(recipe, self.target, self.data.documents)
-        check_trained(self.head, self.target, self.say)
+        check_trained(self.head, self.target, self.log)
         self.learner = make_learner(recipe, self.head, self.target)
         # weights and two moments, all float32
         size = 12 * sum(parameter.numel() for parameter in self.learner.trained().values())
         self.engine = self._engine()
         if checkpoint and old:
-            self.say(continuing(checkpoint, old, self.state))
+            self.log(continuing(checkpoint, old, self.state))
         self.features, heldout_features = self._features()
-        self.judge = Judge(recipe, accelerator, self.target, self.data, heldout_features)
+        self.judge = Evaluator(recipe, accelerator, self.target, self.data, heldout_features)
         places = recipe.run.output, recipe.run.keep
         self.checkpoints = Checkpoints(*places, accelerator, checkpoint, size)
 
@@ -148,10 +333,10 @@ class Trainer:
         """How it ended, with a report unless it was interrupted."""
         step, steps = self.state.step, self.state.steps
         if self.state.exhausted and step < steps:
-            self.say(self.state.early())
+            self.log(self.state.early())
             steps = step
         if step == steps and self.recipe.judge.report and self.accelerator.is_main_process:
-            self.say(f"report: {write_report(self.recipe.run.output)}")
+            self.log(f"report: {write_report(self.recipe.run.output)}")
         return Outcome(saved, step, steps, trained=True, stopped_by=by)
 
     def _engine(self) -> Engine:
@@ -166,7 +351,7 @@ class Trainer:
             self.head.compile_layers()
         engine = make_engine(self.learner, self.recipe.optim, self.accelerator)
         if self.checkpoint:
-            engine.restore(load_moments(self.checkpoint))
+            engine.restore(load_optimizer_state(self.checkpoint))
         return engine
 
     def _features(self) -> tuple[FeatureSource, FeatureSource]:
@@ -177,20 +362,20 @@ class Trainer:
             return sources
         if decodes(self.state.recipe):
             if self.recipe.features.mode == "cached":
-                self.say("the target stays whole, to judge heads with; judge.every=0 frees it")
+                self.log("the target stays whole, to judge heads with; judge.every=0 frees it")
             return sources
         freed = self.target.release(
             lm_head=not self.head.needs_unembed, layers=self.recipe.features.mode == "cached"
         )
         if freed:
-            self.say(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
+            self.log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
         return sources
 
     def _rows_per_step(self, reading: Reading) -> int:
         asked, per_batch = self.recipe.run.tokens_per_step, self.recipe.data.rows_per_batch
         rows, note = reading.rows_per_step(asked, per_batch)
         if note:
-            self.say(note)
+            self.log(note)
         return rows
 
     def _start(self, rows: int, steps: int) -> RunState:
@@ -276,8 +461,8 @@ class Trainer:
             **({"decoding": measured.facts()} if measured else {}),
         }
         published = {**results, **facts(recipe, self.data, self.accelerator)}
-        moments = self.engine.moments(keep=self.accelerator.is_main_process)
-        return self.checkpoints.save(head, moments, self.state, self.target, published)
+        optimizer_state = self.engine.optimizer_state(keep=self.accelerator.is_main_process)
+        return self.checkpoints.save(head, optimizer_state, self.state, self.target, published)
 
 
 def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
@@ -289,13 +474,15 @@ def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
         said["checkpoint"], said["step"] = found.name if found else "none", old.step if old else 0
         said.update(shared_choices(recipe))
     for fault in damaged:
-        speaker(accelerator)(f"warning: passed over and put aside {recipe.run.output}/{fault}")
+        main_process_log(accelerator)(
+            f"warning: passed over and put aside {recipe.run.output}/{fault}"
+        )
     if found and old:
         if old.step >= (old.steps if same_length(old, recipe) else recipe.run.steps or math.inf):
             return Outcome(found, old.step, old.step, trained=False)
         state = replace(old, recipe=recipe.model_dump(mode="json"))
         if state.exhausted:
-            speaker(accelerator)(f"{state.early()}; raise judge.patience to go on")
+            main_process_log(accelerator)(f"{state.early()}; raise judge.patience to go on")
             return Outcome(found, old.step, old.step, trained=False)
     trainer = Trainer(recipe, accelerator, found)
     with StopRequest(recipe.run.output) as stop:  # before, there is nothing to save

@@ -8,17 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftheads.heads.formats import eagle_writers as eagle
-from draftheads.heads.formats import medusa_layouts as medusa
-from draftheads.heads.formats.eagle_layouts import from_eagle, is_eagle
-from draftheads.heads.formats.hydra_layout import from_hydra, is_hydra
-from draftheads.heads.formats.refusals import check_design
-from draftheads.heads.formats.speculators_layout import (
+from draftheads.heads.formats import eagle, medusa
+from draftheads.heads.formats.eagle import (
+    from_eagle,
     from_speculators,
+    is_eagle,
     is_speculators,
     speculators_config,
 )
-from draftheads.heads.formats.stored import Stored, Written, read_files
+from draftheads.heads.formats.medusa import from_hydra, is_hydra
+from draftheads.heads.formats.stored import Stored, Written, check_design, read_files
 from draftheads.heads.target import Target
 
 Knows = Callable[[Stored], bool]

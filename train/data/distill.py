@@ -1,28 +1,38 @@
-"""The target answers prompts; its own tokens become the training set.
+"""Batches of conversations answered by the target's own `generate`, repeatable from seeds.
 
-`distill` fills a folder (see `draftheads.train.data.answers` for what is in it). Prompts are known
-by what they say, and what is drawn for one depends on that and the seed alone. They are answered in
-batches of consecutive ones; a batch that an interruption left unfinished is answered again as a
-whole, so neither the number of processes nor an interruption changes a single token. With RANK and
-WORLD_SIZE in the environment (torchrun, accelerate launch) each process answers its share.
+Each row draws from a seed of its own, so what is drawn for a prompt does not depend on the prompts
+that it is answered with.
+
+Legend: B batch, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import json
 import logging
 import os
+import platform
 import time
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 from tqdm import tqdm
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from draftheads.infer.accept import filtered_logits
+from draftheads.infer.engine import without_defaults
 from draftheads.train.data.answers import (
+    BY_CONTENT,
     FORMAT,
     MANIFEST,
     Answer,
@@ -38,14 +48,321 @@ from draftheads.train.data.answers import (
     write_manifest,
 )
 from draftheads.train.data.conversation import Conversation, Renderer
-from draftheads.train.data.generate import Answerer, LocalAnswerer, Sampling
-from draftheads.train.data.manifest import describe, identify, refuse_other
-from draftheads.train.data.prompts import Prompt
-from draftheads.train.data.turns import check_tools, with_tools
+from draftheads.train.data.prompts import Prompt, check_tools, with_tools
 from draftheads.train.launch import check_environment
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
+
+
+class Sampling(BaseModel):
+    """How the target's tokens are drawn."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: float = Field(0.3, ge=0, description="softmax temperature; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="probability mass kept; 1 keeps all")
+    top_k: int = Field(0, ge=0, description="tokens kept; 0 keeps all")
+    max_new_tokens: int = Field(512, ge=1, description="tokens per answer, end token included")
+
+
+Answered = tuple[list[Conversation], Exception | None]
+
+
+class Answerer(ABC):
+    """Who answers. eos_ids: what ends an answer; context: tokens that fit; together: answers of one
+    batch are computed together, so rounding may make one depend on another.
+    """
+
+    together = True
+
+    def __init__(self, name: str, tokenizer: Any, eos_ids: tuple[int, ...], context: int) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.context = context
+
+    @abstractmethod
+    def origin(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+
+    @abstractmethod
+    def answer(
+        self, batches: Iterable[list[Conversation]], sampling: Sampling, seeds: Sequence[str]
+    ) -> Generator[Answered]:
+        """Ask and answer all turns of the batches' conversations, in place.
+
+        seeds: by the prompts' indices. Yields conversations when they are done, with the last error
+        of a prompt that could not be answered, or None. Those that nobody could be asked are left
+        out.
+        """
+
+
+class LocalAnswerer(Answerer):
+    """The target, in this process."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(str(target.name), target.tokenizer, target.eos_ids, target.context)
+        self._target = target
+
+    def origin(self) -> dict[str, Any]:
+        """Name, and what tells these weights from others."""
+        return {
+            "name": self.name,
+            "revision": self._target.revision,
+            "fingerprint": self._target.fingerprint(),
+            "dtype": str(self._target.model.dtype).removeprefix("torch."),
+        }
+
+    def answer(
+        self, batches: Iterable[list[Conversation]], sampling: Sampling, seeds: Sequence[str]
+    ) -> Generator[Answered]:
+        """One batch after the other."""
+        for rows in batches:
+            yield rows, answer_batch(self._target, rows, sampling, seeds)
+
+
+def answer_batch(
+    target: Target, conversations: Sequence[Conversation], sampling: Sampling, seeds: Sequence[str]
+) -> RuntimeError | None:
+    """Ask and answer all turns of the conversations, in place.
+
+    seeds: as of `Answerer.answer`; the same seeds, conversations and machine give the same tokens.
+    Returns the last error of a prompt that could not be answered even alone, or None.
+    """
+    error: RuntimeError | None = None
+    turn = 0
+    while rows := [row for row in conversations if row.ask()]:
+        drawn = [f"{seeds[row.prompt.index]}/{turn}" for row in rows]
+        try:
+            answers = generate(target, [row.tokens for row in rows], sampling, drawn)
+        except RuntimeError:  # out of memory, most often from one long prompt: spare the others
+            _free_memory()
+            error = _answer_alone(target, rows, sampling, drawn) or error
+        else:
+            for row, ids in zip(rows, answers, strict=True):
+                row.answer(ids)
+        turn += 1
+    return error
+
+
+def _answer_alone(
+    target: Target, rows: Sequence[Conversation], sampling: Sampling, seeds: Sequence[str]
+) -> RuntimeError | None:
+    last: RuntimeError | None = None
+    for row, seed in zip(rows, seeds, strict=True):
+        try:
+            [ids] = generate(target, [row.tokens], sampling, [seed])
+        except RuntimeError as error:  # the second time: this prompt is lost, the run is not
+            _free_memory()
+            row.end("failed", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            last = error
+        else:
+            row.answer(ids)
+    return last
+
+
+def _free_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def generate(
+    target: Target, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[str]
+) -> list[list[int]]:
+    """The target's continuations, each ending with its end token or at the length limit.
+
+    seeds: one per prompt. A row never leaves the context: rows with a similar room left are
+    generated together, and the smallest room limits them all, so a row loses at most half of its
+    room to its neighbours.
+    """
+    groups: dict[int, list[int]] = defaultdict(list)
+    rooms = [min(sampling.max_new_tokens, target.context - len(prompt)) for prompt in prompts]
+    for row, room in enumerate(rooms):
+        assert room > 0, "prompts that do not fit are skipped before"
+        groups[0 if room == sampling.max_new_tokens else room.bit_length()].append(row)
+    answers: list[list[int]] = [[] for _ in prompts]
+    for _, group in sorted(groups.items()):
+        limit = min(rooms[row] for row in group)
+        draws = _Draws(sampling, [seeds[row] for row in group], limit)
+        new_BT = _generate(target, [prompts[row] for row in group], draws, limit)
+        for row, ids in zip(group, new_BT.tolist(), strict=True):
+            answers[row] = until_end(ids, target.eos_ids)
+    return answers
+
+
+class _Draws(LogitsProcessor):  # type: ignore[misc]
+    """Draws each row's next tokens by numbers of its own: only the drawn token keeps its logit, so
+    that `generate`'s argmax takes it. Raises RuntimeError for logits that are not numbers.
+    """
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[str], limit: int) -> None:
+        self._sampling = sampling
+        self._step = 0
+        generators = [
+            torch.Generator().manual_seed(
+                int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
+            )
+            for seed in seeds
+        ]
+        self._uniform_BT = torch.stack(
+            [torch.rand(limit, generator=one, dtype=torch.float64) for one in generators]
+        )
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self._sampling.temperature == 0:
+            return scores
+        chosen = self._sampling.temperature, self._sampling.top_p, self._sampling.top_k
+        below_BV = filtered_logits(scores, *chosen).double().softmax(-1).cumsum(-1)
+        total_B1 = below_BV[:, -1:]
+        if not total_B1.isfinite().all():
+            raise RuntimeError("the target's logits are not finite")
+        self._uniform_BT = self._uniform_BT.to(scores.device)
+        uniform_B1 = self._uniform_BT[:, self._step, None]
+        self._step += 1
+        drawn_B1 = torch.searchsorted(below_BV, uniform_B1 * total_B1, right=True)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn_B1, 0.0)
+
+
+def _generate(
+    target: Target, prompts: Sequence[Sequence[int]], draws: _Draws, limit: int
+) -> Tensor:
+    width = max(map(len, prompts))
+    pad = target.eos_ids[0] if target.eos_ids else 0
+    tokens_BT = torch.full((len(prompts), width), pad)
+    mask_BT = torch.zeros_like(tokens_BT)
+    for row, prompt in enumerate(prompts):
+        tokens_BT[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask_BT[row, width - len(prompt) :] = 1
+    config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=limit,
+        eos_token_id=list(target.eos_ids) or None,
+        pad_token_id=pad,
+    )
+    with without_defaults(target):
+        out_BT = target.model.generate(
+            tokens_BT.to(target.device),
+            attention_mask=mask_BT.to(target.device),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([draws]),
+        )
+    new_BT: Tensor = out_BT[:, width:]
+    return new_BT
+
+
+def until_end(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
+    """Up to and including the first end token; what follows is padding."""
+    end = next((place for place, token in enumerate(ids) if token in eos_ids), len(ids))
+    return ids[: end + 1]
+
+
+# What a distillation was begun with, and whether a call resumes just that.
+
+
+BEFORE = {"reasoning": "keep"}
+"""What folders that do not record these options were made with."""
+
+
+def identify(prompts: Sequence[Prompt]) -> list[str]:
+    """An id for each prompt: a hash of what it says, numbered where several are equal."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for prompt in prompts:
+        name = hashlib.sha256(_said(prompt)).hexdigest()[:32]
+        seen[name] += 1
+        ids.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return ids
+
+
+def _said(prompt: Prompt) -> bytes:
+    return json.dumps([prompt.messages, prompt.text]).encode()
+
+
+def describe(
+    origin: dict[str, Any], prompts: Sequence[Prompt], options: DistillOptions
+) -> dict[str, Any]:
+    """The manifest of a distillation that begins. origin: of who answers, see `Answerer.origin`.
+
+    Raises ValueError for no prompts, or prompts that are not numbered from 0.
+    """
+    if not prompts:
+        raise ValueError("prompts: expected at least one, got none; check --prompts")
+    if [prompt.index for prompt in prompts] != list(range(len(prompts))):
+        raise ValueError("prompts: expected the indices 0, 1, 2, ...; use read_prompts")
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(_said(prompt) + b"\n")
+    packages = ("draftheads", "torch", "transformers", "tokenizers")
+    sampling = {"temperature", "top_p", "top_k", "max_new_tokens", "max_turns", "template_args"}
+    sampling |= set(BEFORE)
+    return {
+        "format": BY_CONTENT,
+        "target": origin,
+        "sampling": options.model_dump(mode="json", include=sampling),
+        "seed": options.seed,
+        "batch_size": options.batch_size,
+        "prompts": {
+            "source": options.source,
+            "count": len(prompts),
+            "sha256": digest.hexdigest(),
+        },
+        "complete": False,
+        "counts": {},
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def refuse_other(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raises ValueError, naming each difference between two manifests that would change answers.
+
+    Prompts may differ, except in folders of format 1, which know them by their numbers.
+    """
+    was_by, now_by = _answered_by(old["target"]), _answered_by(new["target"])
+    pairs = [("answers come from", was_by, now_by), ("seed", old["seed"], new["seed"])]
+    was = BEFORE | old["sampling"]
+    pairs += [(key, was.get(key), value) for key, value in new["sampling"].items()]
+    if was_by == now_by:
+        pairs += _differing(old, new, "target", ("fingerprint", "dtype"))
+    if old["format"] == FORMAT:
+        pairs += _differing(old, new, "prompts", ("count", "sha256"))
+    different = [f"{key}: expected {was!r}, got {now!r}" for key, was, now in pairs if was != now]
+    if different:
+        raise ValueError(
+            f"{out} was begun with other options (target {old['target']['name']}, prompts "
+            f"{old['prompts']['source'] or 'unnamed'}): {'; '.join(different)}. "
+            "Use another --out, or the same options to resume"
+        )
+
+
+def _answered_by(target: dict[str, Any]) -> str:
+    """A server's address is left out: it may move, its model may not."""
+    server = target.get("server")
+    if server is None:
+        return "this process"
+    return (
+        f"a server with model {server['model']}, context {server['context']}, target "
+        f"{target['name']}"
+    )
+
+
+def _differing(
+    old: dict[str, Any], new: dict[str, Any], part: str, keys: tuple[str, ...]
+) -> list[tuple[str, Any, Any]]:
+    return [(f"{part} {key}", old[part][key], new[part][key]) for key in keys]
+
+
+# The target answers prompts; its own tokens become the training set.
+#
+# `distill` fills a folder (see `draftheads.train.data.answers` for what is in it). Prompts are
+# known by what they say, and what is drawn for one depends on that and the seed alone. They are
+# answered in batches of consecutive ones; a batch that an interruption left unfinished is answered
+# again as a whole, so neither the number of processes nor an interruption changes a single token.
+# With RANK and WORLD_SIZE in the environment (torchrun, accelerate launch) each process answers
+# its share.
+
 
 __all__ = ["Answer", "DistillOptions", "DistillReport", "distill", "read_answers", "read_manifest"]
 

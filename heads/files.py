@@ -1,0 +1,79 @@
+"""Folders and files that appear complete or not at all."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its place when the block ends well, and is
+    deleted otherwise. What it holds gets the modes that the umask gives new files and folders.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    sweep(folder.parent, glob.escape(folder.name))
+    staging = own_name(folder)
+    staging.mkdir()
+    mode = staging.stat().st_mode & 0o666
+    try:
+        yield staging
+        for path in staging.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)  # safetensors writes 0600, which nobody else could serve
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if folder.exists():
+            old = staging.with_name(f"{staging.name}.old")
+            folder.rename(old)
+            staging.rename(folder)
+            shutil.rmtree(old)
+        else:
+            staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)  # gone already when the rename went well
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small UTF-8 file under a temporary name, then rename it to `path`."""
+    part = own_name(path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def own_name(path: Path) -> Path:
+    """A hidden name beside `path` that is this process's own."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+
+
+def sweep(folder: Path, pattern: str) -> None:
+    """Remove what killed processes of this machine left under their own names of paths in `folder`
+    that match `pattern`.
+    """
+    for left in folder.glob(f".{pattern}.{socket.gethostname()}.*"):
+        process = left.name.rpartition(".")[2]
+        if process.isdecimal() and not _is_alive(int(process)):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    """Whether another process has this number: in a container the next launch often has its own
+    predecessor's.
+    """
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True

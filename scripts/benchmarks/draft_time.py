@@ -1,0 +1,389 @@
+"""Drafters of any kind at a given shape, with random weights on a stand-in target, ready to draft
+again and again.
+
+Legend: B batch, A newly committed tokens, D feature width, V vocabulary, v draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+
+from draftheads.heads.base import Committed, DraftHead
+from draftheads.heads.hub import HEADS
+from draftheads.heads.sequential import CONDITIONINGS
+from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
+from draftheads.infer.bench import describe_machine, machine_line
+from draftheads.scripts.benchmarks.step_time import CLOCKS
+from draftheads.scripts.benchmarks.step_trial import option
+from draftheads.scripts.commands import mistakes_in_one_line, set_threads
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("medusa", {}),
+    "medusa-shared": ("medusa", {"lm_head": "shared"}),
+    **{name: ("sequential", {"conditioning": name}) for name in CONDITIONINGS},
+    **{
+        f"{name}-shared": ("sequential", {"conditioning": name, "lm_head": "shared"})
+        for name in CONDITIONINGS
+    },
+    **{
+        f"{name}+prefix": ("sequential", {"conditioning": name, "prefix": True})
+        for name in CONDITIONINGS
+    },
+    "recurrent-shared+prefix": (
+        "sequential",
+        {"conditioning": "recurrent", "lm_head": "shared", "prefix": True},
+    ),
+    "eagle3": ("eagle3", {}),
+    "eagle": ("eagle", {}),
+}
+"""Name -> (kind, choices). shared: the target's lm_head; others have one for each depth (eagle3:
+one). prefix: a decoder layer in front.
+"""
+DEFAULT_KINDS = ("medusa", "medusa-shared", *CONDITIONINGS, "state+prefix", "eagle3")
+GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
+"""Operators that read as much of their first tensor as they return."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The choices of one run. hidden, vocab, layers: the target's; attention heads and the MLP are
+    in Llama 3's proportions. nodes, depth: of all trees. top_k: of the dynamic ones. draft_vocab:
+    tokens that the heads can guess, 0: all. rank: of the sequential heads, 0: their default.
+    context: committed tokens before the first tree; accepted: before each further one. clock: as in
+    `step_trial`. together_gb: heads that take no more are timed in turns.
+    """
+
+    hidden: int = 512
+    vocab: int = 8192
+    layers: int = 16
+    nodes: int = 60
+    depth: int = 4
+    top_k: int = 10
+    draft_vocab: int = 0
+    rank: int = 0
+    context: int = 256
+    accepted: int = 3
+    repetitions: int = 30
+    warmup: int = 5
+    threads: int = 0
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    clock: str = "wall"
+    together_gb: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.repetitions < 2:  # quartiles of one draft there are none
+            raise ValueError(f"repetitions: expected 2 or more, got {self.repetitions}")
+        for name in ("hidden", "vocab", "layers", "nodes", "depth", "top_k", "accepted"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+
+
+def create_target(setup: Setup) -> Target:
+    """What drafters need of a target: its embeddings and lm_head, and the sizes of its layers. It
+    has one layer and says that it has `setup.layers`, so it cannot verify.
+    """
+    head_dim = 128 if setup.hidden >= 1024 else 64
+    heads = max(1, setup.hidden // head_dim)
+    config = LlamaConfig(
+        hidden_size=setup.hidden,
+        intermediate_size=setup.hidden * 7 // 2,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        vocab_size=setup.vocab,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(setup.seed)
+    with torch.device(setup.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype))
+    model.generation_config = GenerationConfig()
+    target = Target(model.to(setup.device), name="random Llama")
+    target.unembed_weight()  # its check runs the model: before it says that it is deeper
+    target.layers = setup.layers
+    return target
+
+
+def create_head(name: str, setup: Setup, target: Target) -> DraftHead:
+    """A head of one of the `KINDS`; all of its weights are drawn."""
+    kind, choices = KINDS[name]
+    choices = {**choices, "depth": setup.depth, "labels": "hard"}
+    if kind.startswith("eagle"):
+        choices |= {"nodes": setup.nodes, "top_k": setup.top_k}
+    if kind == "sequential" and setup.rank and choices["conditioning"] != "hydra":
+        choices["rank"] = setup.rank
+    if setup.draft_vocab:
+        spread = torch.linspace(0, setup.vocab - 1, setup.draft_vocab, dtype=torch.float64)
+        choices["vocabulary"] = spread.long().tolist()
+    with _default_dtype(target.dtype):  # float32 first would take twice the memory
+        head = HEADS[kind].create(target, **choices).to(target.device, target.dtype)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(std=0.02)
+    return head.eval()
+
+
+def trees(name: str, setup: Setup) -> dict[str, Tree]:
+    """Those that a kind fills: a fixed one as calibration makes them, where a first guess is right
+    in 70 % at depth 1 and a tenth less often at each further one; and a dynamic one.
+    """
+    accuracies_KR = [[0.7 * 0.9**k * 0.3**r for r in range(10)] for k in range(setup.depth)]
+    fixed = StaticTree.best_first(accuracies_KR, setup.nodes)
+    if KINDS[name][0] == "medusa":
+        return {"fixed": fixed}
+    return {"fixed": fixed, "dynamic": DynamicTree(setup.nodes, setup.depth, setup.top_k)}
+
+
+class Trial:
+    """One drafter that drafts a tree after each commit of random tokens and features."""
+
+    def __init__(self, head: DraftHead, target: Target, tree: Tree, setup: Setup) -> None:
+        self.target, self.setup = target, setup
+        self.drafter = head.drafter(target, tree)
+        self.width = len(head.feature_layers) * target.hidden_size
+        self.bytes_read = 0
+        self.draft(self.commit(setup.context + 1))  # the text; its first token makes no pair
+        with Reads() as reads:
+            self.draft(self.commit(setup.accepted))
+        self.bytes_read = reads.bytes
+
+    def commit(self, count: int) -> Committed:
+        """What a step of decoding would bring."""
+        device, dtype = self.target.device, self.target.dtype
+        return Committed(
+            torch.randint(self.setup.vocab, (1, count), device=device),
+            torch.randn(1, count, self.width, device=device, dtype=dtype),
+            torch.tensor([count], device=device),
+            [count],
+        )
+
+    @torch.inference_mode()
+    def draft(self, committed: Committed) -> TokenTree:
+        """The tree on the newest committed token."""
+        return self.drafter.propose(committed)
+
+
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what operators read of tensors that stood in memory before: weights, what is kept of
+    their products, the text's keys and values. A matrix that is read twice counts twice; what was
+    made on the way, such as logits, counts not at all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self._made: list[Tensor] = []  # kept, so that no other tensor gets their memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        after = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if {_place(tensor) for tensor in before} & {_place(tensor) for tensor in after}:
+            return out  # a view, or written in place
+        if func.overloadpacket.__name__ in GATHERS:
+            read = sum(map(_bytes, after)) if self._stood(before[0]) else 0
+        else:
+            read = sum(_bytes(tensor) for tensor in before if self._stood(tensor))
+        self.bytes += read
+        self._made += after
+        return out
+
+    def _stood(self, tensor: Tensor) -> bool:
+        """Indices and masks are not worth counting."""
+        return tensor.is_floating_point() and _place(tensor) not in map(_place, self._made)
+
+
+def head_bytes(head: DraftHead) -> int:
+    """Of its own weights; the target's, which it may share, are not among them."""
+    return sum(map(_bytes, head.parameters()))
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:  # others in this process rely on float32
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# How long does drafting one tree take, for each kind of head, at the shape of a given target?
+#
+# python scripts/benchmarks/draft_time.py --hidden 4096 --vocab 128256 --layers 32         --nodes
+# 60 --depth 4 --device cuda --dtype bfloat16 [--kinds medusa eagle3] [--json OUT]
+#
+# Weights are random and no target verifies: a drafter is given random tokens and features, and
+# makes a tree of them. Heads that fit in memory together (`--together-gb`) are timed in turns.
+
+
+Entry = tuple[str, str]
+"""A kind and a tree."""
+
+
+def measure(setup: Setup, kinds: Sequence[str] = DEFAULT_KINDS) -> dict[str, Any]:
+    """Time every kind; the numbers of the report, ready for JSON. Times are in seconds."""
+    target = create_target(setup)
+    weights: dict[str, int] = {}
+    rows = []
+    for trials in _groups(setup, kinds, target, weights):
+        rows += _rows(trials, setup)  # in a function: no variable here may keep a head
+    return {
+        "machine": describe_machine(target),
+        "setup": asdict(setup),
+        "weight_bytes": weights,
+        "drafts": rows,
+    }
+
+
+def _groups(
+    setup: Setup, kinds: Sequence[str], target: Target, weights: dict[str, int]
+) -> Iterator[dict[Entry, Trial]]:
+    """Trials to be timed in turns; a group is complete, and freed by the next, once its heads take
+    `setup.together_gb`. weights: filled with the size of each kind's.
+    """
+    trials: dict[Entry, Trial] = {}
+    held = 0
+    for kind in kinds:
+        head = create_head(kind, setup, target)
+        weights[kind] = head_bytes(head)
+        held += weights[kind]
+        for name, tree in trees(kind, setup).items():
+            trials[kind, name] = Trial(head, target, tree, setup)
+        del head  # its trials hold it; the next one is made when they are gone
+        if held >= setup.together_gb * 1e9 or kind == kinds[-1]:
+            yield trials
+            trials.clear()
+            gc.collect()  # a drafter and its memory of the text hold each other
+            held = 0
+
+
+def timed(trials: dict[Entry, Trial], setup: Setup) -> dict[Entry, list[float]]:
+    """Seconds of each draft, after a warm-up, one trial after another in every round."""
+    seconds: dict[Entry, list[float]] = {entry: [] for entry in trials}
+    now = CLOCKS[setup.clock]
+    for number in range(setup.warmup + setup.repetitions):
+        for entry, trial in trials.items():
+            committed = trial.commit(setup.accepted)
+            _wait(trial.target)
+            began = now()
+            trial.draft(committed)
+            _wait(trial.target)
+            if number >= setup.warmup:
+                seconds[entry].append(now() - began)
+    return seconds
+
+
+def _wait(target: Target) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+
+
+def _rows(trials: dict[Entry, Trial], setup: Setup) -> list[dict[str, Any]]:
+    seconds, rows = timed(trials, setup), []
+    for (kind, tree), trial in trials.items():
+        low, median, high = statistics.quantiles(seconds[kind, tree], n=4, method="inclusive")
+        rows.append(
+            {
+                "kind": kind,
+                "tree": tree,
+                "seconds": median,
+                "quartiles": [low, high],
+                "repetitions": setup.repetitions,
+                "bytes_read": trial.bytes_read,
+            }
+        )
+    return rows
+
+
+def print_report(report: dict[str, Any], console: Console | None = None) -> None:
+    """The table and what it was taken on."""
+    console = console or Console()
+    setup = report["setup"]
+    title = (
+        f"drafting {setup['nodes']} nodes, depth {setup['depth']}: width {setup['hidden']}, "
+        f"vocabulary {setup['vocab']} (drafted: {setup['draft_vocab'] or 'all'})"
+    )
+    made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    made.add_column("kind", min_width=16)
+    made.add_column("tree")
+    for name in ("ms", "quartiles", "weights MB", "read MB", "GB/s"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for row in report["drafts"]:
+        low, high = row["quartiles"]
+        made.add_row(
+            row["kind"],
+            row["tree"],
+            f"{row['seconds'] * 1e3:.2f}",
+            f"{low * 1e3:.2f}-{high * 1e3:.2f}",
+            f"{report['weight_bytes'][row['kind']] / 1e6:.1f}",
+            f"{row['bytes_read'] / 1e6:.1f}",
+            f"{row['bytes_read'] / row['seconds'] / 1e9:.1f}",
+        )
+    console.print(made)
+    for note in _notes(report):
+        console.print(note, style="dim", markup=False, highlight=False)
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    setup = report["setup"]
+    return [
+        f"medians of {setup['repetitions']} drafts after {setup['warmup']}, each after "
+        f"{setup['accepted']} new tokens behind a text of {setup['context']}; "
+        f"{setup['clock']} time, Python's share in it.",
+        "weights: the head's own. read: weights and what is kept of them, once for each time that "
+        "an operator reads them; GB/s: read by time.",
+        f"machine: {machine_line(report['machine'])}.",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    for field in fields(Setup):
+        kind = type(field.default)
+        parser.add_argument(
+            option(field.name), type=kind, default=field.default, help="%(default)s"
+        )
+    parser.add_argument("--kinds", nargs="+", default=list(DEFAULT_KINDS), choices=list(KINDS))
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers here")
+    chosen = parser.parse_args(argv)
+    setup = Setup(**{field.name: getattr(chosen, field.name) for field in fields(Setup)})
+    set_threads(setup.threads)
+    report = measure(setup, list(dict.fromkeys(chosen.kinds)))
+    print_report(report)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    with mistakes_in_one_line():
+        main()

@@ -1,0 +1,429 @@
+"""The promise: a mistake gets one clear line (expected, got, next step) and exit code 2."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from tiny_chat import llama
+from tiny_targets import random_model
+
+from draftheads.heads.hub import HEADS as KINDS
+from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.medusa import MedusaHead
+from draftheads.scripts import cli, commands
+from draftheads.train.recipe import HEAD_MODELS, AdapterChoices, Recipe
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Type a command; gives (exit code, output, error lines)."""
+
+    def typed(*words: object) -> tuple[int, str, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["draftheads", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if line.startswith("error:")]
+        return int(stopped.value.code or 0), captured.out, errors
+
+    return typed
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory) -> Path:
+    """A tiny chat model in a folder."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny = llama()
+    tiny.model.save_pretrained(folder)
+    tiny.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def prompt_file(folder: Path, *lines: str) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def questions(folder: Path, count: int = 12) -> Path:
+    return prompt_file(folder, *(json.dumps({"prompt": f"question {n}"}) for n in range(count)))
+
+
+HEADS = {
+    "medusa": {"kind": "medusa", "depth": 2, "nodes": 6},
+    "eagle3": {"kind": "eagle3", "steps": 2, "depth": 2, "top_k": 3, "nodes": 6},
+    "eagle": {"kind": "eagle", "depth": 2, "top_k": 3, "nodes": 6},
+}
+
+
+def recipe(folder: Path, target: Path, *, kind: str = "medusa", **run_choices: object) -> Path:
+    path = folder / "recipe.yaml"
+    choices = {
+        "target": str(target),
+        "data": {"path": str(folder / "data"), "sequence_length": 64, "rows_per_batch": 2},
+        "head": HEADS[kind],
+        "run": {
+            "output": str(folder / "run"),
+            "steps": 2,
+            "tokens_per_step": 128,
+            "save_every": 2,
+            **run_choices,
+        },
+    }
+    path.write_text(yaml.safe_dump(choices))
+    return path
+
+
+def failed(answer: tuple[int, str, list[str]], *parts: str) -> None:
+    code, _, errors = answer
+    assert code == 2
+    assert len(errors) == 1, "exactly one line"
+    for part in parts:
+        assert part in errors[0]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_whole_journey(run, target, tmp_path, kind):
+    """distill, train, bench with figures in the card, then chat, as a user types them."""
+    source = questions(tmp_path)
+    made = run("distill", "--target", target, "--prompts", source, "--out", tmp_path / "data",
+               "--max-new-tokens", 40, "--temperature", 1.0, "--seed", 2)  # fmt: skip
+    assert made[0] == 0
+    assert "12 prompts = 12 done + 0 skipped + 0 failed" in made[1]
+    assert run("train", recipe(tmp_path, target, kind=kind))[0] == 0
+    report = tmp_path / "bench.json"
+    bench = ["bench", "--target", target, "--head", tmp_path / "run", "--prompts", source]
+    code, table, _ = run(*bench, "--limit", 3, "--max-new-tokens", 8, "--repetitions", 1,
+                         "--nodes", 2, 4, "--json", report, "--card")  # fmt: skip
+    assert code == 0 and "run@4" in table
+    heads = json.loads(report.read_text())["heads"]
+    assert [(head["name"], head["lossless"]) for head in heads] == [
+        ("run@2", True),
+        ("run@4", True),
+    ]
+    assert "| 4 |" in (tmp_path / "run" / "best" / "README.md").read_text()
+    assert load_head(tmp_path / "run").depth == 2
+    (tmp_path / "run" / "report.md").unlink()
+    assert run("report", tmp_path / "run")[0] == 0
+    assert (tmp_path / "run" / "report.md").is_file()
+    failed(run("report", tmp_path / "data"), "expected a training run")
+
+
+def test_trees_of_the_command_line(run, target, tmp_path):
+    """Each head with each tree; a head that cannot fill one says so before anything is measured."""
+    tiny, source = llama(), questions(tmp_path)
+    for kind in ("eagle3", "medusa"):
+        save_head(KINDS[kind].create(tiny), tmp_path / kind, target=tiny)
+    bench = ["bench", "--target", target, "--prompts", source, "--limit", 1, "--repetitions", 1,
+             "--max-new-tokens", 4, "--json", tmp_path / "bench.json"]  # fmt: skip
+    trees = ["nodes=3,depth=2,top_k=2", "2,1"]
+    assert run(*bench, "--head", tmp_path / "eagle3", "--tree", *trees)[0] == 0
+    heads = json.loads((tmp_path / "bench.json").read_text())["heads"]
+    assert [(head["name"], head["nodes"]) for head in heads] == [
+        ("eagle3@nodes=3,depth=2,top_k=2", 3),
+        ("eagle3@2,1", 4),
+    ]
+    answer = run(*bench, "--head", tmp_path / "medusa", "--tree", trees[0])
+    failed(answer, "fixed tree", "nodes=3,depth=2,top_k=2", "4,2,1")
+
+
+def test_a_tree_for_one_of_the_heads(run, target, tmp_path):
+    """It is not cut to --nodes; the other head's own is."""
+    tiny = llama()
+    for kind in ("eagle3", "medusa"):
+        save_head(KINDS[kind].create(tiny), tmp_path / kind, target=tiny)
+    bench = ["bench", "--target", target, "--prompts", questions(tmp_path), "--limit", 1,
+             "--repetitions", 1, "--max-new-tokens", 4, "--nodes", 2,
+             "--head", tmp_path / "medusa", "--head", tmp_path / "eagle3"]  # fmt: skip
+    assert run(*bench, "--tree", "eagle3@2,1", "--json", tmp_path / "bench.json")[0] == 0
+    heads = json.loads((tmp_path / "bench.json").read_text())["heads"]
+    assert [(head["name"], head["nodes"]) for head in heads] == [("medusa@2", 2), ("eagle3@2,1", 4)]
+    failed(run(*bench, "--tree", "eagel3@2,1"), "medusa, eagle3", "got eagel3")
+
+
+def test_broken_line_of_a_prompt_file(run, target, tmp_path):
+    lines = [json.dumps({"prompt": f"question {n}"}) for n in range(20)]
+    lines[16] = '{"prompt": "question'
+    source = prompt_file(tmp_path, *lines)
+    answer = run("distill", "--target", target, "--prompts", source, "--out", tmp_path / "data")
+    failed(answer, "prompts.jsonl", "17")
+    assert not (tmp_path / "data").exists()
+
+
+def test_template_that_cannot_show_tool_calls(run, target, tmp_path):
+    calls = [{"function": {"name": "add", "arguments": "{}"}}]
+    talk = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "content": "3"}]  # fmt: skip
+    source = prompt_file(tmp_path, json.dumps({"messages": talk}))
+    distill = ["distill", "--target", target, "--prompts", source, "--max-new-tokens", 4,
+               "--out", tmp_path / "data"]  # fmt: skip
+    for command in (distill, ["data-preview", source, "--target", target]):
+        failed(run(*command, "--tools", "keep"), "drops them", "leave them out with --tools drop")
+        failed(run(*command, "--tools", "some"), "--tools: expected keep or drop, got 'some'")
+    assert not (tmp_path / "data").exists()
+    failed(run(*distill, "--reasoning", "some"), "--reasoning: expected keep or drop, got 'some'")
+    assert run(*distill, "--tools", "drop")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["distill", "bench"])
+def test_missing_prompt_file(run, target, tmp_path, command):
+    questions(tmp_path)
+    save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
+    rest = ["--out", tmp_path / "data"] if command == "distill" else ["--head", tmp_path / "head"]
+    answer = run(command, "--target", target, "--prompts", tmp_path / "promts.jsonl", *rest)
+    failed(answer, "promts.jsonl", "did you mean", "prompts.jsonl")
+
+
+def test_empty_prompt(run, target, tmp_path):
+    source = prompt_file(tmp_path, json.dumps({"prompt": "  "}))
+    answer = run("distill", "--target", target, "--prompts", source, "--out", tmp_path / "data")
+    failed(answer, "prompts.jsonl", "empty")
+
+
+def test_misspelt_recipe_key(run, target, tmp_path):
+    path = recipe(tmp_path, target, save_evry=3)
+    failed(run("train", path), "save_evry", "run.save_every")
+    failed(run("train", recipe(tmp_path, target), "optim.lrr=1"), "lrr", "optim.lr")
+
+
+def test_missing_recipe_and_target(run, target, tmp_path):
+    failed(run("train", tmp_path / "recip.yaml"), "recip.yaml")
+    path = recipe(tmp_path, tmp_path / "nowhere")
+    failed(run("train", path), "nowhere", "config.json")
+
+
+def test_data_without_a_learned_token(run, target, tmp_path):
+    source = questions(tmp_path)
+    run("distill", "--target", target, "--prompts", source, "--out", tmp_path / "data",
+        "--max-new-tokens", 5)  # fmt: skip
+    for path in (tmp_path / "data").glob("answers-*.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**r, "learn": []}) + "\n" for r in records))
+    failed(run("train", recipe(tmp_path, target)), "expected tokens written by the target")
+
+
+def test_head_of_another_target(run, target, tmp_path):
+    other = tmp_path / "other"
+    random_model("llama").save_pretrained(other)
+    save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
+    answer = run(
+        "bench", "--target", other, "--head", tmp_path / "head", "--prompts", questions(tmp_path)
+    )
+    failed(answer, "vocabulary 259", "19", "pass the target this head was trained for")
+
+
+def test_target_with_a_recurrent_state(run, tmp_path):
+    random_model("mamba").save_pretrained(tmp_path / "mamba")
+    answer = run("distill", "--target", tmp_path / "mamba", "--prompts", questions(tmp_path),
+                 "--out", tmp_path / "data")  # fmt: skip
+    failed(answer, "recurrent state")
+
+
+def test_prompts_longer_than_the_context(run, target, tmp_path):
+    source = prompt_file(tmp_path, json.dumps({"prompt": "long " * 200}))
+    save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
+    answer = run("bench", "--target", target, "--head", tmp_path / "head", "--prompts", source)
+    failed(answer, "context", "256", "shorter prompts")
+
+
+@pytest.mark.parametrize("where", ["file/below", "/proc/draftheads"])
+def test_folder_that_cannot_be_written(run, target, tmp_path, where):
+    (tmp_path / "file").write_text("")
+    answer = run(
+        "distill", "--target", target, "--prompts", questions(tmp_path), "--out", tmp_path / where
+    )
+    failed(answer, "expected a folder that can be written")
+
+
+def test_no_head_and_bad_trees(run, target, tmp_path):
+    failed(run("chat", "--head", tmp_path / "nothing"), "nothing", "no such folder")
+    failed(run("publish", tmp_path, "me/heads"), "expected a head folder")
+    save_head(MedusaHead.create(llama(), depth=2), tmp_path / "head", target=llama())
+    bench = [
+        "bench",
+        "--target",
+        target,
+        "--head",
+        tmp_path / "head",
+        "--prompts",
+        questions(tmp_path),
+    ]
+    failed(run(*bench, "--tree", "1,1,1"), "3 deep, the head guesses only 2")
+    failed(run(*bench, "--tree", "4;2"), "expected widths like 4,2,1")
+
+
+def test_figures_that_could_not_be_written_are_refused_before_measuring(
+    run, target, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    bench = ["bench", "--target", target, "--head", "me/heads", "--prompts", questions(tmp_path)]
+    failed(run(*bench, "--json", tmp_path / "file" / "a.json"), "a.json", "can be written")
+    failed(run(*bench, "--json", tmp_path), "expected a file to write, found a folder")
+    pytest.importorskip("matplotlib")
+    failed(run(*bench, "--plot", tmp_path / "a.xyz"), "a.xyz: expected a file ending in .png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    failed(run(*bench, "--plot", tmp_path / "a.png"), "pip install matplotlib")
+    assert run(*bench, "--seed", 2**63)[0] == 2
+    failed(run(*bench, "--card"), "--card", "me/heads")
+
+
+DEVICES = {"--device": "cuda:99", "--dtype": "fp32"}
+
+
+@pytest.mark.parametrize("command", ["distill", "bench", "chat", "doctor", "convert"])
+@pytest.mark.parametrize("option", DEVICES)
+def test_a_device_or_dtype_that_is_not_there(run, target, tmp_path, command, option):
+    save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
+    source, head = questions(tmp_path), ["--head", tmp_path / "head"]
+    rest = {
+        "distill": ["--prompts", source, "--out", tmp_path / "data"],
+        "bench": [*head, "--prompts", source],
+        "chat": head,
+        "doctor": [*head, "--prompts", source],
+        "convert": [tmp_path / "head", tmp_path / "vllm", "--to", "vllm"],
+    }[command]
+    answer = run(command, "--target", target, *rest, option, DEVICES[option])
+    failed(answer, f"{option}: expected ", f"got '{DEVICES[option]}'")
+    assert not (tmp_path / "data").exists() and not (tmp_path / "vllm").exists()
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cpu:x", "mps:7"])
+def test_a_device_that_is_none(run, target, tmp_path, device):
+    answer = run("distill", "--target", target, "--prompts", questions(tmp_path),
+                 "--out", tmp_path / "data", "--device", device)  # fmt: skip
+    failed(answer, f"--device: expected a device of this machine, got {device!r}; try ")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "expected a JSON object"),
+        ("[]", "expected a JSON object"),
+        ("[" * 100_000, "expected a JSON object"),
+        ('{"tokenize": true}', "got tokenize, which is set anyway"),
+        ('{"messages": []}', "got messages, which is set anyway"),
+        ('{"add_generation_prompt": false}', "got add_generation_prompt, which is set anyway"),
+    ],
+)
+def test_template_arguments_that_none_can_be(run, target, tmp_path, text, complaint):
+    """They made every prompt of a distillation "skipped", and its exit code 0."""
+    answer = run("distill", "--target", target, "--prompts", questions(tmp_path),
+                 "--out", tmp_path / "data", "--template-args", text)  # fmt: skip
+    failed(answer, "--template-args: ", complaint)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("command", ["distill", "bench"])
+def test_the_revision_is_the_targets(run, target, tmp_path, monkeypatch, command):
+    seen = []
+
+    def load(name: str, **options: object) -> None:
+        seen.append((name, options["revision"]))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("draftheads.heads.target.Target.load", load)
+    save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
+    rest = ["--out", tmp_path / "data"] if command == "distill" else ["--head", tmp_path / "head"]
+    run(command, "--target", target, "--prompts", questions(tmp_path), *rest, "--revision", "v2")
+    assert seen == [(str(target), "v2")]
+
+
+def test_the_version_is_the_packages(run):
+    assert run("--version") == (0, f"draftheads {importlib.metadata.version('draftheads')}\n", [])
+
+
+def test_all_keys_of_all_kinds_are_listed(run):
+    """As long as each field says what it is, nothing else has to be kept up to date."""
+    code, out, _ = run("keys")
+    assert code == 0
+    listed = dict(zip(out.splitlines()[::2], out.splitlines()[1::2], strict=True))
+    assert all(described.strip() for described in listed.values())
+    keys: dict[str, set[str]] = {kind: set() for kind in HEAD_MODELS}
+    for line in listed:
+        key, _, kinds = line.partition(" = ")[0].partition(" (")
+        for kind in kinds.rstrip(")").split(", ") if kinds else HEAD_MODELS:
+            assert key not in keys[kind], "once"
+            keys[kind].add(key)
+    for kind, model in HEAD_MODELS.items():
+        values = {"target": "t", "data": {"path": "d"}, "run": {"output": "o", "steps": 1}}
+        dumped = Recipe(**values, head=model(), adapter=None).model_dump()
+        assert keys[kind] >= {f"head.{name}" for name in model.model_fields} | {"adapter.rank"}
+        flat = {k if not isinstance(v, dict) else f"{k}.{n}" for k, v in dumped.items()
+                for n in (v if isinstance(v, dict) else [k])}  # fmt: skip
+        assert keys[kind] - {f"adapter.{name}" for name in AdapterChoices.model_fields} == flat
+    assert "run.save_every = 500 [integer, at least 1]" in listed
+    assert "data.path = required [path]" in listed
+    assert "optim.betas = [0.9, 0.95] [tuple of number, at least 0, below 1, " in out
+
+
+def test_help_waits_for_no_library():
+    """What is slow to import is imported by the command that needs it."""
+    slow = "{'torch', 'transformers', 'huggingface_hub', 'pydantic', 'draftheads.heads'}"
+    line = f"import sys, draftheads.scripts.cli; sys.exit(repr({slow} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
+    assert ended.stderr.strip() == "set()"
+
+
+def test_options_that_do_not_exist(run):
+    assert run("frobnicate")[0] == 2
+    assert run("distill", "--target", "x")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("chosen", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_spin_briefly_unless_the_user_has_chosen(chosen, spins):
+    """It is said before torch, whose OpenMP reads it once, is loaded."""
+    ours = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+    environment = {key: value for key, value in os.environ.items() if key not in ours} | chosen
+    line = (
+        "import atexit, os, sys; from draftheads.scripts import cli; assert 'torch' not in "
+        "sys.modules; sys.argv = ['draftheads', '--version']; "
+        "atexit.register(lambda: print(os.environ.get('GOMP_SPINCOUNT'))); cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", line], env=environment, capture_output=True)
+    assert done.stdout.decode().splitlines()[-1] == spins
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds", "chosen"),
+    [(None, {1: 1.0, 4: 1.0}, 1), (None, {1: 1.0, 4: 0.5}, 4), (3, {1: 1.0, 4: 1.0}, 3)],
+)
+def test_one_thread_decodes_where_more_gain_nothing(monkeypatch, given, seconds, chosen):
+    """Measured on a clock of the test's own."""
+    clock, threads = [0.0], [4]
+
+    def forward(tokens_B1, use_cache):
+        clock[0] += 0.01 * seconds[threads[0]]
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
+    monkeypatch.setattr(commands.time, "perf_counter", lambda: clock[0])
+    target = SimpleNamespace(model=forward, device=torch.device("cpu"))
+    commands.choose_threads(given, target)
+    assert threads == [chosen]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    threads[0] = 4
+    commands.choose_threads(None, target)
+    assert threads == [4], "the user has chosen"
+
+
+def test_a_demo_that_is_interrupted_while_it_trains_ends(monkeypatch, tmp_path):
+    from draftheads.scripts import demo
+
+    monkeypatch.setattr(demo, "fit", lambda recipe: SimpleNamespace(finished=False))
+    target = SimpleNamespace(name=str(demo.recipes() / "demo-target"))
+    with pytest.raises(SystemExit) as ended:
+        demo._trained("medusa", target, tmp_path, torch.get_num_threads())
+    assert ended.value.code == 130

@@ -1,0 +1,186 @@
+"""What heads would learn from is shown, and conversations with answers become such data."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny_chat import END, TEMPLATE, byte_tokenizer, llama, options, prompts
+
+from draftheads.scripts.preview import Pen, Summary, data_preview, import_answers, show_answers
+from draftheads.train.batches import Documents
+from draftheads.train.data.answers import Answer, read_answers, read_manifest
+from draftheads.train.data.distill import distill
+from draftheads.train.data.tokenizer import TextSide
+
+TALK = [("Hello.", "Hi there."), ("Bye?", "Good bye.")]
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> str:
+    folder = tmp_path / "target"
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> str:
+    path = tmp_path / "talks.jsonl"
+    turns = [
+        turn
+        for asked, said in TALK
+        for turn in ({"from": "human", "value": asked}, {"from": "gpt", "value": said})
+    ]
+    lines = [{"conversations": turns}, {"conversations": turns[2:]}, {"conversations": turns[:1]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_imported_answers_are_shown_and_summed_up(
+    side: str, talks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "data"
+    import_answers(talks, side, out)
+    assert "2 documents, 0 conversations skipped" in capsys.readouterr().out
+    data_preview(str(out), count=1)  # the tokenizer is found through the manifest
+    shown = capsys.readouterr().out
+    assert "[[Hi there.<|im_end|>]]\n<|im_start|>user\nBye?<|im_end|>" in shown
+    assert "[[Good bye.<|im_end|>]]" in shown
+    assert shown.count("[[") == 2, "one document of two"
+    assert f"answered by {side} (imported, not checked)" in shown
+    assert "documents      2; 0 prompts skipped" in shown
+    assert "answers        3, 10.0 tokens on average; 0.0% of the documents cut" in shown
+    assert "draft tokens   14 all" in shown
+    assert "\x1b" not in shown
+
+
+def test_imported_folder_is_training_data_that_says_where_it_is_from(
+    side: str, talks: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "data"
+    import_answers(talks, side, out)
+    manifest = read_manifest(out)
+    assert manifest["imported"] == {"verified": False, "found_by": {"prefix": 2}}
+    assert manifest["target"] == {
+        "name": side,
+        "revision": None,
+        "fingerprint": None,
+        "dtype": None,
+    }
+    documents = Documents.read(read_answers(out))
+    said = "".join(f"{said}<|im_end|>" for _, said in [*TALK, TALK[1]])
+    assert byte_tokenizer().decode(documents.tokens_N[documents.learn_N]) == said
+    with pytest.raises(ValueError, match="expected a new folder"):
+        import_answers(talks, side, out)
+    import_answers(talks, side, tmp_path / "one", limit=1)
+    assert len(list(read_answers(tmp_path / "one"))) == 1
+
+
+def test_conversations_that_cannot_be_shown_are_skipped(
+    talks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picky = byte_tokenizer(
+        "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+        "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    )
+    picky.save_pretrained(tmp_path / "picky")
+    import_answers(talks, str(tmp_path / "picky"), tmp_path / "data")
+    said = capsys.readouterr().out
+    assert "1 documents, 1 conversations skipped" in said
+    assert "1 skipped: chat template refuses the messages: too long" in said
+
+
+def test_distilled_folder_of_another_place_needs_its_target(
+    side: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = llama()
+    target.name = str(tmp_path / "gone")
+    distill(target, prompts(6, turns=2), options(tmp_path / "data"))
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="gone: expected a target's folder .* --target"):
+        data_preview(str(tmp_path / "data"))
+    data_preview(str(tmp_path / "data"), target=side, count=2, boundaries=True)
+    shown = capsys.readouterr().out
+    assert "<|im_start|>|u|s|e|r|" in shown
+    assert "documents      6; 0 prompts skipped" in shown
+
+
+def test_colours_on_a_terminal(side: str, talks: str, tmp_path: Path) -> None:
+    import_answers(talks, side, tmp_path / "data")
+    target = TextSide.load(side)
+    assert target.eos_ids == (END,)
+    out = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
+    pen = Pen(target, plain=False, boundaries=False)
+    show_answers(tmp_path / "data", target, pen, 1, out)
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[32mHi there.\x1b[0m\x1b[1;7;32m<|im_end|>" in shown
+    assert "[[" not in shown
+
+
+def test_prompts_are_shown_as_they_would_be_asked(
+    side: str, talks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_preview(talks, target=side, count=2)
+    shown = capsys.readouterr().out
+    assert "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n" in shown
+    assert "prompt 1:" in shown
+    with pytest.raises(ValueError, match="expected --target to render prompts with"):
+        data_preview(talks)
+    with pytest.raises(
+        ValueError, match="talk: expected a file, .*found none; did you mean .*s.jso"
+    ):
+        data_preview(f"{tmp_path}/talk")
+
+
+def test_tool_calls_of_prompts_are_shown_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calling = TEMPLATE.replace("<|im_end|>", "{{ m['tool_calls'] or '' }}<|im_end|>", 1)
+    byte_tokenizer(calling).save_pretrained(tmp_path / "target")
+    call = {"name": "add", "arguments": {"a": 1}}
+    turns = [("human", "1 + 2?"), ("function_call", json.dumps(call)), ("observation", "3")]
+    record = {"conversations": [{"from": role, "value": value} for role, value in turns]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(record))
+    for tools in ("drop", "keep"):
+        data_preview(str(tmp_path / "p.jsonl"), target=str(tmp_path / "target"), tools=tools)
+        shown = capsys.readouterr().out
+        assert ("'name': 'add'" in shown and "tool\n3<|im_end|>" in shown) is (tools == "keep")
+
+
+def test_control_characters_do_not_reach_the_terminal(side: str) -> None:
+    tokens = TextSide.load(side).tokenizer("a\x1b[2Jb")["input_ids"]
+    pen = Pen(TextSide.load(side), plain=True, boundaries=False)
+    assert "\x1b" not in pen.document(tokens, [(1, len(tokens))]).plain
+
+
+def test_coverage_counts_the_most_frequent_tokens() -> None:
+    summary = Summary()
+    summary.add(Answer([9, 9, 1, 1, 1, 2, 3], [(2, 6), (6, 7)]))
+    assert (summary.documents, summary.tokens) == (1, 7)
+    assert [summary.coverage(size) for size in (0, 1, 2, 9)] == [0, 0.6, 0.8, 1.0]
+
+
+@pytest.mark.parametrize("options", [{"tools": "some"}, {"reasoning": "some"}])
+def test_choices_are_keep_or_drop(side: str, talks: str, tmp_path: Path, options: Any) -> None:
+    with pytest.raises(ValueError, match="expected keep or drop, got 'some'"):
+        import_answers(talks, side, tmp_path / "data", **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"]
+)
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"eos_token', "[" * 100_000, "\udcff"])
+def test_a_damaged_tokenizer_is_one_line(side: str, name: str, text: str) -> None:
+    """A damaged generation_config.json was passed over, with the end tokens that it names."""
+    (Path(side) / name).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"target: expected .* found none that can be read \(.*\)"):
+        TextSide.load(side)
+
+
+def test_the_end_tokens_are_the_generation_configs_where_there_is_one(side: str) -> None:
+    (Path(side) / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert TextSide.load(side).eos_ids == (3, 5)

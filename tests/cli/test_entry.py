@@ -1,0 +1,168 @@
+"""The promise: each training script runs recipes of any kind, and decides the kind only where the
+recipe leaves it open.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from draftheads.scripts.cli import app
+from draftheads.train import eagle, loop, medusa
+from draftheads.train.loop import Outcome
+from draftheads.train.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    values = {"target": "t", "data": {"path": "d"}, "run": {"output": "out", "steps": 10}}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture
+def fitted(monkeypatch, tmp_path) -> list[Recipe]:
+    """The recipes that would have been trained."""
+    recipes: list[Recipe] = []
+
+    def fit(recipe: Recipe) -> Outcome:
+        recipes.append(recipe)
+        return Outcome(step=10, steps=10, checkpoint=tmp_path / "step-000010", trained=True)
+
+    monkeypatch.setattr(loop, "fit", fit)
+    return recipes
+
+
+@pytest.mark.parametrize(("script", "kind"), [(medusa, "medusa"), (eagle, "eagle3")])
+def test_a_script_decides_the_kind_that_a_recipe_leaves_open(path, fitted, script, kind):
+    assert script.main([str(path)]) == 0
+    assert script.main([str(path), "head.kind=eagle"]) == 0
+    assert [recipe.head.kind for recipe in fitted] == [kind, "eagle"]
+
+
+def test_the_command_trains_every_kind(path, fitted):
+    for arguments in ([], ["head.kind=eagle3"], ["head.kind=eagle"]):
+        assert CliRunner().invoke(app, ["train", str(path), *arguments]).exit_code == 0
+    assert [recipe.head.kind for recipe in fitted] == ["medusa", "eagle3", "eagle"]
+
+
+@pytest.mark.parametrize(("script", "other"), [(medusa, "eagle"), (eagle, "medusa")])
+def test_help_is_the_scripts_own(capsys, script, other):
+    name = script.__name__.rpartition(".")[2]
+    assert script.main(["--help"]) == 0
+    assert script.main([]) == 2
+    text = capsys.readouterr().out
+    assert text.count(f"usage: train/{name}.py RECIPE.yaml [key.path=value ...]") == 2
+    assert f"train/{other}.py" not in text
+
+
+def test_the_help_of_the_command_names_both_scripts():
+    text = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output
+    assert "train/medusa.py" in text
+    assert "train/eagle.py" in text
+
+
+def test_only_the_first_process_speaks(path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert eagle.main([str(path), "head.stepz=1"]) == 2
+    assert eagle.main([]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of another machine, which may miss a file
+    assert eagle.main([str(path.parent / "none.yaml")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error on process 1: recipe {path.parent / 'none.yaml'}: no such file")
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", 1), ("1", 0)])
+def test_a_warning_is_said_once_for_all_processes(path, fitted, monkeypatch, caplog, rank, said):
+    monkeypatch.setenv("RANK", rank)
+    for _ in range(2):
+        assert eagle.main([str(path), "head.steps=3", "head.noise=0", "head.kind=medusa"]) == 0
+    assert len(caplog.messages) == 2 * said
+    monkeypatch.setenv("RANK", "0")
+    assert eagle.main([str(path), "head.steps=3", "head.kind=medusa"]) == 0
+    assert len(caplog.messages) == 2 * said + 1
+
+
+def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsys):
+    stopped = Outcome(tmp_path / "step-000003", 3, 10, trained=True, stopped_by="SIGTERM")
+    monkeypatch.setattr(loop, "fit", lambda recipe: stopped)
+    assert eagle.main([str(path)]) == 130
+    assert "interrupted by SIGTERM at step 3 of 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_ends_with_130(path, monkeypatch, capsys, number):
+    monkeypatch.setattr(loop, "fit", lambda recipe: os.kill(os.getpid(), number))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        code = eagle.main([str(path)])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert captured.err.startswith("interrupted by ")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+LAUNCHES = {
+    "script": [str(ROOT / "train" / "medusa.py"), "RECIPE"],
+    "train": ["-m", "draftheads.scripts.cli", "train", "RECIPE"],
+    "bench": ["-m", "draftheads.scripts.cli", "bench", "--target", "t", "--head", "h"]
+    + ["--prompts", "RECIPE"],
+    "distill": ["-m", "draftheads.scripts.cli", "distill", "--target", "t", "--out", "o"]
+    + ["--prompts", "RECIPE"],
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_signal_while_libraries_load_ends_with_130(path, tmp_path, launch, number):
+    """torch takes seconds to import; this one takes a minute."""
+    stub = tmp_path / "slow" / "torch"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    prompts = path.with_suffix(".txt")
+    prompts.write_text("hi")
+    source = prompts if "--prompts" in LAUNCHES[launch] else path
+    process = subprocess.Popen(
+        [sys.executable, *(str(source) if x == "RECIPE" else x for x in LAUNCHES[launch])],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(stub.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("script", "key"), [("eagle", "head.steps"), ("medusa", "head.depth")])
+def test_a_script_runs_by_path(path, tmp_path, script, key):
+    """train/ is then first on sys.path, and the working directory is not the repository."""
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "train" / f"{script}.py"), str(path), f"{key}z=1"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 2
+    assert result.stderr == (f"error: command line: unknown key '{key}z'; did you mean '{key}'?\n")

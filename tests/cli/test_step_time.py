@@ -1,0 +1,105 @@
+"""The promise: the floor of a training step counts what torch counts, and a report comes out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from draftheads.scripts.benchmarks.step_memory import CASES, peak_bytes
+from draftheads.scripts.benchmarks.step_memory import main as memory_main
+from draftheads.scripts.benchmarks.step_time import main
+from draftheads.scripts.benchmarks.step_trial import (
+    Setup,
+    Trial,
+    counted,
+    create_batch,
+    create_target,
+    frozen_parts,
+    head_parts,
+    total,
+)
+
+TINY = Setup(
+    hidden_size=32,
+    intermediate_size=48,
+    heads=4,
+    kv_heads=2,
+    vocabulary=64,
+    draft_vocabulary=48,
+    rows=2,
+    length=32,
+    documents=2,
+    depth=2,
+    ttt=2,
+    repetitions=1,
+)
+
+
+@pytest.fixture(scope="module")
+def trials() -> dict[str, Trial]:
+    target, batch = create_target(TINY), create_batch(TINY)
+    made = {kind: Trial(kind, TINY, target, batch) for kind in ("medusa", "eagle3")}
+    for trial in made.values():
+        trial.frozen()
+    return made
+
+
+def test_frozen_linear_layers_cost_what_torch_counts(trials):
+    trial = trials["medusa"]
+    parts = frozen_parts(trial.target, trial.batch)
+    assert total(parts, only_linear=True) == counted(trial.frozen)
+
+
+def test_medusa_linear_layers_cost_what_torch_counts(trials):
+    trial = trials["medusa"]
+    parts = head_parts(trial.head, trial.batch, trial.target)
+    assert total(parts, only_linear=True) == counted(trial.learn)
+
+
+def test_eagle3_computes_little_that_the_floor_does_not_ask_for(trials):
+    """Every step runs over all roots, though those near a document's end have nothing left to say;
+    and a state at the edge of two chunks is unembedded twice.
+    """
+    trial = trials["eagle3"]
+    floor = total(head_parts(trial.head, trial.batch, trial.target), only_linear=True)
+    assert floor <= counted(trial.learn) < 1.1 * floor
+
+
+def test_attention_is_counted_within_documents():
+    """Two documents of three tokens: 1 + 2 + 3 entries each; four products of width 32 a layer."""
+    setup = replace(TINY, layers=2, rows=1, length=6)
+    target, batch = create_target(setup), create_batch(setup)
+    attention = frozen_parts(target, batch)[1]
+    assert attention.forward == 2 * (6 + 6) * 4 * 32
+
+
+def test_a_report_comes_out(tmp_path, capsys):
+    out = tmp_path / "step.json"
+    main([*TINY.arguments(), "--profile", "--json", str(out)])
+    printed = capsys.readouterr().out
+    assert "medusa: whole step" in printed and "eagle3: whole step" in printed
+    report = json.loads(out.read_text())
+    assert report["setup"]["hidden_size"] == 32
+    assert set(report["heads"]["eagle3"]["reached"]) == set(report["heads"]["medusa"]["reached"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peak_memory_of_a_step_is_measured(name, capsys):
+    memory_main([*TINY.arguments(), "--case", name])
+    assert int(capsys.readouterr().out) >= 0
+
+
+def test_all_logits_at_once_need_more_memory_than_the_chunked_loss():
+    setup = replace(TINY, vocabulary=20000, rows=8, length=128)
+    assert peak_bytes(setup, CASES["medusa"]) < peak_bytes(setup, CASES["medusa-at-once"])
+
+
+def test_all_logits_at_once_are_the_same_loss(trials):
+    trial, losses = trials["medusa"], []
+    for name in ("medusa-at-once", "medusa"):
+        with CASES[name].applied(trial):
+            losses.append(trial.head(trial.batch, trial.features_BTD, trial.target).loss)
+    torch.testing.assert_close(*losses)

@@ -1,0 +1,255 @@
+"""The promise: a head folder is complete or absent, loads strictly, and goes to the Hub and back
+unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from tiny_heads import drafts_of, random_head
+from tiny_targets import VOCABULARY, random_model, some_prompts, tiny_target
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.hub import HEADS, find_head, load_head, record_measured, save_head
+from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree, StaticTree
+
+ROOT = Path(__file__).parents[2]
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FEW = [5, 3, 11, 0, 8, 18]
+CHOICES = {
+    "medusa-own": {"depth": 3, "layers": 2},
+    "medusa-shared": {"lm_head": "shared"},
+    "medusa-reduced": {"vocabulary": FEW},
+    "medusa-shared-reduced": {"lm_head": "shared", "vocabulary": FEW},
+    "sequential-markov": {"conditioning": "markov", "rank": 5, "vocabulary": FEW},
+    "sequential-state": {
+        "conditioning": "state",
+        "lm_head": "shared",
+        "vocabulary": FEW,
+        "layers": 2,
+    },
+    "sequential-recurrent": {"conditioning": "recurrent", "rank": 7},
+    "sequential-hydra": {"conditioning": "hydra", "layers": 2, "vocabulary": FEW},
+    "sequential-hydra-shared": {"conditioning": "hydra", "lm_head": "shared"},
+    "sequential-prefix": {"prefix": True, "rope_scaling": SCALED, "heads": 2, "kv_heads": 1},
+    "eagle3-plain": {},
+    "eagle3-reduced": {"vocabulary": FEW, "feature_layers": [0, 2], "rope_theta": 500000.0},
+    "eagle3-deep": {"layers": 2, "sliding_window": 5, "rope_scaling": SCALED},
+    "eagle3-norms": {"fc_norm": True, "norm_output": True, "vocabulary": FEW},
+    "eagle3-other-norms": {"norm_before_fc": True, "norm_before_residual": True},
+    "eagle3-sizes": {"heads": 2, "kv_heads": 1, "head_dim": 24, "intermediate_size": 40},
+    "eagle-plain": {},
+    "eagle-deep": {"layers": 3, "sliding_window": 5, "rope_theta": 500000.0},
+    "eagle-scaled": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "kv_heads": 4},
+}
+TREES = {"medusa": StaticTree(((0,), (0, 0), (2,)))}
+
+
+def trained(name: str = "medusa-plain", **choices: Any) -> DraftHead:
+    """A head with every parameter moved away from its start, and a tree that no head starts with.
+    name: of one of `CHOICES`, or a kind and nothing but `choices`.
+    """
+    kind = name.partition("-")[0]
+    head = HEADS[kind].create(tiny_target(), **{**CHOICES.get(name, {}), **choices})
+    torch.manual_seed(2)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    head.tree = TREES.get(kind, DynamicTree(9, 3, 3))
+    return head.eval()
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_saved_and_loaded_is_the_same_head(tmp_path, name):
+    head, target = trained(name), tiny_target()
+    save_head(head, tmp_path / "head", target=target, training={"steps": 3})
+    again = load_head(tmp_path / "head", target=target)
+    assert again.tree == head.tree
+    assert again.feature_layers == head.feature_layers
+    state = again.state_dict()
+    assert list(state) == list(head.state_dict())
+    assert all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
+    prompts = some_prompts(11, 6)
+    drafted = drafts_of(head, target, prompts, 12)
+    assert drafts_of(again, target, prompts, 12) == drafted
+    assert drafted != drafts_of(random_head(head.kind, target), target, prompts, 12, head.tree)
+
+
+def test_untrained_heads_compute_the_targets_own_logits():
+    target = tiny_target()
+    features = torch.randn(4, 32)
+    expected = target.unembed(features)
+    for choices in ({}, {"lm_head": "shared"}, {"layers": 3}):
+        head = MedusaHead.create(target, **choices)
+        logits = head.unembed(head.hidden(features, 2), target)
+        assert torch.equal(logits, torch.stack([expected, expected]))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_stacked_heads_compute_the_same(layers):
+    head, features = trained(layers=layers), torch.randn(3, 32)
+    stack = head.stacked()
+    before = stack.unembed(stack.hidden(features, 3))
+    with torch.no_grad():
+        for parameter in head.parameters():  # the stack must notice that weights have changed
+            parameter.mul_(-1)
+    stack = head.stacked()
+    after = stack.unembed(stack.hidden(features, 3))
+    expected = head.unembed(head.hidden(features, 3), tiny_target())
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(before, after)
+
+
+def test_layers_are_distinct_modules():
+    """Published code repeats one block: `[ResBlock(h)] * n`."""
+    head = MedusaHead.create(tiny_target(), layers=3)
+    layers = [id(layer) for block in head.blocks for layer in block.layers]
+    assert len(set(layers)) == len(layers) == 4 * 3
+
+
+@pytest.mark.parametrize("change", ["missing", "extra"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_loading_is_strict(tmp_path, kind, change):
+    save_head(trained(kind), tmp_path / "head", target=tiny_target())
+    weights = tmp_path / "head" / "model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith((".bias", "layernorm.weight")))
+    if change == "missing":
+        del tensors[name]
+    else:
+        tensors[f"{name}.scale"] = torch.ones(1)
+    save_file(tensors, weights)
+    with pytest.raises(ValueError, match=re.escape(name)):
+        load_head(tmp_path / "head")
+
+
+@pytest.mark.parametrize("name", ["medusa", "medusa-reduced", "eagle3", "eagle3-reduced", "eagle"])
+def test_a_head_of_another_size_is_refused_naming_both(tmp_path, name):
+    save_head(trained(name), tmp_path / "head", target=tiny_target())
+    model = random_model("llama")
+    model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
+    larger = Target(model, name="other/model")
+    message = r"vocabulary 19 \(tiny-llama\), target has 23 \(other/model\)"
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path / "head", target=larger)
+    config = LlamaConfig(vocab_size=19, hidden_size=64, intermediate_size=48, num_hidden_layers=3)
+    wider = Target(LlamaForCausalLM(config), name="wide/model")
+    message = r"hidden size 32 \(tiny-llama\), target has 64 \(wide/model\)"
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path / "head", target=wider)
+
+
+def test_a_head_of_other_weights_warns(tmp_path):
+    save_head(trained(), tmp_path / "head", target=tiny_target())
+    model = random_model("llama")
+    model.model.norm.weight.data.mul_(1.5)
+    with pytest.warns(UserWarning, match="trained on other weights"):
+        load_head(tmp_path / "head", target=Target(model))
+
+
+def test_fingerprint_survives_a_change_of_dtype():
+    model = random_model("llama")
+    assert Target(model.bfloat16()).fingerprint() == tiny_target().fingerprint()
+
+
+@pytest.mark.parametrize("shards", ["5GB", "20KB"], ids=["one-file", "several"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_fingerprint_is_the_same_for_every_dtype_of_one_checkpoint(
+    tmp_path, kind, stored, shards
+):
+    """Of float32, float16 rounds a sixteenth to the other side of bfloat16's ties, and it loses
+    bfloat16's tiny numbers.
+    """
+    model = random_model(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[:1] *= 1e-5
+    model.to(stored).save_pretrained(tmp_path, max_shard_size=shards)
+    known = Target.load(tmp_path, dtype="float32").fingerprint()
+    for dtype in ("bfloat16", "float16"):
+        assert Target.load(tmp_path, dtype=dtype).fingerprint() == known
+    changed = Target.load(tmp_path, dtype="float16").model
+    changed.get_output_embeddings().weight.data[0] += 1
+    assert Target(changed).fingerprint() != known, "what was merged since is not in the file"
+
+
+def test_a_fingerprint_is_what_it_was():
+    """What heads and answers have recorded since there were any."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        demo = Target.load(ROOT / "recipes" / "demo-target", dtype=dtype)
+        assert demo.fingerprint() == "6e4603154f133dea-dde629e4"
+
+
+def test_nothing_half_written_is_left(tmp_path, monkeypatch):
+    save_head(trained(), tmp_path / "head", target=tiny_target())
+    before = (tmp_path / "head" / "model.safetensors").read_bytes()
+
+    def full_disk(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("draftheads.heads.hub.render_card", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save_head(trained(depth=2), tmp_path / "head", target=tiny_target())
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_folder_stands_for_its_best_or_newest_step(tmp_path):
+    for step in (20, 100):
+        save_head(trained(), tmp_path / f"step-{step:06d}", target=tiny_target())
+    assert find_head(tmp_path).name == "step-000100"
+    (tmp_path / "best").symlink_to("step-000020")
+    assert find_head(tmp_path).resolve().name == "step-000020"
+
+
+def test_missing_heads_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder, and not a Hub id"):
+        load_head(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="found nothing"):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_card_says_what_the_head_is(tmp_path, kind):
+    measured = [{"nodes": 16, "tokens_per_step": 2.7, "speedup": 2.1, "speedup_ci95": [2.0, 2.2],
+                 "lossless": True, "machine": "a | b"}]  # fmt: skip
+    target = Target(random_model("llama"), name="user/model")
+    save_head(
+        trained(kind), tmp_path / "head", target=target, training={"tokens": 9}, measured=measured
+    )
+    card = ModelCard.load(tmp_path / "head" / "README.md")
+    assert card.data.base_model == "user/model"
+    assert card.data.library_name == "draftheads"
+    assert card.data.tags[-1] == kind
+    tree = {"medusa": "3 draft nodes, 2 deep, fixed"}
+    dynamic = "9 draft nodes, 3 deep, chosen anew in each step"
+    assert f"| tree | {tree.get(kind, dynamic)} |" in card.text
+    assert "| tokens | 9 |" in card.text
+    assert "| 16 | 2.70 | 2.10 | 2.00 to 2.20 | True | a \\| b |" in card.text
+
+
+def test_measurements_are_added_without_touching_the_rest(tmp_path):
+    folder = save_head(trained(), tmp_path / "head", target=tiny_target(), training={"a": 1})
+    (folder / "trainer").mkdir()
+    row = {"nodes": 4, "tokens_per_step": 2.0, "speedup": 1.5, "speedup_ci95": [1.4, 1.6]}
+    record_measured(folder, [{**row, "lossless": True}])
+    assert "| 4 | 2.00 | 1.50 |" in (folder / "README.md").read_text()
+    assert load_head(folder, target=tiny_target()).depth == 4
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "model.safetensors", "README.md", "custom_generate", "trainer"
+    }  # fmt: skip

@@ -1,0 +1,92 @@
+"""The promise: a dynamic tree is as large as it says or refused, and every tree survives being
+written down.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from draftheads.heads.tree import DynamicTree, StaticTree, parse_tree, tree_from_json
+
+TREES = [
+    StaticTree.from_widths((4, 2, 1)),
+    StaticTree(((1,), (0,), (1, 3))),
+    StaticTree(()),
+    DynamicTree(),
+    DynamicTree(16, 5, 4),
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_trees_survive_json(tree):
+    assert tree_from_json(json.loads(json.dumps(tree.to_json()))) == tree
+
+
+def test_dynamic_trees_from_the_command_line():
+    assert parse_tree("nodes=16,depth=5,top_k=4") == DynamicTree(16, 5, 4)
+    assert parse_tree("nodes=16") == DynamicTree(16, 8, 10)
+    assert parse_tree("top_k=4, nodes=16") == DynamicTree(16, 8, 4)
+    assert parse_tree(str(DynamicTree(16, 5, 4))) == DynamicTree(16, 5, 4)
+
+
+@pytest.mark.parametrize("text", ["nodes=", "nodes=x", "width=3", "nodes=16,4", "nodes=-1"])
+def test_what_is_no_dynamic_tree_is_refused(text):
+    with pytest.raises(ValueError, match="expected nodes=16,depth=5,top_k=4"):
+        parse_tree(text)
+
+
+NO_TREES = [
+    "[]", "", "null", "[null]", "1.5", "true", "[[1.5]]", "[[true]]", '[["0"]]', "[[0],1]", "[{}]",
+    "NaN", "1e400", "[[1e400]]", "[" * 20000, "9" * 5000, "4;2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_TREES, ids=lambda text: text[:9])
+def test_what_is_no_tree_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match=r"^tree .*expected widths like 4,2,1, paths") as refusal:
+        parse_tree(text)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "4,2", [0], [[0.5]], [None], {"nodes": 3}, {"depth": 2.5}]
+)
+def test_what_no_tree_was_written_as_is_refused(value):
+    with pytest.raises(ValueError, match="expected paths of ranks"):
+        tree_from_json(value)
+
+
+@pytest.mark.parametrize("text", ["1000,1000,1000,1000", "5000", "nodes=99999,depth=99,top_k=400"])
+def test_trees_that_no_machine_would_verify_are_refused_at_once(text):
+    with pytest.raises(ValueError, match="draft nodes: expected 4096 at the most"):
+        parse_tree(text)
+
+
+@pytest.mark.parametrize("limits", [(0, 5, 4), (16, 0, 4), (16, 5, 0)])
+def test_empty_searches_are_refused(limits):
+    with pytest.raises(ValueError, match="expected 1 or more of each"):
+        DynamicTree(*limits)
+
+
+def test_a_search_has_as_many_candidates_as_it_verifies():
+    assert DynamicTree(4 + 2 * 16, 3, 4).nodes == 37
+    with pytest.raises(ValueError, match="has 36 candidates, got 37 draft nodes; ask for fewer"):
+        DynamicTree(37, 3, 4)
+
+
+def test_every_smaller_tree_of_a_search_exists():
+    for tree in (DynamicTree(), DynamicTree(16, 2, 4), DynamicTree(6, 6, 1), DynamicTree(5, 1, 5)):
+        sizes = [tree.head(nodes).draft_nodes for nodes in range(1, tree.draft_nodes + 3)]
+        assert sizes == [*range(1, tree.draft_nodes + 1), tree.draft_nodes, tree.draft_nodes]
+    assert DynamicTree(59, 8, 10).head(3) == DynamicTree(3, 3, 3)
+
+
+def test_the_tree_of_the_root_alone():
+    nothing = StaticTree(())
+    assert (nothing.depth, nothing.width, nothing.draft_nodes, nothing.nodes) == (0, 0, 0, 1)
+    assert nothing.parents() == [-1]
+    assert nothing.topology().ancestors_BNN.tolist() == [[[True]]]
+    assert nothing.topology().depths_BN.tolist() == [[0]]
+    assert StaticTree.from_widths((4, 2)).head(0) == nothing

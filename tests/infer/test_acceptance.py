@@ -1,0 +1,260 @@
+"""The promise: sampled output follows the target's own distribution; typical acceptance follows
+Medusa's formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from tiny_heads import decode, random_head
+from tiny_targets import random_model, some_prompts, tiny_target
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.hub import HEADS
+from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
+from draftheads.heads.tree_drafting import DynamicTreeBuilder
+from draftheads.infer.accept import Greedy, Sampled, Typical, filtered_logits
+from draftheads.infer.engine import Speculator
+
+WORDS = 6
+RUNS = 6000
+
+
+def chi_square(observed: Counter, expected: dict) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom; outcomes expected fewer than 5 times are
+    pooled.
+    """
+    total = sum(observed.values())
+    common = {key for key, p in expected.items() if p * total >= 5}
+    cells = [(observed[key], expected[key] * total) for key in common]
+    rest = total - sum(want for _, want in cells)
+    if rest > 1e-9:
+        cells.append((total - sum(got for got, _ in cells), rest))
+    return sum((got - want) ** 2 / want for got, want in cells), len(cells) - 1
+
+
+def surely_below(freedom: int) -> float:
+    """A bound that a true chi-square variable exceeds about once in a million (Wilson-Hilferty, z =
+    4.75).
+    """
+    return freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+class MarkovTarget:
+    """A target whose next-token distribution depends on the last token only: logits_VV."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.logits_VV = (
+            torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(seed)) * 2
+        )
+
+    def two_token_law(self, root: int, temperature: float, top_p: float, top_k: int) -> dict:
+        p = torch.softmax(filtered_logits(self.logits_VV, temperature, top_p, top_k), -1)
+        return {(a, b): float(p[root, a] * p[a, b]) for a, b in product(range(WORDS), repeat=2)}
+
+
+RULES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 3), (0.9, 0.9, 4)]
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (3, 2), (6, 6)])
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_distribution_is_exact(rule, widths):
+    """The first two tokens of a step (accepted or bonus, then drawn onwards) have the plain chain's
+    law.
+    """
+    target, root = MarkovTarget(), 2
+    shape = StaticTree.from_widths(widths)
+    guesses = target.logits_VV.argsort(-1, descending=True)
+    tokens = [root]
+    for path in shape.paths:
+        parent = tokens[0] if len(path) == 1 else tokens[1 + shape.paths.index(path[:-1])]
+        tokens.append(int(guesses[parent, path[-1]]))
+    tokens_BN = torch.tensor([tokens]).expand(RUNS, -1)
+    accept = Sampled(*rule)
+    accept.seed(1)
+    accepted = accept(target.logits_VV[tokens_BN], TokenTree(tokens_BN, shape.topology()))
+    after_B = accept.choose(target.logits_VV[accepted.bonus_B])  # where a step gave one token only
+    observed: Counter = Counter()
+    for row, count in enumerate(accepted.counts):
+        written = tokens_BN[row, accepted.path_BA[row, 1:count]].tolist()
+        written += [int(accepted.bonus_B[row]), int(after_B[row])]
+        observed[tuple(written[:2])] += 1
+    statistic, freedom = chi_square(observed, target.two_token_law(root, *rule))
+    assert statistic < surely_below(freedom)
+
+
+def test_the_chi_square_test_notices_a_bias():
+    law = MarkovTarget().two_token_law(2, 1.0, 1.0, 0)
+    wrong = MarkovTarget().two_token_law(2, 1.15, 1.0, 0)
+    observed = Counter({key: round(p * RUNS) for key, p in wrong.items()})
+    statistic, freedom = chi_square(observed, law)
+    assert statistic > surely_below(freedom)
+
+
+@pytest.fixture(scope="module")
+def small_target() -> Target:
+    model = random_model("llama")
+    model.resize_token_embeddings(WORDS, mean_resizing=False)
+    return Target(model, name="six-words")
+
+
+def whole_law(target: Target, prompt: list[int], new: int, rule: Sampled) -> dict:
+    """The exact probability of every text of `new` tokens after a prompt."""
+    texts_MA = torch.cartesian_prod(*[torch.arange(WORDS)] * new)
+    prompt_MT = torch.tensor([prompt]).expand(len(texts_MA), -1)
+    with torch.no_grad():
+        logits = target.model(torch.cat([prompt_MT, texts_MA], dim=1)).logits[:, -new - 1 : -1]
+    filtered = filtered_logits(logits, rule.temperature, rule.top_p, rule.top_k)
+    p_MA = torch.softmax(filtered, -1).gather(2, texts_MA[:, :, None])[..., 0]
+    return {tuple(text): float(p) for text, p in zip(texts_MA.tolist(), p_MA.prod(1), strict=True)}
+
+
+def whole_engine_statistic(target: Target, head: DraftHead, tree: Tree) -> tuple[float, int]:
+    """Four tokens: the prefill's, and those of one to three steps, on trees that differ by row."""
+    prompt, rule = [3, 1, 4, 1, 5], Sampled(temperature=4.0, top_k=4)
+    rule.seed(2)
+    choices = {"tree": tree, "sampling": rule, "max_new_tokens": 4}
+    rows, statistics = decode(target, head, [prompt] * (RUNS // 2), **choices)
+    assert {row.steps for row in statistics} == {1, 2, 3}, "drafts are accepted and refused"
+    return chi_square(Counter(map(tuple, rows)), whole_law(target, prompt, 4, rule))
+
+
+def small_head(kind: str, target: Target, vocabulary: list[int] | None = None) -> DraftHead:
+    return random_head(kind, target, depth=3, nodes=6, top_k=2, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_sampled_output_of_the_whole_engine_has_the_targets_law(small_target, kind):
+    head, fixed = small_head(kind, small_target, [0, 2, 3, 5]), StaticTree.from_widths((3, 2))
+    for tree in [fixed, head.tree] if isinstance(head.tree, DynamicTree) else [fixed]:
+        statistic, freedom = whole_engine_statistic(small_target, head, tree)
+        assert statistic < surely_below(freedom)
+
+
+def test_the_test_of_the_whole_engine_notices_siblings_that_are_not_distinct(
+    small_target, monkeypatch
+):
+    """Children with one token are several draws, of which the luckiest would be kept."""
+    head = small_head("eagle3", small_target)
+    right = DynamicTreeBuilder.tree
+
+    def twins(growth, roots_B) -> TokenTree:
+        tree = right(growth, roots_B)
+        tree.tokens_BN[:, 2:] = tree.tokens_BN[:, 1:2]
+        return tree
+
+    monkeypatch.setattr(DynamicTreeBuilder, "tree", twins)
+    statistic, freedom = whole_engine_statistic(small_target, head, head.tree)
+    assert statistic > surely_below(freedom)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_filters_are_those_of_transformers(rule):
+    temperature, top_p, top_k = rule
+    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 3
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    warpers.append(TopPLogitsWarper(top_p))
+    torch.testing.assert_close(filtered_logits(logits, *rule), warpers(None, logits))
+
+
+def test_typical_equals_the_formula_on_a_drawn_table():
+    r"""Four words, temperature 1. The tree, and p at each parent:
+
+        root                    p(.|root) = .60 .25 .10 .05    H = 1.0333, .3 exp(-H) = .1067
+       /    \                   threshold min(.09, .1067) = .09: words 0, 1 and 2 pass
+      1      2                  p(.|1)    = .97 .01 .01 .01    H = 0.1677, threshold .09
+     / \      \                 p(.|2)    = .25 .25 .25 .25    H = 1.3863, .3 exp(-H) = .075
+    0   3      1                so under 1 only word 0 passes, under 2 all do
+    """
+    tree = TokenTree(
+        torch.tensor([[0, 1, 2, 0, 3, 1]]), Topology(torch.tensor([[-1, 0, 0, 1, 1, 2]]))
+    )
+    p_NV = torch.tensor(
+        [
+            [0.60, 0.25, 0.10, 0.05],
+            [0.97, 0.01, 0.01, 0.01],
+            [0.25, 0.25, 0.25, 0.25],
+            [0.02, 0.02, 0.94, 0.02],
+            [0.25, 0.25, 0.25, 0.25],
+            [0.25, 0.25, 0.25, 0.25],
+        ]
+    )
+    rule = Typical(epsilon=0.09, delta=0.3, temperature=1.0)
+    accepted = rule(p_NV.log()[None], tree)
+    # root-1-0 (.25 * .97) and root-2-1 (.10 * .25) are both two long: the likelier wins
+    assert accepted.path_BA.tolist() == [[0, 1, 3]]
+    assert accepted.counts == [3]
+    assert accepted.bonus_B.tolist() == [2], "only word 2 passes after node 3"
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "passes"),
+    [
+        (0.09, 0.3, [True, True, True, False]),
+        (0.30, 0.3, [True, True, False, False]),  # threshold .1067, the entropy term
+        (0.04, 0.3, [True, True, True, True]),
+        (0.90, 9.0, [True, False, False, False]),  # nothing passes: the argmax always counts
+    ],
+)
+def test_typical_threshold(epsilon, delta, passes):
+    p = torch.tensor([[0.60, 0.25, 0.10, 0.05]])
+    rule = Typical(epsilon=epsilon, delta=delta, temperature=1.0)
+    rule.seed(0)
+    drawn = Counter(int(rule.choose(p.log())) for _ in range(2000))
+    assert [drawn[word] > 0 for word in range(4)] == passes
+
+
+def test_typical_is_labelled_lossy():
+    assert (Greedy().lossless, Sampled().lossless, Typical().lossless) == (True, True, False)
+
+
+def test_a_seed_repeats_the_output():
+    target, (prompt,) = tiny_target(), some_prompts(7)
+
+    def run(seed: int) -> list[int]:
+        rule = Sampled(temperature=2.0)
+        rule.seed(seed)
+        steps = Speculator(target).generate(prompt, sampling=rule, max_new_tokens=20)
+        return [token for step in steps for token in step.tokens]
+
+    assert run(1) == run(1) != run(2)
+
+
+@pytest.mark.parametrize("rule", [Sampled, Typical])
+def test_temperature_zero_points_to_greedy(rule):
+    with pytest.raises(ValueError, match=r"use Greedy\(\)"):
+        rule(temperature=0.0)
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("rule", "choices"),
+    [
+        (rule, {"temperature": value})
+        for rule in (Sampled, Typical)
+        for value in (-1.0, 1e-44, NAN, INFINITE)
+    ]
+    + [(Sampled, {"top_p": value}) for value in (7, -0.1, NAN, INFINITE)]
+    + [(Sampled, {"top_k": value}) for value in (-5, 2.5, NAN)]
+    + [(Typical, {"epsilon": value}) for value in (-0.1, 2.0, NAN)]
+    + [(Typical, {"delta": value}) for value in (-0.1, NAN, INFINITE)],
+)
+def test_numbers_that_make_no_distribution_are_refused(rule, choices):
+    ((name, value),) = choices.items()
+    with pytest.raises(ValueError, match=f"{name} {value}.*expected"):
+        rule(**choices)

@@ -1,0 +1,340 @@
+"""The promise: the benchmark's numbers mean what they say, and a wrong output is called wrong."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, GenerationConfig
+
+from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.target import Target
+from draftheads.heads.tree import StaticTree
+from draftheads.infer import accept
+from draftheads.infer.accept import Greedy, Sampled, Typical
+from draftheads.infer.bench import (
+    BenchOptions,
+    as_dict,
+    bench,
+    footnotes,
+    measured_facts,
+    print_report,
+    speedup_interval,
+    top2_margin,
+    write_json,
+)
+from draftheads.infer.engine import Baseline, Oracle, Speculator, without_defaults
+from draftheads.infer.plot import plot
+
+NEW = 21  # one token from the prefill and four steps of an oracle of depth 4
+CHAIN = StaticTree.from_widths((1, 1, 1, 1))
+HEAD_FIELDS = {
+    "name": str,
+    "nodes": int,
+    "lossless": bool,
+    "tokens_per_step": float,
+    "acceptance_by_depth": list,
+    "tokens_per_second": float,
+    "baseline_tokens_per_second": float,
+    "plain_tokens_per_second": float,
+    "speedup": float,
+    "speedup_ci95": list,
+    "speedup_over_best": float,
+    "speedup_over_best_ci95": list,
+    "draft_seconds": float,
+    "verify_seconds": float,
+    "steps": int,
+    "tokens": int,
+}
+
+
+class Recall:
+    """An oracle that finds the prompt it was given among those it knows."""
+
+    feature_layers = ()
+
+    def __init__(self, truth: dict[tuple[int, ...], list[int]]) -> None:
+        self.truth, self.oracle = truth, None
+
+    def propose(self, committed):
+        if self.oracle is None:
+            prompt = tuple(committed.tokens_BA[0, :-1].tolist())
+            self.oracle = Oracle(CHAIN, [self.truth[prompt]], vocab_size=VOCABULARY)
+        return self.oracle.propose(committed)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return some_prompts(7, 12, 5)
+
+
+@pytest.fixture(scope="module")
+def oracle(target, prompts):
+    truth = {tuple(prompt): greedy(target, prompt, NEW) for prompt in prompts}
+    return lambda: Recall(truth), CHAIN
+
+
+@pytest.fixture(scope="module")
+def report(target, prompts, oracle):
+    heads = {"medusa": MedusaHead.create(target), "oracle": oracle}
+    options = BenchOptions(max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2, resamples=50)
+    return bench(target, heads, prompts, options)
+
+
+def quick(target, prompts, heads=None, **choices):
+    choices = {"max_new_tokens": 9, "resamples": 10, **choices}
+    return bench(target, heads or {}, prompts, BenchOptions(**choices))
+
+
+def test_json_has_every_field_with_its_type(report, tmp_path):
+    path = tmp_path / "new" / "bench.json"
+    write_json(report, path)
+    written = json.loads(path.read_text())
+    assert [path.name] == [file.name for file in path.parent.iterdir()], "no partial file is left"
+    for row in written["heads"]:
+        assert {key: type(row[key]) for key in HEAD_FIELDS} == HEAD_FIELDS
+        assert row["lossless_reason"] is None
+        low, high = row["speedup_ci95"]
+        assert 0 < low <= high
+    assert set(written["machine"]) == {
+        *("cpu", "cores", "torch_threads", "gpu", "torch", "transformers", "draftheads"),
+        *("dtype", "date"),
+    }
+    assert written["machine"]["gpu"] is None
+    assert written["settings"]["prompts"] == 3
+
+
+def test_tree_sizes_are_cut_from_the_heads_own_tree(report):
+    """99 nodes are more than the tree of 16 has; a drafter from a function keeps its own tree."""
+    sizes = [(row.name, row.nodes) for row in report.heads]
+    assert sizes == [("medusa@2", 2), ("medusa@8", 8), ("medusa@16", 16), ("oracle", 4)]
+
+
+def test_tokens_and_steps_are_counted(report, prompts):
+    oracle = report.result("oracle")
+    assert oracle.tokens_per_step == 5.0
+    assert oracle.acceptance_by_depth == [1.0] * 4
+    runs = len(prompts) * 2
+    assert (oracle.steps, oracle.tokens) == (runs * 4, runs * NEW)
+    assert (report.plain.tokens_per_step, report.plain.steps) == (1.0, runs * (NEW - 1))
+
+
+def test_speedup_is_the_ratio_of_speeds(report):
+    for row in (report.plain, *report.heads):
+        assert row.speedup == pytest.approx(row.tokens_per_second / row.baseline_tokens_per_second)
+        assert row.plain_tokens_per_second == report.plain.tokens_per_second
+        best = max(row.baseline_tokens_per_second, row.plain_tokens_per_second)
+        assert row.speedup_over_best == pytest.approx(row.tokens_per_second / best)
+        assert row.speedup_over_best <= row.speedup
+
+
+def test_right_outputs_are_called_lossless(report):
+    assert [row.lossless for row in (report.plain, *report.heads)] == [True] * 5
+    assert all(row.first_divergence is None for row in report.heads)
+
+
+@pytest.fixture
+def liar(prompts, monkeypatch):
+    """A drafter of wrong tokens, and acceptance that takes every draft for right."""
+    wrong = {tuple(prompt): [0] * 4 + [1] * 20 for prompt in prompts}
+
+    def gullible(tree, chosen_BN):
+        return accept.take(tree, torch.tensor([tree.tokens_BN.shape[1] - 1]), chosen_BN[:, -1])
+
+    monkeypatch.setattr(accept, "follow", gullible)
+    return lambda: Recall(wrong), CHAIN
+
+
+def test_a_wrong_output_is_called_so(target, prompts, liar):
+    prompt = prompts[0]
+    expected = greedy(target, prompt, 9)
+    report = quick(target, [prompt], {"liar": liar})
+    liar = report.result("liar")
+    assert liar.lossless is False
+    found = liar.first_divergence
+    assert (found.prompts, found.prompt) == (1, 0)
+    assert found.expected == expected[found.token] != found.got
+    assert found.top2_margin == top2_margin(target, [*prompt, *expected[: found.token]])
+    assert report.plain.lossless is True
+    assert any("liar: differs from generate in 1 prompt" in note for note in footnotes(report))
+
+
+def test_the_margin_is_that_of_the_targets_two_best_logits(target, prompts):
+    logits = target.model(torch.tensor([prompts[1]])).logits[0, -1]
+    best, second = logits.topk(2).values.tolist()
+    assert top2_margin(target, prompts[1]) == pytest.approx(best - second, abs=1e-4)
+
+
+@pytest.mark.parametrize("rule", [Sampled(0.8, 0.9, 5), Typical()], ids=["sampled", "typical"])
+def test_random_outputs_are_not_compared(target, prompts, rule):
+    report = quick(target, prompts, {"medusa": MedusaHead.create(target)}, sampling=rule)
+    [row] = report.heads
+    assert (row.lossless, row.first_divergence) == (None, None)
+    assert ("lossy" in row.lossless_reason) is isinstance(rule, Typical)
+    assert type(rule).__name__ in report.settings["sampling"]
+
+
+def test_in_bfloat16_a_difference_is_reported_and_not_judged(prompts, liar):
+    target = Target(random_model("llama").to(torch.bfloat16), name="tiny-bf16")
+    report = quick(target, prompts, {"liar": liar})
+    [row] = report.heads
+    assert row.lossless is None
+    assert (row.first_divergence.prompts, row.first_divergence.prompt) == (3, 0)
+    assert "bfloat16" in row.lossless_reason
+    assert report.machine["dtype"] == "bfloat16"
+
+
+def test_generate_ignores_the_models_own_generation_config(prompts):
+    """A repetition penalty there would make `generate` write what no head can reproduce."""
+    target = Target(random_model("llama"), name="tiny-penalised")
+    plain = greedy(target, prompts[0], 9)
+    own = GenerationConfig(repetition_penalty=5.0, temperature=0.5, do_sample=True, pad_token_id=0)
+    target.model.generation_config = own
+    assert quick(target, prompts).plain.lossless is True
+    with without_defaults(target):
+        assert Baseline(target, Greedy(), {9})(prompts[0], 9) == plain
+    assert target.model.generation_config is own
+
+
+def test_generate_ends_at_the_targets_eos(prompts):
+    target = Target(random_model("llama"), name="tiny-eos")
+    target.eos_ids = (greedy(target, prompts[0], 4)[3], VOCABULARY - 1)
+    report = quick(target, prompts)
+    assert report.plain.lossless is True
+    assert report.plain.tokens < 9 * len(prompts)
+
+
+def test_random_streams_are_repeatable_and_the_callers_is_untouched(target, prompts):
+    heads = {"medusa": MedusaHead.create(target)}
+    before = torch.get_rng_state()
+    steps = [
+        quick(target, prompts, heads, sampling=Sampled(), seed=seed).heads[0].acceptance_by_depth
+        for seed in (1, 1, 2)
+    ]
+    assert steps[0] == steps[1] != steps[2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_prompts_get_the_room_that_the_context_leaves(target):
+    lengths = (5, CONTEXT - 3, CONTEXT, CONTEXT + 7)
+    report = quick(target, some_prompts(*lengths))
+    settings = report.settings
+    assert [settings[f"prompts{key}"] for key in ("", "_shortened", "_skipped")] == [2, 1, 2]
+    assert report.plain.tokens == 9 + 3
+    assert any("2 prompts fill the context" in note for note in footnotes(report))
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "choices", "message"),
+    [
+        ({}, (CONTEXT,), {}, "shorter than the context"),
+        ({}, (), {}, "shorter than the context"),
+        ({}, (3, 0), {}, "prompt 1 is empty"),
+        ({"plain": lambda: None}, (3,), {}, "rename it"),
+        ({}, (3,), {"max_new_tokens": 0}, "expected 1 or more"),
+        ({}, (3,), {"nodes": (4, 0)}, "expected 1 or more"),
+        ({}, (3,), {"sampling": SimpleNamespace(lossless=True)}, "Greedy, Sampled or Typical"),
+    ],
+)
+def test_mistakes_are_explained(target, heads, lengths, choices, message):
+    with pytest.raises(ValueError, match=message):
+        quick(target, some_prompts(*lengths), heads, **choices)
+
+
+def test_the_interval_holds_the_estimate_and_repeats():
+    torch.manual_seed(3)
+    tokens_P = torch.full((40,), 100.0, dtype=torch.float64)
+    slow_P = 2.0 + torch.rand(40, dtype=torch.float64)
+    fast_P = slow_P / (2.0 + 0.4 * torch.rand(40, dtype=torch.float64))
+    ours, baseline = torch.stack([tokens_P, fast_P], 1), torch.stack([tokens_P, slow_P], 1)
+    options = BenchOptions(seed=1)
+    low, high = speedup_interval(ours, baseline, options)
+    assert low < float(slow_P.sum() / fast_P.sum()) < high
+    assert high - low < 0.15, "prompts differ in length; pairing keeps that out of the interval"
+    assert (low, high) == speedup_interval(ours, baseline, options)
+    assert (low, high) != speedup_interval(ours, baseline, BenchOptions(seed=2))
+
+
+def test_an_equal_contestant_has_an_interval_of_one_point():
+    sums = torch.tensor([[10.0, 1.0], [20.0, 3.0], [5.0, 2.0]], dtype=torch.float64)
+    assert speedup_interval(sums, sums, BenchOptions()) == (1.0, 1.0)
+
+
+def test_measured_facts_are_plain_values(report):
+    facts = measured_facts(report, "medusa@8")
+    assert json.loads(json.dumps(facts)) == facts
+    assert (facts["nodes"], facts["lossless"], facts["prompts"]) == (8, True, 3)
+    with pytest.raises(ValueError, match="expected one of plain, medusa@2"):
+        measured_facts(report, "eagle")
+
+
+def test_the_table_and_its_footnotes_name_what_they_count(report):
+    out = StringIO()
+    print_report(report, Console(file=out, width=160))
+    for text in ("medusa@16", "generate", "bonus token counted", "interleaved", "token for token"):
+        assert text in out.getvalue()
+
+
+def test_progress_is_quiet_without_a_terminal(target, prompts, capsys):
+    quick(target, prompts[:1])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_plot_writes_a_picture(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot(report, tmp_path / "a" / "bench.png")
+    assert (tmp_path / "a" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib_says_what_to_install(report, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        plot(report, tmp_path / "bench.png")
+
+
+def test_json_is_what_the_report_says(report):
+    assert as_dict(report)["heads"][3]["tokens_per_step"] == report.result("oracle").tokens_per_step
+
+
+class Operators(TorchDispatchMode):
+    """Counts what reaches torch's kernels."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_plain_decoding_adds_few_operators_to_the_shortest_loop(target):
+    """The rival of every head is the best plain decoding, not a slow one of our own."""
+    prompt, steps = some_prompts(9)[0], 20
+
+    def loop(new: int) -> None:
+        cache, ids = DynamicCache(), torch.tensor([prompt])
+        for _ in range(new):
+            logits = target.model(ids, past_key_values=cache, logits_to_keep=1).logits
+            ids = logits[:, -1].argmax(-1, keepdim=True)
+            ids.tolist()
+
+    def per_step(decode) -> float:
+        counts = []
+        for new in (2, 2 + steps):
+            with torch.inference_mode(), Operators() as operators:
+                decode(new)
+            counts.append(operators.count)
+        return (counts[1] - counts[0]) / steps
+
+    ours = per_step(lambda new: list(Speculator(target).generate(prompt, max_new_tokens=new)))
+    assert ours <= per_step(loop) + 30  # 22 when this was written, 73 with a mask of our own

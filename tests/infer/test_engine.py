@@ -1,0 +1,215 @@
+"""The promise: output ends exactly where it should, in every row, and steps add up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_chat import byte_tokenizer
+from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts, tiny_target
+
+from draftheads.heads.hub import HEADS
+from draftheads.heads.target import Target
+from draftheads.heads.tree import StaticTree
+from draftheads.infer.accept import Sampled
+from draftheads.infer.engine import Oracle, Speculator, Statistics
+
+SHAPE = StaticTree.from_widths((2, 1, 1, 1))
+
+
+def ending_with(eos) -> Target:
+    """The tiny Llama with these end tokens in its generation config."""
+    model = random_model("llama")
+    model.generation_config.eos_token_id = eos
+    return Target(model)
+
+
+def oracle_for(prompts, new: int = 60):
+    """A drafter that knows what the tiny Llama writes without any end token."""
+    truth = [greedy(tiny_target(), prompt, new) for prompt in prompts]
+    return truth, lambda: Oracle(SHAPE, truth, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("place", [0, 3, 5, 11])
+def test_nothing_after_the_end_token(place, as_list):
+    prompts = some_prompts(9)
+    (truth,), oracle = oracle_for(prompts)
+    end = truth[place]
+    target = ending_with([VOCABULARY + 5, end] if as_list else end)
+    steps = list(Speculator(target, oracle).generate(prompts[0], max_new_tokens=50))
+    assert [t for step in steps for t in step.tokens] == truth[: truth.index(end) + 1]
+    assert [step.finish for step in steps] == [None] * (len(steps) - 1) + ["eos"]
+
+
+@pytest.mark.parametrize("new", range(1, 13))
+def test_exactly_max_new_tokens(new):
+    prompts = some_prompts(9)
+    (truth,), oracle = oracle_for(prompts)
+    steps = list(Speculator(tiny_target(), oracle).generate(prompts[0], max_new_tokens=new))
+    assert [t for step in steps for t in step.tokens] == truth[:new]
+    assert steps[-1].finish == "length"
+
+
+def test_rows_end_independently():
+    prompts = some_prompts(9, 4, 13)
+    truth, oracle = oracle_for(prompts)
+    end = truth[0][7]
+    expected = [row[: row.index(end) + 1] if end in row[:30] else row[:30] for row in truth]
+    assert len({len(row) for row in expected}) > 1
+    rows = [[] for _ in prompts]
+    finishes = {}
+    for steps in Speculator(ending_with(end), oracle).generate_batch(prompts, max_new_tokens=30):
+        for row, step in enumerate(steps):
+            assert (step is None) == (row in finishes), (
+                "one step per running row, none after its end"
+            )
+            if step is not None:
+                rows[row] += step.tokens
+                if step.finish:
+                    finishes[row] = step.finish
+    assert rows == expected
+    assert finishes == {row: "eos" if t[-1] == end else "length" for row, t in enumerate(expected)}
+
+
+def test_stop_string_across_tokens():
+    model = random_model("llama")
+    model.resize_token_embeddings(259, mean_resizing=False)
+    target = Target(model, byte_tokenizer())
+    (prompt,) = some_prompts(9)
+    plain = [t for s in Speculator(target).generate(prompt, max_new_tokens=40) for t in s.tokens]
+    text = target.tokenizer.decode(plain[10:13])
+    steps = list(Speculator(target).generate(prompt, max_new_tokens=40, stop=[text, "never"]))
+    written = [t for step in steps for t in step.tokens]
+    first = target.tokenizer.decode(plain).index(text)
+    assert len(text) == 3 and written == plain[: first + 3]
+    assert steps[-1].finish == "stop"
+
+
+@pytest.mark.parametrize("stop", ["", "word", ["a", ""], ["a", 3], [None]])
+def test_bad_stop_strings(stop):
+    target = Target(random_model("llama"), byte_tokenizer())
+    with pytest.raises(ValueError, match="expected a list of non-empty strings"):
+        Speculator(target).generate([1], stop=stop)
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "message"),
+    [
+        (0, 5, "prompt is empty"),
+        (CONTEXT, 5, f"has {CONTEXT} tokens, the context of tiny-llama only {CONTEXT}"),
+        (CONTEXT - 9, 10, "lower max_new_tokens to 9"),
+        (5, 0, "expected 1 or more"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(length, new, message):
+    with pytest.raises(ValueError, match=message):
+        Speculator(tiny_target()).generate([3] * length, max_new_tokens=new)
+
+
+@pytest.mark.parametrize("strange", [-1, VOCABULARY, 1 << 70, True, 2.5, None, "3"])
+def test_ids_that_the_target_does_not_know_are_refused_before_anything_runs(strange):
+    with pytest.raises(
+        ValueError, match=f"whole numbers from 0 to {VOCABULARY - 1}, got {strange!r}"
+    ):
+        Speculator(tiny_target()).generate([3, strange, 4], max_new_tokens=5)
+
+
+@pytest.mark.parametrize("new", [-1, 2.5, True, float("nan"), "5"])
+def test_a_number_of_new_tokens_is_whole(new):
+    with pytest.raises(ValueError, match="max_new_tokens: expected 1 or more, a whole number"):
+        Speculator(tiny_target()).generate([3], max_new_tokens=new)
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(ValueError, match="no prompts"):
+        Speculator(tiny_target()).generate_batch([])
+
+
+def test_ids_of_numpy_and_torch_are_taken():
+    (prompt,) = some_prompts(9)
+    expected = [greedy(tiny_target(), prompt, 5)]
+    for ids in (np.array(prompt), list(np.array(prompt)), torch.tensor(prompt)):
+        steps = Speculator(tiny_target()).generate(ids, max_new_tokens=np.int64(5))
+        assert [[t for step in steps for t in step.tokens]] == expected
+
+
+def slots_of(monkeypatch, target: Target) -> list:
+    """The caches that a target makes from now on."""
+    caches, make = [], target.new_cache
+    monkeypatch.setattr(
+        target, "new_cache", lambda *sizes: caches.append(make(*sizes)) or caches[-1]
+    )
+    return caches
+
+
+def test_without_a_bound_the_cache_grows_with_the_text(monkeypatch):
+    model = random_model("llama")
+    model.config.max_position_embeddings = 1 << 30  # keys and values of all of it fit nowhere
+    target, (prompt,) = Target(model), some_prompts(9)
+    caches = slots_of(monkeypatch, target)
+    truth = greedy(target, prompt, 60)
+    monkeypatch.setattr("draftheads.infer.engine.ROOM", 8)
+    oracle = lambda: Oracle(SHAPE, [truth + [0] * 4], vocab_size=VOCABULARY)  # noqa: E731
+    written, capacities = [], []
+    for step in Speculator(target, oracle, tree=SHAPE).generate(prompt):
+        written += step.tokens
+        capacities.append(caches[0].layers[0].keys.shape[2])
+        if len(written) >= 60:
+            break
+    assert written[:60] == truth
+    assert capacities[0] == len(prompt) + 8 + SHAPE.nodes
+    assert len(prompt) + 60 <= capacities[-1] < 2 * (len(prompt) + 60)
+
+
+def test_with_a_bound_the_cache_is_allocated_once(monkeypatch):
+    target, (prompt,) = Target(random_model("llama")), some_prompts(9)
+    caches = slots_of(monkeypatch, target)
+    stores = set()
+    for _ in Speculator(target).generate(prompt, max_new_tokens=40):
+        stores.add(caches[0].layers[0].keys.data_ptr())
+    assert len(stores) == 1 and caches[0].layers[0].keys.shape[2] == 9 + 40 + 1
+
+
+def test_steps_add_up():
+    prompts = some_prompts(9)
+    (truth,), _ = oracle_for(prompts)
+    noisy = Oracle(SHAPE, [truth], vocab_size=VOCABULARY, noise=0.3, seed=2)
+    statistics, written = Statistics(), 0
+    for step in Speculator(tiny_target(), lambda: noisy).generate(prompts[0], max_new_tokens=40):
+        statistics.add(step)
+        written += len(step.tokens)
+    assert written == 40 == statistics.tokens + 1, "the prefill's token is not a step's"
+    by_depth = statistics.acceptance_by_depth
+    assert by_depth == sorted(by_depth, reverse=True)
+    # the last step may be cut, so it gives at most what was accepted
+    assert statistics.tokens_per_step <= 1 + sum(by_depth) < statistics.tokens_per_step + 1
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_empty_tree_drafts_nothing(kind):
+    target, (prompt,) = tiny_target(), some_prompts(9)
+    engine = Speculator(target, HEADS[kind].create(target), tree=StaticTree(()))
+    steps = list(engine.generate(prompt, max_new_tokens=8))
+    assert [t for step in steps for t in step.tokens] == greedy(target, prompt, 8)
+    assert {len(step.tokens) for step in steps} == {1}
+
+
+def test_batched_sampling_is_reproducible_and_ragged():
+    prompts = some_prompts(9, 4)
+
+    def run() -> list:
+        rule = Sampled(temperature=3.0)
+        rule.seed(7)
+        batch = Speculator(ending_with(3)).generate_batch(prompts, sampling=rule, max_new_tokens=25)
+        return [[step.tokens if step else None for step in steps] for steps in batch]
+
+    first = run()
+    assert first == run()
+    assert any(None in steps for steps in first)
+
+
+def test_the_target_is_frozen_and_no_part_of_a_head():
+    target = tiny_target()
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    assert not isinstance(target, torch.nn.Module)

@@ -1,0 +1,297 @@
+"""The promise: every learned token is trained on once per epoch, documents do not see each other,
+and a step's rows do not depend on how many processes share them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_training import VOCABULARY, random_answers, tiny_target
+
+from draftheads.heads.batch import Batch
+from draftheads.train.batches import (
+    Documents,
+    Order,
+    Reading,
+    Rows,
+    check_divides,
+    share,
+)
+from draftheads.train.data.answers import Answer, read_answers, write_manifest
+
+LENGTH = 48
+SPLIT_OF_20 = [3, 11, 13, 19]
+"""Which documents runs have held out of 20 since there were runs."""
+
+
+@pytest.fixture(scope="module")
+def documents() -> Documents:
+    return Documents.read(random_answers(50))
+
+
+def document(answer: Answer) -> dict[str, object]:
+    return {"tokens": answer.tokens, "learn": answer.learn, "turns": 1, "finish": "eos"}
+
+
+def whole(rows: Rows) -> Batch:
+    return rows.batch(range(len(rows)))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_learned_token_stands_in_one_row(documents, pack):
+    rows = Rows(documents, documents.spans, LENGTH, pack=pack, seed=3)
+    batch = whole(rows)
+    expected = documents.tokens_N[documents.learn_N].sort().values
+    assert batch.tokens_BT[batch.loss_mask_BT].sort().values.tolist() == expected.tolist()
+    assert sum(rows.learned) == int(batch.loss_mask_BT.sum()) == len(expected)
+    assert sum(rows.sizes) == int((batch.documents_BT >= 0).sum())
+    assert batch.tokens_BT.shape[1] <= LENGTH
+    if not pack:
+        assert len(rows) == len(documents.spans)
+
+
+def test_packing_fills_rows(documents):
+    rows = Rows(documents, documents.spans, 256, pack=True, seed=0)
+    assert sum(rows.sizes[:-1]) / (256 * (len(rows) - 1)) > 0.9
+
+
+def test_rows_look_like_this():
+    answers = [Answer([11, 12, 13, 14], [(1, 4)]), Answer([21, 22, 23], [(1, 2)])]
+    documents = Documents.read(answers)
+    batch = Rows(documents, documents.spans, 9, pack=True, seed=2).batch([0])
+    tall = Rows(Documents.read(answers[:1] * 3), [(0, 4), (4, 8), (8, 12)], 9, pack=True, seed=0)
+    order = [answers[n] for n in (0, 1)]
+    if batch.tokens_BT[0, 0] == 21:
+        order.reverse()
+    tokens = [token for answer in order for token in answer.tokens]
+    assert batch.tokens_BT.tolist() == [tokens]
+    first = len(order[0].tokens)
+    assert batch.positions_BT.tolist() == [[*range(first), *range(7 - first)]]
+    assert batch.documents_BT.tolist() == [[0] * first + [1] * (7 - first)]
+    padded = tall.batch([0, 1])
+    assert padded.tokens_BT[1].tolist() == [11, 12, 13, 14, 0, 0, 0, 0]
+    assert padded.loss_mask_BT[1].int().tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+    assert padded.positions_BT[1].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert padded.documents_BT[1].tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
+
+
+def test_packed_features_equal_those_of_a_document_alone(documents):
+    target = tiny_target()
+    rows = Rows(documents, documents.spans[:12], LENGTH, pack=True, seed=0)
+    batch = whole(rows)
+    features_BTD = target.features(batch, [-1])
+    seen = 0
+    for row, pieces in enumerate(rows.rows):
+        end = 0
+        for start, stop in pieces:
+            ids = documents.tokens_N[start:stop].long()[None]
+            with torch.no_grad():
+                states = target.model.model(ids, use_cache=False).last_hidden_state[0]
+            got = features_BTD[row, end + 1 : end + stop - start]  # the law: state i predicts i + 1
+            torch.testing.assert_close(got, states[:-1], rtol=1e-5, atol=1e-5)
+            end += stop - start
+            seen += 1
+    assert seen == 12
+    assert len(rows) < 12, "some rows must hold several documents for this to mean anything"
+
+
+def test_a_long_document_is_cut_and_no_first_token_is_learned():
+    documents = Documents.read([Answer(list(range(20)), [(6, 20)])])
+    rows = Rows(documents, documents.spans, 8, pack=True, seed=0)
+    batch = whole(rows)
+    assert rows.cut == 2
+    assert not (batch.loss_mask_BT & (batch.positions_BT == 0)).any()
+    learned = sorted(batch.tokens_BT[batch.loss_mask_BT].tolist())
+    assert learned == [6, 7, *range(9, 16), *range(17, 20)]
+
+
+def test_pieces_without_learned_tokens_are_left_out():
+    documents = Documents.read([Answer(list(range(20)), [(18, 20)])])
+    rows = Rows(documents, documents.spans, 8, pack=True, seed=0)
+    assert whole(rows).tokens_BT.tolist() == [[16, 17, 18, 19]]
+
+
+def test_an_epoch_is_every_row_once():
+    order = Order(rows=21, rows_per_step=7, seed=5)
+    epochs = [[row for s in (0, 1, 2) for row in order.step(3 * e + s)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(21)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert order.steps(2) == 6
+
+
+def test_processes_and_accumulation_only_divide_a_step():
+    order = Order(rows=100, rows_per_step=16, seed=1)
+    for step in (0, 6, 1000):
+        rows = order.step(step)
+        assert rows == Order(100, 16, 1).step(step), "nothing is remembered between steps"
+        for world, size in itertools.product([1, 2, 4], [1, 2, 4]):
+            parts = [share(rows, size, rank, world) for rank in range(world)]
+            assert len({len(part) for part in parts}) == 1
+            numbered = sorted(micro for part in parts for micro in part)
+            assert [number for number, _ in numbered] == list(range(len(rows) // size))
+            assert [row for _, micro in numbered for row in micro] == rows
+
+
+MORE, FEW = "is more than the data have; using", "as the data are few"
+
+
+@pytest.mark.parametrize(
+    ("reading", "asked", "per_batch", "rows", "note"),
+    [
+        (Reading(None, 256, None, 2), 4096, 4, 16, ""),
+        (Reading(None, 256, None, 1), 5000, 4, 20, "using 5120"),
+        (Reading(None, 256, None, 1), 10, 4, 4, "using 1024"),
+        (Reading(10**6, 2048, 2.0, 1), None, 8, 32, ""),  # the greatest that follows from data
+        (Reading(None, 2048, 2.0, 1), None, 8, 32, ""),
+        (Reading(22, 2048, 2.0, 1), None, 8, 1, FEW),  # 300 answers of 150 tokens
+        (Reading(22, 2048, 2.0, 2), None, 8, 2, FEW),
+        (Reading(600, 2048, 4.0, 1), None, 8, 24, FEW),
+        (Reading(22, 2048, 2.0, 1), 131072, 8, 16, MORE),
+        (Reading(22, 2048, 0.2, 1), 131072, 8, 4, MORE),
+        (Reading(22, 2048, None, 1), None, 8, 16, MORE),
+        (Reading(5, 2048, 2.0, 2), 131072, 8, 4, MORE),
+        (Reading(1, 64, 0.1, 1), 64, 1, 1, ""),
+    ],
+)
+def test_rows_of_a_step_follow_from_the_data_and_changes_are_said(
+    reading, asked, per_batch, rows, note
+):
+    count, said = reading.rows_per_step(asked, per_batch)
+    assert count == rows
+    assert note in said and bool(note) is bool(said)
+    if reading.rows:
+        order = Order(reading.rows, count, 0)
+        assert len(set(order.step(0))) == count, "no row twice"
+        assert len(share(order.step(0), per_batch, 0, reading.world)) >= 1
+        check_divides(count, per_batch, reading.world)
+
+
+def test_no_more_passes_are_made_than_asked_for():
+    for rows, step, epochs in itertools.product([16, 22, 37], [1, 3, 8, 16], [1, 2, 0.5, 3]):
+        steps = Order(rows, step, 0).steps(epochs)
+        assert steps == 1 or steps * step <= epochs * rows < (steps + 1) * step
+    assert Order(100, 1, 0).steps(0.29) == 29
+
+
+@pytest.mark.parametrize(
+    ("reading", "rows", "steps", "remedy"),
+    [
+        (Reading(600, 2048, 2.0, 1), 64, 18, "lower run.tokens_per_step to 24576, which makes 100"),
+        (Reading(22, 2048, 2.0, 1), 16, 2, "lower run.tokens_per_step to 2048, which makes 44"),
+        (Reading(22, 2048, 2.0, 1), 1, 44, "distill more prompts, raise run.epochs or lower data"),
+        (Reading(600, 2048, 2.0, 1), 24, 50, None),
+        (Reading(600, 2048, None, 1), 64, 5, None),  # as many as were asked for
+    ],
+)
+def test_a_run_of_few_steps_is_warned_of(reading, rows, steps, remedy):
+    said = reading.warning(steps, rows)
+    assert said.startswith(f"warning: {steps} steps are few to learn from; {remedy}") or not remedy
+    assert bool(said) is bool(remedy)
+
+
+def test_more_processes_than_rows_are_refused():
+    with pytest.raises(ValueError, match="for each of 4 processes, got 3 rows; use fewer proc"):
+        Reading(3, 64, 1.0, 4).rows_per_step(None, 1)
+
+
+def test_a_run_goes_on_only_where_its_step_can_be_shared_evenly():
+    check_divides(16, 2, 8)
+    with pytest.raises(ValueError, match="12 rows per step.* continue on 1, 2, 3, 6, 12 processes"):
+        check_divides(12, 2, 4)
+
+
+def test_rows_know_which_answers_they_hold(documents):
+    rows = Rows(documents, documents.spans, LENGTH, pack=True, seed=0)
+    for row, pieces in enumerate(rows.rows):
+        starts = [documents.spans[answer][0] for answer in rows.answers([row])]
+        assert starts == [start for start, _ in pieces]
+
+
+def test_a_digest_names_the_tokens_and_what_is_learned(documents):
+    assert documents.digest() == Documents.read(random_answers(50)).digest()
+    other = random_answers(50)
+    first = other[0]
+    first.tokens[-1] = (first.tokens[-1] + 1) % 97
+    assert documents.digest() != Documents.read(other).digest()
+    learned = [Answer(other[0].tokens, [(1, 2)]), *random_answers(50)[1:]]
+    assert Documents.read(other).digest() != Documents.read(learned).digest()
+
+
+def test_heldout_documents_are_apart_and_always_the_same(documents):
+    train, apart = documents.split(0.1)
+    assert len(apart) == 5
+    assert sorted(train + apart) == documents.spans
+    assert documents.split(0.1) == (train, apart)
+    assert len(documents.split(0.001)[1]) == 1
+    single = Documents.read(random_answers(1))
+    assert single.split(0.02) == (single.spans, single.spans)
+    pair = Documents.read(random_answers(2))
+    assert [len(part) for part in pair.split(0.5)] == [1, 1]
+
+
+def test_documents_of_a_conversation_stay_on_one_side(tmp_path):
+    drawn = random_answers(60)
+    talks = [drawn[2 * n : 2 * n + 2] if n % 2 else [drawn[2 * n]] for n in range(30)]
+    lines = [
+        {"id": n, "documents": [document(answer) for answer in talk]}
+        if len(talk) > 1
+        else {"id": n, **document(talk[0])}
+        for n, talk in enumerate(talks)
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (tmp_path / "answers-00000-of-00001.jsonl").write_text(text)
+    manifest = {"format": 1, "batch_size": 30, "complete": True}
+    write_manifest(tmp_path, manifest | {"prompts": {"count": 30}, "counts": {"done": 30}})
+    documents = Documents.read(read_answers(tmp_path))
+    train, apart = documents.split(0.4)
+    conversation = [n for n, talk in enumerate(talks) for _ in talk]
+    sides = [
+        {conversation[documents.spans.index(span)] for span in part} for part in (train, apart)
+    ]
+    assert not sides[0] & sides[1]
+    assert sides[0] | sides[1] == set(range(30))
+    assert len(sides[1]) == 12, "a share of conversations"
+    assert any(len(talks[n]) == 2 for n in sides[1])
+    assert sorted(train + apart) == documents.spans
+    loose = Documents(documents.tokens_N, documents.learn_N, documents.spans)
+    assert loose.digest() != documents.digest()
+
+
+def test_conversations_with_a_copy_of_a_heldout_document_are_not_trained_on():
+    drawn = random_answers(8)
+    pairs = zip(drawn[::2], drawn[1::2], strict=True)
+    talks = [[first, replace(second, follows=True)] for first, second in pairs]
+    documents = Documents.read(answer for talk in talks for answer in talk)
+    (held,) = {documents.spans.index(span) // 2 for span in documents.split(0.25)[1]}
+    twin = (held + 1) % 4
+    talks[twin][1] = replace(talks[held][1])
+    train, apart = Documents.read(answer for talk in talks for answer in talk).split(0.25)
+    assert len(apart) == 2
+    assert len(train) == 4, "neither the copy nor what stands beside it"
+
+
+def test_single_documents_are_divided_as_ever():
+    documents = Documents.read(random_answers(20))
+    apart = documents.split(0.2)[1]
+    assert [documents.spans.index(span) for span in apart] == SPLIT_OF_20
+
+
+def test_copies_of_heldout_documents_are_not_trained_on():
+    documents = Documents.read(random_answers(10) * 3)
+    train, apart = documents.split(0.1)
+
+    def texts(spans):
+        return {tuple(documents.tokens_N[start:stop].tolist()) for start, stop in spans}
+
+    assert len(apart) == 3
+    assert not texts(train) & texts(apart)
+    assert texts(train) | texts(apart) == texts(documents.spans)
+
+
+def test_frequent_tokens_count_what_the_target_wrote():
+    answers = [Answer([5, 5, 5, 7, 7, 9], [(3, 6)]), Answer([5, 9, 9, 8], [(1, 4)])]
+    assert Documents.read(answers).frequent_tokens(3, VOCABULARY) == [9, 7, 8]

@@ -1,0 +1,220 @@
+"""The promise: each kind of head has the choices that make sense for it, and a mistake in them is
+one line that says what to do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from minimal_recipe import MINIMAL, error
+
+from draftheads.heads.hub import HEADS
+from draftheads.train.recipe import HEAD_MODELS, Recipe, differences, load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_the_kind_is_the_entry_points_where_the_recipe_leaves_it_open(path):
+    assert load_recipe(path, kind="eagle3").head.kind == "eagle3"
+    assert load_recipe(path, ["head.layers=2"], kind="eagle").head.kind == "eagle"
+    path.write_text(MINIMAL + "head:\n")
+    assert load_recipe(path, kind="eagle3").head.kind == "eagle3"
+    path.write_text(MINIMAL + "head:\n  kind: eagle\n")
+    assert load_recipe(path, kind="eagle3").head.kind == "eagle"
+    assert load_recipe(path, ["head.kind=medusa"], kind="eagle3").head.kind == "medusa"
+
+
+def test_every_kind_of_head_has_a_section():
+    assert set(HEAD_MODELS) == set(HEADS)
+
+
+def test_a_wrong_kind_lists_the_kinds(path):
+    expected = "head.kind: expected one of medusa, sequential, eagle3, eagle, got 'eagel'"
+    assert error(path, "head.kind=eagel") == f"command line: {expected}"
+    path.write_text(MINIMAL + "head:\n  kind: eagel\n")
+    assert error(path) == f"{path}: {expected}"
+    path.write_text(MINIMAL + "head:\n  kind: [eagle]\n")
+    assert "got ['eagle']" in error(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "meant"),
+    [
+        ("eagle3", "head.stepz", "head.steps"),
+        ("eagle3", "head.topk", "head.top_k"),
+        ("eagle3", "head.heads_kv", "head.heads"),
+        ("eagle", "head.regresion", "head.regression"),
+        ("medusa", "head.lm_heads", "head.lm_head"),
+        ("sequential", "head.conditoning", "head.conditioning"),
+        ("sequential", "head.ranks", "head.rank"),
+        ("eagle3", "optim.lrr", "optim.lr"),
+    ],
+)
+def test_an_unknown_key_is_compared_with_the_keys_of_its_kind(path, kind, key, meant):
+    assert error(path, f"head.kind={kind}", f"{key}=1") == (
+        f"command line: unknown key {key!r}; did you mean {meant!r}?"
+    )
+
+
+EAGLE3 = """\
+head:
+  kind: eagle3
+  feature_layers: [1, 3, 5]
+  vocabulary: 1024
+  steps: 4
+  labels: hard
+"""
+
+
+def test_another_kind_leaves_out_what_it_does_not_have(path, caplog):
+    path.write_text(MINIMAL + EAGLE3)
+    head = load_recipe(path, ["head.kind=eagle"]).head
+    assert (head.kind, head.steps, head.labels) == ("eagle", 4, "hard")
+    (said,) = caplog.messages
+    assert said == "head.kind=eagle: left out, as only eagle3: feature_layers, vocabulary"
+    caplog.clear()
+    assert load_recipe(path, ["head.kind=eagle3"]).head.vocabulary == 1024
+    assert not caplog.messages
+    message = error(path, "head.kind=eagle", "head.vocabulary=9")  # asked for after the kind
+    assert "unknown key 'head.vocabulary'; it belongs to head.kind medusa" in message
+    path.write_text(MINIMAL + EAGLE3.replace("steps", "stepz"))
+    assert "unknown key 'head.stepz'; did you mean 'head.steps'" in error(path, "head.kind=eagle")
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*-eagle3.yaml")), ids=lambda file: file.stem)
+def test_the_readmes_way_to_an_eagle_head(file):
+    assert load_recipe(file, ["head.kind=eagle"], kind="eagle3").head.kind == "eagle"
+
+
+def test_no_key_of_another_kind_is_suggested(path):
+    """`regression` is EAGLE-1's, `lm_head` is Medusa's."""
+    assert "head.regression" not in error(path, "head.kind=eagle3", "head.regressoin=1")
+    assert "lm_head" not in error(path, "head.kind=eagle", "head.lm_haed=own")
+
+
+def test_a_key_of_another_kind_says_whose_it_is(path):
+    assert error(path, "head.steps=3") == (
+        "command line: unknown key 'head.steps'; it belongs to head.kind eagle3 or eagle, "
+        "and this is medusa"
+    )
+    for key in ("conditioning=hydra", "rank=4", "prefix=true"):
+        assert "it belongs to head.kind sequential, and this is medusa" in error(
+            path, f"head.{key}"
+        )
+    assert "it belongs to head.kind eagle3 or eagle, and this is sequential" in error(
+        path, "head.kind=sequential", "head.sliding_window=4"
+    )
+
+
+def test_a_faulty_head_key_is_named_as_the_user_wrote_it(path):
+    path.write_text(MINIMAL + "head:\n  kind: eagle3\n  steps: many\n")
+    assert error(path).startswith(f"{path}: head.steps: expected a valid integer")
+    path.write_text(MINIMAL + "head:\n  kind: eagle3\n  feature_layers: [2, -1]\n")
+    assert error(path).startswith(f"{path}: head.feature_layers.1: expected greater than or equal")
+    assert error(path, "head.feature_layers=[]").startswith("command line: head.feature_layers: ")
+    assert error(path, "head.feature_layers=[x]").startswith(
+        "command line: head.feature_layers.0: expected a valid integer"
+    )
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "sequential"])
+def test_a_tree_has_no_more_nodes_than_candidates(path, kind):
+    tree = [f"head.kind={kind}", "head.depth=3", "head.top_k=4"]
+    assert load_recipe(path, [*tree, "head.nodes=36"]).head.nodes == 36
+    assert "expected nodes of at most 36" in error(path, *tree, "head.nodes=37")
+    single = [*tree[:1], "head.depth=1", "head.top_k=10", "head.nodes=10"]
+    assert load_recipe(path, single).head.depth == 1
+
+
+@pytest.mark.parametrize("loss", ["tv", "lk", "hybrid"])
+def test_losses_on_acceptance_need_the_targets_distribution(path, loss):
+    head = ["head.kind=eagle3", f"head.loss={loss}"]
+    assert load_recipe(path, head).head.labels == "soft"
+    assert f"expected labels: soft with loss: {loss}" in error(path, *head, "head.labels=hard")
+    load_recipe(path, ["head.kind=eagle3", "head.labels=hard"])
+
+
+def test_switches_that_exclude_one_another(path):
+    norms = ["head.fc_norm=true", "head.norm_before_fc=true"]
+    assert "at most one of fc_norm and norm_before_fc" in error(path, "head.kind=eagle3", *norms)
+    for norm in norms:
+        load_recipe(path, ["head.kind=eagle3", norm])
+
+
+def test_a_head_learns_something_and_can_fill_its_tree(path):
+    nothing = ["head.regression=0", "head.classification=0"]
+    assert "got 0 for both" in error(path, "head.kind=eagle", *nothing)
+    assert "at least top_k = 10" in error(path, "head.kind=eagle3", "head.vocabulary=9")
+
+
+def test_the_candidates_of_a_fixed_tree_are_not_bounded(path):
+    tree = ["head.kind=sequential", "head.depth=3", "head.nodes=37"]
+    assert load_recipe(path, tree).head.top_k is None
+
+
+def test_hydra_has_no_rank(path):
+    sequential = ["head.kind=sequential", "head.rank=8"]
+    message = error(path, *sequential, "head.conditioning=hydra")
+    assert "expected rank: null with conditioning: hydra" in message and "remove rank" in message
+    for conditioning in ("markov", "state", "recurrent"):
+        choices = load_recipe(path, [*sequential, f"head.conditioning={conditioning}"]).head
+        assert choices.rank == 8
+    assert "'markov', 'state', 'recurrent' or 'hydra', got 'medusa'" in error(
+        path, "head.kind=sequential", "head.conditioning=medusa"
+    )
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["heads=4", "kv_heads=2", "head_dim=8", "intermediate_size=16", "rope_theta=1e4",
+     "rope_scaling={rope_type: linear, factor: 2.0}"],
+)  # fmt: skip
+def test_sizes_of_a_layer_need_the_layer(path, size):
+    sequential, name = ["head.kind=sequential", f"head.{size}"], size.partition("=")[0]
+    assert f"{name}: expected prefix: true with {name}, a size of the prefix" in error(
+        path, *sequential
+    )
+    assert getattr(load_recipe(path, [*sequential, "head.prefix=true"]).head, name)
+
+
+def test_a_fault_between_keys_is_blamed_on_an_override_only_if_it_names_one(path):
+    path.write_text(MINIMAL + "head:\n  kind: eagle3\n  loss: tv\n  labels: hard\n")
+    assert error(path, "head.steps=3").startswith(f"{path}: head: expected labels: soft")
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoding", "trained"),
+    [
+        ("medusa", ["head.nodes=9"], "head.depth=3"),
+        ("sequential", ["head.nodes=9", "head.top_k=4"], "head.depth=3"),
+        ("sequential", ["head.nodes=9"], "head.conditioning=hydra"),
+        ("eagle3", ["head.nodes=9", "head.depth=3", "head.top_k=4"], "head.steps=3"),
+        ("eagle", ["head.nodes=9", "head.depth=3", "head.top_k=4"], "head.noise=0.5"),
+    ],
+)
+def test_a_continued_run_may_change_what_only_decoding_reads(path, kind, decoding, trained):
+    def dump(*overrides: str):
+        return load_recipe(path, overrides, kind).model_dump(mode="json")
+
+    assert differences(dump(), dump(*decoding)) == []
+    (line,) = differences(dump(), dump(*decoding, trained))
+    assert line.startswith(f"{trained.partition('=')[0]}: ")
+
+
+def test_a_dumped_recipe_is_a_recipe(path):
+    for kind in HEADS:
+        recipe = load_recipe(path, kind=kind)
+        assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+
+
+def test_another_kind_of_head_is_another_run(path):
+    old, new = (load_recipe(path, kind=kind).model_dump() for kind in ("eagle3", "eagle"))
+    assert "head.kind: eagle3 -> eagle" in differences(old, new)

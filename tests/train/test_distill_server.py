@@ -1,0 +1,652 @@
+"""A server's answers are learned as those of a target in this process, whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_server import CUT, DRIP, HANG, Fault, Json, LocalServer
+from tiny_chat import CONTEXT, END, files, llama, options, prompts, records
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from draftheads.heads.target import Target
+from draftheads.scripts import cli
+from draftheads.train.data import server as server_module
+from draftheads.train.data.conversation import LOSSY, TOO_LONG, Renderer
+from draftheads.train.data.distill import Sampling, distill, generate, read_answers, read_manifest
+from draftheads.train.data.prompts import Prompt
+from draftheads.train.data.server import ServedTarget, ServerError, ServerGone, ServerOptions
+from draftheads.train.data.tokenizer import TextSide
+
+
+def saved(target: Target, folder: Path) -> Path:
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def many_ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
+    """A target that ends by itself, and its folder."""
+    target = llama()
+    return target, saved(target, tmp_path_factory.mktemp("many-ends"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with one end token, which no canned answer holds."""
+    return saved(llama(eos=(END,)), tmp_path_factory.mktemp("one-end"))
+
+
+@pytest.fixture(scope="module")
+def encode(folder: Path) -> Callable[[str], list[int]]:
+    tokenizer = llama().tokenizer
+    return lambda text: list(tokenizer(text)["input_ids"])
+
+
+@pytest.fixture
+def start(encode: Callable[[str], list[int]]) -> Iterator[Callable[..., LocalServer]]:
+    """Start servers; by default of canned answers, told as ids, that depend on the prompt alone."""
+    servers: list[LocalServer] = []
+
+    def canned(request: Json) -> Json:
+        text = f"answer {sum(request['prompt']) % 97} \u00e9"
+        ids = encode(text)[: request["max_tokens"]]
+        whole = len(ids) == len(encode(text)) and len(ids) < request["max_tokens"]
+        return {
+            "text": text if whole else text.encode()[: len(ids)].decode(errors="replace"),
+            "finish_reason": "stop" if whole else "length",
+            "token_ids": [*ids, END] if whole else ids,
+        }
+
+    def started(choice: Callable[[Json], Json] = canned, **changes: Any) -> LocalServer:
+        servers.append(LocalServer(choice, **changes))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.close()
+
+
+def served(folder: Path, server: LocalServer, **changes: Any) -> ServedTarget:
+    return ServedTarget(str(folder), ServerOptions(url=server.url, pause=0.01, **changes))
+
+
+# ---------------------------------------------------------------- what is learned
+
+
+def test_answers_equal_those_of_the_target_in_this_process(
+    many_ends: tuple[Target, Path], start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    target, folder = many_ends
+    turn = threading.Lock()
+
+    def choice(request: Json) -> Json:
+        sampling = Sampling(temperature=0, max_new_tokens=request["max_tokens"])
+        with turn:
+            [ids] = generate(target, [request["prompt"]], sampling, "any")
+        ended = ids[-1] in target.eos_ids
+        return {"text": "", "token_ids": ids, "finish_reason": "stop" if ended else "length"}
+
+    asked = [*prompts(13, turns=2), Prompt(13, text="x" * 250), Prompt(14, text="x" * CONTEXT)]
+    chosen = {"temperature": 0, "batch_size": 4}
+    distill(target, asked, options(tmp_path / "local", **chosen))
+    report = distill(served(folder, start(choice)), asked, options(tmp_path / "o", **chosen))
+    assert records(tmp_path / "o") == records(tmp_path / "local")
+    assert {record.get("finish") for record in records(tmp_path / "o")} == {"eos", "length", None}
+    assert report.counts.reasons == {f"skipped: {TOO_LONG}": 1} and report.complete
+
+
+def test_text_alone_gives_the_same_answers_and_is_counted(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    by_ids = start()
+    by_text = start(lambda request: by_ids.choice(request) | {"token_ids": None})
+    for name, server in (("ids", by_ids), ("text", by_text)):
+        target = served(folder, server)
+        report = distill(target, prompts(9, 2), options(tmp_path / name, max_new_tokens=30))
+        assert report.counts.retokenized == (report.counts.turns if name == "text" else 0)
+    assert read_manifest(tmp_path / "text")["counts"]["retokenized"] == report.counts.turns == 15
+    assert "15 answers came as text and were tokenised here" in str(report)
+    stored = [r | {"retokenized": None} for r in records(tmp_path / "text")]
+    assert stored == [r | {"retokenized": None} for r in records(tmp_path / "ids")]
+    assert all(record["tokens"][-1] == END for record in stored)
+
+
+def test_text_that_does_not_come_back_is_skipped_and_counted(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    def choice(request: Json) -> Json:  # cut in the middle of a character
+        return {
+            "text": "caf\ufffd" if len(request["prompt"]) % 2 else "tea",
+            "finish_reason": "length",
+        }
+
+    asked = [Prompt(index, text="x" * (index + 1)) for index in range(6)]
+    report = distill(served(folder, start(choice)), asked, options(tmp_path / "o"))
+    assert report.counts.reasons == {f"skipped: {LOSSY}": 3}
+    assert (report.counts.done, report.counts.skipped, report.counts.retokenized) == (3, 3, 3)
+    assert [record["finish"] for record in records(tmp_path / "o")[1::2]] == ["length"] * 3
+
+
+def test_text_is_tokenised_as_inside_a_text() -> None:
+    """With a tokenizer that, like Llama 2's, puts a blank before every text."""
+    alphabet = ["</s>", "\u2581", *"\nabc", "\u2581a"]
+    model = models.BPE({piece: place for place, piece in enumerate(alphabet)}, [("\u2581", "a")])
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    renderer = Renderer(TextSide("blank", wrapped, (0,)), {})
+    before = wrapped("c", add_special_tokens=False)["input_ids"]
+    for text, pieces in ((" a", ["\u2581a"]), ("ab", ["a", "b"]), ("", [])):
+        assert renderer.written(text, before) == wrapped.convert_tokens_to_ids(pieces)
+
+
+def test_end_token_left_out_by_the_server_is_learned(
+    many_ends: tuple[Target, Path], start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    _, folder = many_ends
+    for told, last in (({}, END), ({"stop_reason": 18}, 18), ({"matched_stop": 27}, 27)):
+        choice = {"text": "", "token_ids": [1, 2], "finish_reason": "stop", **told}
+        server = start(lambda request, choice=choice: choice)
+        out = tmp_path / str(last)
+        distill(served(folder, server), prompts(1), options(out))
+        [record] = records(out)
+        [(begin, _)] = record["learn"]
+        assert record["tokens"][begin:] == [1, 2, last] and record["finish"] == "eos"
+
+
+def test_sampling_is_sent_and_recorded_and_seeds_differ(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    server = start()
+    chosen = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 20}
+    for out in ("a", "b"):
+        distill(served(folder, server), prompts(6, 2), options(tmp_path / out, **chosen))
+    first = server.asked[0]
+    assert (first["temperature"], first["top_p"], first["max_tokens"]) == (0.7, 0.9, 20)
+    assert (first["top_k"], first["repetition_penalty"], first["min_p"]) == (-1, 1.0, 0.0)
+    assert first["model"] == "tiny" and first["stop_token_ids"] == [END]
+    seeds = [request["seed"] for request in server.asked]
+    assert sorted(seeds[:10]) == sorted(seeds[10:]) and len(set(seeds)) == 10
+    manifest = read_manifest(tmp_path / "a")
+    assert manifest["sampling"]["top_p"] == 0.9 and manifest["target"]["fingerprint"] is None
+    where = {"url": server.url + "/v1", "model": "tiny", "context": CONTEXT}
+    assert manifest["target"]["server"] == where
+
+
+def test_servers_shorter_context_is_kept(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    server = start(models=({"id": "tiny", "max_model_len": 30},))
+    asked = [Prompt(0, text="x" * 20), Prompt(1, text="x" * 30)]
+    report = distill(served(folder, server), asked, options(tmp_path / "o"))
+    assert [request["max_tokens"] for request in server.asked] == [10]
+    assert (report.counts.done, report.counts.skipped) == (1, 1)
+
+
+def test_other_models_tokens_end_the_run(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    server = start(lambda request: {"token_ids": [10**30, 1], "finish_reason": "length"})
+    with pytest.raises(ServerError, match="expected token ids below 259.*is it the same model"):
+        distill(served(folder, server), prompts(2), options(tmp_path / "o"))
+    assert records(tmp_path / "o") == []
+
+
+def test_requests_are_bounded_and_go_over_the_borders_of_batches(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    width, lock = 6, threading.Lock()
+    together = threading.Barrier(width, timeout=30)
+    active: list[int] = [0, 0]
+
+    def choice(request: Json) -> Json:
+        with lock:
+            active[0] += 1
+            active[1] = max(active)
+        together.wait()
+        time.sleep(0.05)  # for one that should not be here
+        with lock:
+            active[0] -= 1
+        return {"text": "", "token_ids": [1], "finish_reason": "length"}
+
+    target = served(folder, start(choice), concurrency=width)
+    for out in ("a", "b"):  # one after the other, with the same target
+        report = distill(target, prompts(12), options(tmp_path / out, batch_size=4))
+        assert (report.counts.done, active) == (12, [0, width])
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_passing_faults_change_nothing(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    healthy, failing = start(), start()
+    faults = {number: (500, 429, HANG, CUT, 503)[number // 20 % 5] for number in range(7, 200, 20)}
+    failing.fault = lambda number, request: faults.get(number)
+    distill(served(folder, healthy), prompts(100, 2), options(tmp_path / "whole"))
+    report = distill(served(folder, failing, timeout=0.5), prompts(100, 2), options(tmp_path / "o"))
+    assert (report.counts.done, report.counts.failed, report.complete) == (100, 0, True)
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+    assert len(failing.asked) >= len(healthy.asked) + 8  # each fault was asked again
+
+
+def test_faults_are_the_prompts_or_the_servers(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    """The prompts' are counted, the server's asked again: at once, and by the next launch."""
+    healthy, server = start(), start()
+    asked = [Prompt(index, text="x" * (index + 1)) for index in range(20)]
+    distill(served(folder, healthy), asked, options(tmp_path / "whole"))
+    statuses = (400, 413, 422, 500, 503, 408, 425, 429, CUT, b"<html>busy</html>")
+    broken: dict[int, Fault] = dict(enumerate(statuses, start=7))
+    server.fault = lambda number, request: broken.get(len(request["prompt"]))
+    report = distill(served(folder, server, tries=3), asked, options(tmp_path / "o"))
+    assert (report.counts.done, report.counts.failed, report.missing) == (10, 3, 7)
+    assert not report.complete and not read_manifest(tmp_path / "o")["complete"]
+    assert "+ 7 not answered, as the server failed; run the same command again" in str(report)
+    sizes = [len(request["prompt"]) for request in server.asked]
+    assert [sizes.count(size) for size in (6, *broken)] == [1, *[1] * 3, *[3] * 7]
+    failed = [record for record in records(tmp_path / "o") if "failed" in record]
+    assert [record["id"] for record in failed] == [6, 7, 8]
+    assert failed[0]["failed"] == "HTTP 400: fault of N"
+    server.fault = lambda number, request: None
+    report = distill(served(folder, server), asked, options(tmp_path / "o"))
+    assert (report.counts.done, report.missing, report.complete) == (17, 0, True)
+    assert sorted(len(request["prompt"]) for request in server.asked[len(sizes) :]) == [
+        *range(10, 17)
+    ]
+    answers, whole = list(read_answers(tmp_path / "o")), list(read_answers(tmp_path / "whole"))
+    assert answers == [*whole[:6], *whole[9:]]
+
+
+@pytest.mark.parametrize("status", [401, 402, 403, 404, 307])
+def test_what_all_prompts_would_meet_ends_the_run_at_once(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, status: int
+) -> None:
+    server = start()
+    server.fault = lambda number, request: status if number >= 4 else None
+    with pytest.raises(ServerError, match=rf"HTTP {status}: fault.* run the same command again"):
+        distill(served(folder, server, concurrency=1), prompts(40), options(tmp_path / "o"))
+    assert len(server.asked) < 8
+    assert len(records(tmp_path / "o")) == 4  # what was answered before is kept
+
+
+def test_prompts_that_are_all_refused_are_not_to_blame(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    """Fewer of them than would end a run: the server knows no option of ours, most likely."""
+    server = start()
+    server.fault = lambda number, request: 400
+    with pytest.raises(ServerError, match="HTTP 400: fault of N.*run the same command again"):
+        distill(served(folder, server), prompts(3), options(tmp_path / "o"))
+    assert records(tmp_path / "o") == []
+
+
+def test_server_that_comes_back_loses_nothing(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    """A later turn that the server's fault left unasked is asked by the next launch, too."""
+    healthy, server = start(), start()
+    distill(served(folder, healthy), prompts(6, turns=2), options(tmp_path / "whole"))
+    server.fault = lambda number, request: 503 if number in (3, 5) else None
+    target = served(folder, server, tries=1, concurrency=1)
+    report = distill(target, prompts(6, turns=2), options(tmp_path / "o"))
+    assert report.missing == 2 and report.counts.done == 4
+    distill(served(folder, server), prompts(6, turns=2), options(tmp_path / "o"))
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+
+
+JUNK = {
+    "nothing": {},
+    "null": None,
+    "no text": {"text": None, "finish_reason": "stop"},
+    "text missing": {"finish_reason": "stop"},
+    "text is a list": {"text": [[]], "finish_reason": "stop"},
+    "text of half a character": {"text": "\ud83d", "finish_reason": "stop"},
+    "negative": {"token_ids": [1, -1], "finish_reason": "length"},
+    "fraction": {"token_ids": [1, 1.5], "finish_reason": "length"},
+    "whole fraction": {"token_ids": [1, 1.0], "finish_reason": "length"},
+    "boolean": {"token_ids": [1, True], "finish_reason": "length"},
+    "text for ids": {"token_ids": ["1"], "finish_reason": "length"},
+    "nested ids": {"token_ids": [[1]], "finish_reason": "length"},
+    "ids are no list": {"token_ids": {"a": 1}, "finish_reason": "length"},
+    "no tokens": {"text": "", "token_ids": [], "finish_reason": "length"},
+    "too many": {"token_ids": [1] * 13, "finish_reason": "length"},
+    "given up": {"text": "a", "token_ids": [1], "finish_reason": "abort"},
+    "no reason": {"text": "a", "token_ids": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", JUNK)
+def test_junk_is_not_learned_and_asked_again(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, kind: str
+) -> None:
+    whole = {"text": "", "token_ids": [1, 2], "finish_reason": "length"}
+    server = start(lambda request: JUNK[kind] if len(request["prompt"]) == 3 else whole)
+    asked = [Prompt(index, text="x" * (index + 1)) for index in range(5)]
+    report = distill(served(folder, server, tries=2), asked, options(tmp_path / "o"))
+    assert (report.counts.done, report.counts.failed, report.missing) == (4, 0, 1)
+    assert [record["id"] for record in records(tmp_path / "o")] == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"null", b"[]", b'{"choices": []}', b'{"choices": {}}', b"[" * 200_000, b"\xff"]
+)
+def test_bodies_that_are_no_completion_are_the_servers_fault(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, body: bytes
+) -> None:
+    server = start()
+    for status in (200, 500):
+        server.fault = lambda number, request, status=status: (status, {}, body)
+        report = distill(served(folder, server, tries=1), prompts(2), options(tmp_path / "o"))
+        assert (report.counts.done, report.counts.failed, report.missing) == (0, 0, 2)
+
+
+def test_text_longer_than_asked_for_is_not_learned(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    """From a server that does not know max_tokens: it would leave the context."""
+    server = start(lambda request: {"text": "a" * 300, "finish_reason": "length"})
+    report = distill(served(folder, server), prompts(2), options(tmp_path / "o"))
+    assert report.counts.reasons == {f"skipped: {LOSSY}": 2}
+
+
+def test_answer_that_drips_is_waited_for_no_longer_than_its_time(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    healthy, server = start(), start()
+    server.fault = lambda number, request: DRIP if number in (1, 4) else None
+    for name, each in (("whole", healthy), ("o", server)):
+        target = served(folder, each, timeout=0.5)
+        assert distill(target, prompts(8), options(tmp_path / name)).complete
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+    assert len(server.asked) == 10
+
+
+def test_server_that_fails_for_all_ends_the_run_and_nobody_is_called_failed(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    healthy, server = start(), start()
+    distill(served(folder, healthy), prompts(24), options(tmp_path / "whole"))
+    server.fault = lambda number, request: 500 if number >= 4 else None
+    with pytest.raises(ServerError, match=r"HTTP 500.*run the same command again to resume"):
+        distill(
+            served(folder, server, tries=1, concurrency=1), prompts(24), options(tmp_path / "o")
+        )
+    assert len(records(tmp_path / "o")) == 4
+    assert len(server.asked) < 20  # and not all of them, each several times
+    server.fault = lambda number, request: None
+    distill(served(folder, server), prompts(24), options(tmp_path / "o"))
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+
+
+def test_server_that_goes_away_ends_the_run(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    server = start()
+    target = served(folder, server, tries=2)
+    server.close()
+    with pytest.raises(ServerGone, match=r"[Rr]efused, tried 2 times; start the server, then run"):
+        distill(target, prompts(4), options(tmp_path / "o"))
+    assert records(tmp_path / "o") == []
+
+
+def test_ctrl_c_cuts_requests_under_way(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    server = start()
+
+    def fault(number: int, request: Json) -> int | None:
+        if number == 8:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return HANG if number >= 8 else None
+
+    server.fault = fault
+    with pytest.raises(KeyboardInterrupt):
+        distill(served(folder, server, concurrency=2), prompts(40), options(tmp_path / "o"))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("distill")]
+    assert 6 <= len(records(tmp_path / "o")) <= 8  # all but those that were under way
+    assert not read_manifest(tmp_path / "o")["complete"]
+
+
+def test_killed_run_goes_on_without_asking_again(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    healthy, server = start(), start()
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 31)))
+    where = ["--target", folder, "--prompts", asked, "--batch-size", 4, "--max-new-tokens", 12]
+    where += ["--out", tmp_path / "o", "--concurrency", 2, "--server", server.url]
+    words = ["-m", "draftheads.scripts.cli", "distill", *map(str, where)]
+    server.fault = lambda number, request: HANG if number >= 10 else None
+    child = subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        server.holding.wait(60)
+        while len(records(tmp_path / "o")) < 8:
+            assert child.poll() is None
+            time.sleep(0.01)
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    kept = {record["id"] for record in records(tmp_path / "o")}
+    server.fault, before = (lambda number, request: None), len(server.asked)
+    again = [Prompt(index, text="x" * (index + 1)) for index in range(30)]
+    chosen = {"temperature": 0.3, "source": str(asked)}
+    distill(served(folder, server), again, options(tmp_path / "o", **chosen))
+    distill(served(folder, healthy), again, options(tmp_path / "whole", **chosen))
+    sizes = {len(request["prompt"]) for request in server.asked[before:]}
+    assert sizes == {index + 1 for index in range(30) if index not in kept}
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+    calls = len(server.asked)
+    distill(served(folder, server), again, options(tmp_path / "o", **chosen))
+    assert len(server.asked) == calls
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("3", 3), ("0", 0), ("99999", 600), ("soon", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
+)
+def test_retry_after_is_a_number_or_a_date(said: str, seconds: float) -> None:
+    assert server_module._seconds(said) == seconds
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.fixture
+def typed(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., tuple[int, str]]:
+    """Type `draftheads distill` for three prompts; gives exit code and error line."""
+    monkeypatch.setattr(server_module.Server, "_pause", lambda self, number: 0.01)
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(3)))
+    where = ["--target", folder, "--prompts", asked, "--out", tmp_path / "o"]
+
+    def run(*words: object) -> tuple[int, str]:
+        argv = ["draftheads", "distill", *map(str, where), *map(str, words)]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        errors = capsys.readouterr().err
+        lines = [line for line in errors.splitlines() if line.startswith("error:")]
+        return int(stopped.value.code or 0), "\n".join(lines)
+
+    return run
+
+
+def test_server_that_is_down_is_one_line_and_no_folder(
+    typed: Callable[..., tuple[int, str]], start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    server = start()
+    server.close()
+    code, error = typed("--server", server.url)
+    assert code == 2 and "refused; start it, or give another --server" in error
+    assert not (tmp_path / "o").exists()
+
+
+def test_mistakes_are_named(
+    typed: Callable[..., tuple[int, str]], start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    two = start(models=({"id": "one"}, {"id": "two"}))
+    for words, complaint in (
+        (("--server", two.url), "expected one model, got one, two; set --server-model"),
+        (("--server", two.url, "--server-model", "x"), "expected model 'x', got one, two"),
+        (
+            ("--server", two.url + "/api"),
+            "a list of models, got HTTP 404: Not Found; is --server its",
+        ),
+        (("--server", "localhost:8000"), "expected http://HOST:PORT, got 'localhost:8000'"),
+        (("--server", "http://me:secret@host"), "expected no password in the address"),
+        (("--server", "me:secret@host:80"), "expected no password in the address"),
+        (("--server", "http://me:sec/ret@host"), "expected no password in the address"),
+        (("--server", "http://host:port"), "expected http://HOST:PORT, got 'http://host:port'"),
+        (("--server", "http://host:99999"), "expected http://HOST:PORT, got"),
+        (("--server", "http://[::1"), "expected http://HOST:PORT, got"),
+        (("--server-model", "x"), "--server: expected http://HOST:PORT, got none"),
+    ):
+        code, error = typed(*words)
+        assert code == 2 and complaint in error and "secret" not in error
+    assert not (tmp_path / "o").exists()
+
+
+def test_key_is_sent_and_never_written(
+    typed: Callable[..., tuple[int, str]],
+    start: Callable[..., LocalServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = start()
+    server.key = "sk-very-secret"
+    assert "got HTTP 401: Unauthorized; set --api-key-env" in typed("--server", server.url)[1]
+    complaint = typed("--server", server.url, "--api-key-env", "MY_KEY")[1]
+    assert "expected a key in $MY_KEY, found nothing" in complaint
+    monkeypatch.setenv("MY_KEY", server.key)
+    assert typed("--server", server.url + "/v1/", "--api-key-env", "MY_KEY") == (0, "")
+    assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-very-secret"}
+    assert len(records(tmp_path / "o")) == 3
+    assert not [name for name, text in files(tmp_path / "o").items() if b"secret" in text]
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 422, 500])
+def test_key_that_the_server_echoes_is_hidden(
+    typed: Callable[..., tuple[int, str]],
+    start: Callable[..., LocalServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    status: int,
+) -> None:
+    key = "sk-very/secret-0123456789"
+    monkeypatch.setenv("MY_KEY", key)
+    server = start()
+    said = {"error": {"message": "x" * 170 + f" key {key}, Bearer {key}"}}
+    body = json.dumps(said).replace("/", "\\/").encode()  # as PHP writes it
+    server.fault = lambda number, request: (status, {}, body)
+    with caplog.at_level(logging.DEBUG):
+        code, error = typed("--server", server.url, "--api-key-env", "MY_KEY")
+    assert code and error.count("error:") == (status != 200 and status != 500)
+    server.fault = lambda number, request: (400, {}, body) if number % 3 == 1 else None
+    typed("--server", server.url, "--api-key-env", "MY_KEY")
+    stored = "".join(text.decode() for text in files(tmp_path / "o").values())
+    assert "HTTP 400" in stored and "***" in stored
+    for words in (error, stored, caplog.text, *capsys.readouterr()):
+        assert "secret" not in words and "sk-" not in words
+    with pytest.raises(ServerError) as raised:
+        server.fault = lambda number, request: (401, {}, body)
+        options_ = ServerOptions(url=server.url, api_key_env="MY_KEY")
+        server_module.Server(options_).complete({"max_tokens": 1})
+    assert key not in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.mark.parametrize(
+    "key", ["sk-very\nsecret", "sk-very secret", "sk-very\x07secret", "sk-s\xe9cret"]
+)
+def test_key_that_no_header_can_hold_is_one_line_without_it(
+    typed: Callable[..., tuple[int, str]],
+    start: Callable[..., LocalServer],
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+) -> None:
+    server = start()
+    monkeypatch.setenv("MY_KEY", key)
+    code, error = typed("--server", server.url, "--api-key-env", "MY_KEY")
+    assert code == 2 and "expected a key of printable ASCII characters in $MY_KEY, got" in error
+    assert "cret" not in error and not server.asked
+    monkeypatch.setenv("MY_KEY", "sk-very-secret\r\n")  # as `$(cat file)` of a Windows file
+    assert typed("--server", server.url, "--api-key-env", "MY_KEY") == (0, "")
+    code, error = typed("--server", server.url, "--api-key-env", "sk-very-secret")
+    assert code == 2 and "expected the name of an environment variable, got something" in error
+    assert "secret" not in error
+
+
+def test_exit_code_says_whether_all_was_answered(
+    typed: Callable[..., tuple[int, str]],
+    start: Callable[..., LocalServer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = start()
+    server.fault = lambda number, request: (
+        CUT if request["prompt"] == server.asked[0]["prompt"] else None
+    )
+    assert typed("--server", server.url) == (1, "")
+    server.fault = lambda number, request: None
+    assert typed("--server", server.url) == (0, "")
+    assert typed("--server", server.url) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "models",
+    [b"", b"[]", b'{"data": 5}', b'{"data": [5]}', b'{"data": {"a": 1}}', b'{"data": [{}]}'],
+)
+def test_model_list_that_is_none_is_one_line(
+    typed: Callable[..., tuple[int, str]], start: Callable[..., LocalServer], models: bytes
+) -> None:
+    server = start()
+    server.listed = models
+    code, error = typed("--server", server.url)
+    assert code == 2 and "expected a list of models, got another answer (" in error
+
+
+def test_other_source_of_answers_is_refused(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    local, moved = llama(eos=(END,)), start()
+    distill(served(folder, start()), prompts(3), options(tmp_path / "o"))
+    with pytest.raises(ValueError, match=r"from: expected 'a server with model tiny.*'this proc"):
+        distill(local, prompts(3), options(tmp_path / "o"))
+    distill(served(folder, moved), prompts(3), options(tmp_path / "o"))  # at another address
+    assert moved.asked == []
+    other = start(models=({"id": "huge", "max_model_len": CONTEXT},))
+    with pytest.raises(ValueError, match=r"model tiny.*got 'a server with model huge"):
+        distill(served(folder, other), prompts(3), options(tmp_path / "o"))
+    distill(local, prompts(3), options(tmp_path / "p"))
+    with pytest.raises(ValueError, match=r"expected 'this process', got 'a server with model tiny"):
+        distill(served(folder, moved), prompts(3), options(tmp_path / "p"))

@@ -1,0 +1,369 @@
+"""The promise: `draftheads doctor` names the fault that was planted first, and calls a healthy head
+healthy.
+
+The faults are planted in heads that know their target's answers by heart, in their folders, in the
+data or in the target.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_chat import byte_tokenizer, llama
+from tiny_heads import overfitted, random_head, written_by
+from tiny_training import write_answers
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.batch import Batch
+from draftheads.heads.hub import save_head
+from draftheads.heads.sequential import StateLevels
+from draftheads.heads.target import Target
+from draftheads.heads.tree import StaticTree
+from draftheads.scripts import cli
+from draftheads.train.data.answers import Answer
+from draftheads.train.evaluate import calibrate
+
+QUESTIONS = ["apples 1", "bees, 22", "a cat? 3", "dogs: 44", "eels = 5", "6 flies!"]
+NEW, DEPTH = 50, 4
+KINDS: dict[str, dict[str, Any]] = {
+    "medusa": {"depth": DEPTH, "nodes": 16},
+    "sequential": {"depth": DEPTH, "nodes": 8, "rank": 32, "prefix": True, "lm_head": "shared"},
+    "eagle3": {"depth": DEPTH, "nodes": 16, "top_k": 3, "steps": 5, "feature_layers": [0, 2]},
+    "eagle": {"depth": DEPTH, "nodes": 16, "top_k": 3, "steps": 5},
+}
+UPDATES = {"medusa": 60, "sequential": 40, "eagle3": 50, "eagle": 100}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What lies ready: a target, in memory and in its folder, and what it answers."""
+
+    folder: Path
+    target: Target
+    texts: Batch
+
+    @property
+    def words(self) -> list[int]:
+        """All tokens of the answers."""
+        return sorted(set(self.texts.tokens_BT[self.texts.loss_mask_BT].tolist()))
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    folder = tmp_path_factory.mktemp("doctor")
+    target = llama(eos=())
+    save_target(target, folder / "target")
+    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts = [
+        target.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for messages in asked
+    ]
+    bench = Bench(folder, target, written_by(target, prompts, NEW))
+    write_data(bench, bench.texts, folder / "data")
+    return bench
+
+
+def save_target(target: Target, folder: Path) -> Path:
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_data(bench: Bench, texts: Batch, folder: Path) -> Path:
+    """A distillation folder of these rows; their first learned token may be anywhere."""
+    answers = []
+    for tokens, learn in zip(texts.tokens_BT, texts.loss_mask_BT, strict=True):
+        places = learn.nonzero().flatten().tolist()
+        spans = [(places[0], places[-1] + 1)] if places else []
+        answers.append(Answer(tokens.tolist(), spans))
+    return write_answers(folder, answers, bench.target.fingerprint())
+
+
+def by_heart(bench: Bench, kind: str, texts: Batch | None = None, **choices: Any) -> DraftHead:
+    chosen = {"updates": UPDATES[kind], **KINDS[kind], **choices}
+    return overfitted(kind, bench.target, texts or bench.texts, **chosen)
+
+
+def save(
+    bench: Bench, drafts: DraftHead, folder: Path, *, fit_tree: bool = True, **recipe: Any
+) -> Path:
+    """The head with the facts that training would have recorded."""
+    with torch.no_grad():
+        features = bench.target.features(bench.texts, drafts.feature_layers)
+        ranks_MK = drafts.token_ranks(bench.texts, features, bench.target)
+    found = calibrate(ranks_MK, drafts.tree.draft_nodes, drafts.tree)
+    drafts.tree = found.tree if fit_tree else drafts.tree
+    facts = {
+        "predicted_tokens_per_step": found.tokens_per_step,
+        "heldout_top1": found.top1,
+        "recipe": {"data": {"path": str(bench.folder / "data")}, **recipe},
+    }
+    return save_head(drafts, folder, target=bench.target, training=facts)
+
+
+@pytest.fixture(scope="module")
+def good(bench) -> dict[str, Path]:
+    """A head of each kind that knows the answers by heart."""
+    more = {"eagle3": {"vocabulary": bench.words, "rope_theta": 500000.0}}
+    return {
+        kind: save(bench, by_heart(bench, kind, **more.get(kind, {})), bench.folder / kind)
+        for kind in KINDS
+    }
+
+
+@pytest.fixture
+def examine(bench, tmp_path, monkeypatch, capsys):
+    """Type the command; gives (exit code, what --json wrote, what was printed)."""
+
+    def typed(head: Path, *options: object, **changed: object) -> tuple[int, Any, str]:
+        out = tmp_path / "found.json"
+        words = {"--target": bench.folder / "target", "--head": head, "--json": out}
+        words["--max-new-tokens"] = 24
+        words |= {f"--{name}": value for name, value in changed.items()}
+        line = [str(word) for pair in words.items() for word in pair]
+        monkeypatch.setattr(sys, "argv", ["draftheads", "doctor", *line, *map(str, options)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        captured = capsys.readouterr()
+        found = json.loads(out.read_text()) if out.exists() else None
+        return int(stopped.value.code or 0), found, captured.out + captured.err
+
+    return typed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_healthy_head_is_called_healthy(examine, good, kind):
+    code, found, printed = examine(good[kind])
+    assert found["findings"] == [], printed
+    assert code == 0 and found["healthy"] and "healthy" in printed
+    assert found["measured"] > 3
+
+
+def first(result: tuple[int, Any, str]) -> str:
+    """The finding that explains most; it must be printed, and the exit code must say so."""
+    code, found, printed = result
+    assert code == 1, printed
+    costs = [finding["explains"] for finding in found["findings"]]
+    assert costs == sorted(costs, reverse=True)
+    check = found["findings"][0]["check"]
+    assert f"1. {check}: explains" in printed
+    return str(check)
+
+
+def plant_ids(tensors, ids) -> None:
+    """Other ids, in `t2d` as well: no check of the two against each other would notice."""
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.zeros(len(tensors["t2d"]), dtype=torch.bool).index_fill(0, ids, True)
+
+
+def known(tensors) -> torch.Tensor:
+    return tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def ids_shifted_by_one_place(config, tensors) -> None:
+    plant_ids(tensors, known(tensors).roll(1))
+
+
+def other_rope_base(config, tensors) -> None:
+    config["rope_theta"] = 10000.0
+
+
+def rope_base_left_out(config, tensors) -> None:
+    del config["rope_theta"]
+
+
+def plant_layers(config, layers) -> None:
+    config["draftheads"]["feature_layers"] = layers
+
+
+def features_swapped(config, tensors) -> None:
+    plant_layers(config, [2, 0])
+
+
+def features_a_layer_low(config, tensors) -> None:
+    plant_layers(config, [0, 1])
+
+
+def not_a_number(config, tensors) -> None:
+    tensors["midlayer.mlp.down_proj.weight"][3, 5] = torch.nan
+
+
+def a_matrix_left_at_zero(config, tensors) -> None:
+    tensors["fc.weight"].zero_()
+
+
+IN_THE_FOLDER = [
+    (ids_shifted_by_one_place, "draft vocabulary"),
+    (other_rope_base, "rope"),
+    (rope_base_left_out, "rope"),
+    (features_swapped, "features"),
+    (features_a_layer_low, "features"),
+    (not_a_number, "weights"),
+    (a_matrix_left_at_zero, "weights"),
+]
+
+
+@pytest.mark.parametrize(("fault", "check"), IN_THE_FOLDER, ids=lambda x: getattr(x, "__name__", x))
+def test_a_fault_in_the_folder_is_named_first(examine, good, tmp_path, fault, check):
+    folder = Path(shutil.copytree(good["eagle3"], tmp_path / "head"))
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    fault(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    assert first(examine(folder)) == check
+
+
+def absolute_ids(tensors) -> None:
+    plant_ids(tensors, known(tensors) + torch.arange(len(tensors["d2t"])))
+
+
+def ids_one_too_high(tensors) -> None:
+    plant_ids(tensors, known(tensors) + 1)
+
+
+@pytest.mark.parametrize("fault", [absolute_ids, ids_one_too_high], ids=lambda x: x.__name__)
+def test_wrong_ids_are_named_first(examine, bench, tmp_path, fault):
+    """In a target whose vocabulary is so large that they are ids still."""
+    target = llama(eos=())
+    target.model.resize_token_embeddings(600, mean_resizing=False)
+    padded = replace(bench, target=Target(target.model, target.tokenizer, name="padded"))
+    head = by_heart(padded, "eagle3", vocabulary=bench.words)
+    folder = save(padded, head, tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    fault(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    assert first(examine(folder, target=save_target(target, tmp_path / "target"))) == (
+        "draft vocabulary"
+    )
+
+
+def test_other_weights_of_the_target_are_named_first(examine, good, tmp_path):
+    other = llama(eos=())
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.add_(0.5 * parameter.std() * torch.randn_like(parameter))
+    code, found, printed = result = examine(
+        good["medusa"], target=save_target(other, tmp_path / "target")
+    )
+    assert first(result) == "target"
+
+
+@pytest.mark.parametrize("form", ["{% set _ = 1 %}You are kind.\n", "<s>"])
+def test_another_template_is_named_first(examine, bench, good, tmp_path, form):
+    """A system prompt that the data has not, and a BOS that it has not."""
+    folder = Path(shutil.copytree(bench.folder / "target", tmp_path / "target"))
+    template = form + bench.target.tokenizer.chat_template
+    byte_tokenizer(template).save_pretrained(folder)
+    assert first(examine(good["medusa"], target=folder)) == "template"
+
+
+def test_training_for_one_step_is_named_first(examine, bench, tmp_path):
+    head = by_heart(bench, "eagle3", steps=1)
+    folder = save(bench, head, tmp_path / "head", head={"steps": 1})
+    assert first(examine(folder)) == "depth"
+
+
+@pytest.mark.parametrize(("kind", "check"), [("medusa", "weights"), ("eagle", "untrained")])
+def test_an_untrained_head_is_named_first(examine, bench, tmp_path, kind, check):
+    head = random_head(kind, bench.target)
+    if kind == "medusa":
+        for parameter in head.blocks.parameters():
+            parameter.data.zero_()
+    assert (
+        first(
+            examine(
+                save_head(head, tmp_path / "head", target=bench.target), data=bench.folder / "data"
+            )
+        )
+        == check
+    )
+
+
+def test_data_without_learned_tokens_is_named_first(examine, bench, tmp_path):
+    nothing = replace(bench.texts, loss_mask_BT=torch.zeros_like(bench.texts.loss_mask_BT))
+    data = write_data(bench, nothing, tmp_path / "data")
+    head = random_head("medusa", bench.target)
+    folder = save_head(head, tmp_path / "head", target=bench.target)
+    assert first(examine(folder, data=data)) == "data"
+
+
+def test_a_small_draft_vocabulary_is_named_first(examine, bench, tmp_path):
+    head = by_heart(bench, "eagle3", vocabulary=bench.words[::2])
+    assert first(examine(save(bench, head, tmp_path / "head"))) == "draft vocabulary"
+
+
+def test_rows_shorter_than_the_texts_are_named_first(examine, bench, tmp_path):
+    loss_mask_BT = bench.texts.loss_mask_BT.clone()
+    border = int(loss_mask_BT[0].nonzero()[0]) + NEW // 2
+    loss_mask_BT[:, border:] = False
+    head = by_heart(bench, "medusa", replace(bench.texts, loss_mask_BT=loss_mask_BT))
+    folder = save(
+        bench,
+        head,
+        tmp_path / "head",
+        data={"path": str(bench.folder / "data"), "sequence_length": border},
+    )
+    assert first(examine(folder)) == "long texts"
+
+
+def test_a_bad_tree_is_named_first(examine, bench, tmp_path):
+    head = by_heart(bench, "medusa")
+    head.tree = StaticTree(((1,), (1, 0), (0,), (2,), (3,)))
+    assert first(examine(save(bench, head, tmp_path / "head", fit_tree=False))) == "tree"
+
+
+def test_features_that_come_late_are_named_first(examine, bench, tmp_path):
+    """The alignment law, broken in training."""
+    target, head = bench.target, by_heart(bench, "medusa", updates=1)
+    late_BTD = target.features(bench.texts, head.feature_layers).roll(1, dims=1)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(100):
+        head(bench.texts, late_BTD, target).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first(examine(save(bench, head.eval(), tmp_path / "head"))) == "alignment"
+
+
+def test_drafting_that_differs_from_training_is_named_first(examine, good, monkeypatch):
+    descend = StateLevels.descend
+
+    def late(levels, tokens_BF, parents_BF):
+        descend(levels, levels.tokens_BF.gather(1, parents_BF), parents_BF)
+
+    monkeypatch.setattr(StateLevels, "descend", late)
+    assert first(examine(good["sequential"])) == "drafting"
+
+
+def test_a_temperature_that_scatters_the_text_is_named_first(examine, good):
+    assert first(examine(good["medusa"], temperature=3.0)) == "temperature"
+
+
+def test_prompts_of_another_kind_are_named_first(examine, good, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n * n} {n}"}) + "\n" for n in range(9)))
+    assert first(examine(good["medusa"], prompts=prompts)) == "use"
+
+
+def test_low_precision_is_a_remark(examine, good):
+    code, found, printed = examine(good["medusa"], dtype="bfloat16")
+    assert "precision" in [finding["check"] for finding in found["remarks"] + found["findings"]]
+
+
+def test_a_mistake_gets_one_line(examine, bench, tmp_path):
+    head = random_head("medusa", bench.target)
+    folder = save_head(head, tmp_path / "head", target=bench.target)
+    code, found, printed = examine(folder)
+    assert code == 2 and found is None
+    assert "give one of them" in printed and len(printed.splitlines()) == 1

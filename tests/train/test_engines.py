@@ -1,0 +1,179 @@
+"""The promise: training means the same on any number of processes and with every engine, and goes
+on bit for bit; a checkpoint does not know which of them wrote it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_training import (
+    assert_same,
+    random_answers,
+    tiny_recipe,
+    weights,
+    write_answers,
+    write_target,
+)
+
+from draftheads.heads.hub import HEADS, load_head
+from draftheads.train.medusa import main
+from draftheads.train.progress import read_metrics
+
+ROOT = Path(__file__).parents[2]
+LAUNCHES = {
+    "ddp": ({"ACCELERATE_USE_CPU": "true"}, None),
+    "fsdp2": (
+        {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+        None,
+    ),
+    "zero1": ({}, "recipes/accelerate-zero1.yaml"),
+    "zero2": ({}, "recipes/accelerate-zero2.yaml"),
+    "zero3": ({}, "recipes/accelerate-zero3.yaml"),
+}
+"""Environment, and the accelerate config where torchrun does not do."""
+JOINT = "joint"
+"""In the place of a kind: Medusa heads and an adapter of the target."""
+KINDS = {
+    "ddp": [*HEADS, JOINT],
+    "zero1": ["medusa", JOINT],
+    "zero2": ["medusa", "sequential", "eagle3", JOINT],
+}
+DRAWN = {"eagle3": 0.1, "eagle": 0.2}
+"""Noise on features: random numbers belong to a micro batch, not to a process."""
+
+
+def recipe_for(made: Path, folder: Path, kind: str) -> Path:
+    is_joint = kind == JOINT
+    head = "medusa" if is_joint else kind
+    values = tiny_recipe(made, head, output=str(folder / "one"), save_every=3)
+    if is_joint:
+        values["adapter"] = {"rank": 4, "lr": 0.02, "start": 0.3}
+    values["data"]["rows_per_batch"] = 1
+    if kind in DRAWN:
+        values["head"]["noise"] = DRAWN[kind]
+    folder.mkdir()
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """A folder for each kind: recipe.yaml, and `one`, what one process made of it."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_target(folder / "target")
+    write_answers(folder / "data", random_answers(60))
+    script = (
+        "import sys; from draftheads.train import medusa; [medusa.main([p]) for p in sys.argv[1:]]"
+    )
+    recipes = [str(recipe_for(folder, folder / kind, kind)) for kind in [*HEADS, JOINT]]
+    result = subprocess.run([sys.executable, "-c", script, *recipes], env=environment({}))
+    assert result.returncode == 0
+    return folder
+
+
+def environment(more: dict[str, str]) -> dict[str, str]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    return own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def together(request, alone, tmp_path_factory) -> tuple[str, Path]:
+    """An engine, and a folder for each kind: what two processes made with it."""
+    more, config = LAUNCHES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    kinds = KINDS.get(request.param, ["medusa", "sequential", "eagle3"])
+    for kind in kinds:
+        (folder / kind).mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    if config:
+        pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+        launch = ["accelerate.commands.launch", "--config_file", config, "--num_processes=2"]
+        launch.append(f"--main_process_port={port}")
+    recipes = [str(alone / kind / "recipe.yaml") for kind in kinds]
+    result = subprocess.run(
+        [sys.executable, "-m", *launch, "tests/engine_worker.py", str(folder), *recipes],
+        **{"env": environment(more), "cwd": ROOT, "timeout": 300},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return request.param, folder
+
+
+def learned(output: Path) -> dict[str, torch.Tensor]:
+    """The weights at the end: the heads', and the adapter's."""
+    adapter = output / "step-000006" / "adapter" / "adapter_model.safetensors"
+    return weights(output, 6) | (load_file(adapter) if adapter.is_file() else {})
+
+
+def optimizer_state(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "step-000006" / "trainer" / "optimizer.safetensors")
+
+
+def kinds_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_two_processes_train_as_one(alone, together):
+    engine, folder = together
+    for kind in kinds_in(folder):
+        one, two = (read_metrics(x) for x in (alone / kind / "one", folder / kind / "whole"))
+        assert len(one) == len(two)
+        for single, shared in zip(one, two, strict=True):
+            assert single["step"] == shared["step"]
+            for key in single.keys() & {"loss", "gradient_norm", "top1", "chain", "heldout_top5"}:
+                expected = pytest.approx(single[key], rel=1e-4)
+                assert shared[key] == expected, (engine, kind, single["step"], key)
+        left, right = learned(alone / kind / "one"), learned(folder / kind / "whole")
+        assert left.keys() == right.keys()
+        assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)
+
+
+def test_all_processes_have_the_same_weights_and_noise_of_their_own(together):
+    _, folder = together
+    for kind in kinds_in(folder):
+        ranks = [torch.load(folder / kind / f"rank-{n}.pt", weights_only=True) for n in (0, 1)]
+        assert_same(ranks[0]["head"], ranks[1]["head"])
+        assert_same(ranks[0]["head"], learned(folder / kind / "whole"))
+        assert ranks[0]["drawn"] != ranks[1]["drawn"]
+
+
+def test_a_continued_run_equals_an_uninterrupted_one_bit_for_bit(together):
+    _, folder = together
+    for kind in kinds_in(folder):
+        assert_same(learned(folder / kind / "whole"), learned(folder / kind / "resumed"))
+        assert_same(
+            optimizer_state(folder / kind / "whole"), optimizer_state(folder / kind / "resumed")
+        )
+        assert load_head(folder / kind / "resumed").tree == load_head(folder / kind / "whole").tree
+
+
+def test_any_engine_goes_on_with_what_one_process_began(alone, together):
+    _, folder = together
+    for kind in kinds_in(folder):
+        for read in (learned, optimizer_state):
+            left, right = read(alone / kind / "one"), read(folder / kind / "moved")
+            assert left.keys() == right.keys()
+            assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)
+
+
+def test_one_process_goes_on_with_what_any_engine_began(alone, together, tmp_path):
+    _, folder = together
+    shutil.copytree(folder / "medusa" / "whole", tmp_path / "run", symlinks=True)
+    shutil.rmtree(tmp_path / "run" / "step-000006")
+    assert main([str(alone / "medusa" / "recipe.yaml"), f"run.output={tmp_path / 'run'}"]) == 0
+    left, right = weights(alone / "medusa" / "one", 6), weights(tmp_path / "run", 6)
+    assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)

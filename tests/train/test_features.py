@@ -1,0 +1,437 @@
+"""The promise: features on disk are the target's, whoever wrote them and whatever interrupted it,
+and never those of something else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny_training import (
+    HEAD_SECTIONS,
+    VOCABULARY,
+    random_answers,
+    recipe_of,
+    tiny_recipe,
+    tiny_target,
+)
+
+from draftheads.heads.hub import HEADS
+from draftheads.heads.target import Target
+from draftheads.train import batches, evaluate
+from draftheads.train import features as store_module
+from draftheads.train.batches import Documents, Rows, heldout_rows
+from draftheads.train.evaluate import Share, heldout_ranks
+from draftheads.train.features import (
+    Contents,
+    DiskBudget,
+    OnlineFeatures,
+    Place,
+    RememberedFeatures,
+    RowForward,
+    Shards,
+    StoredFeatures,
+    decode,
+    encode,
+    make_features,
+    write_missing,
+)
+
+LAYERS = (1, -1)
+HIDDEN = 32
+ROW_BYTES = 64 * 2 * HIDDEN * 4
+"""Of a full row in fp32."""
+NO_PEERS = Place(0, 1, lambda: None, lambda line: None)
+AMPLE = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    """Three full rows of fp32 in a shard."""
+    monkeypatch.setattr(store_module, "SHARD_BYTES", 3 * ROW_BYTES + store_module.HEADER_BYTES)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+def rows_of(count: int = 60, *, length: int = 64, seed: int = 0) -> Rows:
+    documents = Documents.read(random_answers(count))
+    return Rows(documents, documents.spans, length, pack=True, seed=seed)
+
+
+def store_of(folder: Path, target: Target, rows: Rows | None = None, dtype: str = "fp32") -> Shards:
+    rows = rows or rows_of()
+    facts = {"target": target.fingerprint(), "target_dtype": "float32", "target_bits": None}
+    return Shards(folder / "train", Contents(rows, len(rows), LAYERS, HIDDEN, dtype, facts))
+
+
+def fill(store: Shards, target: Target, *, limit: int = AMPLE, place: Place = NO_PEERS) -> Shards:
+    write_missing([store], target, DiskBudget(store.folder.parent, limit), place)
+    return store
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def counted(monkeypatch, target: Target) -> Counter[int]:
+    """How many forwards each thread runs from now on."""
+    forwards: Counter[int] = Counter()
+    original = Target.features
+
+    def count(self, batch, layers):
+        forwards[threading.get_ident()] += 1
+        return original(self, batch, layers)
+
+    monkeypatch.setattr(Target, "features", count)
+    return forwards
+
+
+def losses(source, rows: Rows, target: Target, kind: str) -> list[float]:
+    """Of some steps of training on two batches of two rows."""
+    torch.manual_seed(0)
+    choices = HEAD_SECTIONS[kind]
+    vocabulary = {"vocabulary": range(VOCABULARY)} if "vocabulary" in choices else {}
+    head = HEADS[kind].create(target, **{**choices, **vocabulary})
+    optimizer = torch.optim.AdamW((p for p in head.parameters() if p.requires_grad), lr=3e-3)
+    found = []
+    for step in range(8):
+        numbers = [2 * (step % 2), 2 * (step % 2) + 1]
+        batch = rows.batch(numbers)
+        loss = head(batch, source(numbers, batch), target).loss / int(batch.loss_mask_BT.sum())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_fp32_features_are_those_of_rows_computed_alone(tmp_path, target):
+    store = fill(store_of(tmp_path, target), target)
+    rows, source = store.contents.rows, StoredFeatures(store, target.dtype)
+    assert store.contents.shards > 2 < len(rows) / store.contents.shards
+    for numbers in ([3], [len(rows) - 1, 0, 3]):
+        batch = rows.batch(numbers)
+        features_BTD = source(numbers, batch)
+        assert features_BTD.shape == (*batch.tokens_BT.shape, 2 * HIDDEN)
+        for number, features_TD in zip(numbers, features_BTD, strict=True):
+            alone_BTD = OnlineFeatures(target, LAYERS)([number], rows.batch([number]))
+            assert torch.equal(features_TD[: rows.sizes[number]], alone_BTD[0])
+
+
+def test_memory_for_one_row_gives_the_features_of_memory_for_all(target):
+    rows, numbers = rows_of(), [0, 2, 1]
+    batch = rows.batch(numbers)
+    online_BTD = OnlineFeatures(target, LAYERS)(numbers, batch)
+    inside_BT = batch.documents_BT >= 0
+    found = []
+    for gb in (1.0, rows.sizes[0] * 2 * HIDDEN * 4 / 1e9):
+        source = RememberedFeatures(RowForward(target, rows, LAYERS), gb)
+        found += [source(numbers, batch), source(numbers, batch)]
+    assert all(torch.equal(features_BTD, found[0]) for features_BTD in found)
+    torch.testing.assert_close(found[0][inside_BT], online_BTD[inside_BT], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "mean"), [("bf16", 2**-8, 2e-3), ("fp8", 2**-4, 3e-2)]
+)
+def test_rounded_features_err_as_much_as_is_said(dtype, largest, mean):
+    features_TD = torch.randn(512, 2 * HIDDEN)
+    features_TD[:, HIDDEN:] *= 1e-3  # a quiet layer beside a loud one
+    features_TD[:, 7] *= 1e3  # and one dimension louder than all others
+    features_TD[0] = 0
+    got_TD = decode(encode(features_TD, dtype, 2), torch.float32)
+    assert torch.equal(got_TD[0], features_TD[0])
+    loudest = features_TD.unflatten(-1, (2, -1)).abs().amax(-1, keepdim=True) / 458_752
+    allowed = torch.maximum(features_TD.abs() * largest, loudest.expand(-1, -1, HIDDEN).flatten(-2))
+    assert ((got_TD - features_TD).abs() <= allowed * 1.001).all()
+    for layer in (slice(0, HIDDEN), slice(HIDDEN, None)):
+        error = (got_TD - features_TD)[:, layer].norm() / features_TD[:, layer].norm()
+        assert 0 < error < mean
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_training_on_stored_features(tmp_path, target, kind):
+    layers = (
+        HEADS[kind]
+        .create(
+            target,
+            **{**HEAD_SECTIONS[kind], **({"vocabulary": range(60)} if kind == "eagle3" else {})},
+        )
+        .training_layers
+    )
+    rows = rows_of()
+    found = {}
+    for dtype in ("fp32", "bf16", "fp8"):
+        store = store_of(tmp_path / dtype, target, rows, dtype)
+        store = Shards(store.folder, replace(store.contents, layers=layers))
+        source = StoredFeatures(fill(store, target), target.dtype)
+        found[dtype] = losses(source, rows, target, kind)
+        again = StoredFeatures(Shards(store.folder, store.contents), target.dtype)
+        assert losses(again, rows, target, kind) == found[dtype]
+    memory = RememberedFeatures(RowForward(target, rows, layers), gb=1)
+    assert losses(memory, rows, target, kind) == found["fp32"]
+    online = losses(OnlineFeatures(target, layers), rows, target, kind)
+    assert online[-2] < online[0]
+    assert found["fp32"] == pytest.approx(online, rel=1e-4)
+    assert found["bf16"] == pytest.approx(online, rel=2e-2)
+    assert found["fp8"] == pytest.approx(online, rel=1e-1)
+
+
+def test_three_processes_write_the_bytes_of_one_with_equally_many_forwards(
+    tmp_path, target, monkeypatch
+):
+    one = fill(store_of(tmp_path / "one", target), target)
+    assert one.contents.shards % 3, "the shares must differ for this to mean anything"
+    forwards = counted(monkeypatch, target)
+    barrier = threading.Barrier(3, timeout=60)
+    three = [store_of(tmp_path / "three", target) for _ in range(3)]
+    threads = [
+        threading.Thread(
+            target=fill,
+            args=(three[rank], target),
+            kwargs={"place": Place(rank, 3, barrier.wait, id)},
+        )
+        for rank in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert files(three[0].folder) == files(one.folder)
+    assert len(forwards) == 3
+    assert len(set(forwards.values())) == 1
+
+
+def killed_in_the_third_shard(folder: str) -> None:
+    """Run in a process of its own."""
+    small, written = 3 * ROW_BYTES + store_module.HEADER_BYTES, []
+
+    def fsync(file: int) -> None:
+        written.append(file)
+        if len(written) == 4:  # the first is the manifest
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store_module.SHARD_BYTES, os.fsync = small, fsync
+    target = tiny_target()
+    fill(store_of(Path(folder), target), target)
+
+
+def test_a_killed_writer_is_continued(tmp_path, target, monkeypatch):
+    code = f"import test_features as t; t.killed_in_the_third_shard({str(tmp_path / 'killed')!r})"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    tests = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tests, env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    store = store_of(tmp_path / "killed", target)
+    names = sorted(files(store.folder))
+    assert names[0].startswith(".shard-000002."), "a part is left behind"
+    assert names[1:] == ["manifest.json", "shard-000000.safetensors", "shard-000001.safetensors"]
+    whole = fill(store_of(tmp_path / "whole", target), target)
+    forwards = counted(monkeypatch, target)
+    fill(store, target)
+    assert files(store.folder) == files(whole.folder)
+    assert forwards.total() == len(whole.contents.rows) - 6
+    fill(store_of(tmp_path / "killed", target), target)
+    assert forwards.total() == len(whole.contents.rows) - 6, "a whole store needs no target"
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, -1])
+def test_a_truncated_shard_is_named_and_redone(tmp_path, target, left):
+    store = fill(store_of(tmp_path, target), target)
+    before = files(store.folder)
+    bad = store.folder / "shard-000001.safetensors"
+    bad.write_bytes(bad.read_bytes()[:left])
+    with pytest.raises(ValueError, match=r"shard-000001\.safetensors: .* damaged .*; run again"):
+        StoredFeatures(store, target.dtype)([4], store.contents.rows.batch([4]))
+    said: list[str] = []
+    fill(store_of(tmp_path, target), target, place=replace(NO_PEERS, log=said.append))
+    assert sum("shard-000001.safetensors: damaged" in line for line in said) == 1
+    assert files(store.folder) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[1]", b"[" * 200_000, bytes(50)])
+def test_a_damaged_manifest_is_named(tmp_path, target, content):
+    store = fill(store_of(tmp_path, target), target)
+    (store.folder / "manifest.json").write_bytes(content)
+    before = files(store.folder)
+    with pytest.raises(ValueError, match=r"manifest\.json: expected .* damaged; use another"):
+        fill(store_of(tmp_path, target), target)
+    assert files(store.folder) == before
+
+
+def other_target(store: Shards) -> Shards:
+    facts = {**store.contents.target, "target": "0" * 16}
+    return Shards(store.folder, replace(store.contents, target=facts))
+
+
+CHANGES = {
+    "target ": other_target,
+    "layers ": lambda s: Shards(s.folder, replace(s.contents, layers=(0, -1))),
+    "dtype ": lambda s: Shards(s.folder, replace(s.contents, dtype="bf16")),
+    "rows ": lambda s: Shards(
+        s.folder, replace(s.contents, rows=rows_of(50), count=len(rows_of(50)))
+    ),
+    "rows_sha256 ": lambda s: Shards(s.folder, replace(s.contents, rows=shuffled(s.contents.rows))),
+    "sequence_length ": lambda s: Shards(
+        s.folder, replace(s.contents, rows=rows_of(length=48), count=len(rows_of(length=48)))
+    ),
+}
+
+
+def shuffled(rows: Rows) -> Rows:
+    other = rows_of()
+    other.rows[0], other.rows[1] = other.rows[1], other.rows[0]
+    other.sizes[0], other.sizes[1] = other.sizes[1], other.sizes[0]
+    return other
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_features_of_something_else_are_refused(tmp_path, target, key):
+    store = fill(store_of(tmp_path, target), target)
+    before = files(store.folder)
+    with pytest.raises(ValueError, match=f"with {key}.*, got .*; use another features.path"):
+        fill(CHANGES[key](store), target)
+    assert files(store.folder) == before
+
+
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(
+    tmp_path, target, monkeypatch
+):
+    store = store_of(tmp_path / "features", target)
+    needed = store.contents.bytes_of(range(store.contents.shards))
+    forwards = counted(monkeypatch, target)
+    with pytest.raises(ValueError, match=r"features.disk_gb\).*features.dtype=fp8.*mode=online"):
+        fill(store, target, limit=needed - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+        with pytest.raises(ValueError, match="free on that disk"):
+            fill(store, target)
+    assert not (tmp_path / "features").exists()
+    assert not forwards
+    fill(store, target, limit=needed)
+    assert sum(map(len, files(store.folder).values())) <= needed
+
+
+def test_the_budget_holds_while_writing(tmp_path, target):
+    store = store_of(tmp_path, target)
+    needed = store.contents.bytes_of(range(store.contents.shards))
+
+    def intrude() -> None:
+        (tmp_path / "foreign").write_bytes(bytes(needed // 2))
+
+    with pytest.raises(ValueError, match="and a file of .* to come"):
+        fill(store, target, limit=needed, place=replace(NO_PEERS, barrier=intrude))
+    written = files(store.folder)
+    assert 1 < len(written) < store.contents.shards
+    assert sum(map(len, written.values())) + needed // 2 <= needed
+    (tmp_path / "foreign").unlink()
+    fill(store, target, limit=needed)
+    assert written.items() <= files(store.folder).items()
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_written(tmp_path, target, monkeypatch):
+    store = store_of(tmp_path, target)
+    calls: list[int] = []
+
+    def full(file: int) -> None:
+        calls.append(file)
+        if len(calls) == 4:  # the manifest, two shards
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="shard-000002.*No space left.*run again to go on"):
+            fill(store, target)
+    expected = {"manifest.json", "shard-000000.safetensors", "shard-000001.safetensors"}
+    assert set(files(store.folder)) == expected
+    fill(store, target)
+    StoredFeatures(store, target.dtype)([0], store.contents.rows.batch([0]))
+
+
+def test_a_disk_that_is_really_full(tmp_path, target, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    try:
+        store = store_of(disk, target)
+        assert store.contents.bytes_of(range(store.contents.shards)) > 200_000
+        with pytest.raises(ValueError, match="free on that disk"):
+            fill(store, target)
+        assert not files(disk)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=AMPLE))
+        with pytest.raises(OSError, match="No space left on device; free some"):
+            fill(store, target)
+        written = files(store.folder)
+        assert len(written) > 2
+        assert not [name for name in written if name.startswith(".")]
+        subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
+        fill(store, target)
+        assert written.items() <= files(store.folder).items()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def cached_recipe(folder: Path):
+    values = tiny_recipe(folder)
+    return recipe_of({**values, "features": {"mode": "cached", "dtype": "fp32"}})
+
+
+def test_a_cached_run_needs_no_forward_of_the_target(tmp_path, target, monkeypatch):
+    rows = rows_of(), rows_of(20, seed=1)
+    monkeypatch.setattr(batches, "HELDOUT_TOKENS", 3 * 64)  # not all rows held out
+    accelerator = Accelerator(cpu=True)
+    head = HEADS["medusa"].create(target, **HEAD_SECTIONS["medusa"])
+    layers = head.training_layers
+    count = heldout_rows(rows[1])
+    assert sum(rows[1].sizes[: count - 1]) < batches.HELDOUT_TOKENS <= sum(rows[1].sizes[:count])
+    share = Share(rows[1], 2, accelerator)
+    online_MK = heldout_ranks(head, target, share, OnlineFeatures(target, layers))
+    recipe = cached_recipe(tmp_path)
+    make_features(recipe, target, rows, layers, accelerator)
+    folder = tmp_path / "data-features"
+    assert {path.name for path in folder.iterdir()} == {"train", "heldout"}
+    forwards = counted(monkeypatch, target)
+    train, apart = make_features(recipe, target, rows, layers, accelerator)
+    assert len(losses(train, rows[0], target, "medusa")) == 8
+    ranks_MK = heldout_ranks(head, target, share, apart)
+    assert not forwards
+    assert torch.equal(ranks_MK, online_MK)
+
+
+def test_a_process_without_a_held_out_batch_runs_one_all_the_same(target, monkeypatch):
+    rows = rows_of()
+    head = HEADS["medusa"].create(target, **HEAD_SECTIONS["medusa"])
+    monkeypatch.setattr(evaluate, "gather_object", lambda mine: mine)
+    world = 3
+    sizes = range(1, len(rows))
+    size = next(n for n in sizes if -(-len(rows) // n) > world and -(-len(rows) // n) % world)
+    real, source = Accelerator(cpu=True), OnlineFeatures(target, head.training_layers)
+    forwards, parts = [], []
+    for rank in range(world):
+        one = SimpleNamespace(
+            process_index=rank, num_processes=world, device=real.device, autocast=real.autocast
+        )
+        with monkeypatch.context() as patch:
+            calls = counted(patch, target)
+            parts.append(heldout_ranks(head, target, Share(rows, size, one), source))
+        forwards.append(calls.total())
+    assert len(set(forwards)) == 1
+    assert sum(forwards) > -(-len(rows) // size)
+    assert sum(map(len, parts)) == len(heldout_ranks(head, target, Share(rows, size, real), source))

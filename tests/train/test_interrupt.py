@@ -1,0 +1,549 @@
+"""The promise: whatever happens to a run, what was saved stays whole, and what happened is said."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
+from tiny_training import (
+    assert_same,
+    random_answers,
+    run,
+    tiny_model,
+    weights,
+    write_answers,
+)
+
+from draftheads.heads.batch import Batch
+from draftheads.heads.files import staged
+from draftheads.heads.hub import find_head
+from draftheads.heads.target import Target
+from draftheads.scripts.convert import converted
+from draftheads.scripts.merge import merged
+from draftheads.train import checkpoint
+from draftheads.train.launch import STOP_FILE
+from draftheads.train.progress import Progress, read_metrics
+
+
+@pytest.fixture(scope="module")
+def whole(made, tmp_path_factory) -> Path:
+    """A run of six steps, saved after three and six."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert run(made, output, "run.save_every=3") == 0
+    return output
+
+
+@pytest.fixture
+def half(whole, tmp_path) -> Path:
+    """The same run, its last checkpoint gone."""
+    output = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+    shutil.rmtree(output / "step-000006")
+    return output
+
+
+def in_step(monkeypatch, step: int, act) -> None:
+    """Call `act` while a step is counted."""
+    original = Progress.step
+
+    def step_and_act(self, number, *rest):
+        if number == step:
+            act()
+        original(self, number, *rest)
+
+    monkeypatch.setattr(Progress, "step", step_and_act)
+
+
+def steps(output: Path) -> list[str]:
+    return sorted(path.name for path in output.glob("step-*"))
+
+
+def assert_like_uninterrupted(whole: Path, output: Path) -> None:
+    assert_same(weights(whole, 6), weights(output, 6))
+    optimizer_state = [
+        checkpoint.load_optimizer_state(folder / "step-000006") for folder in (whole, output)
+    ]
+    assert_same(*optimizer_state)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(
+    made, whole, tmp_path, monkeypatch, capsys, number
+):
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        in_step(patch, 1, lambda: os.kill(os.getpid(), number))
+        assert run(made, output, "run.save_every=3") == 130
+    said = capsys.readouterr().out
+    assert f"interrupted by {number.name} at step 2 of 6, saved in {output}/step-000002" in said
+    assert run(made, output, "run.save_every=3") == 0
+    assert "at step 2 of 6" in capsys.readouterr().out
+    assert_like_uninterrupted(whole, output)
+
+
+def test_a_file_saves_and_stops_and_is_gone_then(made, whole, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        in_step(patch, 3, (output / STOP_FILE).touch)
+        assert run(made, output, "run.save_every=3") == 130
+    assert "interrupted by checkpoint-now at step 4 of 6" in capsys.readouterr().out
+    assert not (output / STOP_FILE).exists()
+    assert steps(output) == ["step-000003", "step-000004"]
+    assert run(made, output, "run.save_every=3") == 0
+    assert_like_uninterrupted(whole, output)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def holding(text: bytes):
+    """A damage: the file's whole content is this."""
+    return lambda path: path.write_bytes(text)
+
+
+def without(key: str):
+    def forget(path: Path) -> None:
+        values = json.loads(path.read_text())
+        del values[key]
+        path.write_text(json.dumps(values))
+
+    return forget
+
+
+STATES = [
+    Path.unlink,
+    holding(b""),
+    holding(b"[1, 2]"),
+    holding(b"null"),
+    holding(b"[" * 200_000),
+    holding(bytes(200)),
+    holding(b"\xff\xfe{}"),
+    holding(b'{"format": 2}'),
+    holding(b'{"format": 2, "files": []}'),
+    without("step"),
+    without("recipe"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", cut, "model.safetensors has"),
+        ("trainer/optimizer.safetensors", cut, "trainer/optimizer.safetensors has"),
+        ("trainer/optimizer.safetensors", flip, "its checksum differs"),
+        ("model.safetensors", Path.unlink, "model.safetensors has 0 bytes, expected"),
+        ("config.json", Path.unlink, "config.json is missing"),
+        ("trainer/state.json", cut, "its trainer/state.json is missing or damaged"),
+        *(("trainer/state.json", damage, "its trainer/state.json is") for damage in STATES),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_passed_over(
+    made, whole, tmp_path, capsys, name, damage, message
+):
+    output = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+    damage(output / "step-000006" / name)
+    assert run(made, output, "run.save_every=3") == 0
+    said = capsys.readouterr().out
+    assert f"warning: passed over and put aside {output}/step-000006: " in said
+    assert message in said
+    assert "step-000003 at step 3 of 6" in said
+    assert_like_uninterrupted(whole, output)
+    assert (output / "damaged-step-000006").is_dir()
+    assert (output / "best").resolve().name in steps(output)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(made, whole, tmp_path, capsys):
+    output = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+    for name in steps(output):
+        cut(output / name / "model.safetensors")
+    assert run(made, output) == 2
+    assert "expected a whole checkpoint to go on from" in capsys.readouterr().err
+    assert steps(output) == ["step-000003", "step-000006"]
+
+
+def test_a_full_disk_leaves_no_half_checkpoint(made, half, monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        assert run(made, half, "run.save_every=3") == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert "step-000006 was not written: [Errno 28] No space left on device" in line
+    assert "the newest checkpoint is step-000003" in line
+    assert steps(half) == ["step-000003"]
+    assert not list(half.glob(".step*"))
+    assert run(made, half, "run.save_every=3") == 0
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_at_start(
+    made, tmp_path, monkeypatch, capsys
+):
+    nearly_full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: nearly_full)
+    assert run(made, tmp_path / "run") == 2
+    assert "expected room for a checkpoint of 0.00015 GB, got 1e-06 GB" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_keeping_fewer_checkpoints_makes_room_before_the_next_one(made, half, monkeypatch):
+    other = half / "step-000002"
+    shutil.copytree(half / "step-000003", other)
+    state = json.loads((other / "trainer" / "state.json").read_text())
+    (other / "trainer" / "state.json").write_text(json.dumps({**state, "tokens_per_step": 0.5}))
+    in_step(monkeypatch, 4, lambda: seen.extend(steps(half)))
+    seen: list[str] = []
+    assert run(made, half, "run.keep=1", "run.save_every=3") == 0
+    assert seen == ["step-000003"]
+
+
+def renumbered(output: Path, old: int, new: int) -> None:
+    """As if a checkpoint were of another step."""
+    folder = (output / f"step-{old:06d}").rename(output / f"step-{new:06d}")
+    state = json.loads((folder / "trainer" / "state.json").read_text())
+    (folder / "trainer" / "state.json").write_text(json.dumps({**state, "step": new}))
+
+
+def test_steps_are_ordered_by_number_beyond_a_million(made, half):
+    renumbered(half, 3, 999_999)
+    assert run(made, half, "run.steps=1000002", "run.save_every=1", "judge.report=true") == 0
+    kept = {path.name for path in half.glob("step-*")}
+    assert {"step-1000001", "step-1000002"} <= kept
+    assert kept <= {"step-999999", "step-1000000", "step-1000001", "step-1000002"}
+    assert "| trained | 1,000,002 of 1,000,002 steps" in (half / "report.md").read_text()
+    (half / "best").unlink()
+    assert find_head(half).name == "step-1000002"
+    cut(half / "step-1000002" / "model.safetensors")
+    assert run(made, half, "run.steps=1000002", "run.save_every=1") == 0
+    assert (half / "damaged-step-1000002").is_dir()
+
+
+def test_what_a_user_keeps_beside_the_checkpoints_stays(made, half):
+    """Copies under other names are neither counted nor deleted; a `best` that is a folder, as a
+    copy without links has it, is put aside.
+    """
+    mine = ["step-000002-backup", "step-1", "step-000009.old", ".step-backup"]
+    for name in mine:
+        shutil.copytree(half / "step-000003", half / name)
+    (half / "best").unlink()
+    shutil.copytree(half / "step-000003", half / "best")
+    assert run(made, half, "run.save_every=1", "run.keep=1") == 0
+    assert all((half / name / "trainer" / "state.json").is_file() for name in mine)
+    assert (half / "damaged-best" / "model.safetensors").is_file()
+    assert (half / "best").is_symlink()
+    (half / "best").unlink()
+    assert find_head(half).name == "step-000006"
+
+
+def modes(folder: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("mask", "files", "folders"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)]
+)
+def test_written_files_have_the_modes_that_the_umask_gives(made, tmp_path, mask, files, folders):
+    old = os.umask(mask)
+    try:
+        cached = ["features.mode=cached", f"features.path={tmp_path / 'features'}"]
+        assert run(made, tmp_path / "run", "run.steps=1", "adapter.rank=2") == 0
+        assert run(made, tmp_path / "cached", "run.steps=1", *cached) == 0
+        step = tmp_path / "run" / "step-000001"
+        converted(step.parent.parent / "cached", tmp_path / "vllm", "vllm")
+        merged(str(step), tmp_path / "merged", None, "auto")
+    finally:
+        os.umask(old)
+    for folder in (step, tmp_path / "features", tmp_path / "vllm", tmp_path / "merged"):
+        assert any(folder.rglob("*.safetensors"))
+        assert modes(folder) == {files}, folder
+        assert {path.stat().st_mode & 0o777 for path in (folder, *folder.glob("*/"))} == {folders}
+
+
+def killed_while_saving(made: Path, output: Path) -> None:
+    """In a process of its own: dies when weights, moments and state are written."""
+    checkpoint._describe = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+    run(made, output)
+
+
+def test_a_save_that_was_killed_leaves_nothing_after_the_next_launch(made, half, tmp_path):
+    arguments = ", ".join(f"Path({str(path)!r})" for path in (made, half))
+    code = f"from test_interrupt import *; killed_while_saving({arguments})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [path for path in half.glob(".*step-*") if (path / "model.safetensors").is_file()]
+    (half / "..step-000003.ab12cd_3.e4f5a6b7").mkdir()  # of an earlier version
+    assert run(made, half) == 0
+    assert not list(half.glob(".*step-*"))
+
+
+@pytest.mark.parametrize("owner", ["gone", "self", "alive", "elsewhere"])
+def test_what_a_killed_process_left_of_a_folder_is_removed(tmp_path, owner):
+    """A `convert` or `merge` has no lock: only what this machine's dead processes left is."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    number = {"gone": gone.pid, "self": os.getpid()}.get(owner, os.getppid())
+    host = "another" if owner == "elsewhere" else socket.gethostname()
+    left = tmp_path / f".head[1].{host}.{number}"
+    left.mkdir()
+    with staged(tmp_path / "head[1]") as staging:
+        (staging / "new").touch()
+    assert [path.name for path in (tmp_path / "head[1]").iterdir()] == ["new"]
+    assert left.exists() is (owner in ("alive", "elsewhere"))
+
+
+def test_metrics_cut_by_a_kill_are_read_and_go_on(made, whole, half):
+    path = half / "metrics.jsonl"
+    path.write_text(path.read_text()[:-7])
+    assert run(made, half, "run.save_every=3") == 0
+    lines = [[x["step"] for x in read_metrics(out) if "loss" in x] for out in (whole, half)]
+    assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("line", [b"{\xff", bytes(30), b"[1]", b'{"loss": 1.0}', b"[" * 200_000])
+def test_a_damaged_line_of_metrics_is_passed_over_and_said(made, whole, half, capfd, line):
+    path = half / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, line + b"\n", *others]))
+    assert run(made, half, "run.save_every=3", "judge.report=true") == 0
+    assert f"note: {path}: passed over 1 damaged lines" in capfd.readouterr().out
+    lines = [[x["step"] for x in read_metrics(out) if "loss" in x] for out in (whole, half)]
+    assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]
+    assert_like_uninterrupted(whole, half)
+
+
+def test_a_run_goes_on_when_target_and_data_have_moved(made, whole, half, tmp_path, capsys):
+    shutil.copytree(made, tmp_path / "moved")
+    assert run(tmp_path / "moved", half, "run.save_every=3") == 0
+    assert "at step 3 of 6" in capsys.readouterr().out
+    assert_like_uninterrupted(whole, half)
+    recipe = json.loads((half / "step-000006" / "trainer" / "state.json").read_text())["recipe"]
+    assert recipe["target"] == str(tmp_path / "moved" / "target")
+
+
+def test_a_step_that_follows_from_few_data_resumes_exactly(made, tmp_path, monkeypatch, capsys):
+    """Smaller than a batch, and never more passes than asked for; the warning says what to do."""
+    choices = [
+        "run.epochs=2",
+        "run.steps=null",
+        "run.tokens_per_step=null",
+        "data.rows_per_batch=8",
+    ]
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    assert run(made, tmp_path / "whole" / "run", *choices) == 0
+    said = capsys.readouterr().out
+    [rows] = re.findall(r"tokens in (\d+) rows of 64", said)
+    steps = 2 * int(rows)
+    assert f"done: {steps} steps" in said and "run.tokens_per_step: 64, as the data are few" in said
+    assert f"warning: {steps} steps are few to learn from; distill more prompts" in said
+    with monkeypatch.context() as patch:
+        in_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert run(made, tmp_path / "parts" / "run", *choices) == 130
+    assert run(made, tmp_path / "parts" / "run", *choices) == 0
+    folders = [tmp_path / name / "run" for name in ("whole", "parts")]
+    assert_same(*(weights(folder, steps) for folder in folders))
+    assert_same(*(checkpoint.load_optimizer_state(x / f"step-{steps:06d}") for x in folders))
+
+
+def test_a_step_larger_than_the_data_is_one_pass(made, tmp_path, capsys):
+    choices = ["run.epochs=2", "run.steps=null", "run.tokens_per_step=131072"]
+    assert run(made, tmp_path / "run", *choices) == 0
+    said = capsys.readouterr().out
+    [rows] = re.findall(r"tokens in (\d+) rows of 64", said)
+    assert f"131072 is more than the data have; using {int(rows) // 2 * 2 * 64}" in said
+    assert "warning: 2 steps are few to learn from; lower run.tokens_per_step to 64" in said
+    [found] = (tmp_path / "run").glob("step-*")
+    state = json.loads((found / "trainer" / "state.json").read_text())
+    assert state["step"] * state["rows_per_step"] <= 2 * int(rows)
+
+
+def test_a_run_keeps_the_step_and_the_length_that_it_began_with(made, tmp_path, capsys):
+    """Earlier versions rounded epochs up and had one default step: neither changes on the way."""
+    choices = ["run.epochs=1", "run.steps=null", "run.save_every=2", "run.keep=9"]
+    assert run(made, tmp_path / "run", *choices) == 0
+    for later in steps(tmp_path / "run")[1:]:
+        shutil.rmtree(tmp_path / "run" / later)
+    path = tmp_path / "run" / "step-000002" / "trainer" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "steps": state["steps"] + 3, "rows_per_step": 2}))
+    assert run(made, tmp_path / "run", *choices, "run.tokens_per_step=null") == 0
+    assert f"done: {state['steps'] + 3} steps" in capsys.readouterr().out
+    path = tmp_path / "run" / f"step-{state['steps'] + 3:06d}" / "trainer" / "state.json"
+    assert json.loads(path.read_text())["rows_per_step"] == 2
+
+
+def test_a_run_goes_on_with_a_target_of_which_less_is_in_memory(made, whole, half):
+    """Where matrices are on disk or quantised, a fingerprint is the first part of the whole one."""
+    path = half / "step-000003" / "trainer" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "target": state["target"].partition("-")[0]}))
+    assert run(made, half, "run.save_every=3") == 0
+    assert_like_uninterrupted(whole, half)
+
+
+def test_two_launches_do_not_train_into_one_folder(made, tmp_path, monkeypatch, capsys):
+    output, seen = tmp_path / "run", []
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with monkeypatch.context() as patch:
+        in_step(patch, 2, lambda: seen.append(run(made, output)))
+        run(made, output)
+    assert seen == [2]
+    assert "another process trains into it" in capsys.readouterr().err
+
+
+def other_weights(folder: Path) -> None:
+    tensors = load_file(folder / "target" / "model.safetensors")
+    tensors["model.norm.weight"] += 0.5
+    save_file(tensors, folder / "target" / "model.safetensors", metadata={"format": "pt"})
+
+
+def other_data(folder: Path) -> None:
+    shutil.rmtree(folder / "data")
+    answers = random_answers(60)
+    answers[0].tokens[0] = (answers[0].tokens[0] + 1) % 97
+    write_answers(folder / "data", answers)
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "message"),
+    [
+        (other_weights, [], "other weights of"),
+        (other_data, [], "other data in"),
+        (None, ["head.layers=2"], "other choices (head.layers: 1 -> 2)"),
+        (None, ["head.labels=soft"], "other choices (head.labels: hard -> soft)"),
+        (None, ["head.kind=eagle3"], "head.kind: medusa -> eagle3"),
+        (None, ["features.mode=cached"], "features.mode: online -> cached"),
+        (None, ["data.rows_per_batch=3"], "this run has 4 rows per step"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_going_on_with_something_else_is_refused(
+    made, half, tmp_path, capsys, change, overrides, message
+):
+    folder = made
+    if change is not None:
+        folder = Path(shutil.copytree(made, tmp_path / "changed"))
+        change(folder)
+        _move(half, made, folder)
+    assert run(folder, half, *overrides) == 2
+    assert message in capsys.readouterr().err
+    assert steps(half) == ["step-000003"]
+
+
+def _move(output: Path, old: Path, new: Path) -> None:
+    """As if the run had begun with what stands at `new`."""
+    for path in output.glob("step-*/trainer/state.json"):
+        path.write_text(path.read_text().replace(f"{old}/", f"{new}/"))
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """As many calls of the target as poisoned[0] says come out not finite."""
+    original = Target.features
+
+    def features(self, batch: Batch, layers) -> torch.Tensor:
+        features_BTD = original(self, batch, layers).clone()
+        if remaining[0]:
+            remaining[0] -= 1
+            features_BTD[:, 1:, 5] = torch.nan
+        return features_BTD
+
+    remaining = [0]
+    monkeypatch.setattr(Target, "features", features)
+    return remaining
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_named(
+    made, tmp_path, monkeypatch, capsys, poisoned
+):
+    output = tmp_path / "run"
+    in_step(monkeypatch, 2, lambda: poisoned.__setitem__(0, 2 + 1))  # step 3, and its examination
+    assert run(made, output, "run.tokens_per_step=256") == 0
+    said = capsys.readouterr().out
+    (line,) = [x for x in said.splitlines() if "skipped" in x]
+    assert line.startswith(
+        "step 3 skipped: loss nan, gradient norm nan; batch 0 on process 0 (rows "
+    )
+    assert "the target's features are not finite at " in line
+    assert all(tensor.isfinite().all() for tensor in weights(output, 6).values())
+    optimizer_state = checkpoint.load_optimizer_state(output / "step-000006")
+    assert {int(value) for key, value in optimizer_state.items() if key.startswith("step.")} == {5}
+    assert [x["step"] for x in read_metrics(output) if "skipped" in x] == [3]
+
+
+def test_the_last_bad_batch_is_saved_when_a_run_gives_up(made, tmp_path, capsys, poisoned):
+    output = tmp_path / "run"
+    poisoned[0] = 1000
+    assert run(made, output, "run.max_skipped=2") == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert "not finite in 2 steps up to 2" in line and f"{output}/bad-000002" in line
+    folder = output / "bad-000002" / "process-0"
+    fault = json.loads((folder / "fault.json").read_text())
+    tensors = load_file(folder / "batch.safetensors")
+    assert not tensors["features_BTD"].isfinite().all()
+    assert tensors["tokens_BT"].shape[0] == len(fault["rows"]) == 2
+    assert fault["answers"]
+
+
+def test_skipped_steps_are_counted_over_launches(made, tmp_path, monkeypatch, capsys, poisoned):
+    output = tmp_path / "run"
+    poisoned[0] = 1000
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "skipped", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        assert run(made, output, "run.max_skipped=3") == 130
+    assert run(made, output, "run.max_skipped=3") == 2
+    assert "not finite in 3 steps up to 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["weights", "loss", "gradients"])
+def test_the_source_is_the_first_thing_that_is_not_finite(source):
+    from draftheads.heads.medusa import MedusaHead
+    from draftheads.train.batches import Documents, Rows
+    from draftheads.train.loop import Examiner, explain
+
+    target = Target(tiny_model(), name="tiny")
+    head = MedusaHead.create(target, depth=2)
+    documents = Documents.read(random_answers(10))
+    rows = Rows(documents, documents.spans, 64, pack=True, seed=0)
+    batch = rows.batch([0, 1])
+    features_BTD = target.features(batch, [-1])
+    if source == "weights":
+        head.lm_heads[0].weight.data[3] = torch.inf
+    if source == "loss":
+        head.decay = 1e39
+    if source == "gradients":
+        head.blocks[1].layers[0].weight.register_hook(lambda grad: grad * torch.nan)
+    examiner = Examiner(head, target, _One())
+    examiner.examine(4, [0, 1], batch, features_BTD)
+    line = explain(examiner.found(rows))
+    assert line.startswith("batch 4 on process 0 (rows 0, 1; answers ")
+    expected = {
+        "weights": "weights of the heads are not finite: lm_heads.0.weight",
+        "loss": "the loss of the heads is inf",
+        "gradients": "gradients are not finite: blocks.1.layers.0.weight",
+    }
+    assert line.endswith(expected[source])
+
+
+class _One:
+    """An accelerator of one process."""
+
+    process_index = 0

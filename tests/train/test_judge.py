@@ -1,0 +1,366 @@
+"""The promise: heads are judged by what decoding with them brings, training does not notice, and
+the best checkpoint and the end of a run follow from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from tiny_heads import overfitted, random_head, written_by
+from tiny_training import (
+    assert_same,
+    conversation,
+    recipe_of,
+    run,
+    tiny_recipe,
+    tiny_target,
+    weights,
+    write_answers,
+)
+
+from draftheads.heads.hub import HEADS, load_head
+from draftheads.heads.target import Target
+from draftheads.train.checkpoint import read_state
+from draftheads.train.data.answers import Answer
+from draftheads.train.evaluate import (
+    Continued,
+    Evaluation,
+    Evaluator,
+    Measured,
+    as_decoded,
+    check_eval,
+)
+from draftheads.train.features import OnlineFeatures
+from draftheads.train.loop import Trainer
+from draftheads.train.progress import Progress, read_metrics
+from draftheads.train.setup import load_data
+
+ROOT = Path(__file__).parents[2]
+DECODING = ["judge.every=2", "judge.prompts=3", "judge.new_tokens=12"]
+TIMES = {"tokens_per_second", "speedup"}
+
+
+@pytest.fixture(params=HEADS)
+def kind(request) -> str:
+    return request.param
+
+
+def judged(output: Path) -> list[dict]:
+    return [line for line in read_metrics(output) if "measured" in line]
+
+
+def timeless(line: dict) -> dict:
+    kept = {key: value for key, value in line["measured"].items() if key not in TIMES}
+    return {**line, "measured": kept}
+
+
+def judge_of(folder: Path, target: Target, **choices) -> Evaluator:
+    values = tiny_recipe(folder)
+    values["judge"] = {"prompts": 4, "new_tokens": 24, "report": False, **choices}
+    recipe, accelerator = recipe_of(values), Accelerator(cpu=True)
+    data = load_data(recipe, target, lambda line: None)
+    return Evaluator(recipe, accelerator, target, data, OnlineFeatures(target, (-1,)))
+
+
+def test_a_head_that_knows_the_text_brings_depth_plus_one_and_a_random_one_nearly_one(tmp_path):
+    target = tiny_target()
+    answers = [conversation(target, prompt, 24) for prompt in ([3, 14], [15, 9], [2, 6])]
+    write_answers(tmp_path / "data", answers, target.fingerprint())
+    judge = judge_of(tmp_path, target)
+    assert len(judge.jobs) == 1
+    text = written_by(target, [list(judge.jobs[0].prompt)], 24)
+    head = overfitted("medusa", target, text, depth=3, nodes=9)
+    head.eval()
+    verdict = judge(head, decode=True)
+    assert verdict.measured is not None
+    # 1 token of the prefill, then 23 in steps of 4, the last one cut
+    assert verdict.measured.tokens_per_step == pytest.approx(23 / 6)
+    assert verdict.measured.acceptance == [1.0, 1.0, 1.0]
+    assert "decoding: 3.83 +- 0.00 tokens per step" in str(verdict)
+    untrained = judge(random_head("medusa", target, depth=3), decode=True).measured
+    assert untrained is not None and 1 <= untrained.tokens_per_step < 1.5
+
+
+def test_only_what_the_target_did_not_write_is_a_prompt(made):
+    target = tiny_target()
+    judge = judge_of(made, target, prompts=100, new_tokens=1000)
+    documents = judge.share.rows.documents
+    texts = [(span, tuple(documents.tokens_N[slice(*span)].tolist())) for span in documents.spans]
+    assert 1 < len(judge.jobs) == len({job.prompt for job in judge.jobs})
+    for job in judge.jobs:
+        start, _ = next(span for span, text in texts if text[: len(job.prompt)] == job.prompt)
+        first = start + len(job.prompt)
+        assert not documents.learn_N[start:first].any()
+        assert documents.learn_N[first]
+        assert job.limit == target.context - len(job.prompt)
+
+
+def test_prompts_that_leave_no_room_are_one_line(made, tmp_path, capsys):
+    answers = [Answer([n % 97] * 200, [(150, 200)]) for n in range(6)]
+    data = write_answers(tmp_path / "data", answers)
+    choices = [f"data.path={data}", "data.sequence_length=128"]
+    assert run(made, tmp_path / "run", *DECODING, *choices) == 2
+    assert "expected held-out prompts shorter than the context (128" in capsys.readouterr().err
+
+
+def test_judging_does_not_change_what_is_trained(made, tmp_path, kind):
+    with_, without = tmp_path / "with", tmp_path / "without"
+    noise = {"eagle3": ["head.noise=0.1"], "eagle": ["head.noise=0.2"]}.get(kind, [])
+    for output, choices in ((with_, DECODING), (without, ["run.save_every=2"])):
+        assert run(made, output, *choices, *noise, kind=kind) == 0
+    assert [line["step"] for line in judged(with_)] == [2, 4, 6]
+    assert not judged(without)
+    assert_same(weights(with_, 6), weights(without, 6))
+    for mine, others in zip(read_metrics(with_), read_metrics(without), strict=True):
+        assert {k: v for k, v in mine.items() if k not in ("measured", *TIMES)} == {
+            k: v for k, v in others.items() if k not in TIMES
+        }
+    facts = json.loads((with_ / "step-000006" / "config.json").read_text())["draftheads"]
+    assert facts["training"]["decoding"] == judged(with_)[-1]["measured"]
+
+
+def test_what_is_judged_is_what_loads(made, tmp_path, kind):
+    assert run(made, tmp_path / "run", "run.steps=2", *DECODING, kind=kind) == 0
+    target = Target.load(made / "target")
+    head = load_head(tmp_path / "run", target=target)
+    copy = as_decoded(head, target)
+    assert_same(head.state_dict(), copy.state_dict())
+    assert copy.tree == head.tree
+    assert not any(parameter.requires_grad for parameter in copy.parameters())
+    judge = judge_of(made, target, prompts=3, new_tokens=12)
+    again = judge._decode(copy).facts()
+    saved = read_state(tmp_path / "run" / "step-000002").measured
+    assert saved is not None
+    assert {k: v for k, v in again.items() if k not in TIMES} == {
+        k: v for k, v in saved.items() if k not in TIMES
+    }
+
+
+def test_a_target_in_bfloat16_is_decoded_with_heads_in_bfloat16(made, tmp_path):
+    output = tmp_path / "run"
+    assert run(made, output, *DECODING, "target_dtype=bfloat16", "run.precision=bf16") == 0
+    assert len(judged(output)) == 3
+    assert weights(output, 6)["lm_heads.0.weight"].dtype == torch.float32
+
+
+def test_cached_features_keep_the_target_where_it_is_decoded(made, tmp_path, capsys):
+    choices = ["features.mode=cached", f"features.path={tmp_path / 'features'}"]
+    assert run(made, tmp_path / "run", *DECODING, *choices) == 0
+    assert "judge.every=0 frees it" in capsys.readouterr().out
+    assert len(judged(tmp_path / "run")) == 3
+
+
+def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
+    """Verdicts of the judgements to come, in their order over all launches."""
+    original = Evaluator.__call__
+
+    def verdict(self, head, *, decode):
+        real = original(self, head, decode=decode)
+        step = trainer[0].state.step
+        calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
+        tau = decoded[step - 1]
+        part = Continued(0, 100, round(100 * tau), [50], 100, 1.0, 1.0)
+        return Evaluation(calibration, Measured([part]) if decode and self.jobs else None, None)
+
+    trainer: list[Trainer] = []
+    monkeypatch.setattr(
+        Trainer, "run", lambda self, *rest: trainer.insert(0, self) or real_run(self, *rest)
+    )
+    monkeypatch.setattr(Evaluator, "__call__", verdict)
+
+
+real_run = Trainer.run
+
+
+@pytest.mark.parametrize(
+    ("measure", "best"),
+    [
+        (["judge.every=1"], 3),
+        (["judge.every=1", "judge.best=tokens_per_step"], 3),
+        (["judge.every=1", "judge.best=simulated"], 2),
+        (["judge.every=0"], 2),
+        (["judge.best=loss", "judge.every=3"], None),
+    ],
+    ids=str,
+)
+def test_best_is_what_the_measure_says(made, tmp_path, monkeypatch, measure, best):
+    scripted(monkeypatch, [1.0, 3.0, 2.0, 1.5, 1.2, 1.1], [1.0, 1.5, 4.0, 3.5, 2.0, 1.0])
+    output = tmp_path / "run"
+    assert run(made, output, "run.save_every=1", "run.keep=1", "optim.lr=1e-2", *measure) == 0
+    losses = {x["step"]: x["loss"] for x in read_metrics(output) if "loss" in x}
+    expected = best or min(losses, key=lambda step: losses[step])
+    assert expected not in (2, 3) or best, "the measures must disagree for this to mean anything"
+    assert (output / "best").resolve().name == f"step-{expected:06d}"
+    assert {path.name for path in output.glob("step-*")} == {f"step-{expected:06d}", "step-000006"}
+
+
+def test_a_step_that_was_saved_and_not_judged_is_not_the_best(made, tmp_path):
+    output = tmp_path / "run"
+    assert run(made, output, "judge.every=4", "run.save_every=1", "run.keep=9", *DECODING[1:]) == 0
+    assert [line["step"] for line in judged(output)] == [4, 6]
+    assert (output / "best").resolve().name in ("step-000004", "step-000006")
+    assert read_state(output / "step-000005").measured is None
+
+
+PATIENT = ["run.steps=20", "judge.every=2", "judge.patience=3", "judge.prompts=1"]
+TAUS = [1.0] * 3 + [2.0] + [1.5] * 16
+
+
+def test_patience_ends_a_run_and_says_so(made, tmp_path, monkeypatch, capsys):
+    scripted(monkeypatch, TAUS, TAUS)
+    assert run(made, tmp_path / "run", *PATIENT) == 0
+    said = capsys.readouterr().out
+    assert (
+        "ended at step 10 of 20: 3 judgements without better tokens_per_step; "
+        "the best was at step 4" in said
+    )
+    assert f"done: 10 steps, saved in {tmp_path}/run/step-000010" in said
+    assert (tmp_path / "run" / "best").resolve().name == "step-000004"
+    assert run(made, tmp_path / "run", *PATIENT) == 0
+    assert "raise judge.patience to go on" in capsys.readouterr().out
+    assert run(made, tmp_path / "run", *PATIENT, "judge.patience=4") == 0
+    assert "ended at step 12 of 20: 4 judgements" in capsys.readouterr().out
+
+
+def test_patience_is_counted_over_launches(made, tmp_path, monkeypatch):
+    scripted(monkeypatch, TAUS, TAUS)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    whole, parts = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    assert run(made, whole, *PATIENT) == 0
+    original, stops = Progress.step, [4, 7]
+
+    def step_and_interrupt(self, number, *rest):
+        if number in stops:
+            stops.remove(number)
+            os.kill(os.getpid(), signal.SIGINT)
+        original(self, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "step", step_and_interrupt)
+        assert run(made, parts, *PATIENT) == 130
+        assert run(made, parts, *PATIENT) == 130
+    assert run(made, parts, *PATIENT) == 0
+    assert_same(weights(whole, 10), weights(parts, 10))
+    states = [read_state(output / "step-000010") for output in (whole, parts)]
+    assert [(s.best, s.best_step, s.waited) for s in states] == [(2.0, 4, 3)] * 2
+    assert [timeless(x) for x in judged(whole)] == [timeless(x) for x in judged(parts)]
+
+
+def test_a_continued_run_goes_on_by_its_own_measure(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run", *DECODING) == 0
+    for change in ("judge.best=simulated", "judge.every=0", "judge.new_tokens=5"):
+        assert run(made, tmp_path / "run", *DECODING, "run.steps=8", change) == 2
+        assert "holds a run with other choices (judge." in capsys.readouterr().err
+    free = ["judge.every=4", "judge.patience=5", "judge.report=true"]
+    assert run(made, tmp_path / "run", *DECODING, "run.steps=8", *free) == 0
+
+
+def test_a_run_from_before_heads_were_decoded_goes_on_by_simulation(made, tmp_path, capsys):
+    output = tmp_path / "run"
+    assert run(made, output) == 0
+    path = output / "step-000006" / "trainer" / "state.json"
+    state = json.loads(path.read_text())
+    for key in ("measured", "best", "best_step", "waited"):
+        del state[key]
+    del state["recipe"]["judge"]
+    path.write_text(json.dumps(state))
+    assert run(made, output, "run.steps=8") == 0
+    assert run(made, output, "run.steps=9", *DECODING) == 2
+    assert "judge.best: simulated -> tokens_per_step" in capsys.readouterr().err
+    assert run(made, output, "run.steps=9", "judge.best=simulated", *DECODING) == 0
+    assert len(judged(output)) == 1
+
+
+def test_a_measure_that_cannot_be_had_is_one_line(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run", "judge.best=tokens_per_step") == 2
+    message = capsys.readouterr().err
+    assert "judge.best: expected best simulated or loss, as every=0 decodes nothing" in message
+
+
+def test_trackers_get_a_number_for_every_depth(made, tmp_path, monkeypatch):
+    logged: dict[int, dict[str, float]] = {}
+    monkeypatch.setattr(
+        Accelerator, "log", lambda self, values, step: logged.setdefault(step, {}).update(values)
+    )
+    assert run(made, tmp_path / "run", *DECODING) == 0
+    names = set(logged[6])
+    assert {"top1/1", "top1/3", "heldout_top1/3", "heldout_tokens_per_step"} <= names
+    assert {"measured/tokens_per_step", "measured/speedup"} <= names
+    assert all(isinstance(value, int | float) for value in logged[6].values())
+
+
+def test_sampled_decoding_is_the_same_every_time(made):
+    target = tiny_target()
+    judge = judge_of(made, target, temperature=1.0)
+    head = random_head("medusa", target, depth=3)
+    first, second = (judge(head, decode=True).measured for _ in range(2))
+    assert first is not None and second is not None
+    untimed = [
+        [replace(part, seconds=0.0, plain_seconds=None) for part in measured.prompts]
+        for measured in (first, second)
+    ]
+    assert untimed[0] == untimed[1]
+
+
+def test_the_error_of_tau_is_that_of_a_ratio_of_sums():
+    measured = Measured([Continued(n, 10, 10 + n, [n], 20, 2.0, 3.0) for n in range(5)])
+    assert measured.tokens_per_step == pytest.approx(1.2)
+    taus_P = torch.tensor([1.0, 1.1, 1.2, 1.3, 1.4])  # of equally many steps: means' own error
+    assert measured.error == pytest.approx(float(taus_P.std() / 5**0.5))
+    assert measured.acceptance == [0.2]
+    assert measured.speedup == pytest.approx(1.5)
+    untimed = replace(measured.prompts[0], plain_seconds=None)
+    assert Measured([*measured.prompts, untimed]).speedup == pytest.approx(1.5)
+
+
+def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
+    values = {**tiny_recipe(made), "target_placement": "sharded"}
+    said: list[str] = []
+    for choices in ({}, {"best": "loss"}):
+        check_eval(recipe_of({**values, "judge": choices}), said.append)
+    check_eval(recipe_of({**values, "judge": {"every": 0}}), said.append)
+    assert len(said) == 2
+    assert "judged by simulation alone" in said[0]
+    with pytest.raises(ValueError, match=r"judge.best: expected simulated or loss, got tokens_per"):
+        check_eval(recipe_of({**values, "judge": {"best": "tokens_per_step"}}), said.append)
+
+
+def test_two_processes_judge_as_one(made, tmp_path):
+    values = tiny_recipe(made, output=str(tmp_path / "run"), steps=2)
+    values["judge"] = {"prompts": 3, "new_tokens": 12, "report": False}
+    values["data"]["rows_per_batch"] = 1
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    own = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    result = subprocess.run(
+        [sys.executable, "-m", *launch, "train/medusa.py", str(tmp_path / "recipe.yaml")],
+        env={**own, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        cwd=ROOT,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    saved = read_state(tmp_path / "run" / "step-000002").measured
+    target = Target.load(made / "target")
+    judge = judge_of(made, target, prompts=3, new_tokens=12)
+    assert len(judge.jobs) == 3, "the shares must differ for this to mean anything"
+    alone = judge._decode(load_head(tmp_path / "run", target=target)).facts()
+    assert saved is not None
+    for key in set(alone) - TIMES:
+        assert saved[key] == alone[key]

@@ -1,0 +1,215 @@
+"""The promise: a launch that would not train what was meant is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tiny_training import random_answers, tiny_recipe, weights, write_answers
+
+from draftheads.train.launch import check_environment, right_command
+from draftheads.train.medusa import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def launch_environment(*, cpu: bool) -> dict[str, str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return environment | ({"ACCELERATE_USE_CPU": "true"} if cpu else {})
+
+
+def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    return subprocess.run(
+        [sys.executable, *launch, *arguments],
+        env=launch_environment(cpu=cpu),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_processes_that_do_not_know_each_other_are_refused(made, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU accelerate joins the processes")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"))))
+    script = str(ROOT / "train" / "eagle.py")
+    result = torchrun(script, str(recipe), cpu=False)
+    assert result.returncode != 0
+    assert "exitcode  : 2" in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert f"`ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 {script} {recipe}`" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_nodes_train_as_one_launch(made, tmp_path):
+    """Two launches with distinct node ranks, as on two machines, on loopback."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"), steps=2)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    script = [str(ROOT / "train" / "medusa.py"), str(recipe)]
+    nodes = [
+        subprocess.Popen(
+            [*command, f"--node-rank={rank}", *script],
+            **{"env": launch_environment(cpu=True), "stdout": subprocess.PIPE, "text": True},
+        )
+        for rank in (0, 1)
+    ]
+    said = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert "done: 2 steps" in said[0]
+    assert said[1] == "", "one process speaks for all nodes"
+    facts = json.loads((tmp_path / "run" / "step-000002" / "config.json").read_text())
+    assert facts["draftheads"]["training"]["hardware"].startswith("2 x ")
+
+
+def test_processes_that_torchrun_starts_again_go_on(made, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    values = tiny_recipe(made, output=str(tmp_path / "run"), save_every=2)
+    recipe.write_text(yaml.safe_dump(values))
+    worker = str(ROOT / "tests" / "restart_worker.py")
+    result = torchrun("--max-restarts=1", worker, str(recipe))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "at step 2 of 6" in result.stdout
+    assert "done: 6 steps" in result.stdout
+    assert main([str(recipe), f"run.output={tmp_path / 'alone'}"]) == 0
+    left, right = (weights(tmp_path / name, 6) for name in ("run", "alone"))
+    assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)
+
+
+APART = {
+    "alike": ((), (), None),
+    "another folder": (
+        (),
+        ("run.output={0}/nowhere",),
+        "process 1: checkpoint none where process 0 has step-000003, step 0 where process 0 has 3;",
+    ),
+    "another checkpoint": (
+        ("run.output={0}/older",),
+        (),
+        "process 1: checkpoint step-000003 where process 0 has step-000002",
+    ),
+    "another recipe": (
+        (),
+        ("run.save_every=2", "data.rows_per_batch=1"),
+        "process 1: data.rows_per_batch 1 where process 0 has 2, run.save_every 2 where process 0",
+    ),
+    "another data set": ((), ("data.path={0}/data",), "process 1: data "),
+    "other weights": ((), ("target={0}/target",), "process 1: target "),
+    "no data": ((), ("data.path={0}/none",), "process 1: {0}/none: expected a distillation folder"),
+    "no target": ((), ("target={0}/none",), "process 1: target {0}/none: expected a folder"),
+    "no target on the first": (("target={0}/none",), (), "process 0: target {0}/none: expected a"),
+}
+"""What either process is told beside the recipe, and the line that follows."""
+
+
+@pytest.fixture(scope="module")
+def apart(made, tmp_path_factory) -> dict[str, list[list]]:
+    """By case, exit code and lines of two processes that see different things."""
+    folder = tmp_path_factory.mktemp("apart")
+    write_answers(folder / "data", random_answers(61))
+    shutil.copytree(made / "target", folder / "target")
+    tensors = load_file(folder / "target" / "model.safetensors")
+    tensors["model.norm.weight"] += 0.5
+    save_file(tensors, folder / "target" / "model.safetensors", metadata={"format": "pt"})
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(folder / "run"), steps=3)))
+    assert main([str(recipe)]) == 0
+    assert main([str(recipe), f"run.output={folder / 'older'}", "run.steps=2"]) == 0
+    told = [
+        [[str(recipe), "run.steps=4", *(x.format(folder) for x in each)] for each in case[:2]]
+        for case in APART.values()
+    ]
+    cases = [{"port": free_port(), "arguments": arguments} for arguments in told]
+    (folder / "cases.json").write_text(json.dumps(cases[1:] + cases[:1]))
+    worker = [sys.executable, str(ROOT / "tests" / "apart_worker.py"), str(folder / "cases.json")]
+    nodes = [
+        subprocess.Popen(
+            worker,
+            env=launch_environment(cpu=True)
+            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [node.communicate(timeout=240)[0].splitlines() for node in nodes]
+    names = [*APART][1:] + [*APART][:1]
+    found = zip(names, *([json.loads(line) for line in lines] for lines in said), strict=True)
+    return {name: [str(folder), *each] for name, *each in found}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_processes_that_see_different_things_are_refused(apart, case):
+    """Each machine says so in one line, and no process waits for the other or takes a step."""
+    folder, *found = apart[case]
+    expected = APART[case][2]
+    if expected is None:
+        assert [code for code, _ in found] == [0, 0]
+        assert (Path(folder) / "run" / "step-000004").is_dir()
+        return
+    assert [code for code, _ in found] == [2, 2]
+    for (_, lines), where in zip(found, ("", " on process 1"), strict=True):
+        [line] = lines
+        start = f"error{where}: of 2 processes expected all to see the same, got "
+        assert line.startswith(start + expected.format(folder)), line
+        assert line.endswith(
+            "; give all of them one recipe, and run.output, data and target on "
+            "disks that they share"
+        )
+
+
+def test_srun_without_a_launcher_is_refused():
+    tasks = {"SLURM_STEP_NUM_TASKS": "4"}
+    with pytest.raises(ValueError, match="srun started 4 tasks, but each would train on its own"):
+        check_environment(tasks, has_gpu=True)
+    with pytest.raises(ValueError, match="srun started 4 tasks"):
+        check_environment({**tasks, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, has_gpu=True)
+    check_environment({**tasks, "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}, has_gpu=True)
+    check_environment({"SLURM_STEP_NUM_TASKS": "1"}, has_gpu=True)
+
+
+def test_the_first_fsdp_is_refused():
+    with pytest.raises(ValueError, match="expected fsdp_version: 2, got 1"):
+        check_environment({"ACCELERATE_USE_FSDP": "true"}, has_gpu=True)
+    check_environment({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, has_gpu=True)
+
+
+def test_accelerate_launch_on_cpu_with_several_processes_is_refused():
+    by_launch = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.raises(ValueError, match="starts only one process"):
+        check_environment(by_launch, has_gpu=False)
+    check_environment({**by_launch, "WORLD_SIZE": "2"}, has_gpu=False)
+    check_environment({"ACCELERATE_MIXED_PRECISION": "no"}, has_gpu=False)
+
+
+@pytest.mark.parametrize(
+    "started", [["train/eagle.py", "r.yaml", "run.steps=2"], [".venv/bin/draftheads", "train", "r"]]
+)
+def test_the_right_command_starts_what_was_started(monkeypatch, started):
+    monkeypatch.setattr("sys.argv", started)
+    words = " ".join(started)
+    assert right_command(False, "2") == (
+        f"ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 {words}"
+    )
+    assert right_command(True, "2") == f"accelerate launch --multi_gpu --num_processes 2 {words}"

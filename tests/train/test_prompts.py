@@ -1,0 +1,372 @@
+"""Prompts are read from every layout; what is wrong is named with file, record and next step."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftheads.train.data.prompts import Hub, Prompt, read_conversations, read_prompts
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")
+
+
+def user(*contents: str) -> tuple[dict[str, str], ...]:
+    return tuple({"role": "user", "content": content} for content in contents)
+
+
+def lines(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------- what is read
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("file", "count", "turns"),
+    [
+        ("conversations/dummy_conversation.json", 500, 1000),
+        ("conversations/synthetic_conversations_1k.jsonl", 1000, 1100),
+        ("conversations/glaive_toolcall_en_demo.json", 300, 746),
+        ("conversations", 1800, 2846),
+        ("spec-bench/question.jsonl", 480, 560),
+        ("mt-bench/question.jsonl", 80, 160),
+        ("humaneval/HumanEval.jsonl.gz", 164, 164),
+        ("humaneval", 164, 164),
+    ],
+)
+def test_real_files_are_read_completely(file: str, count: int, turns: int) -> None:
+    prompts = read_prompts(DATA / file)
+    assert [prompt.index for prompt in prompts] == list(range(count))
+    roles = [message["role"] for prompt in prompts for message in prompt.messages or ()]
+    assert roles.count("user") == turns
+    assert set(roles) <= {"user", "system"}
+
+
+@needs_data
+def test_stories_give_paragraphs_or_openings() -> None:
+    paragraphs = read_prompts(DATA / "tinystories/train.txt")
+    assert len(paragraphs) > 4000
+    openings = read_prompts(DATA / "tinystories/train.txt", prompt_words=6)
+    assert len(openings) > len(paragraphs)  # a line each: stories follow one another without a gap
+    assert openings[0] == Prompt(0, text="One day, a little girl named")
+    assert (
+        len(read_prompts(DATA / "tinystories/valid.txt")) == 19
+    )  # no blank line: a story per line
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, user("hi")),
+        ({"conversations": [{"from": "human", "value": "hi"}]}, user("hi")),
+        ({"prompt": "hi", "text": None}, user("hi")),
+        ({"prompt": [{"role": "user", "content": "hi"}]}, user("hi")),
+        ({"instruction": "add", "input": "1 2", "output": "3", "text": "x"}, user("add\n\n1 2")),
+        ({"instruction": "greet", "input": ""}, user("greet")),
+        ({"turns": ["one", "two"]}, user("one", "two")),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, user("a")),
+        (
+            {"system": "be kind", "conversations": [{"from": "human", "value": "hi"}]},
+            ({"role": "system", "content": "be kind"}, *user("hi")),
+        ),
+    ],
+)
+def test_layouts(tmp_path: Path, record: dict[str, Any], expected: Any) -> None:
+    assert read_prompts(lines(tmp_path / "p.jsonl", record)) == [Prompt(0, messages=expected)]
+
+
+def test_answers_of_the_source_are_dropped(tmp_path: Path) -> None:
+    roles = ["developer", "user", "assistant", "tool", "user", "assistant"]
+    record = {"messages": [{"role": role, "content": role} for role in roles]}
+    [prompt] = read_prompts(lines(tmp_path / "p.jsonl", record))
+    assert [message["role"] for message in prompt.messages or ()] == ["system", "user", "user"]
+
+
+def test_files_of_every_kind_in_a_folder(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    (tmp_path / "a.json").write_text(json.dumps({"data": [{"text": "a"}, {"text": "b"}]}))
+    (tmp_path / "b.json").write_text('{"text": "c"}\n{"text": "d"}\n')  # JSON lines in disguise
+    lines(tmp_path / "c.jsonl", {"text": "e"}, {"turns": ["f"]})
+    with gzip.open(tmp_path / "d.jsonl.gz", "wt") as file:
+        file.write('{"text": "g"}\n')
+    parquet.write_table(pyarrow.table({"text": ["h", "i"]}), tmp_path / "e.parquet")
+    (tmp_path / "f.txt").write_text("first line\nsecond line\n\nj\n\n\nk\n")
+    (tmp_path / "g.md").write_text("l\nm\n")
+    (tmp_path / "README.md").write_text("about the data")
+    (tmp_path / "weights.bin").write_bytes(b"\0")
+    prompts = read_prompts(tmp_path)
+    texts = [prompt.text or (prompt.messages or ())[0]["content"] for prompt in prompts]
+    assert texts == [*"abcdefghi", "first line\nsecond line", *"jklm"]
+    assert read_prompts(tmp_path, limit=3) == prompts[:3]
+
+
+def test_prompt_words_cut_text_and_keep_its_spacing(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"text": "def  f(x):\n  return x"}, {"text": "short"})
+    assert [p.text for p in read_prompts(path, prompt_words=3)] == ["def  f(x):\n  return", "short"]
+
+
+def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    calls = []
+
+    def load_dataset(*args: Any, **kwargs: Any) -> list[dict[str, str]]:
+        calls.append((args, kwargs))
+        return [{"text": "a"}, {"text": "b"}]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(read_prompts("owner/name:main", hub=Hub("test"), limit=1)) == 1
+    assert len(read_prompts("owner/name")) == 2
+    assert len(read_prompts("owner/name", hub=Hub(streaming=True))) == 2
+    assert len(read_prompts("owner/name", hub=Hub(streaming=False), limit=1)) == 1
+    assert calls == [
+        (("owner/name", "main"), {"split": "test", "streaming": True}),
+        (("owner/name", None), {"split": "train", "streaming": False}),
+        (("owner/name", None), {"split": "train", "streaming": True}),
+        (("owner/name", None), {"split": "train", "streaming": False}),
+    ]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ({"question": "hi"}, r"one of the keys messages, .*, got keys question; rename"),
+        (["hi"], r"expected an object .* got list"),
+        ({"text": "  "}, r"text: expected a question, got an empty string; remove the record"),
+        ({"turns": []}, r"turns: expected a user turn, found none; .*--skip-empty"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            r"expected a user turn, found none",
+        ),
+        ({"messages": [{"speaker": "a"}]}, r'turn 1: expected \{"role", .* got keys speaker'),
+        ({"messages": [{"role": "alien", "content": "a"}]}, r"turn 1: .* got 'alien'"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"turn 1: expected a string, got int '3'"),
+        ({"turns": "hi"}, r"turns: expected a list of turns, got str 'hi'"),
+    ],
+)
+def test_bad_record_is_named(tmp_path: Path, record: Any, complaint: str) -> None:
+    path = lines(tmp_path / "p.jsonl", {"text": "fine"}, record)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} line 2.*{complaint}"):
+        read_prompts(path)
+
+
+def test_empty_records_can_be_skipped(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"conversations": []}, {"text": "a"}, {"text": ""})
+    assert read_prompts(path, skip_empty=True) == [Prompt(0, text="a")]
+
+
+def test_broken_json_is_named_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' * 16 + b'{"text": "a\n')
+    with pytest.raises(ValueError, match=r"p\.jsonl line 17: expected JSON .*repair or remove it"):
+        read_prompts(path)
+    path.write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"p\.jsonl line 1: expected JSON in UTF-8"):
+        read_prompts(path)
+
+
+def test_json_must_hold_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text('{"rows": []}')
+    with pytest.raises(ValueError, match=r'p\.json: expected a list .*"data".* got keys rows'):
+        read_prompts(path)
+
+
+def test_missing_file_suggests_its_neighbours(tmp_path: Path) -> None:
+    lines(tmp_path / "prompts.jsonl", {"text": "a"})
+    with pytest.raises(ValueError, match=r"promts\.jsonl: .* did you mean .*/prompts\.jsonl\?"):
+        read_prompts(str(tmp_path / "promts.jsonl"))
+    with pytest.raises(ValueError, match=r"found none; check the path"):
+        read_prompts(tmp_path / "nowhere" / "x.txt")
+
+
+def test_reading_the_hub_without_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"owner/name: expected the package datasets.* pip"):
+        read_prompts("owner/name")
+
+
+def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*args: Any, **kwargs: Any) -> None:
+        raise FileNotFoundError("not on the Hub")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"owner/name: expected a file.*\(not on the Hub\)"):
+        read_prompts("owner/name")
+
+
+def test_unsupported_suffix_names_the_supported(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"ending in \.json, .*got '\.csv'; rename or convert"):
+        read_prompts(tmp_path / "p.csv")
+    with pytest.raises(ValueError, match=r"expected a folder with \.json, .* files, found none"):
+        read_prompts(tmp_path)
+
+
+def test_no_prompt_at_all(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match=r"p\.txt: expected at least one prompt, found none"):
+        read_prompts(tmp_path / "p.txt")
+
+
+def test_text_must_be_utf8(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(
+        ValueError, match=r"p\.txt: expected a whole \.txt file.*'utf-8' codec.*conv"
+    ):
+        read_prompts(tmp_path / "p.txt")
+
+
+RECORDS = b"".join(b'{"text": "%d"}\n' % number for number in range(2000))
+PACKED = gzip.compress(RECORDS, mtime=0)
+NESTED = b"[" * 100_000
+
+
+def table() -> bytes:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    out = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"text": [str(number) for number in range(2000)]}), out)
+    return out.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("cut.jsonl.gz", lambda: PACKED[: len(PACKED) // 2]),
+        ("tail.jsonl.gz", lambda: PACKED[:-4]),
+        ("sum.jsonl.gz", lambda: PACKED[:-8] + bytes(4) + PACKED[-4:]),
+        ("bits.jsonl.gz", lambda: PACKED[:99] + b"\xff" * 99 + PACKED[198:]),
+        ("plain.jsonl.gz", lambda: RECORDS),
+        ("cut.parquet", lambda: table()[:999]),
+        ("empty.parquet", lambda: b""),
+        ("text.parquet", lambda: RECORDS),
+        ("foot.parquet", lambda: b"PAR1" + bytes(99) + b"PAR1"),
+        ("page.parquet", lambda: table()[:50] + b"\xff" * 500 + table()[550:]),
+        ("deep.jsonl", lambda: b'{"text": ' + NESTED),
+        ("deep.json", lambda: NESTED),
+        ("cut.json", lambda: b'[{"text": "a"}, {"te'),
+        ("utf16.jsonl", lambda: RECORDS.decode().encode("utf-16")),
+        ("utf16.txt", lambda: "a\nb\n".encode("utf-16")),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path: Path, name: str, damaged: Any) -> None:
+    path = tmp_path / name
+    path.write_bytes(damaged())
+    for read in (read_prompts, read_conversations):
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}\b.*: expected .*, .*; .*"):
+            read(path)
+    (tmp_path / "a.txt").write_text("fine")
+    with pytest.raises(ValueError, match=re.escape(name)) as caught:
+        read_prompts(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [json.dumps([{"text": "a"}]), '{"text": "a"}\n{"text": "b"}\n'])
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p.json").write_text(text, encoding="utf-8-sig")
+    assert read_prompts(tmp_path / "p.json")[0].text == "a"
+
+
+def test_hidden_files_and_folders_are_not_prompts(tmp_path: Path) -> None:
+    folder = tmp_path / ".data"  # given by name, it may be hidden itself
+    for name in (".git/a.txt", ".cache/b.json", "deep/.ipynb_checkpoints/c.txt", ".d.txt", "e.TXT"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("text of " + name)
+    assert [prompt.text for prompt in read_prompts(folder)] == ["text of e.TXT"]
+
+
+def test_an_empty_name_is_not_the_working_directory(monkeypatch: Any, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="expected a file, .* got an empty name"):
+        read_prompts("")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": None}, {"type": "text", "text": "a"}], "a"),
+        ([{"type": "image", "text": None}, {"type": "text", "text": "a", "image": None}], "a"),
+        (["a", {"type": "input_text", "text": "b"}], "ab"),
+    ],
+)
+def test_content_parts(tmp_path: Path, content: Any, text: str) -> None:
+    record = {"messages": [{"role": "user", "content": content}]}
+    assert read_prompts(lines(tmp_path / "p.jsonl", record))[0].messages == user(text)
+
+
+def test_what_is_not_text_is_counted_and_said_once(tmp_path: Path, caplog: Any) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "x"}}
+    content = [picture, {"type": "input_audio"}, picture, {"type": "text", "text": "what?"}]
+    talk = {"messages": [{"role": "user", "content": content}]}
+    llava = {"conversations": [{"from": "human", "value": "and this?"}], "image": "a.png"}
+    path = lines(tmp_path / "p.jsonl", talk, llava, {"prompt": "hi", "image": None})
+    assert len(read_prompts(path)) == 3
+    (said,) = caplog.messages
+    assert said == f"{path}: text alone is kept; left out: 2 image_url, 1 input_audio, 1 image"
+    caplog.clear()
+    read_prompts(lines(path, {"prompt": "hi"}))
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ({"messages": [{"role": "user", "content": [{"text": 3}]}]}, "turn 1: expected a string"),
+        ({"messages": [{"role": "system", "content": 0}]}, "turn 1: expected a string, got int"),
+        ({"instruction": "add", "input": [1, 2]}, "input: expected a string, got int '1'"),
+        ({"prompt": "hi", "system": {"a": 1}}, "system: expected a string, got keys a"),
+        ({"messages": [{"role": "tool_call", "content": "[" * 100_000}]}, "a tool call as JSON"),
+    ],
+)
+def test_what_cannot_be_kept_is_not_dropped_in_silence(
+    tmp_path: Path, record: dict[str, Any], complaint: str
+) -> None:
+    path = lines(tmp_path / "p.jsonl", record)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} line 1, .*{complaint}"):
+        read_prompts(path, tools="keep")
+
+
+def test_a_blank_system_turn_is_left_out(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": " "}, {"role": "user", "content": "hi"}]
+    assert read_prompts(lines(tmp_path / "p.jsonl", {"messages": turns}))[0].messages == user("hi")
+
+
+def test_a_hub_data_set_that_breaks_midway(monkeypatch: Any, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*args: Any, **kwargs: Any) -> Any:
+        yield {"text": "a"}
+        raise datasets.exceptions.DatasetGenerationError("at\nshard 7")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"owner/name \[train\]: expected .*: at shard 7; give"):
+        read_prompts("owner/name")
+
+
+def test_prompt_words_refuse_conversations_and_zero(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"prompt": "hi"})
+    with pytest.raises(ValueError, match=r"line 1: --prompt-words cuts plain text, got a conv"):
+        read_prompts(path, prompt_words=3)
+    with pytest.raises(ValueError, match="prompt_words: expected a positive number, got 0"):
+        read_prompts(path, prompt_words=0)

@@ -1,0 +1,270 @@
+"""The promise: a recipe means what it says; a mistake in it is one line that says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from minimal_recipe import MINIMAL, error
+
+from draftheads.heads.hub import HEADS
+from draftheads.train.recipe import differences, load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_a_short_recipe_is_enough(path):
+    recipe = load_recipe(path)
+    assert recipe.head.kind == "medusa"
+    assert recipe.run.steps == 10
+    assert recipe.data.path == Path("answers")
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted(file for kind in HEADS for file in RECIPES.glob(f"*-{kind}.yaml")),
+    ids=lambda file: file.stem,
+)
+def test_shipped_recipes_are_valid(file):
+    recipe = load_recipe(file)
+    assert file.stem.endswith(f"-{recipe.head.kind}")
+    assert file.read_text().startswith("#"), "launch line, hardware, wall time, result on top"
+
+
+def test_overrides_are_yaml_values(path):
+    recipe = load_recipe(
+        path,
+        [
+            "optim.lr=1e-3",
+            "run.steps=2e3",
+            "run.trackers=[tensorboard]",
+            "head.vocabulary=null",
+            "data.pack=false",
+            "target=a=b",
+        ],
+    )
+    assert recipe.optim.lr == 1e-3
+    assert recipe.run.steps == 2000
+    assert recipe.run.trackers == ["tensorboard"]
+    assert recipe.head.vocabulary is None
+    assert recipe.data.pack is False
+    assert recipe.target == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("run.output=out/run #2", "out/run #2"),
+        ("run.output=2026-11-22", "2026-11-22"),
+        ("run.output=0123", "0123"),
+        ("run.output=1e3", "1e3"),
+        ("run.output=yes", "yes"),
+        ("run.output=a: b", "a: b"),
+        ("run.output=[1]", "[1]"),
+        ("run.output=*star &and %c @at !not", "*star &and %c @at !not"),
+        ("run.output='a b'", "a b"),
+        ('run.output="half', '"half'),
+        ("run.output=null", "null"),
+        ("run.output=~/runs/a", str(Path.home() / "runs/a")),
+        ("features.path=a #b", "a #b"),
+        ("features.path=null", None),
+        ("target=123", "123"),
+        ("target_revision=1234e56", "1234e56"),
+        ("target_revision=0123456", "0123456"),
+        ("target_revision='null'", "null"),
+        ("target_revision=null", None),
+        ("target_revision=~", None),
+        ("target_revision=", None),
+        ("judge.best=~", None),
+        ("run.seed=010", 10),
+        ("run.seed=1_000", 1000),
+        ("run.seed=0x10", 16),
+        ("run.seed=2e3", 2000),
+        ("run.seed=5 # five", 5),
+        ("data.pack=no", False),
+        ("data.pack=False", False),
+        ("optim.betas=[0.5, 5e-1]", (0.5, 0.5)),
+        ("adapter.modules=[q_proj, v_proj]", ["q_proj", "v_proj"]),
+    ],
+)
+def test_an_override_is_a_text_where_the_key_takes_one(path, override, meant):
+    value = load_recipe(path, ["features.path=x", "target_revision=main", override])
+    for name in override.partition("=")[0].split("."):
+        value = getattr(value, name)
+    assert (str(value) if isinstance(value, Path) else value) == meant
+
+
+def test_true_and_false_are_not_numbers_in_extra_keys(path):
+    """`rope_scaling` takes what a model's config has."""
+    scaling = "head.rope_scaling={rope_type: yarn, truncate: false, when: 2026-11-22, factor: 8.0}"
+    head = load_recipe(path, ["head.kind=eagle3", scaling]).head
+    expected = {"rope_type": "yarn", "truncate": False, "when": "2026-11-22", "factor": 8.0}
+    assert head.rope_scaling == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("target: caf\xe9".encode("latin1"), "not YAML in UTF-8: 'utf-8' codec can't decode"),
+        (MINIMAL.encode("utf-16"), "not YAML in UTF-8"),
+        (MINIMAL + "\0", "not YAML in UTF-8"),
+        (MINIMAL + "  steps: 99\n", "key 'steps' is there twice in what begins at line 5"),
+        (MINIMAL + "run:\n  steps: 3\n", "key 'run' is there twice"),
+        (MINIMAL + "optim: {lr: 1, lr: 2}\n", "key 'lr' is there twice in what begins at line 7"),
+        (MINIMAL + "head: " + "[" * 5000 + "]" * 5000, "not YAML in UTF-8: maximum recursion"),
+        (MINIMAL + "optim:\n  lr: " + "9" * 5000, "not YAML in UTF-8: Exceeds the limit"),
+        (MINIMAL + "optim:\n  lr: .inf\n", "optim.lr: expected a finite number, got inf"),
+        (MINIMAL + "optim:\n  lr: 1e400\n", "optim.lr: expected a finite number, got inf"),
+        (MINIMAL + "optim:\n  lr: .nan\n", "optim.lr: expected a finite number, got nan"),
+        (MINIMAL + "optim:\n  lr: true\n", "expected a number or a text as lr, got true"),
+        (MINIMAL + "optim:\n  lr: 2026-11-22\n", "optim.lr: expected a valid number"),
+        (MINIMAL + "optim:\n  clip: .inf\n", "optim.clip: expected a finite number, got inf"),
+        (MINIMAL + "optim:\n  betas: [1, 2, 3]\n", "optim.betas: Tuple should have at most 2"),
+        (MINIMAL + "optim:\n  betas: [0.9]\n", "optim.betas.1: Field required, got [0.9]"),
+        (MINIMAL + "optim:\n  betas: [0.9, 1.5]\n", "optim.betas.1: expected less than 1"),
+        (MINIMAL + "optim: [1]\n", "optim: expected keys with values, got [1]"),
+        (MINIMAL + "judge:\n  temperature: .inf\n", "judge.temperature: expected a finite"),
+        (MINIMAL + f"  seed: {10**13}\n", "run.seed: expected less than"),
+        (MINIMAL.replace("10", "1e400"), "run.steps: expected a finite number, got inf"),
+        (MINIMAL.replace("10", "1:30"), "run.steps: expected a valid integer"),
+        (MINIMAL.replace("10", "yes"), "run.steps: expected a valid integer"),
+        (MINIMAL.replace("output: out", "output: ''"), "expected a value for output, got nothing"),
+        (MINIMAL.replace("output: out", "output: 12"), "expected a name (in quotes, if it looks"),
+        (MINIMAL.replace("some/model", "12"), "expected a text (in quotes, if it looks"),
+        (MINIMAL.replace("target: some/model", "target:"), "key 'target' is missing"),
+    ],
+)
+def test_a_fault_in_the_file_is_one_line_with_its_name(path, text, complaint):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    message = error(path)
+    assert message.startswith(f"{path}: ")
+    assert complaint in message
+    assert len(message) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    "override", ["run.output=", "run.output=~", "optim.lr=1e400", "optim=null"]
+)
+def test_a_fault_in_an_override_names_the_command_line(path, override):
+    assert error(path, override).startswith(f"command line: {override.partition('=')[0]}: expected")
+
+
+def test_processes_that_share_a_target_remember_nothing_alone(path):
+    shared = ["target_placement=sharded", "data.cache_gb=1"]
+    message = error(path, *shared)
+    assert "expected data.cache_gb=0 with target_placement=sharded, got 1.0" in message
+    assert "set features.mode=cached" in message
+    assert load_recipe(path, [*shared, "features.mode=cached"]).data.cache_gb == 1
+
+
+def test_a_section_of_which_all_is_commented_out_has_its_defaults(path):
+    path.write_text(MINIMAL + "optim:\n  # lr: 1e-3\nadapter:\n")
+    assert load_recipe(path) == load_recipe(path, ["optim.lr=1e-3"])
+
+
+def test_a_long_value_is_cut_in_its_line(path):
+    assert len(error(path, f"optim.lr={[[9] * 99] * 99}")) < 250
+
+
+def test_numbers_in_the_file_may_be_written_1e_3(path):
+    path.write_text(MINIMAL + "optim:\n  lr: 2e-3\n")
+    assert load_recipe(path).optim.lr == 2e-3
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("optim.lrr", "optim.lr"),
+        ("head.dpeth", "head.depth"),
+        ("optm.lr", "optim.lr"),
+        ("run.tokens_per_stp", "run.tokens_per_step"),
+        ("sequence_length", "data.sequence_length"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_one(path, key, meant):
+    message = error(path, f"{key}=1")
+    assert f"'{meant}'" in message
+    assert "command line" in message
+
+
+def test_an_unknown_key_in_the_file_names_the_file(path):
+    path.write_text(MINIMAL.replace("steps: 10", "steps: 10\n  sed: 1"))
+    assert error(path) == f"{path}: unknown key 'run.sed'; did you mean 'run.seed'?"
+
+
+def test_an_unheard_of_key_names_the_command_that_lists_them(path):
+    assert "`draftheads keys` lists all" in error(path, "head.zzzzzzzz=1")
+
+
+def test_a_wrong_type_says_key_expected_and_got(path):
+    assert error(path, "optim.lr=fast").endswith(
+        "optim.lr: expected a valid number, unable to parse string as a number, got 'fast'"
+    )
+    assert "head.lm_head: expected 'own' or 'shared', got 'mine'" in error(
+        path, "head.lm_head=mine"
+    )
+    assert "data.heldout" in error(path, "data.heldout=2")
+
+
+def test_a_section_given_as_a_value_is_refused(path):
+    assert "head: expected" in error(path, "head=medusa")
+
+
+def test_a_missing_key_is_named(path):
+    path.write_text(MINIMAL.replace("  path: answers\n", "  pack: true\n"))
+    assert error(path) == f"{path}: key 'data.path' is missing; add it, or pass data.path=..."
+
+
+def test_exactly_one_of_steps_and_epochs(path):
+    assert "exactly one of steps and epochs" in error(path, "run.epochs=2")
+    assert load_recipe(path, ["run.epochs=2", "run.steps=null"]).run.epochs == 2
+
+
+def test_an_override_needs_an_equals_sign(path):
+    assert "override 'run.steps': expected key.path=value" in error(path, "run.steps")
+
+
+def test_a_missing_file_names_near_ones(path):
+    with pytest.raises(FileNotFoundError, match=r"did you mean .*recipe\.yaml\?"):
+        load_recipe(path.with_name("recipes.yaml"))
+
+
+def test_near_files_are_recipes(path):
+    """Launch configurations and the settings of tools are YAML too."""
+    path.with_name("recipe-ddp.yaml").write_text("num_processes: 2\n")
+    path.with_name(".recip.yaml").write_text("target: x\n")
+    with pytest.raises(FileNotFoundError) as caught:
+        load_recipe(path.with_name("recip.yaml"))
+    assert str(caught.value).endswith(f"did you mean {path}?")
+
+
+def test_a_file_that_is_not_yaml_is_one_line(path):
+    path.write_text("target: [a\nrun: {\n")
+    assert "not YAML" in error(path)
+    path.write_text("just words")
+    assert "expected `key: value` lines, got str" in error(path)
+
+
+def test_only_choices_that_change_the_training_count_as_differences(path):
+    def dump(*overrides: str):
+        return load_recipe(path, overrides).model_dump(mode="json")
+
+    same = [
+        "run.steps=99",
+        "run.keep=7",
+        "data.rows_per_batch=1",
+        "run.log_every=3",
+        "run.output=elsewhere",
+    ]
+    assert differences(dump(), dump(*same)) == []
+    assert differences(dump(), dump("optim.lr=1", "run.seed=4")) == [
+        "optim.lr: 0.001 -> 1.0",
+        "run.seed: 0 -> 4",
+    ]

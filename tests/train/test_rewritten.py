@@ -1,0 +1,181 @@
+"""Under a template that rewrites earlier turns, answers are learned behind what a chat shows the
+target, in documents that add up and survive interruptions.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_server import Json, LocalServer
+from tiny_chat import CONTEXT, END, TEMPLATE, files, llama, options, records
+
+from draftheads.heads.target import Target
+from draftheads.infer.chat import History
+from draftheads.scripts.preview import data_preview
+from draftheads.train.data.answers import MANIFEST, documents_of
+from draftheads.train.data.distill import Answerer, distill, read_answers, read_manifest
+from draftheads.train.data.prompts import Prompt
+from draftheads.train.data.server import ServedTarget, ServerOptions
+
+FORGETFUL = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
+TURNS = 3
+CHOSEN = {"max_new_tokens": 40, "batch_size": 2}
+
+
+def asked(count: int = 5) -> list[Prompt]:
+    """Conversations of three turns; the third prompt does not fit into the context."""
+    talks = [[f"{n}, {turn}?" for turn in range(TURNS)] for n in range(count)]
+    talks[2:3] = [["x" * CONTEXT]] * (count > 2)
+    messages = [tuple({"role": "user", "content": text} for text in talk) for talk in talks]
+    return [Prompt(n, messages=talk) for n, talk in enumerate(messages)]
+
+
+def answer(tokens: list[int]) -> list[int]:
+    """What the thinking target says behind these tokens; no thoughts in every fifth case."""
+    drawn = sum(tokens) % 97
+    text = f"<think>hm {drawn}</think>so {drawn}" if drawn % 5 else f"so {drawn}"
+    return [*llama().tokenizer(text)["input_ids"], END]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = llama(eos=(END,), template=FORGETFUL)
+    made = tmp_path_factory.mktemp("forgetful")
+    target.model.save_pretrained(made)
+    target.tokenizer.save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def target() -> Target:
+    """It thinks, and its template forgets the thoughts of earlier turns."""
+    target = llama(eos=(END,), template=FORGETFUL)
+
+    def generate(tokens_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        masks_BT = kwargs["attention_mask"].bool()
+        rows = [answer(t[m].tolist()) for t, m in zip(tokens_BT, masks_BT, strict=True)]
+        width = max(map(len, rows))
+        padded = torch.tensor([row + [END] * (width - len(row)) for row in rows])
+        return torch.cat([tokens_BT, padded], dim=1)
+
+    target.model.generate = generate
+    return target
+
+
+def log(request: Json) -> Json:
+    """A server's answer."""
+    return {"text": "", "token_ids": answer(request["prompt"]), "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize("place", ["here", "server"])
+def test_target_sees_in_training_what_it_sees_in_a_chat(
+    place: str, target: Target, folder: Path, tmp_path: Path
+) -> None:
+    server = LocalServer(log)
+    answering: Target | Answerer = target
+    if place == "server":
+        answering = ServedTarget(str(folder), ServerOptions(url=server.url))
+    report = distill(answering, asked(), options(tmp_path / "o", **CHOSEN))
+    server.close()
+    assert (report.counts.done, report.counts.skipped, report.complete) == (4, 1, True)
+    for prompt, record in zip(asked(), records(tmp_path / "o"), strict=True):
+        learned = [
+            (document["tokens"][:start], document["tokens"][start:stop])
+            for document in documents_of(record)
+            for start, stop in document["learn"]
+        ]
+        if prompt.index == 2:
+            assert not learned and "skipped" in record
+            continue
+        chat = History(target, None, 1)
+        assert len(learned) == TURNS
+        for message, (seen, said) in zip(prompt.messages or (), learned, strict=True):
+            tokens, forgotten = chat.prompt(message["content"])
+            assert (seen, forgotten) == (tokens, 0)
+            assert said == answer(tokens)
+            text = target.tokenizer.decode(said, skip_special_tokens=True)
+            chat.add(message["content"], text)
+
+
+def test_documents_conversations_and_prompts_add_up(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = distill(target, asked(), options(tmp_path / "o", **CHOSEN))
+    documents = list(read_answers(tmp_path / "o"))
+    counts = read_manifest(tmp_path / "o")["counts"]
+    assert (report.prompts, counts["done"], counts["skipped"], counts["turns"]) == (5, 4, 1, 12)
+    assert counts["documents"] == len(documents) > counts["done"]
+    assert counts["tokens"] == sum(len(document.tokens) for document in documents)
+    said = f"4 conversations became {len(documents)} documents, as the chat template rewrites"
+    assert said in capsys.readouterr().out
+    [cut] = [line for line in (tmp_path / "o").glob("answers-*")]
+    lines = cut.read_bytes().splitlines(keepends=True)
+    cut.write_bytes(b"".join([*lines[:2]]))
+    with pytest.raises(ValueError, match="expected 4 answered prompts, got 2"):
+        list(read_answers(tmp_path / "o"))
+
+
+@pytest.mark.parametrize("calls", [1, 4, 7])
+def test_interrupted_run_asks_nothing_twice(target: Target, tmp_path: Path, calls: int) -> None:
+    thinking = target.model.generate
+    seen: list[int] = []
+
+    def generate(tokens_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if len(seen) == calls and interrupted[0]:
+            raise KeyboardInterrupt
+        seen.append(len(tokens_BT))
+        return thinking(tokens_BT, **kwargs)
+
+    target.model.generate = generate
+    interrupted = [False]
+    distill(target, asked(), options(tmp_path / "whole", **CHOSEN))
+    rounds, interrupted[0] = len(seen), True
+    seen.clear()
+    with pytest.raises(KeyboardInterrupt):
+        distill(target, asked(), options(tmp_path / "o", **CHOSEN))
+    assert len(seen) == calls
+    interrupted[0] = False
+    distill(target, asked(), options(tmp_path / "o", **CHOSEN))
+    assert files(tmp_path / "o") == files(tmp_path / "whole")
+    assert len(seen) == rounds + calls % TURNS, "only the batch that was not whole, again"
+    distill(target, asked(), options(tmp_path / "o", **CHOSEN))
+    assert len(seen) == rounds + calls % TURNS
+
+
+def test_folder_of_before_is_read_and_continued(target: Target, tmp_path: Path) -> None:
+    """It stopped such conversations, and recorded neither documents nor the choice of reasoning."""
+    distill(target, asked(), options(tmp_path / "whole", **CHOSEN))
+    shutil.copytree(tmp_path / "whole", tmp_path / "o")
+    [journal] = (tmp_path / "o").glob("answers-*")
+    old = []
+    for line in journal.read_text().splitlines()[:2]:
+        record = json.loads(line)
+        first = documents_of(record)[0]
+        old.append(
+            {"id": 0} | first | {"id": len(old), "stopped": "chat template rewrites earlier turns"}
+        )
+    journal.write_text("".join(json.dumps(record) + "\n" for record in old))
+    manifest = read_manifest(tmp_path / "o")
+    del manifest["sampling"]["reasoning"], manifest["counts"]["documents"]
+    manifest["complete"], manifest["format"] = False, 1
+    (tmp_path / "o" / MANIFEST).write_text(json.dumps(manifest))
+    assert len(list(read_answers(tmp_path / "o"))) == 2
+    with pytest.raises(ValueError, match="reasoning: expected 'keep', got 'drop'"):
+        distill(target, asked(), options(tmp_path / "o", reasoning="drop", **CHOSEN))
+    distill(target, asked(), options(tmp_path / "o", **CHOSEN))
+    assert records(tmp_path / "o") == [*old, *records(tmp_path / "whole")[2:]]
+
+
+def test_thoughts_that_are_dropped_are_seen_and_not_learned(
+    target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distill(target, asked(2), options(tmp_path / "o", reasoning="drop", **CHOSEN))
+    data_preview(str(tmp_path / "o"), target=str(folder), count=99)
+    shown = capsys.readouterr().out
+    assert shown.count("</think>[[so ") == shown.count("</think>") > 0
+    assert "[[<think>" not in shown

@@ -1,0 +1,276 @@
+"""The promise: training resumes exactly, says what is wrong, and what it saves is what decodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partialmethod
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_heads import decode
+from tiny_training import (
+    assert_same,
+    conversation,
+    recipe_of,
+    run,
+    tiny_recipe,
+    weights,
+    write_answers,
+    write_target,
+)
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.hub import HEADS, load_head
+from draftheads.heads.target import Target
+from draftheads.heads.tree import StaticTree
+from draftheads.infer.engine import Speculator
+from draftheads.train.checkpoint import load_optimizer_state
+from draftheads.train.engines import learning_rate
+from draftheads.train.loop import Trainer, fit
+from draftheads.train.progress import Progress, read_metrics
+from draftheads.train.recipe import OptimChoices
+
+DRAWN = {"eagle3": ["head.noise=0.1"], "eagle": ["head.noise=0.2"]}
+"""Choices that make a step random."""
+UNTRAINED = {"fc.bias", "d2t", "t2d", "token_map"}
+"""Buffers in a folder."""
+BY_HEART = {
+    "eagle3": {"labels": "hard"},
+    "eagle": {"noise": 0.0, "steps": 3, "regression": 0.0, "classification": 1.0, "layers": 2},
+}
+"""Choices with which a head learns a text to the last token."""
+
+
+@pytest.fixture(params=HEADS)
+def kind(request) -> str:
+    return request.param
+
+
+def interrupt_at(monkeypatch, step: int) -> None:
+    """Ctrl-C in the middle of a step."""
+    original = Progress.step
+
+    def step_and_interrupt(self, number, *rest):
+        if number == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        original(self, number, *rest)
+
+    monkeypatch.setattr(Progress, "step", step_and_interrupt)
+
+
+def test_the_loss_falls_and_a_checkpoint_says_how_it_was_made(made, tmp_path, kind):
+    assert run(made, tmp_path / "run", "run.steps=30", "optim.lr=1e-2", kind=kind) == 0
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert len(losses) == 30
+    assert losses[-1] < 0.8 * losses[0]
+    config = json.loads((tmp_path / "run" / "step-000030" / "config.json").read_text())
+    training = config["draftheads"]["training"]
+    assert config["draftheads"]["kind"] == kind
+    assert training["steps"] == 30
+    assert training["recipe"]["optim"]["lr"] == 1e-2
+    assert len(training["heldout_top1"]) == 3
+    assert training["predicted_tokens_per_step"] >= 1
+    assert training["data"]["documents"] == 60
+    assert load_head(tmp_path / "run").tree.draft_nodes <= 7
+
+
+@pytest.mark.parametrize("cache", ["data.cache_gb=0", "data.cache_gb=1"])
+def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
+    whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
+    whole.parent.mkdir()
+    parts.parent.mkdir()
+    choices = ["run.steps=9", cache, *DRAWN.get(kind, [])]
+    assert run(made, whole, *choices, kind=kind) == 0
+    torch.manual_seed(99)  # what a process drew before a step must not matter
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5)
+        assert run(made, parts, *choices, kind=kind) == 130
+    # the interrupt arrives after the step's check: one more step is finished, then saved
+    assert [path.name for path in sorted(parts.glob("step-*"))] == ["step-000006"]
+    torch.manual_seed(98)
+    assert run(made, parts, *choices, kind=kind) == 0
+    assert_same(weights(whole, 9), weights(parts, 9))
+    optimizer_state = [load_optimizer_state(folder / "step-000009") for folder in (whole, parts)]
+    assert len(optimizer_state[0]) == 3 * len(weights(whole, 9).keys() - UNTRAINED)
+    assert_same(*optimizer_state)
+    timeless = [
+        [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_metrics(out)]
+        for out in (whole, parts)
+    ]
+    assert [x for x in timeless[1] if "loss" in x] == [x for x in timeless[0] if "loss" in x]
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_noise_on_features_is_drawn_from_the_seed(made, tmp_path, kind):
+    def first_loss(name: str, *overrides: str) -> float:
+        assert run(made, tmp_path / name, "run.steps=1", *overrides, kind=kind) == 0
+        return read_metrics(tmp_path / name)[0]["loss"]
+
+    noisy = first_loss("noisy", *DRAWN[kind])
+    assert noisy == first_loss("again", *DRAWN[kind])
+    assert noisy != first_loss("quiet", "head.noise=0")
+
+
+def test_a_finished_run_says_so_and_may_be_lengthened(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run") == 0
+    assert run(made, tmp_path / "run") == 0
+    assert "this run is finished; raise run.steps" in capsys.readouterr().out
+    assert run(made, tmp_path / "run", "run.steps=8") == 0
+    assert (tmp_path / "run" / "step-000008").is_dir()
+
+
+def test_other_choices_are_named_and_refused(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run") == 0
+    assert run(made, tmp_path / "run", "optim.lr=1", "head.depth=2") == 2
+    message = capsys.readouterr().err
+    assert "optim.lr: 0.003 -> 1.0" in message
+    assert "head.depth: 3 -> 2" in message
+    assert "Traceback" not in message
+
+
+def test_rotation_keeps_the_newest_and_the_best(made, tmp_path):
+    output = tmp_path / "run"
+    assert run(made, output, "run.save_every=1", "run.keep=2", "optim.schedule=constant") == 0
+    kept = {path.name for path in output.glob("step-*")}
+    assert {"step-000005", "step-000006"} <= kept
+    best = (output / "best").resolve()
+    assert kept == {"step-000005", "step-000006", best.name}
+    lines = [x for x in read_metrics(output) if "heldout_tokens_per_step" in x]
+    top = max(line["heldout_tokens_per_step"] for line in lines)
+    (found,) = [x for x in lines if f"step-{x['step']:06d}" == best.name]
+    assert found["heldout_tokens_per_step"] == top
+    assert load_head(output).depth == 3
+
+
+def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
+    output = tmp_path / "run"
+    assert run(made, output) == 0
+    (output / ".step-000007.abc").mkdir()
+    (output / "step-000099").mkdir()
+    assert run(made, output, "run.steps=7") == 0
+    assert not list(output.glob(".step-*"))
+
+
+# the compiler looks at the gradients of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("medusa", ["run.precision=bf16"]),
+        ("medusa", ["head.labels=soft", "head.layers=2"]),
+        ("medusa", ["head.lm_head=shared"]),
+        ("medusa", ["head.vocabulary=40"]),
+        ("medusa", ["data.pack=false", "optim.weight_decay=0.1"]),
+        ("medusa", ["run.epochs=0.5", "run.steps=null"]),
+        ("medusa", ["run.compile=true", "run.gradient_checkpointing=true"]),
+        ("sequential", ["run.precision=bf16"]),
+        ("sequential", ["run.precision=bf16", "head.conditioning=hydra", "head.rank=null"]),
+        ("sequential", ["head.conditioning=markov", "head.vocabulary=40", "head.top_k=3"]),
+        ("sequential", ["head.conditioning=state", "head.lm_head=shared", "head.labels=soft"]),
+        ("sequential", ["head.layers=2", "head.heads=2", "head.head_dim=24", "head.kv_heads=1"]),
+        ("eagle3", ["run.precision=bf16"]),
+        ("eagle3", ["run.gradient_checkpointing=true", "run.precision=bf16"]),
+        ("eagle3", ["run.compile=true", "data.cache_gb=1"]),
+        ("eagle3", ["features.mode=cached", "features.dtype=fp8", "head.labels=hard"]),
+        ("eagle3", ["head.labels=hard", "head.layers=2"]),
+        ("eagle3", ["head.loss=hybrid", "head.norm_output=true", "head.fc_norm=true"]),
+        ("eagle3", ["head.norm_before_fc=true", "head.norm_before_residual=true"]),
+        ("eagle3", ["head.sliding_window=5", "head.vocabulary=null", "data.pack=false"]),
+        ("eagle3", ["head.feature_layers=[1]", "head.heads=2", "head.head_dim=24"]),
+        ("eagle", ["run.precision=bf16"]),
+        ("eagle", ["head.layers=2", "head.sliding_window=5", "head.steps=1"]),
+        ("eagle", ["head.regression=0", "head.rope_theta=500000"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_every_choice_trains_a_head_that_decodes(made, tmp_path, monkeypatch, kind, overrides):
+    compiled = partialmethod(DraftHead.compile_layers, backend="eager")  # others take a minute
+    monkeypatch.setattr(DraftHead, "compile_layers", compiled)
+    overrides = [*overrides, f"features.path={tmp_path / 'features'}"]
+    assert run(made, tmp_path / "run", "run.steps=2", *overrides, kind=kind) == 0
+    target = Target.load(made / "target")
+    head = load_head(tmp_path / "run", target=target)
+    assert all(torch.isfinite(parameter).all() for parameter in head.parameters())
+    (plain, _), (drafted, _) = (
+        decode(target, drafts, [[5, 6, 7]], max_new_tokens=20) for drafts in (None, head)
+    )
+    assert drafted == plain
+
+
+def test_only_the_head_is_trained(made, tmp_path, monkeypatch, capsys, kind):
+    before = load_file(made / "target" / "model.safetensors")
+    seen: list[Trainer] = []
+    original = Trainer.run
+    monkeypatch.setattr(
+        Trainer, "run", lambda self, *rest: seen.append(self) or original(self, *rest)
+    )
+    assert run(made, tmp_path / "run", kind=kind) == 0
+    after = seen[0].target.model.state_dict()
+    released = {"lm_head.weight"} - after.keys()
+    assert bool(released) is not seen[0].head.needs_unembed
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() - released)
+    said = capsys.readouterr().out
+    assert f"parameters of the {kind} head; the target's" in said
+    blocks = "3 x blocks.*.layers.*.weight [32, 32]"
+    expected = {"medusa": blocks, "sequential": blocks}
+    assert expected.get(kind, "1 x fc.weight [32, ") in said
+    assert set(weights(tmp_path / "run", 6)) == set(seen[0].head.state_dict())
+
+
+def test_a_loss_that_is_not_finite_is_skipped_then_fatal(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run", "optim.lr=1e30", "optim.warmup=0", "run.steps=20") == 2
+    captured = capsys.readouterr()
+    assert captured.out.count("skipped: loss") == 3
+    assert "not finite in 3 steps" in captured.err
+    assert "lower optim.lr" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("answers", "fingerprint", "message"),
+    [
+        ([([1, 2, 3], [])] * 4, None, "expected tokens written by the target, got none"),
+        ([([1, 2, 300], [(1, 3)])] * 4, None, "expected token ids below 97"),
+        ([([1, 2, 3], [(1, 3)])] * 4, "0" * 16, "got answers of tiny (0000000000000000)"),
+    ],
+)
+def test_data_that_teaches_nothing_is_refused(
+    made, tmp_path, capsys, answers, fingerprint, message
+):
+    from draftheads.train.data.answers import Answer
+
+    data = write_answers(tmp_path / "data", [Answer(*answer) for answer in answers], fingerprint)
+    assert run(made, tmp_path / "run", f"data.path={data}") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_heads_trained_on_a_conversation_are_right_about_it(tmp_path, kind):
+    """Training and decoding obey one alignment law: what was learned by heart is accepted whole."""
+    target = Target.load(write_target(tmp_path / "target"))
+    answer = conversation(target, [3, 14, 15, 92], 60)
+    assert len(set(answer.tokens)) > 15, "the text must not be a loop"
+    write_answers(tmp_path / "data", [answer], target.fingerprint())
+    values = tiny_recipe(tmp_path, kind, steps=150, tokens_per_step=64, log_every=50)
+    values["optim"] = {"lr": 1e-2}
+    values["data"]["rows_per_batch"] = 1
+    values["head"] |= BY_HEART.get(kind, {}) | {"nodes": 10}  # all candidates of a dynamic tree
+    assert fit(recipe_of(values)).finished
+    head = load_head(tmp_path / "run", target=target)
+    for tree in (None, StaticTree.from_widths([1, 1, 1])):
+        steps = list(
+            Speculator(target, head, tree=tree).generate(answer.tokens[:4], max_new_tokens=60)
+        )
+        assert [token for step in steps for token in step.tokens] == answer.tokens[4:]
+        assert [step.accepted for step in steps[1:-1]] == [3] * (len(steps) - 2)
+
+
+def test_learning_rate_warms_up_and_falls():
+    choices = OptimChoices(lr=1.0, warmup=0.2)
+    rates = [learning_rate(choices, step, 10) for step in range(10)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert 0 < rates[-1] < 0.1
+    constant = OptimChoices(lr=1.0, warmup=0, schedule="constant")
+    assert {learning_rate(constant, step, 10) for step in range(10)} == {1.0}
