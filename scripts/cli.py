@@ -18,8 +18,10 @@ from rich.logging import RichHandler
 from draftheads.scripts.commands import (
     bench,
     chat,
+    data_preview,
     demo,
     distill,
+    import_answers,
     keys,
     mistakes_in_one_line,
     plan,
@@ -31,7 +33,6 @@ from draftheads.scripts.commands import (
 from draftheads.scripts.convert import convert
 from draftheads.scripts.doctor import doctor
 from draftheads.scripts.merge import merge
-from draftheads.scripts.preview import data_preview, import_answers
 from draftheads.train.entry import ended_by_sigterm, spin_briefly
 
 app = typer.Typer(
