@@ -82,11 +82,3 @@ def test_no_module_shadows_an_installed_package():
     installed = set(packages_distributions())
     ours = {name for path in SOURCES for name in path.relative_to(ROOT).with_suffix("").parts[1:]}
     assert (ours - {"__init__"}) & installed == set()
-
-
-def test_public_names_have_docstrings(source):
-    tree = ast.parse(source.read_text())
-    assert ast.get_docstring(tree) or source.name == "__init__.py", "module docstring"
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{node.name} has no docstring"
