@@ -16,7 +16,7 @@ from tiny_chat import CONTEXT, END, TEMPLATE, files, llama, options, records
 
 from draftheads.heads.target import Target
 from draftheads.infer.chat import History
-from draftheads.scripts.preview import data_preview
+from draftheads.scripts.commands import data_preview
 from draftheads.train.data.answers import MANIFEST, documents_of
 from draftheads.train.data.distill import Answerer, distill, read_answers, read_manifest
 from draftheads.train.data.prompts import Prompt
