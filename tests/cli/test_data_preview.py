@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 from tiny_chat import END, TEMPLATE, byte_tokenizer, llama, options, prompts
 
-from draftheads.scripts.preview import Pen, Summary, data_preview, import_answers, show_answers
+from draftheads.scripts.commands import data_preview, import_answers
+from draftheads.scripts.preview import Pen, Summary, show_answers
 from draftheads.train.batches import Documents
 from draftheads.train.data.answers import Answer, read_answers, read_manifest
 from draftheads.train.data.distill import distill
