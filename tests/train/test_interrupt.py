@@ -28,7 +28,7 @@ from tiny_training import (
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.files import staged
-from draftheads.heads.hub import find_head
+from draftheads.heads.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.scripts.convert import converted
 from draftheads.scripts.merge import merged
@@ -230,7 +230,7 @@ def test_steps_are_ordered_by_number_beyond_a_million(made, half):
     assert kept <= {"step-999999", "step-1000000", "step-1000001", "step-1000002"}
     assert "| trained | 1,000,002 of 1,000,002 steps" in (half / "report.md").read_text()
     (half / "best").unlink()
-    assert find_head(half).name == "step-1000002"
+    assert open_head(half).path.name == "step-1000002"
     cut(half / "step-1000002" / "model.safetensors")
     assert run(made, half, "run.steps=1000002", "run.save_every=1") == 0
     assert (half / "damaged-step-1000002").is_dir()
@@ -250,7 +250,7 @@ def test_what_a_user_keeps_beside_the_checkpoints_stays(made, half):
     assert (half / "damaged-best" / "model.safetensors").is_file()
     assert (half / "best").is_symlink()
     (half / "best").unlink()
-    assert find_head(half).name == "step-000006"
+    assert open_head(half).path.name == "step-000006"
 
 
 def modes(folder: Path) -> set[int]:
