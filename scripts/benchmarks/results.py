@@ -1,7 +1,7 @@
 """The results table of README.md and docs/results.md, from what `bench --json` wrote.
 
-    draftheads demo --out out/demo && cp out/demo/bench.json docs/results.json
-    python scripts/benchmarks/results.py docs/results.json README.md docs/results.md
+draftheads demo --out out/demo && cp out/demo/bench.json docs/results.json
+python scripts/benchmarks/results.py docs/results.json README.md docs/results.md
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ TITLES = ("heads", "draft nodes", "τ", "speedup", "95 % interval", "equal to `g
 
 
 def table(report: dict[str, Any]) -> str:
-    """One row per head and tree, in the report's order, then what it was measured on."""
+    """One row per head and tree, then what it was measured on."""
     lines = ["| " + " | ".join(TITLES) + " |", "|" + " --- |" * len(TITLES)]
-    for row in report["results"]:
-        if row["nodes"] is None:
-            continue
-        low, high = row["speedup_interval"]
+    for row in report["heads"]:
+        low, high = row["speedup_ci95"]
         cells = (
-            row["name"].rpartition("@")[0] or row["name"],
+            row["name"].partition("@")[0],
             str(row["nodes"]),
             f"{row['tokens_per_step']:.2f}",
             f"{row['speedup']:.2f}",
@@ -34,7 +32,13 @@ def table(report: dict[str, Any]) -> str:
             "yes" if row["lossless"] else "no",
         )
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    machine, prompts = report["machine"], report["settings"]["prompts"]
+    measured = (
+        f"The demo target, {prompts} questions, greedy, {machine['dtype']}; {machine['cpu']}, "
+        f"{machine['torch_threads']} threads, torch {machine['torch']}, {machine['date'][:10]} "
+        "(`draftheads demo`)."
+    )
+    return "\n".join(lines) + f"\n\n{measured}\n"
 
 
 def main() -> None:
