@@ -43,11 +43,11 @@ def converted(source: str | Path, folder: Path, to: str, target: Target | None =
     from draftheads.heads.card import render_card, write_remote_code
     from draftheads.heads.files import staged
     from draftheads.heads.formats.table import written
-    from draftheads.heads.hub import CARD, read_head
+    from draftheads.heads.hub import CARD, open_head
 
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; choose another folder, or remove it")
-    head, stored = read_head(source, target=target)
+    head, stored = open_head(source).read(target)
     ours = in_our_words(head, stored, target)
     theirs = written(ours, to, target)
     with staged(folder) as staging:
