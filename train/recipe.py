@@ -22,7 +22,6 @@ import yaml
 from annotated_types import Ge, Lt
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -43,8 +42,6 @@ DECODED = ("tokens_per_step", "tokens_per_second")
 
 Layer = Annotated[int, Ge(0)]
 Beta = Annotated[float, Ge(0), Lt(1)]
-_number = BeforeValidator(lambda bits: int(bits) if bits in ("4", "8") else bits)
-Bits = Annotated[Literal[4, 8], _number]
 
 
 class Section(BaseModel):
@@ -354,7 +351,7 @@ class Recipe(Section):
         description="whole: on each process's device; split: over all GPUs of the one process; "
         "sharded: its layers divided over all processes",
     )
-    target_bits: Bits | None = Field(None, description="quantise it by bitsandbytes")
+    target_bits: Literal[4, 8] | None = Field(None, description="quantise it by bitsandbytes")
     data: DataChoices
     features: FeatureChoices = Field(default_factory=FeatureChoices)
     head: HeadChoices = Field(default_factory=MedusaChoices)
@@ -505,8 +502,11 @@ def _override(values: dict[str, Any], text: str) -> str:
             place[section] = {}
         place = place[section]
     before = str(place.get(name))
-    try:  # else a text, of which pydantic makes what the key takes
-        place[name] = yaml.load(value, _Loader) if re.match(r"[\[{'\"]|~?$|null$", value) else value
+    fields = [field for kind in HEAD_MODELS for each, field in recipe_keys(kind) if each == key]
+    takes_text = any(re.search(r"\bstr\b|Path|\['", str(field.annotation)) for field in fields)
+    is_text = takes_text and not re.match(r"[\[{'\"]|~?$|null$", value)
+    try:
+        place[name] = value if is_text else yaml.load(value, _Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"override {text!r}: {value!r} is not a YAML value") from error
     if key == "head.kind" and before in HEAD_MODELS and value in HEAD_MODELS:

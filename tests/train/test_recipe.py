@@ -43,7 +43,7 @@ def test_overrides_are_yaml_values(path):
         path,
         [
             "optim.lr=1e-3",
-            "run.steps=2_000",
+            "run.steps=2e3",
             "target_bits=4",
             "run.trackers=[tensorboard]",
             "head.vocabulary=null",
@@ -85,6 +85,9 @@ def test_overrides_are_yaml_values(path):
         ("eval.best=~", None),
         ("run.seed=010", 10),
         ("run.seed=1_000", 1000),
+        ("run.seed=0x10", 16),
+        ("run.seed=2e3", 2000),
+        ("run.seed=5 # five", 5),
         ("data.pack=no", False),
         ("data.pack=False", False),
         ("optim.betas=[0.5, 5e-1]", (0.5, 0.5)),
