@@ -101,7 +101,7 @@ def test_every_combination_is_trained_in_its_own_folder(finished):
 
 def test_what_the_recipe_refuses_is_skipped_with_its_reason(finished):
     assert list(report_of(finished)["skipped"]) == [REFUSED]
-    assert "rank: null with conditioning: hydra" in report_of(finished)["skipped"][REFUSED]
+    assert "rank should be null with conditioning: hydra" in report_of(finished)["skipped"][REFUSED]
 
 
 def test_figures_are_those_of_a_bench(recipe, finished):
