@@ -303,7 +303,7 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[Be
     """
     documents, choices = data.documents, recipe.eval
     prompts: dict[tuple[int, ...], None] = {}
-    for start, stop in documents.split(recipe.data.heldout)[1]:
+    for start, stop in data.heldout.spans:
         learned = documents.learn_N[start:stop].nonzero()
         first = int(learned[0]) if len(learned) else 0
         if 0 < first < context - 1 and len(prompts) < choices.prompts:

@@ -31,6 +31,7 @@ from tiny_training import (
 
 from draftheads.heads.hub import HEADS, load_head
 from draftheads.heads.target import Target
+from draftheads.train import loop
 from draftheads.train.checkpoint import read_state
 from draftheads.train.data.answers import Answer
 from draftheads.train.evaluate import (
@@ -42,7 +43,6 @@ from draftheads.train.evaluate import (
     check_eval,
 )
 from draftheads.train.features import OnlineFeatures
-from draftheads.train.loop import Trainer
 from draftheads.train.progress import Progress, read_metrics
 from draftheads.train.setup import load_data
 
@@ -167,7 +167,7 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
 
     def verdict(self, head, *, decode):
         real = original(self, head, decode=decode)
-        step = trainer[0].state.step
+        step = runs[-1].state.step
         calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
         tau = decoded[step - 1]
         part = Continued(0, 100, round(100 * tau), [50], 100, 1.0, 1.0)
@@ -175,14 +175,12 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
             calibration, Measured.of([part]) if decode and self.prompts else None, None
         )
 
-    trainer: list[Trainer] = []
-    monkeypatch.setattr(
-        Trainer, "run", lambda self, *rest: trainer.insert(0, self) or real_run(self, *rest)
-    )
+    runs: list[loop.Run] = []
+    monkeypatch.setattr(loop, "save", lambda run, *a, **k: runs.append(run) or save(run, *a, **k))
     monkeypatch.setattr(Evaluator, "__call__", verdict)
 
 
-real_run = Trainer.run
+save = loop.save
 
 
 @pytest.mark.parametrize(
