@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,24 +45,26 @@ from draftheads.heads.tree_drafting import Angles, DraftCache, gather_nodes, tre
 from draftheads.heads.vocabulary import check_map, d2t, draft_index, t2d, token_map
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+TRAINING = ("steps", "decay", "noise", "labels", "loss", "regression", "classification")
+"""Choices of a recipe that say how a head is trained."""
 
 
 @dataclass(frozen=True)
 class EagleDesign:
-    """What an EAGLE head is, without its weights. EAGLE-1 has none of the switches, which are
-    EAGLE-3.1's, and the target's vocabulary.
+    """What an EAGLE head is, without its weights. The fields from feature_layers on are EAGLE-3's;
+    the norms are EAGLE-3.1's.
     """
 
     shape: LayerShape
     rope: Rope
     vocab_size: int  # of the target
-    layers: int = 1
-    window: int | None = None  # positions that a layer sees, itself included; None: all
-    draft_vocab_size: int = 0
+    layers: int
+    window: int | None  # positions that a layer sees, itself included; None: all
     feature_layers: tuple[int, ...] = (-1,)
-    """Indices into the target's hidden states, 0 = embeddings. Of an EAGLE-3 head, the last one is
-    after the final norm here and before it in serving engines, so only our engine can use it.
+    """Indices into the target's hidden states, 0 = embeddings. The last state is taken after the
+    final norm here and before it by serving engines, so only our engine can use it in EAGLE-3.
     """
+    draft_vocab_size: int = 0
     fc_norm: bool = False  # norm each feature before `fc`
     norm_before_fc: bool = False  # norm them together
     norm_before_residual: bool = False  # the residual stream starts from the normed feature
@@ -70,7 +72,7 @@ class EagleDesign:
 
     @classmethod
     def of(cls, target: Target, choices: dict[str, Any], **more: Any) -> EagleDesign:
-        """What a recipe chooses; more: fields of EAGLE-3."""
+        """What a recipe chooses."""
         check_embeddings(target)
         shape = LayerShape.of(target, choices)
         rope = Rope(shape.head_dim, *default_rope(target, choices))
@@ -81,15 +83,14 @@ class EagleDesign:
     def read(
         cls, config: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int, **more: Any
     ) -> EagleDesign:
-        """The number of layers as the tensors have it; heads, norms and RoPE as the config says,
-        with the field's defaults.
-        """
+        """The number of layers that the tensors have; heads, window and RoPE as the config says."""
         layers = max(1, count_of(tensors, r"layers\.(\d+)\."))
         shape, rope = LayerShape.read(config), read_rope(config)
         return cls(shape, rope, vocab_size, layers, config.get("sliding_window"), **more)
 
     def config(self, **vocabulary: int) -> dict[str, Any]:
         """The keys of config.json that EAGLE-1 and EAGLE-3 share."""
+        layer_types = {"layer_types": ["sliding_attention"] * self.layers}
         return {
             "model_type": "llama",
             **self.shape.config(),
@@ -100,25 +101,25 @@ class EagleDesign:
             "rope_theta": self.rope.theta,
             "rope_scaling": self.rope.scaling,
             "sliding_window": self.window,
-            **({"layer_types": ["sliding_attention"] * self.layers} if self.window else {}),
+            **(layer_types if self.window else {}),
         }
 
 
 class AutoregressiveHead(DraftHead):
-    """What EAGLE-1 and EAGLE-3 share: they are unrolled in training and draft with EAGLE-2's tree.
+    """What EAGLE-1 and EAGLE-3 share; where they differ in more than layers, EAGLE-3 overrides it.
 
     steps: of training-time test; step k weighs decay^k, divided by the sum of these weights. noise:
     width of the uniform noise on features in training. labels: "soft" (the target's distribution)
-    or "hard" (the token that came). loss: the objective for soft labels.
+    or "hard" (the token that came). loss: the objective for soft labels. regression,
+    classification: weights of EAGLE-1's SmoothL1 loss on features and of the loss on tokens.
     """
 
-    training_choices: ClassVar[tuple[str, ...]]
-    token_map: Tensor | None
-    """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
+    token_map: Tensor | None  # int64 (v,): target ids of the draft vocabulary, rising; None: all
     steps: int
     noise: float
     decay, labels = 0.8, "soft"
     loss: Objective = "ce"
+    regression, classification = 0.0, 1.0
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__()
@@ -129,11 +130,10 @@ class AutoregressiveHead(DraftHead):
 
     def prepare(self, choices: dict[str, Any]) -> None:
         """Take a recipe's choices for training, and its tree."""
-        for name in self.training_choices:
+        for name in TRAINING:
             setattr(self, name, choices.get(name, getattr(self, name)))
         names = {"nodes": "draft_nodes", "depth": "depth", "top_k": "top_k"}
-        tree = {name: choices[key] for key, name in names.items() if key in choices}
-        self.tree = DynamicTree(**tree)
+        self.tree = DynamicTree(**{names[key]: choices[key] for key in names.keys() & choices})
 
     @property
     def depth(self) -> int:
@@ -143,28 +143,23 @@ class AutoregressiveHead(DraftHead):
     def feature_layers(self) -> tuple[int, ...]:
         return self.design.feature_layers
 
-    @abstractmethod
     def fuse(self, features_BQD: Tensor) -> Tensor:
         """The hidden states (B, Q, H) that represent the target's features."""
+        return features_BQD
 
     @abstractmethod
     def advance(
-        self,
-        target: Target,
-        tokens_BQ: Tensor,
-        hidden_BQH: Tensor,
-        angles: Angles,
-        memories: Sequence[Memory],
+        self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
     ) -> Tensor:
-        """One step: from tokens and hidden states to the next hidden states."""
+        """One step: from embedded tokens and hidden states to the next hidden states."""
 
-    @abstractmethod
     def states(self, hidden_BQH: Tensor) -> Tensor:
         """What the last matrix multiplies (B, Q, D), of hidden states that `advance` returned."""
+        return hidden_BQH
 
-    @abstractmethod
     def unembed_weight(self, target: Target) -> Tensor:
         """The last matrix, (v, D)."""
+        return target.unembed_weight()
 
     def check_tree(self, tree: Tree) -> None:
         if isinstance(tree, StaticTree):
@@ -181,28 +176,23 @@ class AutoregressiveHead(DraftHead):
         weights_K = self.decay ** torch.arange(self.steps, dtype=torch.float32)
         weights_K = (weights_K / weights_K.sum()).to(hidden_BTH.device)
         weights_R = weights_K[unrolled.steps_R]
-        teacher = None
-        if self.labels == "soft":
-            last_PD = features_BTD[..., -target.hidden_size :].flatten(0, 1).to(target.dtype)
-            teacher = Teacher(
-                unrolled.places_R,
-                lambda places: target.unembed(last_PD[places]),
-                self.token_map,
-                self.loss,
-                self.vocab_size,
-            )
-        predictions = self._predictions(batch, unrolled, target)
-        loss, ranks_R = linear_cross_entropy(*predictions, weights_R=weights_R, teacher=teacher)
-        loss = self.total_loss(loss, unrolled, inputs_BTD, weights_R)
+        loss, ranks_R = linear_cross_entropy(
+            *self._predictions(batch, unrolled, target),
+            weights_R=weights_R,
+            teacher=self._teacher(features_BTD, unrolled, target),
+        )
+        if self.regression:
+            true_PD = inputs_BTD.flatten(0, 1)
+
+            def distances(hidden_RH: Tensor) -> Tensor:
+                true_RH = true_PD[unrolled.places_R].float()
+                return F.smooth_l1_loss(hidden_RH.float(), true_RH, reduction="none").mean(1)
+
+            regression = (self.checkpointed(distances, unrolled.hidden_RH) * weights_R).sum()
+            loss = self.regression * regression + self.classification * loss
         cells_R = unrolled.steps_R * (RANKS + 1) + ranks_R
         counts = torch.bincount(cells_R, minlength=self.steps * (RANKS + 1))
         return HeadLoss(loss, counts.view(self.steps, RANKS + 1))
-
-    def total_loss(
-        self, loss: Tensor, unrolled: Unrolled, features_BTD: Tensor, weights_R: Tensor
-    ) -> Tensor:
-        """The loss, of which `loss` is the part on tokens."""
-        return loss
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
@@ -233,46 +223,44 @@ class AutoregressiveHead(DraftHead):
         labels_R = draft_index(batch.tokens_BT.flatten()[unrolled.places_R], self.token_map)
         return self.states(unrolled.hidden_RH), self.unembed_weight(target), labels_R
 
+    def _teacher(self, features_BTD: Tensor, unrolled: Unrolled, target: Target) -> Teacher | None:
+        if self.labels == "hard":
+            return None
+        last_PD = features_BTD[..., -target.hidden_size :].flatten(0, 1).to(target.dtype)
 
-class FixedBias(nn.Linear):
-    """A matrix whose bias is no parameter: published heads may have one, ours stays zero. It is
-    stored nonetheless: SGLang leaves a missing bias uninitialised, and vLLM has none.
-    """
+        def logits(places: Tensor) -> Tensor:
+            return target.unembed(last_PD[places])
 
-    def __init__(self, in_width: int, width: int) -> None:
-        super().__init__(in_width, width, bias=False)
-        del self.bias  # it is None, and its name is taken
-        self.register_buffer("bias", torch.zeros(width))
+        return Teacher(unrolled.places_R, logits, self.token_map, self.loss, self.vocab_size)
 
 
 class EagleHead(AutoregressiveHead):
     """EAGLE-1 (arXiv 2401.15077): predicts the target's next last-layer feature, which the target's
-    own last matrix turns into tokens. fc over token and feature, then decoder layers, the first
-    without an input norm.
-
-    regression, classification: weights of the SmoothL1 loss on features and of the cross-entropy on
-    tokens. With steps > 1 it is unrolled over its own features (HASS, arXiv 2408.15766).
+    own last matrix turns into tokens. With steps > 1 it is unrolled over its own features (HASS,
+    arXiv 2408.15766).
     """
 
     kind = "eagle"
     architecture = "LlamaForCausalLMEagle"
     needs_unembed = True
     token_map = None
-    training_choices = ("steps", "decay", "noise", "labels", "regression", "classification")
     steps, noise = 1, 0.2
     regression, classification = 1.0, 0.1
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__(design)
-        self.fc = FixedBias(2 * self.hidden_size, self.hidden_size)
+        width = self.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        del self.fc.bias  # it is None, and its name is taken
+        # no parameter: ours stays zero, published heads may have one. SGLang wants it stored.
+        self.fc.register_buffer("bias", torch.zeros(width))
         self.layers = nn.ModuleList(
             DecoderLayer(design.shape, input_norm=number > 0) for number in range(design.layers)
         )
 
     @classmethod
     def create(cls, target: Target, **choices: Any) -> EagleHead:
-        """A new head for `target`. choices: the keys of a recipe's head section, all with
-        defaults.
+        """A new head for `target`. choices: the keys of a recipe's head section, all with defaults.
 
         Raises ValueError for a target whose logits are not lm_head(last state).
         """
@@ -281,41 +269,14 @@ class EagleHead(AutoregressiveHead):
         head.prepare(choices)
         return head
 
-    def fuse(self, features_BQD: Tensor) -> Tensor:
-        return features_BQD
-
     def advance(
-        self,
-        target: Target,
-        tokens_BQ: Tensor,
-        hidden_BQH: Tensor,
-        angles: Angles,
-        memories: Sequence[Memory],
+        self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
     ) -> Tensor:
         dtype = hidden_BQH.dtype  # autocast must not narrow the residual stream
-        embedded_BQD = target.embed(tokens_BQ).to(dtype)
         hidden_BQH = self.fc(torch.cat([embedded_BQD, hidden_BQH], dim=-1)).to(dtype)
         for layer, memory in zip(self.layers, memories, strict=True):
             hidden_BQH = layer(hidden_BQH, angles, memory)
         return hidden_BQH
-
-    def states(self, hidden_BQH: Tensor) -> Tensor:
-        return hidden_BQH
-
-    def unembed_weight(self, target: Target) -> Tensor:
-        return target.unembed_weight()
-
-    def total_loss(
-        self, loss: Tensor, unrolled: Unrolled, features_BTD: Tensor, weights_R: Tensor
-    ) -> Tensor:
-        true_PD = features_BTD.flatten(0, 1)
-
-        def distances(hidden_RH: Tensor) -> Tensor:
-            true_RH = true_PD[unrolled.places_R].float()
-            return F.smooth_l1_loss(hidden_RH.float(), true_RH, reduction="none").mean(1)
-
-        regression = (self.checkpointed(distances, unrolled.hidden_RH) * weights_R).sum()
-        return self.regression * regression + self.classification * loss
 
     def config(self) -> dict[str, Any]:
         """config.json as SGLang reads it; other engines differ in `architectures` alone. There is
@@ -325,7 +286,6 @@ class EagleHead(AutoregressiveHead):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> EagleHead:
-        matrix(tensors, "fc.weight")
         (vocab_size,) = needed(config, "vocab_size")
         return cls(EagleDesign.read(config, tensors, vocab_size))
 
@@ -337,7 +297,6 @@ class Eagle3Head(AutoregressiveHead):
 
     kind = "eagle3"
     architecture = "LlamaForCausalLMEagle3"
-    training_choices = ("steps", "decay", "labels", "loss", "noise")
     steps, noise = 7, 0.0
     d2t: Tensor
     t2d: Tensor
@@ -378,17 +337,12 @@ class Eagle3Head(AutoregressiveHead):
                 f"head.feature_layers: expected indices from 0 (embeddings) to {target.layers} "
                 f"(the last state of {target.name}), got {list(layers)}"
             )
-        switches = {name: bool(choices.get(name)) for name in SWITCHES}
+        more = {name: bool(choices.get(name)) for name in SWITCHES}
         draft_vocab_size = target.vocab_size if ids is None else len(ids)
-        head = cls(
-            EagleDesign.of(
-                target,
-                choices,
-                draft_vocab_size=draft_vocab_size,
-                feature_layers=layers,
-                **switches,
-            )
+        design = EagleDesign.of(
+            target, choices, **more, feature_layers=layers, draft_vocab_size=draft_vocab_size
         )
+        head = cls(design)
         head.prepare(choices)
         if head.labels == "soft":  # raise here, with the reason, rather than in the first step
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
@@ -425,14 +379,8 @@ class Eagle3Head(AutoregressiveHead):
         return fused_BQH
 
     def advance(
-        self,
-        target: Target,
-        tokens_BQ: Tensor,
-        hidden_BQH: Tensor,
-        angles: Angles,
-        memories: Sequence[Memory],
+        self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
     ) -> Tensor:
-        embedded_BQD = target.embed(tokens_BQ).to(hidden_BQH.dtype)
         first, *others = [self.midlayer] if self.layer_count == 1 else list(self.layers)
         hidden_BQH = first(embedded_BQD, hidden_BQH, angles, memories[0])
         for layer, memory in zip(others, memories[1:], strict=True):
@@ -466,31 +414,23 @@ class Eagle3Head(AutoregressiveHead):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
-        """Widths, layers and vocabularies as the tensors have them; the rest as the config says."""
-        hidden_size = LayerShape.read(config).hidden_size
-        width, in_width = matrix(tensors, "fc.weight").shape
+        """Layers and vocabularies as the tensors have them; the rest as the config says."""
         layers = (config.get("draftheads") or {}).get("feature_layers")
         if not layers:
             (layers,) = needed(config, "eagle_aux_hidden_state_layer_ids")
-        if width != hidden_size or in_width != len(layers) * width:
-            raise ValueError(
-                f"expected fc.weight of ({hidden_size}, {len(layers)} x {hidden_size}) "
-                f"for feature layers {layers}, got ({width}, {in_width})"
-            )
         offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
         if offsets_v is not None and known_V is not None:  # one alone is refused as missing
             check_map(offsets_v, known_V)
         draft_vocab_size = len(matrix(tensors, "lm_head.weight"))
-        return cls(
-            EagleDesign.read(
-                config,
-                tensors,
-                draft_vocab_size if known_V is None else len(known_V),
-                draft_vocab_size=draft_vocab_size,
-                feature_layers=tuple(layers),
-                **{name: bool(config.get(name)) for name in SWITCHES},
-            )
+        design = EagleDesign.read(
+            config,
+            tensors,
+            draft_vocab_size if known_V is None else len(known_V),
+            feature_layers=tuple(layers),
+            draft_vocab_size=draft_vocab_size,
+            **{name: bool(config.get(name)) for name in SWITCHES},
         )
+        return cls(design)
 
 
 def default_features(layers: int) -> tuple[int, ...]:
@@ -539,7 +479,7 @@ class EagleDrafter:
             angles = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
             hidden_BFH = gather_nodes(hidden_BFH, parents_BF)
             memories = cache.write(seen_BFP, depths_1P)
-            hidden_BFH = self.head.advance(self.target, tokens_BF, hidden_BFH, angles, memories)
+            hidden_BFH = self._advance(tokens_BF, hidden_BFH, angles, memories)
             level += 1
         return builder.tree(committed.last_tokens_B())
 
@@ -547,7 +487,13 @@ class EagleDrafter:
         self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles, memories: list[Memory]
     ) -> Tensor:
         hidden_BQH = self.head.fuse(features_BQD.to(self.dtype))
-        return self.head.advance(self.target, tokens_BQ, hidden_BQH, angles, memories)
+        return self._advance(tokens_BQ, hidden_BQH, angles, memories)
+
+    def _advance(
+        self, tokens_BQ: Tensor, hidden_BQH: Tensor, angles: Angles, memories: list[Memory]
+    ) -> Tensor:
+        embedded_BQD = self.target.embed(tokens_BQ).to(self.dtype)
+        return self.head.advance(embedded_BQD, hidden_BQH, angles, memories)
 
     def _logits(self, hidden_BFH: Tensor) -> Tensor:
         states_BFD = self.head.states(hidden_BFH).to(self.weight_vD.dtype)

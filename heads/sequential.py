@@ -50,7 +50,7 @@ from draftheads.heads.medusa import MedusaDesign, MedusaHead, States
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import RowMemory, visible
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
-from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
+from draftheads.heads.tree_drafting import Angles, DraftCache, gather_nodes, tree_builder
 
 KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Limit, by device, of each of the two kinds of `Products` that drafting keeps; other devices have
@@ -138,7 +138,8 @@ class SequentialHead(MedusaHead):
     def states(self, batch: Batch, features_BTD: Tensor, target: Target) -> States:
         inputs_BTD = self.cast(features_BTD)
         if self.prefix is not None:
-            inputs_BTD = self.checkpointed(self.prefix, batch, inputs_BTD)
+            angles, memory = self.prefix.rope(batch.positions_BT), RowMemory(visible(batch, None))
+            inputs_BTD = self.checkpointed(self.prefix, inputs_BTD, angles, memory)
         return self.conditioned(batch, inputs_BTD, target)
 
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
@@ -206,7 +207,7 @@ class LowRankHead(SequentialHead):
         if not self._fits(target, self.vocab_size):
             return None
         # embeddings of a part at a time: those of all tokens would be large
-        parts = torch.arange(self.vocab_size, device=target.device).split(1 << 13)
+        parts = torch.split(torch.arange(self.vocab_size, device=target.device), 1 << 13)
         codes_Vr = []
         for index in range(self.depth):
             codes_Vr.append(torch.cat([self.codes(index, part, target) for part in parts]))
@@ -334,21 +335,8 @@ class PrefixLayer(nn.Module):
         nn.init.zeros_(self.layer.self_attn.o_proj.weight)
         nn.init.zeros_(self.layer.mlp.down_proj.weight)
 
-    def forward(self, batch: Batch, features_BTD: Tensor) -> Tensor:
-        """Training: the states (B, T, D) of packed rows whose documents do not see each other."""
-        memories: list[Memory] = [RowMemory(visible(batch, None))]
-        return self.read(batch.tokens_BT, features_BTD, self.rope(batch.positions_BT), memories)
-
-    def read(
-        self,
-        tokens_BQ: Tensor,
-        features_BQD: Tensor,
-        angles: tuple[Tensor, Tensor],
-        memories: list[Memory],
-    ) -> Tensor:
-        """The states (B, Q, D); the tokens are not used. As `DraftCache` calls it."""
-        features_BQD = features_BQD.to(self.norm.weight.dtype)
-        states_BQD: Tensor = self.norm(self.layer(features_BQD, angles, memories[0]))
+    def forward(self, features_BQD: Tensor, angles: Angles, memory: Memory) -> Tensor:
+        states_BQD: Tensor = self.norm(self.layer(features_BQD, angles, memory))
         return states_BQD
 
     def config(self) -> dict[str, Any]:
@@ -366,12 +354,12 @@ class SequentialDrafter:
         head.check_tree(tree)
         refresh(head)
         self.target, self.depth = target, tree.depth
-        self.cast, self.feature_layers = head.cast, head.feature_layers
+        self.cast, self.feature_layers, self.prefix = head.cast, head.feature_layers, head.prefix
         self.weights_vD = head.unembed_weights(target)
         self.builder = tree_builder(tree, head.token_map, target.device)
         self._cache: DraftCache | None = None
         if head.prefix is not None:
-            self._cache = DraftCache(1, head.prefix.rope, None, head.prefix.read, target.device)
+            self._cache = DraftCache(1, head.prefix.rope, None, self._read, target.device)
 
     def start(self, committed: Committed) -> tuple[Tensor, Tensor]:
         """Begin a tree: (what the heads read, (B, D); its roots, (B,))."""
@@ -381,6 +369,13 @@ class SequentialDrafter:
         else:
             inputs_BD = self._cache.commit(committed)[:, 0]
         return inputs_BD, committed.last_tokens_B()
+
+    def _read(
+        self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles, memories: list[Memory]
+    ) -> Tensor:
+        assert self.prefix is not None
+        states_BQD: Tensor = self.prefix(self.cast(features_BQD), angles, memories[0])
+        return states_BQD
 
 
 class LowRankDrafter(SequentialDrafter):

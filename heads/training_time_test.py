@@ -12,15 +12,15 @@ else's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.layers import Memory, Rope
+from draftheads.heads.layers import Rope
 from draftheads.heads.target import Target
 
 SPARE = 8
@@ -133,20 +133,8 @@ class Unrollable(Protocol):
     rope: Rope
     window: int | None
 
-    def advance(
-        self,
-        target: Target,
-        tokens_BQ: Tensor,
-        hidden_BQH: Tensor,
-        angles: tuple[Tensor, Tensor],
-        memories: Sequence[Memory],
-    ) -> Tensor:
-        """One step: the next hidden states."""
-        ...
-
-    def checkpointed(self, part: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """part(*arguments), possibly with activation checkpointing."""
-        ...
+    advance: Callable[..., Tensor]  # (embedded_BQD, hidden_BQH, angles, memories) -> hidden_BQH
+    checkpointed: Callable[..., Tensor]
 
 
 class Unrolled(NamedTuple):
@@ -173,7 +161,8 @@ def unroll(
     def advance(step: int, tokens_BQ: Tensor, positions_BQ: Tensor, hidden_BQH: Tensor) -> Tensor:
         for memory in memories:
             memory.step = step
-        return head.advance(target, tokens_BQ, hidden_BQH, head.rope(positions_BQ), memories)
+        embedded_BQD = target.embed(tokens_BQ).to(hidden_BQH.dtype)
+        return head.advance(embedded_BQD, hidden_BQH, head.rope(positions_BQ), memories)
 
     hidden_BTH = head.checkpointed(advance, 0, batch.tokens_BT, batch.positions_BT, hidden_BTH)
     hidden_BQH = hidden_BTH.gather(1, roots_BQ[:, :, None].expand(-1, -1, hidden_BTH.shape[-1]))

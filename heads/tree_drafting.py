@@ -69,6 +69,7 @@ class DynamicTreeBuilder:
 
     def __init__(self, limits: DynamicTree, token_map: Tensor | None) -> None:
         self.limits, self.token_map = limits, token_map
+        self.scores_BF: Tensor  # of the frontier
         self.start()
 
     def start(self) -> None:
@@ -133,7 +134,7 @@ class StaticTreeBuilder:
         # of each level: ranks needed of each expanded node; which of all these become nodes; which
         # nodes are expanded next; the places of their parents in the frontier before
         self.levels: list[tuple[int, Tensor, Tensor, Tensor]] = []
-        inner, frontier = {path[:-1] for path in paths}, [()]
+        inner, frontier = {path[:-1] for path in paths}, [tuple[int, ...]()]
         for depth in range(1, tree.depth + 1):
             place = {path: number for number, path in enumerate(frontier)}
             nodes = [path for path in paths if len(path) == depth]
