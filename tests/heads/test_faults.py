@@ -196,13 +196,11 @@ def other_tokens_than_were_drafted(monkeypatch, head) -> None:
 
 
 def features_in_the_prefix_layer_one_late(monkeypatch, head) -> None:
-    read = head.prefix.read
+    forward = head.prefix.forward
     monkeypatch.setattr(
         head.prefix,
-        "read",
-        lambda tokens_BQ, features_BQD, *others: read(
-            tokens_BQ, features_BQD.roll(1, dims=1), *others
-        ),
+        "forward",
+        lambda features_BQD, *others: forward(features_BQD.roll(1, dims=1), *others),
     )
 
 

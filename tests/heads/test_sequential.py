@@ -11,12 +11,14 @@ import pytest
 import torch
 from plain_eagle import plain_loss, plain_rank
 from plain_hydra import PlainSequential, awake
+from safetensors.torch import load_file, save_file
 from test_tree_drafting import paths_of, searched
 from test_training_time_test import assert_equal
 from tiny_targets import VOCABULARY, tiny_target
 
 from draftheads.heads.base import RANKS, Committed
 from draftheads.heads.batch import Batch
+from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.sequential import CONDITIONINGS, SequentialHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
@@ -194,3 +196,16 @@ def test_drafting_equals_its_restatement(target, monkeypatch, conditioning, pref
             assert (products.codes_Vr is None) == (kept < KEPT[0])
             assert (products.logits_rv is None) == (conditioning != "markov" and not is_thin)
         assert drafts_of(head, target, tokens_BT, features_BTD) == expected
+
+
+def test_a_head_of_the_conditioning_that_is_gone_is_refused(target, tmp_path):
+    folder = save_head(SequentialHead.create(target), tmp_path / "head", target=target)
+    weights = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if "carry" not in k}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="markov, recurrent, hydra, got state.*retrain"):
+        load_head(folder, target=target)
+
+
+def test_a_recurrent_head_of_depth_one_is_read_back(target, tmp_path):
+    folder = save_head(SequentialHead.create(target, depth=1), tmp_path / "head", target=target)
+    assert load_head(folder, target=target).config()["conditioning"] == "recurrent"
