@@ -91,10 +91,10 @@ class SequentialChoices(MedusaChoices, LayerSizes):
     kind: Literal["sequential"] = Field(  # type: ignore[assignment]
         "sequential", description="Medusa heads that know the tokens drafted before"
     )
-    conditioning: Literal["markov", "state", "recurrent", "hydra"] = Field(
+    conditioning: Literal["markov", "recurrent", "hydra"] = Field(
         "recurrent",
-        description="markov: the token before changes the logits; state: it changes the hidden "
-        "state; recurrent: so do all tokens since the root; hydra: these enter the head itself",
+        description="markov: the token before changes the logits; recurrent: all tokens since the "
+        "root change the hidden state; hydra: these enter the head itself",
     )
     rank: Size | None = Field(
         None, description="inner width, not of hydra; null: 64 for markov, else the target's width"

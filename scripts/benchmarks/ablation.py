@@ -91,7 +91,7 @@ def plan(
 # What is each choice of a recipe worth? Trains every combination, then counts tokens per step.
 #
 # python scripts/benchmarks/ablation.py RECIPE.yaml [key=value ...]         --vary
-# head.conditioning=markov,state --vary head.depth=4,7         --case "head.kind=medusa
+# head.conditioning=markov,recurrent --vary head.depth=4,7         --case "head.kind=medusa
 # head.depth=4,7" --prompts P --prompt-words 10 --json OUT
 #
 # Every combination of the varied keys is a run in its own folder below `run.output`; a case is a
