@@ -114,7 +114,6 @@ class AutoregressiveHead(DraftHead):
     classification: weights of EAGLE-1's SmoothL1 loss on features and of the loss on tokens.
     """
 
-    token_map: Tensor | None  # int64 (v,): target ids of the draft vocabulary, rising; None: all
     steps: int
     noise: float
     decay, labels = 0.8, "soft"
@@ -142,6 +141,11 @@ class AutoregressiveHead(DraftHead):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return self.design.feature_layers
+
+    @property
+    @abstractmethod
+    def token_map(self) -> Tensor | None:
+        """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
 
     def fuse(self, features_BQD: Tensor) -> Tensor:
         """The hidden states (B, Q, H) that represent the target's features."""
@@ -478,22 +482,17 @@ class EagleDrafter:
             depths_1P = F.pad(depths_1P, (0, nodes), value=level)
             angles = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
             hidden_BFH = gather_nodes(hidden_BFH, parents_BF)
-            memories = cache.write(seen_BFP, depths_1P)
-            hidden_BFH = self._advance(tokens_BF, hidden_BFH, angles, memories)
+            cache.extend(seen_BFP, depths_1P)
+            hidden_BFH = self._advance(tokens_BF, hidden_BFH, angles)
             level += 1
         return builder.tree(committed.last_tokens_B())
 
-    def _read(
-        self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles, memories: list[Memory]
-    ) -> Tensor:
-        hidden_BQH = self.head.fuse(features_BQD.to(self.dtype))
-        return self._advance(tokens_BQ, hidden_BQH, angles, memories)
+    def _read(self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
+        return self._advance(tokens_BQ, self.head.fuse(features_BQD.to(self.dtype)), angles)
 
-    def _advance(
-        self, tokens_BQ: Tensor, hidden_BQH: Tensor, angles: Angles, memories: list[Memory]
-    ) -> Tensor:
+    def _advance(self, tokens_BQ: Tensor, hidden_BQH: Tensor, angles: Angles) -> Tensor:
         embedded_BQD = self.target.embed(tokens_BQ).to(self.dtype)
-        return self.head.advance(embedded_BQD, hidden_BQH, angles, memories)
+        return self.head.advance(embedded_BQD, hidden_BQH, angles, self._cache.memories)
 
     def _logits(self, hidden_BFH: Tensor) -> Tensor:
         states_BFD = self.head.states(hidden_BFH).to(self.weight_vD.dtype)

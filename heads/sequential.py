@@ -370,11 +370,9 @@ class SequentialDrafter:
             inputs_BD = self._cache.commit(committed)[:, 0]
         return inputs_BD, committed.last_tokens_B()
 
-    def _read(
-        self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles, memories: list[Memory]
-    ) -> Tensor:
-        assert self.prefix is not None
-        states_BQD: Tensor = self.prefix(self.cast(features_BQD), angles, memories[0])
+    def _read(self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
+        assert self.prefix is not None and self._cache is not None
+        states_BQD: Tensor = self.prefix(self.cast(features_BQD), angles, self._cache.memories[0])
         return states_BQD
 
 

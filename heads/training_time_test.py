@@ -13,7 +13,7 @@ else's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -133,8 +133,10 @@ class Unrollable(Protocol):
     rope: Rope
     window: int | None
 
-    advance: Callable[..., Tensor]  # (embedded_BQD, hidden_BQH, angles, memories) -> hidden_BQH
-    checkpointed: Callable[..., Tensor]
+    def advance(self, *arguments: Any, **named: Any) -> Tensor:
+        """(embedded_BQD, hidden_BQH, angles, memories of the layers) to the next hidden_BQH."""
+
+    def checkpointed(self, part: Callable[..., Tensor], *arguments: Any) -> Tensor: ...
 
 
 class Unrolled(NamedTuple):

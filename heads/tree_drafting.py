@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,39 +17,11 @@ from torch import Tensor
 
 from draftheads.heads.base import Committed
 from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
-from draftheads.heads.layers import Memory, Rope
+from draftheads.heads.layers import Rope
 from draftheads.heads.target import PREFILL_CHUNK
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
 
 Angles = tuple[Tensor, Tensor]
-
-
-class TreeBuilder(Protocol):
-    """Builds one tree after another: `start`, then `add` until it returns False, then `tree`."""
-
-    tokens_BF: Tensor  # int64, the nodes to expand next
-    parents_BF: Tensor  # int64, the place of each one's parent among the nodes expanded before
-
-    def start(self) -> None:
-        """Begin a new tree."""
-        ...
-
-    def add(self, logits_BFv: Tensor) -> bool:
-        """Take what the head predicts after each node of the frontier; False when the tree is
-        complete.
-        """
-        ...
-
-    def tree(self, roots_B: Tensor) -> TokenTree:
-        """The tree on these roots."""
-        ...
-
-
-def tree_builder(tree: Tree, token_map: Tensor | None, device: torch.device) -> TreeBuilder:
-    """A builder of `tree`. token_map: target ids of the draft vocabulary."""
-    if isinstance(tree, DynamicTree):
-        return DynamicTreeBuilder(tree, token_map)
-    return StaticTreeBuilder(tree, token_map, device)
 
 
 def gather_nodes(x_BFX: Tensor, nodes_BC: Tensor) -> Tensor:
@@ -61,15 +32,19 @@ def gather_nodes(x_BFX: Tensor, nodes_BC: Tensor) -> Tensor:
 
 
 class DynamicTreeBuilder:
-    """EAGLE-2's expand and rerank (arXiv 2406.16858, section 4).
+    """EAGLE-2's expand and rerank (arXiv 2406.16858, section 4): `start`, then `add` until it
+    returns False, then `tree`. token_map: target ids of the draft vocabulary.
 
     A candidate's score is the sum of the log-probabilities on its path from the root. Of equal
     scores the earlier candidate wins, so a parent always comes before its children.
     """
 
+    tokens_BF: Tensor  # int64, the nodes to expand next
+    parents_BF: Tensor  # int64, the place of each one's parent among the nodes expanded before
+    scores_BF: Tensor
+
     def __init__(self, limits: DynamicTree, token_map: Tensor | None) -> None:
         self.limits, self.token_map = limits, token_map
-        self.scores_BF: Tensor  # of the frontier
         self.start()
 
     def start(self) -> None:
@@ -80,8 +55,9 @@ class DynamicTreeBuilder:
         self.candidates = 0
 
     def add(self, logits_BFv: Tensor) -> bool:
-        """Each node of the frontier adds its `top_k` best children as candidates; the `top_k` best
-        candidates of this level are the next frontier.
+        """Take what the head predicts after each node of the frontier; False when the tree is
+        complete. Each node adds its `top_k` best children as candidates, the `top_k` best of these
+        are the next frontier.
         """
         children = min(self.limits.top_k, logits_BFv.shape[-1])
         top = torch.log_softmax(logits_BFv, dim=-1).topk(children)
@@ -125,10 +101,16 @@ class DynamicTreeBuilder:
 
 
 class StaticTreeBuilder:
-    """Fills a fixed tree of ranks; the same nodes are expanded in every step."""
+    """Fills a fixed tree of ranks; the same nodes are expanded in every step. Methods and
+    attributes are those of `DynamicTreeBuilder`.
+    """
+
+    tokens_BF: Tensor
+    parents_BF: Tensor
 
     def __init__(self, tree: StaticTree, token_map: Tensor | None, device: torch.device) -> None:
-        self.token_map, self.tokens = token_map, list[Tensor]()  # a tensor (B, C) per level
+        self.token_map = token_map
+        self.start()
         paths = sorted(tree.paths, key=lambda path: (len(path), path))
         self.topology = StaticTree(tuple(paths)).topology(device)
         # of each level: ranks needed of each expanded node; which of all these become nodes; which
@@ -147,7 +129,7 @@ class StaticTreeBuilder:
             self.levels.append((width, tensor(picks), tensor(expanded), tensor(parents)))
 
     def start(self) -> None:
-        self.tokens = []
+        self.tokens: list[Tensor] = []  # a tensor (B, C) per level
 
     def add(self, logits_BFv: Tensor) -> bool:
         if not self.levels:
@@ -168,6 +150,16 @@ class StaticTreeBuilder:
         return TokenTree(torch.cat([roots_B[:, None], *self.tokens], dim=1), self.topology)
 
 
+TreeBuilder = DynamicTreeBuilder | StaticTreeBuilder
+
+
+def tree_builder(tree: Tree, token_map: Tensor | None, device: torch.device) -> TreeBuilder:
+    """A builder that makes one `tree` after another."""
+    if isinstance(tree, DynamicTree):
+        return DynamicTreeBuilder(tree, token_map)
+    return StaticTreeBuilder(tree, token_map, device)
+
+
 class DraftCache:
     """Keys and values of a draft head's own layers: one entry per committed pair of token and
     target feature, and after these, until the next commit, those of a tree's nodes.
@@ -178,11 +170,11 @@ class DraftCache:
         layers: int,
         rope: Rope,
         window: int | None,
-        read: Callable[[Tensor, Tensor, Angles, list[Memory]], Tensor],
+        read: Callable[[Tensor, Tensor, Angles], Tensor],
         device: torch.device,
     ) -> None:
-        """window: positions that a layer sees, itself included; None: all. read: (tokens_BQ,
-        features_BQD, angles, memories of the layers) to the hidden states (B, Q, H).
+        """window: positions that a layer sees, itself included; None: all. read: from tokens_BQ,
+        features_BQD and angles to hidden states (B, Q, H); its layers attend to `memories`.
         """
         self.layers, self.rope, self.window = layers, rope, window
         self.read, self.device = read, device
@@ -210,10 +202,10 @@ class DraftCache:
         last_B = torch.tensor([max(count, 1) - 1 for count in counts], device=hidden_BAH.device)
         return gather_nodes(hidden_BAH, last_B[:, None])
 
-    def write(self, seen_BQP: Tensor, depths_1P: Tensor) -> list[Memory]:
-        """The memories in which Q positions write their entries after the text and the P - Q nodes
-        written before. seen_BQP: which of the P each of the Q sees; depths_1P: how far each of the
-        P is after the newest pair.
+    def extend(self, seen_BQP: Tensor, depths_1P: Tensor) -> None:
+        """Let the memories take entries of Q positions, after the text and the P - Q nodes written
+        before. seen_BQP: which of the P each of the Q sees; depths_1P: how far each of the P is
+        after the newest pair.
         """
         table, (queries, nodes) = self.table, seen_BQP.shape[1:]
         table.reserve(queries, after=nodes - queries)
@@ -224,7 +216,6 @@ class DraftCache:
             visible_BQS = visible_BQS & (distance_BQS < self.window)
         for memory in self.memories:
             memory.visible_B1QS = visible_BQS[:, None]
-        return list(self.memories)
 
     def angles(self, count: int) -> Angles:
         """RoPE of the `count` positions after each row's newest pair."""
@@ -235,8 +226,8 @@ class DraftCache:
         """One chunk of pairs, of which `counts` are real in each row; the states after them."""
         length = tokens_BA.shape[1]
         chain_1AA = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril_()
-        memories = self.write(chain_1AA, torch.arange(length, device=self.device)[None])
-        hidden_BAH = self.read(tokens_BA, features_BAD, self.angles(length), memories)
+        self.extend(chain_1AA, torch.arange(length, device=self.device)[None])
+        hidden_BAH = self.read(tokens_BA, features_BAD, self.angles(length))
         self.table.advance(counts)
         return hidden_BAH
 

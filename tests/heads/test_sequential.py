@@ -12,8 +12,8 @@ import torch
 from plain_eagle import plain_loss, plain_rank
 from plain_hydra import PlainSequential, awake
 from safetensors.torch import load_file, save_file
-from test_tree_drafting import paths_of, searched
 from test_training_time_test import assert_equal
+from test_tree_drafting import paths_of, searched
 from tiny_targets import VOCABULARY, tiny_target
 
 from draftheads.heads.base import RANKS, Committed
