@@ -99,10 +99,10 @@ class SequentialChoices(MedusaChoices, LayerSizes):
     kind: Literal["sequential"] = Field(  # type: ignore[assignment]
         "sequential", description="Medusa heads that know the tokens drafted before"
     )
-    conditioning: Literal["markov", "state", "recurrent", "hydra"] = Field(
+    conditioning: Literal["markov", "recurrent", "hydra"] = Field(
         "recurrent",
-        description="markov: the last token changes the logits; state: the hidden state; "
-        "recurrent: so do all tokens since the root; hydra: these enter the head itself",
+        description="markov: the token before changes the logits; recurrent: all tokens since the "
+        "root change the hidden state; hydra: these enter the head itself",
     )
     rank: int | None = Field(
         None,

@@ -47,7 +47,7 @@ def recipe(tmp_path_factory) -> Path:
     write_target(folder / "target")
     write_answers(folder / "data", random_answers(60))
     values = tiny_recipe(folder)
-    values["head"] = {"kind": "sequential", "conditioning": "state", "depth": 3, "nodes": 7}
+    values["head"] = {"kind": "sequential", "conditioning": "recurrent", "depth": 3, "nodes": 7}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
     return folder / "recipe.yaml"
 

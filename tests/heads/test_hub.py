@@ -37,12 +37,7 @@ CHOICES = {
     "medusa-reduced": {"vocabulary": FEW},
     "medusa-shared-reduced": {"lm_head": "shared", "vocabulary": FEW},
     "sequential-markov": {"conditioning": "markov", "rank": 5, "vocabulary": FEW},
-    "sequential-state": {
-        "conditioning": "state",
-        "lm_head": "shared",
-        "vocabulary": FEW,
-        "layers": 2,
-    },
+    "sequential-shared": {"lm_head": "shared", "vocabulary": FEW, "layers": 2},
     "sequential-recurrent": {"conditioning": "recurrent", "rank": 7},
     "sequential-hydra": {"conditioning": "hydra", "layers": 2, "vocabulary": FEW},
     "sequential-hydra-shared": {"conditioning": "hydra", "lm_head": "shared"},

@@ -18,13 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_chat import byte_tokenizer, llama
-from tiny_heads import overfitted, random_head, written_by
+from tiny_heads import misread_drafts, overfitted, random_head, written_by
 from tiny_training import write_answers
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.hub import save_head
-from draftheads.heads.sequential import StateLevels
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.scripts import cli
@@ -337,12 +336,7 @@ def test_features_that_come_late_are_named_first(examine, bench, tmp_path):
 
 
 def test_drafting_that_differs_from_training_is_named_first(examine, good, monkeypatch):
-    descend = StateLevels.descend
-
-    def late(levels, tokens_BF, parents_BF):
-        descend(levels, levels.tokens_BF.gather(1, parents_BF), parents_BF)
-
-    monkeypatch.setattr(StateLevels, "descend", late)
+    misread_drafts(monkeypatch)
     assert first(examine(good["sequential"])) == "drafting"
 
 

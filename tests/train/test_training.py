@@ -170,7 +170,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("sequential", ["run.precision=bf16"]),
         ("sequential", ["run.precision=bf16", "head.conditioning=hydra", "head.rank=null"]),
         ("sequential", ["head.conditioning=markov", "head.vocabulary=40", "head.top_k=3"]),
-        ("sequential", ["head.conditioning=state", "head.lm_head=shared", "head.labels=soft"]),
+        ("sequential", ["head.lm_head=shared", "head.labels=soft"]),
         ("sequential", ["head.layers=2", "head.heads=2", "head.head_dim=24", "head.kv_heads=1"]),
         ("eagle3", ["run.precision=bf16"]),
         ("eagle3", ["run.gradient_checkpointing=true", "run.precision=bf16"]),
