@@ -23,11 +23,9 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
-    BartConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
-from transformers import BartForConditionalGeneration as Bart
 
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
@@ -126,7 +124,7 @@ TRIED: dict[str, tuple[str, dict[str, Any], str]] = {
     "opt-350m": (
         "opt",
         {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16},
-        r"last states are \(8, 10, 16\), expected texts x tokens x 32",
+        r"last states are \(4, 7, 16\), expected texts x tokens x 32",
     ),
 }
 
@@ -235,11 +233,6 @@ def test_attention_that_takes_no_mask_of_a_tree_is_refused(name, instead, attent
     Target(model)
 
 
-def test_an_encoder_decoder_is_called_one():
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCABULARY}
-    assert "is an encoder-decoder" in refusal(Bart(BartConfig(**sizes)))
-
-
 def test_a_model_without_lm_head_is_refused():
     model = AutoModel.from_config(CONFIG_MAPPING["llama"](**SIZES))
     assert "no lm_head" in refusal(model)
@@ -313,7 +306,7 @@ def counting_model(name: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_where_a_model_counts_slots_texts_end_before_that(name):
-    with pytest.warns(UserWarning, match=f"limited to {SLOTS - 64} of 512 tokens, since beyond"):
+    with pytest.warns(UserWarning, match=f"limited to {SLOTS - 64} of 512 tokens, since"):
         target = Target(counting_model(name), name=name)
     assert target.context == SLOTS - 64
     prompts = some_prompts(SLOTS - 64 - 20, 31)
@@ -332,7 +325,7 @@ def test_where_a_model_counts_slots_texts_end_before_that(name):
     [("gpt-neo", {"window_size": 100}), ("doge", {"keep_window_size": 8})],
 )
 def test_where_it_does_so_from_the_start_it_is_refused(name, changes):
-    assert "cache slots, " in refusal(counting_model(name, **changes))
+    assert "numbers of cache slots from" in refusal(counting_model(name, **changes))
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_most_frequent_is_the_best_tree_for_what_was_observed():
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (((0,), (0,)), "stands twice"),
+        (((0,), (0,)), "given twice"),
         (((0,), (1, 0)), r"no parent; add \[1\]"),
         (((),), "one or more ranks"),
         (((-1,),), "0 or greater"),
