@@ -24,6 +24,16 @@ T = TypeVar("T")
 Angles = tuple[Tensor, Tensor]
 """Cosines and signed sines, each float32 (B, 1, Q, W)."""
 
+KEYS = {
+    "hidden_size": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "eps": "rms_norm_eps",
+    "context": "max_position_embeddings",
+}
+"""The sizes of a `LayerShape` as a Llama config names them."""
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE scaling whose angles do not depend on how long the sequence has become."""
 
@@ -159,8 +169,8 @@ class LayerShape:
     kv_heads: int
     head_dim: int
     intermediate_size: int
-    eps: float = 1e-5
-    context: int = 2048
+    eps: float
+    context: int
 
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim) < 1 or (
@@ -177,17 +187,17 @@ class LayerShape:
         """The recipe's sizes; where it leaves them open, those of the target's first layer."""
         config, width = target.config.per_layer_config[0], target.hidden_size
 
-        def size(choice: str, key: str, default: int) -> int:
-            return int(choices.get(choice) or getattr(config, key, None) or default)
+        def size(choice: str, default: int) -> int:
+            return int(choices.get(choice) or getattr(config, KEYS[choice], None) or default)
 
-        heads = size("heads", "num_attention_heads", 1)
-        kv_heads = size("kv_heads", "num_key_value_heads", heads)
+        heads = size("heads", 1)
+        kv_heads = size("kv_heads", heads)
         return cls(
             width,
             heads,
             kv_heads if choices.get("kv_heads") or heads % kv_heads == 0 else heads,
-            size("head_dim", "head_dim", width // heads),
-            size("intermediate_size", "intermediate_size", 4 * width),
+            size("head_dim", width // heads),
+            size("intermediate_size", 4 * width),
             getattr(config, "rms_norm_eps", None) or 1e-5,
             target.context,
         )
@@ -195,32 +205,15 @@ class LayerShape:
     @classmethod
     def read(cls, config: dict[str, Any]) -> LayerShape:
         """The shape that a head's config.json states."""
-        width, heads, inner = needed(
-            config, "hidden_size", "num_attention_heads", "intermediate_size"
-        )
-        return cls(
-            width,
-            heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or width // heads,
-            inner,
-            config.get("rms_norm_eps") or 1e-5,
-            config.get("max_position_embeddings") or 2048,
-        )
+        width, heads, _ = needed(config, "hidden_size", "num_attention_heads", "intermediate_size")
+        stated = {name: config.get(key) for name, key in KEYS.items()}
+        default = {"kv_heads": heads, "head_dim": width // heads, "eps": 1e-5, "context": 2048}
+        return cls(**{name: value or default[name] for name, value in stated.items()})
 
     def config(self) -> dict[str, Any]:
         """config.json keys."""
-        return {
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate_size,
-            "rms_norm_eps": self.eps,
-            "max_position_embeddings": self.context,
-            "hidden_act": "silu",
-            "attention_bias": False,
-        }
+        sizes = {key: getattr(self, name) for name, key in KEYS.items()}
+        return {**sizes, "hidden_act": "silu", "attention_bias": False}
 
 
 class Rope:

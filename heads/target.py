@@ -27,11 +27,10 @@ from draftheads.heads.supported import (
     describe,
     plain_model,
     refuse_unsupported,
-    slot_limit,
     usable_context,
 )
 from draftheads.heads.tree import TokenTree, Topology
-from draftheads.heads.weights import decoder, fingerprint, release_layers, release_lm_head
+from draftheads.heads.weights import decoder, fingerprint, release
 
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward: bounds the (T, S) mask of a long prompt."""
@@ -84,7 +83,6 @@ class Target:
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = Masks(model)
-        self._slots = slot_limit(self.config)
         self._resets = True  # whether position resets alone keep packed documents apart
         if not model.get_input_embeddings().weight.is_meta:
             _refuse_by_trial(self)
@@ -256,7 +254,7 @@ class Target:
         return self._fingerprint
 
     def release(self, *, lm_head: bool = False, layers: bool = False) -> int:
-        """Free weights that no later call needs; returns bytes freed on this process's devices.
+        """Free weights that no later call needs; returns the bytes freed on this process.
 
         lm_head: unless it is the embeddings. layers: all of them. What would need them raises
         RuntimeError from now on; `embed`, sizes, tokenizer and fingerprint stay. A sharded target
@@ -265,8 +263,7 @@ class Target:
         self.fingerprint()
         _ = self._unembed_fault  # can be found out no later
         self.__dict__.pop("_lm_head_copy", None)
-        freed = release_lm_head(self.model) if lm_head else 0
-        return freed + (release_layers(self.model) if layers else 0)
+        return release(self.model, lm_head=lm_head, layers=layers)
 
     def _decode(
         self,
@@ -283,11 +280,6 @@ class Target:
         """
         table, nodes = cache.table, tokens_BN.shape[1]
         table.reserve(nodes)
-        if self._slots and table.span > self._slots:
-            raise ValueError(
-                f"expected text and tree to take at most {self._slots} cache slots of this target, "
-                f"got {table.span}; use a smaller tree"
-            )
         positions_BN = table.lengths_B[:, None] + depths_BN
         mask = None  # a chain after rows of one length is what models expect: the fastest kernels
         if ancestors_BNN is not None or not table.uniform:

@@ -110,13 +110,10 @@ class StaticTree:
         _check_size(len(paths))
         place = {path: number for number, path in enumerate(paths)}
         if len(place) != len(paths):
-            twice = next(path for path, count in Counter(paths).items() if count > 1)
-            raise ValueError(f"tree path {list(twice)} is given twice; siblings must be distinct")
+            raise ValueError("a tree path is given twice; siblings must be distinct")
         for path in paths:
             if not path or min(path) < 0:
-                raise ValueError(
-                    f"tree path {list(path)}: expected one or more ranks, each 0 or greater"
-                )
+                raise ValueError(f"tree path {list(path)}: expected one or more ranks from 0 on")
             if len(path) > 1 and path[:-1] not in place:
                 raise ValueError(
                     f"tree path {list(path)} has no parent; add {list(path[:-1])} to the tree"
@@ -156,17 +153,12 @@ class StaticTree:
     @classmethod
     def most_frequent(cls, ranks_MK: Tensor, nodes: int) -> StaticTree:
         """The `nodes` paths that were right most often: the best static tree for the observed
-        continuations.
+        continuations. A path is never right more often than its parent, so it is prefix-closed.
 
         ranks_MK: int64, the rank at each depth of the token that really came; -1 where it was
-        outside the ranks kept. A path is never right more often than its parent, so the choice is
-        prefix-closed by itself.
+        outside the ranks kept.
         """
         counts = _path_counts(ranks_MK)
-        if not counts:
-            raise ValueError(
-                "no draft was right in the observed continuations: no tree can be built from them"
-            )
         best = sorted(counts, key=lambda path: (-counts[path], _by_depth(path)))[:nodes]
         return cls(tuple(best))
 
@@ -175,9 +167,7 @@ class StaticTree:
         return StaticTree(self.paths[:nodes])
 
     def fitted(self, ranks_MK: Tensor, nodes: int) -> StaticTree:
-        """The best tree of `nodes` draft nodes for the observed continuations; this one where no
-        draft was right.
-        """
+        """`most_frequent`, or this tree where no draft was right."""
         known = bool((ranks_MK[:, 0] >= 0).any())
         return StaticTree.most_frequent(ranks_MK, nodes) if known else self
 
@@ -206,7 +196,7 @@ class StaticTree:
         return max(map(max, self.paths), default=-1) + 1
 
     def check_width(self, vocabulary: int) -> None:
-        """Raise ValueError when the tree wants more guesses than a head has words."""
+        """Raise ValueError when the tree wants more guesses than a head has tokens."""
         if self.width > vocabulary:
             raise ValueError(
                 f"the tree uses the {self.width} best guesses, the head knows only {vocabulary} "
@@ -231,9 +221,7 @@ class StaticTree:
         return Topology(torch.tensor([self.parents()], device=device), self.depth)
 
     def expected_tokens(self, ranks_MK: Tensor) -> float:
-        """Mean tokens per step, the target's own token included, had this tree met the observed
-        continuations.
-        """
+        """Mean tokens per step on the observed continuations, the target's own token included."""
         counts = _path_counts(ranks_MK)
         return 1.0 + sum(counts[path] for path in self.paths) / max(len(ranks_MK), 1)
 
@@ -272,8 +260,8 @@ class DynamicTree:
         return self.draft_nodes + 1
 
     def head(self, nodes: int) -> DynamicTree:
-        """The same search for `nodes` draft nodes. None of these can be deeper than `nodes`, or
-        outside the best `nodes` of its level, so no more is searched.
+        """The same search for fewer nodes, none of which can be deeper than `nodes`, or outside the
+        best `nodes` of its level.
         """
         nodes = min(nodes, self.draft_nodes)
         return DynamicTree(nodes, min(self.depth, nodes), min(self.top_k, nodes))

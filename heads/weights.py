@@ -71,51 +71,31 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 class Released(nn.Module):
-    """Takes the place of weights that have been freed, and says so to whoever needs them."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
+    """Takes the place of weights that have been freed; raises RuntimeError when it is used."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Raises RuntimeError."""
         raise RuntimeError(
-            f"expected the target's {self.what}, which Target.release has freed; load the target "
-            "again, or do not release what is still needed"
+            "expected weights of the target that Target.release has freed; load the target again, "
+            "or do not release what is still needed"
         )
 
-    @property
-    def weight(self) -> Tensor:
-        """Raises RuntimeError."""
-        return self.forward()
+    weight = property(forward)
 
 
-def release_lm_head(model: PreTrainedModel) -> int:
-    """Free the lm_head, unless it is the embeddings; returns the bytes freed on this process."""
-    lm_head = model.get_output_embeddings()
-    if isinstance(lm_head, Released) or lm_head.weight is model.get_input_embeddings().weight:
-        return 0
-    model.set_output_embeddings(Released("lm_head"))
-    return _free(lm_head)
-
-
-def release_layers(model: PreTrainedModel) -> int:
-    """Free all decoder layers; returns the bytes freed on this process."""
-    layers, freed = decoder_layers(model), 0
-    for number, layer in enumerate(layers):
-        freed += _free(layer)
-        layers[number] = Released("decoder layers")
-    return freed
-
-
-def _free(module: nn.Module) -> int:
-    """The bytes that go with a module, once nothing refers to it any more."""
-    size = 0
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor):  # fully_shard's root still refers to it
-            local = parameter.to_local()
+def release(model: PreTrainedModel, *, lm_head: bool, layers: bool) -> int:
+    """Free the lm_head, unless it is the embeddings, and all decoder layers; returns the bytes
+    freed on this process.
+    """
+    size, head, embeddings = 0, model.get_output_embeddings(), model.get_input_embeddings()
+    if lm_head and not isinstance(head, Released) and head.weight is not embeddings.weight:
+        size += sum(parameter.nbytes for parameter in head.parameters())
+        model.set_output_embeddings(Released())
+    stack = decoder_layers(model) if layers else nn.ModuleList()
+    for number, layer in enumerate(stack):
+        for parameter in layer.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             size += local.nbytes
-            local.untyped_storage().resize_(0)
-        else:
-            size += parameter.nbytes
+            if local is not parameter:  # fully_shard's root still refers to it
+                local.untyped_storage().resize_(0)
+        stack[number] = Released()
     return size
