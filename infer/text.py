@@ -59,9 +59,7 @@ class TextStream:
         self, tokenizer: Any, *, after: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._shown = list(
-            after[-CONTEXT:]
-        )  # decoded again, for the spaces between words
+        self._shown = list(after[-CONTEXT:])  # decoded again, for the spaces between words
         self._held: list[int] = []
 
     def feed(self, tokens: Sequence[int]) -> str:
