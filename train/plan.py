@@ -53,7 +53,7 @@ from draftheads.train.progress import check_trackers
 from draftheads.train.recipe import (
     DecoderChoices,
     Eagle3Choices,
-    JudgeChoices,
+    EvalChoices,
     MedusaChoices,
     Recipe,
     SequentialChoices,
@@ -1101,7 +1101,7 @@ class Prober:
             "features": recipe.features.model_copy(update={"path": place / "features"}),
             "head": recipe.head.model_copy(update=head),
             "adapter": recipe.adapter and recipe.adapter.model_copy(update=learning),
-            "judge": JudgeChoices(every=0, report=False),
+            "eval": EvalChoices(every=0, report=False),
             "run": recipe.run.model_copy(update=run),
         }
         return recipe.model_copy(update=values)
@@ -1280,7 +1280,7 @@ def _refuse(recipe: Recipe, launch: Launch) -> None:
         )
     checkpoint, _ = newest(recipe.run.output)
     if checkpoint:
-        check_same_run(checkpoint, read_state(checkpoint), recipe.model_dump(mode="json"))
+        check_same_run(checkpoint, read_state(checkpoint), recipe)
 
 
 def _existing(path: Path) -> Path:

@@ -293,8 +293,8 @@ def _cut(run_folder: Path, made: Path) -> None:
         (None, ["target_placement=sharded", "data.cache_gb=1"], "data.cache_gb=0 with"),
         (
             None,
-            ["target_placement=sharded", "judge.every=1", "judge.best=tokens_per_step"],
-            "judge.best: expected simulated or loss",
+            ["target_placement=sharded", "eval.every=1", "eval.best=tokens_per_step"],
+            "eval.best: expected simulated or loss",
         ),
         (_other_depth, [], "other choices (head.depth: 2 -> 3)"),
         (_cut, [], "expected a whole checkpoint"),
