@@ -21,7 +21,6 @@ from draftheads.scripts.commands import (
     Temperature,
     Threads,
     choose_threads,
-    load_head,
     load_target,
     rule,
 )
@@ -57,11 +56,12 @@ def doctor(
 
     Exit code 0: healthy. 1: something was found.
     """
+    from draftheads.heads.hub import open_head
     from draftheads.scripts.journey import opening_ids
     from draftheads.train.doctor.checks import diagnose
     from draftheads.train.doctor.measurements import Case
 
-    model = load_target(target, dtype, device, heads=[head])
+    model = load_target(target, dtype, device, heads=[open_head(head)])
     choose_threads(threads, model)
     heads, facts = _read_head(head, model)
     documents, manifest = _read_data(data or _recorded(facts), model)
@@ -116,12 +116,13 @@ def _print_body(console: Console, finding: Finding) -> None:
 
 def _read_head(name: str, target: Target) -> tuple[DraftHead, dict[str, Any]]:
     """The head, and what it records of itself."""
-    from draftheads.heads.hub import find_head, read_config
+    from draftheads.heads.hub import open_head
 
+    folder = open_head(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the target has changed is a finding with a price
-        head = load_head(name, target)
-    return head, read_config(find_head(name)).get("draftheads", {})
+        head = folder.load(target)
+    return head, folder.facts
 
 
 def _recorded(facts: dict[str, Any]) -> Path | None:

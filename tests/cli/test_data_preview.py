@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -163,12 +162,6 @@ def test_coverage_counts_the_most_frequent_tokens() -> None:
     summary.add(Answer([9, 9, 1, 1, 1, 2, 3], [(2, 6), (6, 7)]))
     assert (summary.documents, summary.tokens) == (1, 7)
     assert [summary.coverage(size) for size in (0, 1, 2, 9)] == [0, 0.6, 0.8, 1.0]
-
-
-@pytest.mark.parametrize("options", [{"tools": "some"}, {"reasoning": "some"}])
-def test_choices_are_keep_or_drop(side: str, talks: str, tmp_path: Path, options: Any) -> None:
-    with pytest.raises(ValueError, match="expected keep or drop, got 'some'"):
-        import_answers(talks, side, tmp_path / "data", **options)
 
 
 @pytest.mark.parametrize(
