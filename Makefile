@@ -1,11 +1,12 @@
-# make demo   set-up, then distill + train + bench + a sample chat on the embedded target (CPU, no network)
-# make test   set-up, then the whole test suite
-# make check  set-up, then lint, types and tests
+# make demo      set-up, then distill + train + bench + a sample chat on the embedded target (CPU, no network)
+# make test      set-up, then the default tests (three minutes)
+# make test-all  set-up, then the whole test suite
+# make check     set-up, then lint, types and the whole test suite
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 
-.PHONY: demo test check lint types clean
+.PHONY: demo test test-all check lint types clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
@@ -19,6 +20,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -m ""
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -26,7 +30,7 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/typecheck.sh
 
-check: lint types test
+check: lint types test-all
 
 clean:
 	rm -rf $(VENV) .ci-venv .typecheck .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

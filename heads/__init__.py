@@ -1,0 +1,32 @@
+"""Draft heads and the frozen target that they read: kinds, trees, saving and loading."""
+
+from draftheads.heads.base import Committed, Drafter, DraftHead, HeadLoss
+from draftheads.heads.batch import Batch
+from draftheads.heads.eagle import Eagle3Head, EagleHead
+from draftheads.heads.hub import HEADS, load_head, load_pair, save_head
+from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.sequential import SequentialHead
+from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, parse_tree
+
+__all__ = [
+    "HEADS",
+    "Batch",
+    "Committed",
+    "DraftHead",
+    "Drafter",
+    "DynamicTree",
+    "Eagle3Head",
+    "EagleHead",
+    "HeadLoss",
+    "MedusaHead",
+    "SequentialHead",
+    "StaticTree",
+    "Target",
+    "TokenTree",
+    "Tree",
+    "load_head",
+    "load_pair",
+    "parse_tree",
+    "save_head",
+]

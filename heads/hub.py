@@ -1,4 +1,9 @@
-"""Head folders, on disk or on the Hub: save, open, load."""
+"""Head folders, on disk or on the Hub: save, open, load.
+
+A folder holds config.json, model.safetensors, README.md and custom_generate/. Our own facts
+(format, target, tree, training) are in one nested "draftheads" key of config.json; everything else
+there, and every tensor name, is what serving engines read.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +28,9 @@ from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.adapter import stored_fingerprint
 from draftheads.heads.base import DraftHead
-from draftheads.heads.card import render_card, write_remote_code
+from draftheads.heads.card import HUB_ID, render_card, write_remote_code
 from draftheads.heads.eagle import Eagle3Head, EagleHead
-from draftheads.heads.files import staged
+from draftheads.heads.files import staged, write_text
 from draftheads.heads.formats.config import CONFIG as CONFIG
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.stored import INDEXES, WEIGHT_FILES, Stored, parts_of, target_name
@@ -34,42 +40,6 @@ from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import tree_from_json
 from draftheads.heads.weights import same_weights
-
-# Files of a head from the Hub, or from its cache on this machine.
-
-
-def head_snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """A folder with those files of a repository whose names match `patterns`.
-
-    Raises FileNotFoundError when there is no such repository or revision, or when the Hub cannot be
-    reached and the files were never loaded before.
-    """
-    try:  # the library's own lines go on for a paragraph, or do not say which repository is meant
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
-    except LocalEntryNotFoundError as error:
-        at = f" at {revision}" if revision else ""
-        raise FileNotFoundError(
-            f"head {repo_id}{at}: the Hub cannot be reached (or HF_HUB_OFFLINE is set); expected "
-            f"it in {constants.HF_HUB_CACHE}, got nothing there; load it once online"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"head {repo_id}: expected a folder, or a repository on {constants.ENDPOINT} that you "
-            "may read, got neither; check the name, or log in (hf auth login) if it is private"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise FileNotFoundError(
-            f"head {repo_id}: expected a branch, tag or commit of it, got {revision}; see "
-            f"{constants.ENDPOINT}/{repo_id}/commits/main"
-        ) from error
-
-
-# Head folders: config.json, model.safetensors, README.md and custom_generate/, on disk or on the
-# Hub.
-#
-# Our own facts (format, target, tree, training) stand in one nested "draftheads" key of
-# config.json; everything else there, and every tensor name, is what serving engines read.
-
 
 HEADS: dict[str, type[DraftHead]] = {
     kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head)
@@ -106,7 +76,7 @@ def write_head(
     training: dict[str, Any] | None = None,
     measured: list[dict[str, Any]] | None = None,
 ) -> None:
-    """Write the files of `save_head` into a folder that is there."""
+    """Write the files of `save_head` into an existing folder."""
     config = {
         "architectures": [head.architecture],
         **head.config(),
@@ -131,7 +101,7 @@ def write_head(
 
 
 def about_target(target: Target) -> dict[str, Any]:
-    """What a head records of the target that it stands on."""
+    """What a head records of its target."""
     return {
         "name": target.name,
         "revision": target.revision,
@@ -145,13 +115,105 @@ def record_measured(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Replace the measurements in a head's config.json and card (rows as for `save_head`)."""
     config = read_config(folder)
     config["draftheads"]["measured"] = rows
-    for name, text in (
-        (CARD, render_card(config) + "\n"),
-        (CONFIG, json.dumps(config, indent=2) + "\n"),
-    ):
-        part = folder / f".{name}.part"
-        part.write_text(text)
-        os.replace(part, folder / name)
+    write_text(folder / CARD, render_card(config) + "\n")
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class HeadFolder:
+    """A head folder on this machine, as `open_head` found it; nothing but config.json is read yet.
+
+    name and revision: of its repository on the Hub, else the source as given and None.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    name: str
+    revision: str | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What draftheads recorded of the head; {} for a head of others."""
+        facts: dict[str, Any] = self.config.get("draftheads") or {}
+        return facts
+
+    @property
+    def target(self) -> tuple[str, str | None]:
+        """Name and revision of the target that the head records. Raises ValueError for none."""
+        name = target_name(self.config)
+        if name is not None:
+            return name, self.facts.get("target", {}).get("revision")
+        if "medusa_num_heads" in self.config and self.config.get("architectures"):
+            return self.name, self.revision  # Medusa v1.0: heads and target in one folder
+        raise ValueError(
+            f"{self.path / CONFIG} does not say which target it was trained for; pass --target"
+        )
+
+    @property
+    def adapter(self) -> Path | None:
+        """The adapter that the head was trained together with, for `Target.attach`."""
+        folder = self.path / ADAPTER
+        return folder if folder.is_dir() else None
+
+    def read(self, target: Target | None = None) -> tuple[DraftHead, Stored]:
+        """The head without weights (on the meta device), and what is stored of it in our own
+        layout, once names, shapes and tree agree. target and errors: as for `load`.
+        """
+        stored = read_stored(self.path, self.config, target)
+        kind = stored.facts.get("kind", stored.config.get("model_type"))
+        if kind not in HEADS:
+            raise ValueError(
+                f"{self.path}: expected a head of kind {', '.join(HEADS)}, got {kind!r}; "
+                "is this a head folder?"
+            )
+        with stored.named():
+            with torch.device("meta"):
+                head = HEADS[kind].from_config(stored.config, stored.tensors)
+            stored.check_names(set(head.state_dict()))
+            if target is not None:
+                check_target(head, target, stored.facts.get("target") or {})
+                check_adapter(stored.facts.get("adapter"), target)
+            stored.check_shapes(head.state_dict())
+            if stored.facts.get("tree"):
+                head.tree = tree_from_json(stored.facts["tree"])
+                head.check_tree(head.tree)
+        return head, stored
+
+    def load(self, target: Target | None = None, *, dtype: torch.dtype | None = None) -> DraftHead:
+        """The head, strictly loaded; its shape is read from tensor names, whoever wrote it.
+
+        With `target`, the head is checked against it and moved to its device and dtype. Raises
+        ValueError when widths or vocabularies differ, naming both; warns when they agree but the
+        weights are not those that the head was trained on.
+        """
+        checked, stored = self.read(target)
+        with stored.named():
+            head = type(checked).from_config(stored.config, stored.tensors)
+        head.tree = checked.tree
+        head.load_state_dict(stored.tensors)
+        if target is not None:
+            head.to(target.device, dtype or target.dtype)
+        elif dtype is not None:
+            head.to(dtype)
+        return head.eval()
+
+
+def open_head(source: str | Path, *, revision: str | None = None) -> HeadFolder:
+    """Find a head: a head folder, a training run's folder (its `best`, else its newest step), or
+    user/name or user/name@revision on the Hub, whose files are downloaded.
+
+    Raises FileNotFoundError where there is none, ValueError for a damaged config.json.
+    """
+    folder = Path(os.path.expanduser(source))  # Path.expanduser raises for an unknown user
+    if folder.is_dir():
+        path = _head_in(folder)
+        return HeadFolder(path, read_config(path), str(source))
+    repo_id, _, at = str(source).partition("@")
+    if not HUB_ID.fullmatch(repo_id):
+        raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
+    revision = revision or at or None
+    path = _download(repo_id, revision)
+    return HeadFolder(path, read_config(path), repo_id, revision)
 
 
 def load_head(
@@ -161,50 +223,8 @@ def load_head(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> DraftHead:
-    """Load a head from its folder, from a training run's folder (its best or newest step), or from
-    the Hub; also what others have published, in the layouts of `heads.formats`.
-
-    The shape is read from tensor names; loading is strict. With `target`, the head is checked
-    against it and moved to its device and dtype. Raises ValueError when widths or vocabularies
-    differ, naming both; warns when they agree but the weights are not those that the head was
-    trained on.
-    """
-    head, stored = read_head(source, target=target, revision=revision)
-    head.load_state_dict(stored.tensors)
-    if target is not None:
-        head.to(target.device)
-    floating = dtype or (target.dtype if target is not None else None)
-    return (head.to(floating) if floating else head).eval()
-
-
-def read_head(
-    source: str | Path, *, target: Target | None = None, revision: str | None = None
-) -> tuple[DraftHead, Stored]:
-    """A head without its weights, and what is stored of it in our own words, once names, shapes and
-    tree agree; source, target, revision and errors: as of `load_head`.
-    """
-    folder = find_head(source, revision=revision)
-    stored = read_stored(folder, read_config(folder), target)
-    facts = stored.facts
-    kind = facts.get("kind", stored.config.get("model_type"))
-    if kind not in HEADS:
-        raise ValueError(
-            f"{folder}: expected a head of kind {', '.join(HEADS)}, got {kind!r}; "
-            "is this a head folder?"
-        )
-    with stored.named():
-        with torch.device("meta"):  # nothing is allocated until names and shapes agree
-            said = HEADS[kind].from_config(stored.config, stored.tensors)
-        stored.check_names(set(said.state_dict()))
-        if target is not None:
-            check_target(said, target, facts.get("target") or {})
-            check_adapter(facts.get("adapter"), target)
-        stored.check_shapes(said.state_dict())
-        head = HEADS[kind].from_config(stored.config, stored.tensors)
-        if facts.get("tree"):
-            head.tree = tree_from_json(facts["tree"])
-            head.check_tree(head.tree)
-    return head, stored
+    """`open_head(source, revision=revision).load(target, dtype=dtype)`."""
+    return open_head(source, revision=revision).load(target, dtype=dtype)
 
 
 def load_pair(
@@ -215,107 +235,93 @@ def load_pair(
     device: str | None = None,
 ) -> tuple[Target, DraftHead]:
     """The target that a head records, with the adapter that it was trained together with if there
-    is one, and the head on it. source, revision: as of `load_head`; dtype, device: as of
-    `Target.load`.
-
-    Raises ValueError for a head that records no target or does not fit it; warns when its weights
-    are not those that the head was trained on.
+    is one, and the head on it. source, revision: as of `open_head`; dtype, device: as of
+    `Target.load`. Errors: as of `HeadFolder.target` and `HeadFolder.load`.
     """
-    name, commit = head_target(source, revision=revision)
+    folder = open_head(source, revision=revision)
+    name, commit = folder.target
     target = Target.load(name, dtype=dtype, device=device, revision=commit)
-    adapter = head_adapter(source, revision=revision)
-    if adapter is not None:
-        target.attach(adapter)
-    return target, load_head(source, target=target, revision=revision)
+    if folder.adapter is not None:
+        target.attach(folder.adapter)
+    return target, folder.load(target)
 
 
-def head_target(source: str | Path, *, revision: str | None = None) -> tuple[str, str | None]:
-    """(name, revision) of the target that a head records. Raises ValueError when it records
-    none.
-    """
-    folder = find_head(source, revision=revision)
-    config = read_config(folder)
-    name = target_name(config)
-    if name is None and "medusa_num_heads" in config and config.get("architectures"):
-        # Medusa v1.0: the heads stand in one folder with their target
-        return (str(source), None) if Path(source).is_dir() else _on_hub(source, revision)
-    if name is None:
-        raise ValueError(
-            f"{folder}/{CONFIG} does not say which target it was trained for; pass --target"
-        )
-    return name, config.get("draftheads", {}).get("target", {}).get("revision")
-
-
-def head_adapter(source: str | Path, *, revision: str | None = None) -> Path | None:
-    """The folder of the adapter that a head was trained together with, for `Target.attach`; None
-    where its target stayed as it was.
-    """
-    folder = find_head(source, revision=revision) / ADAPTER
-    return folder if folder.is_dir() else None
-
-
-def shared_adapter(sources: Sequence[str | Path]) -> Path | None:
+def shared_adapter(heads: Sequence[HeadFolder]) -> Path | None:
     """The one adapter that all of these heads were trained together with, or None.
 
     Raises ValueError where they differ in it: no target is right for all of them.
     """
-    adapters = {str(source): head_adapter(source) for source in sources}
-    names = {name: path and stored_fingerprint(path) for name, path in adapters.items()}
-    if len(set(names.values())) > 1:
-        said = ", ".join(f"{name}: {each or 'none'}" for name, each in names.items())
+    fingerprints = {
+        str(head.path): stored_fingerprint(head.adapter) if head.adapter else "none"
+        for head in heads
+    }
+    if len(set(fingerprints.values())) > 1:
+        got = ", ".join(f"{path}: {fingerprint}" for path, fingerprint in fingerprints.items())
         raise ValueError(
-            f"expected heads that were trained with the same adapter of the target, got {said}; "
+            f"expected heads that were trained with the same adapter of the target, got {got}; "
             "use one of them at a time"
         )
-    return next(iter(adapters.values()), None)
-
-
-def find_head(source: str | Path, *, revision: str | None = None) -> Path:
-    """The local folder of a head: itself, a run's best (file `best`) or newest `step-*`, or a Hub
-    snapshot: user/name, or user/name@revision.
-
-    Raises FileNotFoundError for a local folder that holds no head.
-    """
-    folder = Path(os.path.expanduser(source))  # Path's own raises where there is no such user
-    if (folder / CONFIG).is_file():
-        return folder
-    if folder.is_dir():
-        best = folder / "best"
-        steps = [best] if best.is_dir() else step_folders(folder)
-        whole = [step for step in steps if (step / CONFIG).is_file()]
-        if whole:
-            return whole[-1]
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-        raise FileNotFoundError(
-            f"{folder}: expected a head folder ({CONFIG}, {WEIGHTS}) or a run with step-* folders, "
-            f"found {found}"
-        )
-    if folder.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
-        raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
-    repo_id, revision = _on_hub(source, revision)
-    patterns = [CONFIG, *WEIGHT_FILES, *INDEXES, CARD, *ADAPTER_FILES]
-    folder = head_snapshot(repo_id, revision, patterns)
-    parts = {
-        part for name in INDEXES if (folder / name).is_file() for part in parts_of(folder / name)
-    }
-    if parts and not any((folder / name).is_file() for name in WEIGHT_FILES):
-        head_snapshot(repo_id, revision, sorted(parts))
-    return folder
+    return heads[0].adapter if heads else None
 
 
 def step_folders(run: Path) -> list[Path]:
-    """The step-* folders of a training run, oldest first; a copy with another name is the user's
-    own.
-    """
-    named = {folder: re.fullmatch("step-([0-9]{6,})", folder.name) for folder in run.glob("step-*")}
-    numbers = {folder: int(name[1]) for folder, name in named.items() if name and folder.is_dir()}
-    return sorted(numbers, key=lambda folder: numbers[folder])
+    """The step-* folders of a training run, oldest first; copies under other names are ignored."""
+    steps = [
+        folder
+        for folder in run.glob("step-*")
+        if folder.is_dir() and re.fullmatch("step-[0-9]{6,}", folder.name)
+    ]
+    return sorted(steps, key=lambda folder: int(folder.name.removeprefix("step-")))
 
 
-def _on_hub(source: str | Path, revision: str | None) -> tuple[str, str | None]:
-    """Repository and revision of user/name or user/name@revision."""
-    repo_id, _, at = str(source).partition("@")
-    return repo_id, revision or at or None
+def _head_in(folder: Path) -> Path:
+    """The head folder in a local one."""
+    best = folder / "best"
+    candidates = [folder, best] if best.is_dir() else [folder, *reversed(step_folders(folder))]
+    for candidate in candidates:
+        if (candidate / CONFIG).is_file():
+            return candidate
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+    raise FileNotFoundError(
+        f"{folder}: expected a head folder ({CONFIG}, {WEIGHTS}) or a run with step-* folders, "
+        f"found {found}"
+    )
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    """The files of a head; of a sharded model, the shards that hold one."""
+
+    def snapshot(patterns: Sequence[str]) -> Path:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
+
+    try:  # the library's messages are paragraphs, or do not name the repository
+        folder = snapshot([CONFIG, *WEIGHT_FILES, *INDEXES, CARD, *ADAPTER_FILES])
+        indexes = [folder / name for name in INDEXES if (folder / name).is_file()]
+        if indexes and not any((folder / name).is_file() for name in WEIGHT_FILES):
+            snapshot([part for index in indexes for part in parts_of(index)])
+    except (LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        at = f" at {revision}" if revision else ""
+        raise FileNotFoundError(
+            f"head {repo_id}{at}: expected it on {constants.ENDPOINT} or in "
+            f"{constants.HF_HUB_CACHE}, found neither; check name and revision, log in (hf auth "
+            "login) if it is private, or, with HF_HUB_OFFLINE, load it once online"
+        ) from error
+    return folder
+
+
+def find_head(source: str | Path, *, revision: str | None = None) -> Path:
+    """`open_head(source).path`."""
+    return open_head(source, revision=revision).path
+
+
+def head_target(source: str | Path, *, revision: str | None = None) -> tuple[str, str | None]:
+    """`open_head(source).target`."""
+    return open_head(source, revision=revision).target
+
+
+def head_adapter(source: str | Path, *, revision: str | None = None) -> Path | None:
+    """`open_head(source).adapter`."""
+    return open_head(source, revision=revision).adapter
 
 
 def check_target(head: DraftHead, target: Target, recorded: dict[str, Any]) -> None:

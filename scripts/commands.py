@@ -99,7 +99,7 @@ def load_target(
     import torch
     import transformers
 
-    from draftheads.heads.hub import shared_adapter
+    from draftheads.heads.hub import open_head, shared_adapter
     from draftheads.heads.target import Target
 
     one_of("--dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
@@ -113,7 +113,7 @@ def load_target(
             ) from error
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
-    adapter = shared_adapter(heads)
+    adapter = shared_adapter([open_head(head) for head in heads])
     target = Target.load(name, dtype=dtype, device=device, revision=revision)
     return target.attach(adapter) if adapter else target
 

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from draftheads.heads.files import staged
 from draftheads.heads.hub import CONFIG, WEIGHTS, step_folders, write_head
 from draftheads.heads.target import Target
 from draftheads.heads.weights import same_weights
-from draftheads.train.recipe import Recipe, differences, measure_of
+from draftheads.train.recipe import Recipe, differences, recorded_recipe
 
 TRAINER, STATE = "trainer", "state.json"
 FORMAT = 2
@@ -37,7 +37,7 @@ class RunState:
 
     step: optimizer steps done. steps: of the whole run. tokens: trained on, padding not counted.
     seconds: of training, over all its launches. tokens_per_step: simulated. skipped: steps in a
-    row, up to this one, that were not finite. rows_per_step: over all processes. recipe: as dumped.
+    row, up to this one, that were not finite. rows_per_step: over all processes.
     target: its fingerprint. data: counts and a digest of the token ids. versions: of what computes.
     measured: what decoding showed at this step (`Measured.facts`), or None. drift: of an adapted
     target (`Drift.facts`), or None. best, best_step: the
@@ -52,7 +52,7 @@ class RunState:
     tokens_per_step: float
     skipped: int
     rows_per_step: int
-    recipe: dict[str, Any]
+    recipe: Recipe
     target: str
     data: dict[str, Any]
     versions: dict[str, str]
@@ -67,9 +67,9 @@ class RunState:
         """By the run's measure, more is better; None where that was not judged, or the target has
         drifted too far.
         """
-        if self.drift and self.drift["agreement"] < self.recipe["adapter"]["agreement"]:
+        adapter, measure = self.recipe.adapter, self.recipe.measure
+        if adapter and self.drift and self.drift["agreement"] < adapter.agreement:
             return None
-        measure = measure_of(self.recipe)
         if measure == "simulated":
             return self.tokens_per_step
         if measure == "loss":
@@ -88,15 +88,15 @@ class RunState:
 
     @property
     def exhausted(self) -> bool:
-        """Whether `judge.patience` is at its end."""
-        patience: int | None = self.recipe.get("judge", {}).get("patience")
+        """Whether `eval.patience` is at its end."""
+        patience = self.recipe.eval.patience
         return patience is not None and self.waited >= patience
 
     def early(self) -> str:
         """Why the run has ended before its last step."""
         return (
             f"ended at step {self.step} of {self.steps}: {self.waited} judgements without better "
-            f"{measure_of(self.recipe)}; the best was at step {self.best_step}"
+            f"{self.recipe.measure}; the best was at step {self.best_step}"
         )
 
 
@@ -133,27 +133,24 @@ def read_checked(folder: Path) -> tuple[RunState, dict[str, dict[str, int]]]:
             "another run.output"
         )
     try:
+        values["recipe"] = recorded_recipe(values["recipe"])
         return _STATE.validate_python(values), _FILES.validate_python(values.get("files", {}))
-    except ValidationError as error:
+    except (ValidationError, LookupError, AttributeError) as error:
         raise DamagedState(folder) from error
 
 
-def check_same_run(folder: Path, old: RunState, recipe: dict[str, Any]) -> None:
+def check_same_run(folder: Path, old: RunState, recipe: Recipe) -> None:
     """Refuse to continue a run with other choices than it began with; its length may change."""
-    try:
-        if recipe["run"]["tokens_per_step"] is None:  # the run's step is as large as it was
-            size = {"tokens_per_step": old.recipe["run"]["tokens_per_step"]}
-            recipe = {**recipe, "run": {**recipe["run"], **size}}
-        changed = differences(old.recipe, recipe)
-    except (LookupError, TypeError, AttributeError) as error:  # a recipe that lacks sections
-        raise DamagedState(folder) from error
-    _refuse(folder, "choices", changed, "restore them")
+    if recipe.run.tokens_per_step is None:  # the run's step is as large as it was
+        size = {"tokens_per_step": old.recipe.run.tokens_per_step}
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=size)})
+    _refuse(folder, "choices", differences(old.recipe, recipe), "restore them")
 
 
 def same_length(old: RunState, recipe: Recipe) -> bool:
     """Whether a run is meant to be as long as it was when it began."""
-    now = recipe.run.model_dump(mode="json")
-    return all(now[name] == old.recipe["run"][name] for name in ("steps", "epochs"))
+    began = old.recipe.run
+    return (recipe.run.steps, recipe.run.epochs) == (began.steps, began.epochs)
 
 
 def shared_choices(recipe: Recipe) -> dict[str, Any]:
@@ -171,13 +168,13 @@ def check_same_parts(folder: Path, old: RunState, new: RunState) -> None:
     """Refuse to continue on another target or other data: step n would not mean the same."""
     if not same_weights(old.target, new.target):
         changed = [f"fingerprint: {old.target} -> {new.target}"]
-        _refuse(folder, f"weights of {new.recipe['target']}", changed, "restore the target")
+        _refuse(folder, f"weights of {new.recipe.target}", changed, "restore the target")
     changed = [
         f"{key}: {old.data.get(key)} -> {value}"
         for key, value in new.data.items()
         if old.data.get(key) != value
     ]
-    _refuse(folder, f"data in {new.recipe['data']['path']}", changed, "restore the data")
+    _refuse(folder, f"data in {new.recipe.data.path}", changed, "restore the data")
 
 
 def continuing(checkpoint: Path, old: RunState, new: RunState) -> str:
@@ -203,7 +200,7 @@ def _refuse(folder: Path, what: str, changed: list[str], remedy: str) -> None:
 #
 #     out/step-001000/{config.json, model.safetensors, README.md}    what Hub and engines load
 #     out/step-001000/trainer/{state.json, optimizer.safetensors}    what a continued run needs
-#     out/best -> step-001000                                        by the recipe's `judge.best`
+#     out/best -> step-001000                                        by the recipe's `eval.best`
 #
 # Data order and randomness are functions of (seed, step), the learning rate of the step: none of
 # them is stored. The optimizer's state is stored whole, by parameter name (see `train.engines`).
@@ -301,7 +298,8 @@ class Checkpoints:
                     trainer = staging / TRAINER
                     trainer.mkdir()
                     save_file(optimizer_state, trainer / OPTIMIZER)
-                    described = {"format": FORMAT, **asdict(state), "files": _describe(staging)}
+                    saved = _STATE.dump_python(state, mode="json")
+                    described = {"format": FORMAT, **saved, "files": _describe(staging)}
                     (trainer / STATE).write_text(json.dumps(described, indent=2) + "\n")
                 self._rotate()
             except (OSError, SafetensorError) as error:  # the other processes wait for a word

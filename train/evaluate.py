@@ -27,7 +27,7 @@ from draftheads.infer.engine import Speculator, Statistics, Step
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
 from draftheads.train.features import FeatureSource
-from draftheads.train.recipe import DECODED, Recipe, decodes
+from draftheads.train.recipe import DECODED, Recipe
 from draftheads.train.setup import Log, TrainingData
 
 
@@ -297,7 +297,7 @@ class Evaluator:
 
     def due(self, step: int, steps: int) -> bool:
         """Whether the run judges its heads after this step, the last one being `steps`."""
-        every = self.recipe.judge.every or self.recipe.run.save_every
+        every = self.recipe.eval.every or self.recipe.run.save_every
         return step % every == 0 or step == steps
 
     def __call__(self, head: DraftHead, *, decode: bool) -> Evaluation:
@@ -317,7 +317,7 @@ class Evaluator:
 
     def _decode(self, head: DraftHead) -> Measured:
         """The processes share the prompts."""
-        choices, accelerator = self.recipe.judge, self.accelerator
+        choices, accelerator = self.recipe.eval, self.accelerator
         rule = Sampled(choices.temperature) if choices.temperature else Greedy()
         contestants = [
             _contestant(PLAIN, Speculator(self.target), rule),
@@ -338,9 +338,9 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[Be
     the target wrote. Empty where the run does not decode. Raises ValueError where none leaves room
     in the context.
     """
-    if not decodes(recipe.model_dump(mode="json")):
+    if not recipe.decodes:
         return []
-    documents, choices = data.documents, recipe.judge
+    documents, choices = data.documents, recipe.eval
     prompts: dict[tuple[int, ...], None] = {}
     for start, stop in documents.split(recipe.data.heldout)[1]:
         learned = documents.learn_N[start:stop].nonzero()
@@ -350,7 +350,7 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[Be
     if not prompts:
         raise ValueError(
             f"{recipe.data.path}: expected held-out prompts shorter than the context ({context} "
-            "tokens), got none to judge heads on; set judge.every=0"
+            "tokens), got none to judge heads on; set eval.every=0"
         )
     return [
         BenchPrompt(number, prompt, min(choices.new_tokens, context - len(prompt)))
@@ -360,11 +360,11 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[Be
 
 def check_eval(recipe: Recipe, log: Log) -> None:
     """Refuse a measure that this run cannot have; say what it does without."""
-    if recipe.target_placement != "sharded" or recipe.judge.every == 0:
+    if recipe.target_placement != "sharded" or recipe.eval.every == 0:
         return
-    if recipe.judge.best in DECODED:
+    if recipe.eval.best in DECODED:
         raise ValueError(
-            f"judge.best: expected simulated or loss, got {recipe.judge.best}, as a sharded target "
+            f"eval.best: expected simulated or loss, got {recipe.eval.best}, as a sharded target "
             "is not decoded; change it, or target_placement"
         )
     log("heads are judged by simulation alone: decoding does not divide over a sharded target")

@@ -45,7 +45,7 @@ from draftheads.train.evaluate import Evaluator, check_eval
 from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.launch import StopRequest, agreeing, main_process_log, make_accelerator
 from draftheads.train.progress import Progress, check_trackers
-from draftheads.train.recipe import Recipe, decodes
+from draftheads.train.recipe import Recipe
 from draftheads.train.report import write_report
 from draftheads.train.setup import (
     TrainingData,
@@ -335,7 +335,7 @@ class Trainer:
         if self.state.exhausted and step < steps:
             self.log(self.state.early())
             steps = step
-        if step == steps and self.recipe.judge.report and self.accelerator.is_main_process:
+        if step == steps and self.recipe.eval.report and self.accelerator.is_main_process:
             self.log(f"report: {write_report(self.recipe.run.output)}")
         return Outcome(saved, step, steps, trained=True, stopped_by=by)
 
@@ -360,9 +360,9 @@ class Trainer:
         sources = make_features(self.recipe, self.target, rows, layers, self.accelerator)
         if self.target.adapter:
             return sources
-        if decodes(self.state.recipe):
+        if self.recipe.decodes:
             if self.recipe.features.mode == "cached":
-                self.log("the target stays whole, to judge heads with; judge.every=0 frees it")
+                self.log("the target stays whole, to judge heads with; eval.every=0 frees it")
             return sources
         freed = self.target.release(
             lm_head=not self.head.needs_unembed, layers=self.recipe.features.mode == "cached"
@@ -389,7 +389,7 @@ class Trainer:
             tokens_per_step=1.0,
             skipped=0,
             rows_per_step=rows,
-            recipe=self.recipe.model_dump(mode="json"),
+            recipe=self.recipe,
             target=self.target.fingerprint(),
             data=self.data.counts(),
             versions=versions(),
@@ -470,7 +470,7 @@ def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
         found, damaged = newest(recipe.run.output)
         old = read_state(found) if found else None
         if found and old:
-            check_same_run(found, old, recipe.model_dump(mode="json"))
+            check_same_run(found, old, recipe)
         said["checkpoint"], said["step"] = found.name if found else "none", old.step if old else 0
         said.update(shared_choices(recipe))
     for fault in damaged:
@@ -480,9 +480,9 @@ def _go_on(recipe: Recipe, accelerator: Accelerator) -> Outcome:
     if found and old:
         if old.step >= (old.steps if same_length(old, recipe) else recipe.run.steps or math.inf):
             return Outcome(found, old.step, old.step, trained=False)
-        state = replace(old, recipe=recipe.model_dump(mode="json"))
+        state = replace(old, recipe=recipe)
         if state.exhausted:
-            main_process_log(accelerator)(f"{state.early()}; raise judge.patience to go on")
+            main_process_log(accelerator)(f"{state.early()}; raise eval.patience to go on")
             return Outcome(found, old.step, old.step, trained=False)
     trainer = Trainer(recipe, accelerator, found)
     with StopRequest(recipe.run.output) as stop:  # before, there is nothing to save

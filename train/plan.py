@@ -314,7 +314,7 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str = "wall
         values = recipe.model_dump(mode="json")
         values |= {"target": str(folder / "target"), "target_revision": None}
         values |= {"target_placement": "whole", "features": {}}
-        values["judge"] = {"every": 0, "report": False}
+        values["eval"] = {"every": 0, "report": False}
         values["data"] |= {"path": str(folder / "data"), "pack": False, "heldout": batch / rows}
         values["data"]["cache_gb"] = 1e6 if remembers else 0
         values["run"] |= {"output": str(folder / "run"), "trackers": [], "epochs": None}

@@ -241,7 +241,7 @@ HEAD_MODELS: dict[str, type[MedusaChoices] | type[DecoderChoices]] = {
 """The model of each kind's `head` section."""
 
 
-# How heads are judged while they train: the recipe's section `judge`, and what follows from it.
+# How heads are judged while they train: the recipe's section `eval`, and what follows from it.
 
 
 Measure = Literal["tokens_per_step", "tokens_per_second", "simulated", "loss"]
@@ -249,7 +249,7 @@ DECODED = ("tokens_per_step", "tokens_per_second")
 """Measures that only decoding knows."""
 
 
-class JudgeChoices(Section):
+class EvalChoices(Section):
     """Heads are judged by decoding with them while they train."""
 
     every: int | None = Field(
@@ -276,37 +276,13 @@ class JudgeChoices(Section):
     report: bool = Field(True, description="write report.md and its curves when the run ends")
 
     @model_validator(mode="after")
-    def _best_is_known(self) -> JudgeChoices:
+    def _best_is_known(self) -> EvalChoices:
         if self.every == 0 and self.best in DECODED:
             raise ValueError(
                 f"best simulated or loss, as every=0 decodes nothing, got {self.best}; "
                 "change one of them"
             )
         return self
-
-
-def decodes(recipe: dict[str, Any]) -> bool:
-    """Whether a run with this dumped recipe decodes with its heads.
-
-    Not on a sharded target: there all processes must run equally many forwards.
-    """
-    judge = recipe.get("judge")  # none: begun before heads were judged by decoding
-    if judge is None:
-        return False
-    return bool(judge["every"] != 0 and recipe["target_placement"] != "sharded")
-
-
-def measure_of(recipe: dict[str, Any]) -> Measure:
-    """What a run with this dumped recipe compares its checkpoints by."""
-    chosen: Measure | None = recipe.get("judge", {}).get("best")
-    return chosen or ("tokens_per_step" if decodes(recipe) else "simulated")
-
-
-def comparison(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The choices of a dumped recipe that must stay for its checkpoints to be comparable."""
-    measure = measure_of(recipe)
-    keys = ("prompts", "new_tokens", "temperature") if measure in DECODED else ()
-    return {"best": measure, **{key: recipe["judge"][key] for key in keys}}
 
 
 # A recipe's section `adapter`: the target learns a little, together with its heads (Medusa-2).
@@ -474,8 +450,20 @@ class Recipe(Section):
     adapter: AdapterChoices | None = Field(
         None, description="changes the target, too (Medusa-2); null: it stays as it is"
     )
-    judge: JudgeChoices = Field(default_factory=JudgeChoices)
+    eval: EvalChoices = Field(default_factory=EvalChoices)
     run: RunChoices
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the run decodes with its heads. Not on a sharded target: there all processes must
+        run equally many forwards.
+        """
+        return self.eval.every != 0 and self.target_placement != "sharded"
+
+    @property
+    def measure(self) -> Measure:
+        """What the run compares its checkpoints by."""
+        return self.eval.best or ("tokens_per_step" if self.decodes else "simulated")
 
     @model_validator(mode="after")
     def _can_divide(self) -> Recipe:
@@ -524,7 +512,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "m
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
     values = {"head": {}} | {key: value for key, value in values.items() if value is not None}
-    overridden = [_override(values, text, kind) for text in overrides]
+    if "judge" in values or any(text.startswith("judge.") for text in overrides):
+        logger.warning("warning: judge: is now eval:")
+    if "judge" in values:
+        values["eval"] = values.pop("judge")
+    renamed = [re.sub(r"^judge(?=[.=])", "eval", text) for text in overrides]
+    overridden = [_override(values, text, kind) for text in renamed]
     if isinstance(values["head"], dict) and values["head"].get("kind") is None:
         values["head"] = {**values["head"], "kind": kind}
     try:
@@ -557,9 +550,18 @@ def key_table() -> list[tuple[str, ...]]:
     return sorted(named, key=lambda row: sections.index(re.split(r"[. ]", row[0])[0]))
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Lines "key: old -> new" for choices that change what is trained (see `trained_choices`)."""
-    before, after = dict(_flat(trained_choices(old))), dict(_flat(trained_choices(new)))
+def recorded_recipe(values: dict[str, Any]) -> Recipe:
+    """A recipe as checkpoints hold it, also those of earlier versions, in which the section `eval`
+    was called `judge`, or was not there, as nothing was decoded.
+    """
+    section = values.get("eval", values.get("judge", {"every": 0}))
+    kept = {key: value for key, value in values.items() if key != "judge"}
+    return Recipe.model_validate({**kept, "eval": section})
+
+
+def differences(old: Recipe, new: Recipe) -> list[str]:
+    """Lines "key: old -> new" for choices that must stay when a run is resumed."""
+    before, after = dict(_flat(_trained(old))), dict(_flat(_trained(new)))
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in sorted(before.keys() | after.keys())
@@ -567,18 +569,23 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def trained_choices(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The part of a dumped recipe that must stay when a run is continued."""
-    decoding = HEAD_MODELS[recipe["head"]["kind"]].decoding_keys
-    free = {"data": {"rows_per_batch", "cache_gb", "path"}, "features": {"path", "disk_gb"}}
-    kept = {
-        section: {key: value for key, value in recipe[section].items() if key not in names}
-        for section, names in {**free, "head": decoding}.items()
-    }
-    run = {key: recipe["run"][key] for key in ("seed", "tokens_per_step", "precision")}
-    places = {"target", "target_revision", "target_placement"}  # its fingerprint must stay
-    whole = {key: value for key, value in recipe.items() if key not in places}
-    return {**whole, **kept, "judge": comparison(recipe), "run": run}
+def _trained(recipe: Recipe) -> dict[str, Any]:
+    """The choices that must stay when a run is resumed."""
+    values = recipe.model_dump(
+        mode="json",
+        exclude={
+            "target": True,  # its fingerprint must stay
+            "target_revision": True,
+            "target_placement": True,
+            "data": {"rows_per_batch", "cache_gb", "path"},
+            "features": {"path", "disk_gb"},
+            "head": set(recipe.head.decoding_keys),
+        },
+    )
+    compared = ("prompts", "new_tokens", "temperature") if recipe.measure in DECODED else ()
+    values["eval"] = {"best": recipe.measure} | {key: values["eval"][key] for key in compared}
+    values["run"] = {key: values["run"][key] for key in ("seed", "tokens_per_step", "precision")}
+    return values
 
 
 class _Loader(yaml.SafeLoader):

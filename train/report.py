@@ -18,7 +18,7 @@ from draftheads.infer.plot import COLOURS, MUTED, PLAIN, new_figure, tidy
 from draftheads.train.checkpoint import BEST, STATE, TRAINER, RunState, read_state
 from draftheads.train.evaluate import Drift
 from draftheads.train.progress import METRICS, read_metrics
-from draftheads.train.recipe import measure_of
+from draftheads.train.recipe import EvalChoices
 
 LogLine = dict[str, Any]
 Point = tuple[int, float]
@@ -53,7 +53,7 @@ def _trend(points: Sequence[Point], best: RunState) -> str:
     if best.step not in taus:
         return ""
     if len(points) == 1:
-        return "Judged once, so whether it was still learning is not known (`judge.every`)."
+        return "Judged once, so whether it was still learning is not known (`eval.every`)."
     (first, lowest), (last, newest) = points[0], points[-1]
     error = f" (± {best.measured['standard_error']:.2f})" if best.measured else ""
     rise = f"from {lowest:.2f} tokens per step at step {first:,} to {taus[best.step]:.2f}{error}"
@@ -71,7 +71,7 @@ def _by_loss(metrics: Sequence[LogLine], points: Sequence[Point], best: RunState
     """Of the judged steps."""
     known = [(losses_until(metrics, step), step, tau) for step, tau in points]
     losses = [(losses[-1], -step, tau) for losses, step, tau in known if losses]
-    if len(losses) < 2 or measure_of(best.recipe) == "loss":
+    if len(losses) < 2 or best.recipe.measure == "loss":
         return ""
     _, step, tau = min(losses)
     if -step == best.step:
@@ -297,7 +297,9 @@ def write_report(output: Path) -> Path:
         "## Tree\n\n" + _tree(config),
         "## Skipped steps\n\n" + _skipped(metrics),
         "## Use\n\n" + _use(output, state),
-        "## Recipe\n\n```yaml\n" + yaml.safe_dump(state.recipe, sort_keys=False).strip() + "\n```",
+        "## Recipe\n\n```yaml\n"
+        + yaml.safe_dump(state.recipe.model_dump(mode="json"), sort_keys=False).strip()
+        + "\n```",
         "## Made with\n\n" + _table(("", ""), [*state.versions.items(), *_made(config)]),
     ]
     path, part = output / REPORT, output / f".{REPORT}"
@@ -318,7 +320,7 @@ def _states(output: Path) -> tuple[RunState, RunState]:
 def _summary(state: RunState, best: RunState, config: LogLine, metrics: Sequence[LogLine]) -> str:
     training = config["draftheads"]["training"]
     data, measured = training["data"], best.measured
-    ended = "ended early by `judge.patience`" if state.exhausted else "trained to the end"
+    ended = "ended early by `eval.patience`" if state.exhausted else "trained to the end"
     if state.step < state.steps and not state.exhausted:
         ended = "not finished"
     taus = f"{best.tokens_per_step:.2f} simulated"
@@ -332,7 +334,7 @@ def _summary(state: RunState, best: RunState, config: LogLine, metrics: Sequence
         ("trained", f"{state.step:,} of {state.steps:,} steps, {ended}"),
         ("on", f"{state.tokens:,} tokens, in {_duration(state.seconds)} on {training['hardware']}"),
         ("data", f"{data['documents']:,} documents, {data['learned_tokens']:,} learned tokens"),
-        ("best", f"step {best.step:,}, by {MEASURES[measure_of(state.recipe)]}"),
+        ("best", f"step {best.step:,}, by {MEASURES[state.recipe.measure]}"),
         ("tokens per step", taus),
         ("training loss", _losses(metrics, best, state)),
     ]
@@ -377,14 +379,17 @@ def _judged(metrics: Sequence[LogLine], best: RunState, config: LogLine) -> str:
         "times plain decoding",
         *(["first choice untouched"] if adapted else []),
     )
-    return (_how(best.measured, config) if best.measured else "") + _table(titles, shown) + cut
-
-
-def _how(measured: LogLine, config: LogLine) -> str:
-    judge = config["draftheads"]["training"]["recipe"]["judge"]
-    sampling = f"temperature {judge['temperature']}" if judge["temperature"] else "greedy"
     return (
-        f"Decoded: {measured['prompts']} held-out prompts, {judge['new_tokens']} new tokens each, "
+        (_how(best.measured, best.recipe.eval) if best.measured else "")
+        + _table(titles, shown)
+        + cut
+    )
+
+
+def _how(measured: LogLine, judge: EvalChoices) -> str:
+    sampling = f"temperature {judge.temperature}" if judge.temperature else "greedy"
+    return (
+        f"Decoded: {measured['prompts']} held-out prompts, {judge.new_tokens} new tokens each, "
         f"{sampling}. Tokens per step count the target's own token; ± is the standard error over "
         "prompts, less of which is left between two steps, as their prompts are the same. Speed is "
         "that of this machine at that moment.\n\n"
@@ -435,7 +440,7 @@ def _skipped(metrics: Sequence[LogLine]) -> str:
 
 
 def _use(output: Path, state: RunState) -> str:
-    target = state.recipe["target"]
+    target = state.recipe.target
     return (
         "```bash\n"
         f"draftheads bench --target {target} --head {output} --prompts PROMPTS.txt\n"

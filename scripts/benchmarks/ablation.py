@@ -1,4 +1,15 @@
-"""Which runs an ablation has: the grids of its axes, as recipes."""
+"""What is each choice of a recipe worth? Trains every combination, then counts tokens per step.
+
+    python scripts/benchmarks/ablation.py RECIPE.yaml [key=value ...] \\
+        --vary head.conditioning=markov,recurrent --vary head.depth=4,7 \\
+        --case "head.kind=medusa head.depth=4,7" --prompts P --prompt-words 10 --json OUT
+
+Every combination of the varied keys is a run in its own folder below `run.output`; a case is a
+further grid with its own keys. Each head decodes greedily, or at every `--temperature` given. A
+finished run is not trained again, and one that is in OUT is not measured again: re-run the same
+command to resume. Times in OUT depend on what else the machine did; `draftheads bench` is for
+speed.
+"""
 
 from __future__ import annotations
 
@@ -86,19 +97,6 @@ def plan(
     if len({(p.recipe.target, p.recipe.target_dtype) for p in plans.values()}) > 1:
         raise ValueError("expected one target for all runs, got several; vary other keys")
     return list(plans.values()), refused
-
-
-# What is each choice of a recipe worth? Trains every combination, then counts tokens per step.
-#
-# python scripts/benchmarks/ablation.py RECIPE.yaml [key=value ...]         --vary
-# head.conditioning=markov,state --vary head.depth=4,7         --case "head.kind=medusa
-# head.depth=4,7" --prompts P --prompt-words 10 --json OUT
-#
-# Every combination of the varied keys is a run in its own folder below `run.output`; a case is a
-# further grid with its own keys. Each head decodes greedily, or at every `--temperature` that is
-# given. A finished run is not trained again, and one that OUT holds is not measured again: the same
-# command goes on where it was interrupted. Times, in OUT, are means on whatever else the machine
-# did meanwhile; `draftheads bench` is for speed.
 
 
 TRAINED = ("steps", "seconds", "loss", "predicted_tokens_per_step", "heldout_top1", "heldout_top5")

@@ -69,7 +69,7 @@ def _head(kind: str) -> dict[str, Any]:
         "data": {"path": "data", "sequence_length": 256, "rows_per_batch": 4},
         "head": {"kind": kind, **KINDS[kind]},
         "optim": {"lr": 3e-3},
-        "judge": {"every": 0},
+        "eval": {"every": 0},
         "run": {"steps": STEPS, "tokens_per_step": 2048, "log_every": 1, "save_every": 5},
     }
     recipe.write_text(json.dumps(sections))  # JSON is YAML

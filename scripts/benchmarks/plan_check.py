@@ -162,7 +162,7 @@ def _figures(values: Sequence[float]) -> Figures:
 
 def _windows(times: Sequence[float], recipe: Recipe) -> list[tuple[int, int, float]]:
     """Between lines of metrics.jsonl that were written at these times."""
-    every, save = recipe.run.log_every, min(recipe.run.save_every, recipe.judge.every or math.inf)
+    every, save = recipe.run.log_every, min(recipe.run.save_every, recipe.eval.every or math.inf)
     spans = ((n * every, (n + 1) * every) for n in range(1, len(times)))
     return [
         (start, stop, after - before)

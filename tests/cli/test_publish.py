@@ -22,7 +22,7 @@ from tiny_heads import drafts_of, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 
 from draftheads.heads.card import install_command
-from draftheads.heads.hub import HEADS, head_target, load_head, load_pair, save_head
+from draftheads.heads.hub import HEADS, load_head, load_pair, open_head, save_head
 from draftheads.heads.target import Target
 from draftheads.scripts import cli
 from draftheads.scripts.publish import prepare, publish
@@ -97,7 +97,7 @@ def test_published_and_loaded_by_id(hub, tmp_path):
     assert set(hub.repos["me/heads"]["files"]) == FILES
     again = load_head("me/heads", target=tiny_target())
     assert all(map(torch.equal, again.state_dict().values(), head.state_dict().values()))
-    assert head_target("me/heads") == ("tiny-llama", None)
+    assert open_head("me/heads").target == ("tiny-llama", None)
 
 
 def test_the_published_card_names_its_repository_and_licence(hub, folder):
@@ -134,7 +134,7 @@ def test_revisions_are_branches_of_their_own(hub, tmp_path):
     assert load_head("me/heads@shallow").depth == 2
     commit = next(line for line in hub.requests if "/tree/" in line).split("/tree/")[1][:40]
     assert load_head("me/heads", revision=commit).depth == 4
-    with pytest.raises(FileNotFoundError, match=r"me/heads.*got deep.*") as missing:
+    with pytest.raises(FileNotFoundError, match="head me/heads at deep: expected") as missing:
         load_head("me/heads", revision="deep")
     assert "\n" not in str(missing.value)
 
@@ -205,7 +205,7 @@ def test_all_faults_are_named_together(hub, folder):
     assert [part for part in said if part not in str(caught.value)] == []
     (folder / "config.json").write_text("{")
     (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"config.json, line 1: not JSON.*'Measured'"):
+    with pytest.raises(ValueError, match="config.json, line 1: not JSON"):
         prepare(folder, "me/heads")
 
 

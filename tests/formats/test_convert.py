@@ -16,7 +16,7 @@ from tiny_heads import drafts_of
 from tiny_targets import random_model, some_prompts, tiny_target
 
 from draftheads.heads.formats.table import WRITERS
-from draftheads.heads.hub import head_target, load_head, save_head
+from draftheads.heads.hub import load_head, open_head, save_head
 from draftheads.heads.target import Target
 from draftheads.scripts.cli import main
 from draftheads.scripts.convert import converted
@@ -199,7 +199,7 @@ def test_the_target_is_asked_for_where_it_is_needed(tmp_path):
     with pytest.raises(ValueError, match="must be told the target, nothing names it"):
         converted(ours, tmp_path / "theirs", "tgi")
     converted(ours, tmp_path / "theirs", "tgi", tiny_target())
-    assert head_target(tmp_path / "theirs") == ("tiny-llama", None)
+    assert open_head(tmp_path / "theirs").target == ("tiny-llama", None)
 
 
 def test_tgi_finds_the_targets_tokenizer_beside_the_heads(tmp_path):

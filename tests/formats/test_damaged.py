@@ -37,10 +37,9 @@ from torch import Tensor
 
 from draftheads.heads import medusa
 from draftheads.heads.hub import (
-    find_head,
-    head_target,
     load_head,
     load_pair,
+    open_head,
     record_measured,
     save_head,
 )
@@ -137,7 +136,7 @@ def test_a_config_with_any_value_anywhere_loads_or_is_refused(folder, tmp_path):
             (folder / "config.json").write_text(json.dumps(mutated(config, place, value)))
             line = outcome(lambda: load_head(folder, target=tiny_target()), folder)
             refused += bool(line)
-            outcome(lambda: head_target(folder), folder)
+            outcome(lambda: open_head(folder).target, folder)
             if not line and next(turn) % 5 == 0:
                 shutil.rmtree(tmp_path / "out", ignore_errors=True)
                 outcome(
@@ -170,7 +169,11 @@ def test_a_config_that_is_none_is_named(tmp_path, name):
     content, reason = NO_CONFIGS[name]
     folder = ours("medusa-own", tmp_path / "head")
     (folder / "config.json").write_bytes(content)
-    for use in (load_head, head_target, lambda path: prepare(path, "me/heads")):
+    for use in (
+        load_head,
+        lambda path: open_head(path).target,
+        lambda path: prepare(path, "me/heads"),
+    ):
         assert reason in outcome(lambda use=use: use(folder), folder)
     (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(VLLM).encode())
     assert "missing tensors" not in outcome(lambda: load_head(folder)), "a BOM changes nothing"
@@ -312,12 +315,12 @@ def test_the_newest_step_is_that_of_the_greatest_number(tmp_path):
     head = ours("medusa-own", tmp_path / "head")
     for name in ("step-999999", "step-1000000", "step-000004-backup", "step-9999999.part"):
         shutil.copytree(head, tmp_path / "run" / name)
-    assert find_head(tmp_path / "run").name == "step-1000000"
+    assert open_head(tmp_path / "run").path.name == "step-1000000"
 
 
 def test_no_home_of_that_name_is_no_head():
     with pytest.raises(FileNotFoundError, match="head ~nobody-here/x: no such folder"):
-        find_head("~nobody-here/x")
+        open_head("~nobody-here/x")
 
 
 def test_a_card_that_cannot_be_written_is_refused_before_the_race(folder):

@@ -19,7 +19,7 @@ from tiny_targets import VOCABULARY, tiny_target
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import head_target, load_head
+from draftheads.heads.hub import load_head, open_head
 from draftheads.heads.target import Target
 
 BASE = {"base_model_name_or_path": "tiny-llama"}
@@ -85,7 +85,7 @@ def test_medusa_heads_with_numbers_for_names(tmp_path, file, prefix, choices, co
     again = load_head(folder, target=tiny_target())
     assert same(again.state_dict(), head.state_dict())
     assert (again.depth, again.layers) == (head.depth, head.layers)
-    assert head_target(folder) == ("tiny-llama", None)
+    assert open_head(folder).target == ("tiny-llama", None)
 
 
 def test_a_head_that_shares_its_last_matrix_needs_the_vocabulary(tmp_path):
@@ -110,7 +110,7 @@ def test_heads_in_one_folder_with_their_target(tmp_path, parts):
         index = json.dumps({"metadata": {}, "weight_map": places})
         (folder / "model.safetensors.index.json").write_text(index)
     assert same(load_head(folder).state_dict(), head.state_dict())
-    assert head_target(folder) == (str(folder), None)
+    assert open_head(folder).target == (str(folder), None)
 
 
 def test_only_the_parts_with_heads_are_fetched(hub, tmp_path):
@@ -124,7 +124,7 @@ def test_only_the_parts_with_heads_are_fetched(hub, tmp_path):
     files["model-00001-of-00002.safetensors"] = b"not wanted"
     hub.repos["them/whole"] = {"private": False, "files": files}
     assert load_head("them/whole").depth == 3
-    assert head_target("them/whole") == ("them/whole", None)
+    assert open_head("them/whole").target == ("them/whole", None)
 
 
 VLLM = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": 32,
@@ -334,7 +334,7 @@ def test_speculators(tmp_path):
     folder = folder_of(tmp_path / "head", "model.safetensors", tensors, SPECULATORS)
     again = load_head(folder)
     assert same(again.state_dict(), head.state_dict())
-    assert again.design.norm_before_residual and head_target(folder) == ("tiny-llama", None)
+    assert again.design.norm_before_residual and open_head(folder).target == ("tiny-llama", None)
     silent = {key: value for key, value in SPECULATORS.items() if key != "norm_before_residual"}
     folder = folder_of(tmp_path / "head", "model.safetensors", tensors, silent)
     assert "takes it for false, vLLM for true" in refusal(folder)

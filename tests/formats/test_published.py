@@ -18,7 +18,7 @@ from test_sequential import DEPTH, drafts_of, plain_drafts, two_texts
 from tiny_targets import VOCABULARY
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftheads.heads.hub import head_target, load_head, save_head
+from draftheads.heads.hub import load_head, open_head, save_head
 from draftheads.heads.target import Target
 
 WIDTH, LAYERS = 32, 3
@@ -144,7 +144,7 @@ def test_a_published_hydra_is_loaded_by_its_id(hub, tmp_path, target):
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     files["training_args.bin"] = b"not wanted"
     hub.repos["them/hydra"] = {"private": False, "files": files}
-    assert head_target("them/hydra") == ("base/model", None)
+    assert open_head("them/hydra").target == ("base/model", None)
     state = load_head("them/hydra", target=target).state_dict()
     expected = load_head(folder, target=target).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())

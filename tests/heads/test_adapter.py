@@ -22,15 +22,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.hub import (
-    HEADS,
-    find_head,
-    head_adapter,
-    load_head,
-    load_pair,
-    read_config,
-    shared_adapter,
-)
+from draftheads.heads.hub import HEADS, load_head, load_pair, open_head, shared_adapter
 from draftheads.heads.target import Target
 from draftheads.heads.weights import same_weights
 from draftheads.infer.engine import Speculator
@@ -295,18 +287,17 @@ def test_what_drifted_too_far_is_never_the_best(made, tmp_path):
     assert run(made, tmp_path / "run", "adapter.rank=4", *choices) == 0
     drifts = [x["drift"]["agreement"] for x in read_metrics(tmp_path / "run") if "drift" in x]
     assert drifts[0] == 1 > 0.98 > max(drifts[1:])
-    assert find_head(tmp_path / "run").name == "best"
+    assert open_head(tmp_path / "run").path.name == "best"
     assert (tmp_path / "run" / "best").resolve().name == "step-000002"
 
 
 def test_heads_and_adapter_load_together(joint, made):
-    folder = find_head(joint)
-    facts = read_config(folder)["draftheads"]["adapter"]
+    facts = open_head(joint).facts["adapter"]
     assert (facts["rank"], facts["alpha"], facts["layers"]) == (4, 16.0, 2)
     assert facts["drift"]["tokens"] > 0 and 0 <= facts["drift"]["agreement"] <= 1
     target, head = load_pair(joint)
     assert target.adapter.fingerprint() == facts["fingerprint"]
-    apart = fresh(made).attach(head_adapter(joint), merge=False)
+    apart = fresh(made).attach(open_head(joint).adapter, merge=False)
     other = load_head(joint, target=apart)
     lines = [
         [
@@ -323,12 +314,13 @@ def test_heads_and_adapter_load_together(joint, made):
 
 def test_heads_of_a_target_that_stayed_want_no_adapter(joint, made, tmp_path):
     assert run(made, tmp_path / "plain") == 0
-    assert head_adapter(tmp_path / "plain") is None
+    assert open_head(tmp_path / "plain").adapter is None
     with pytest.warns(UserWarning, match="trained with no adapter"):
-        load_head(tmp_path / "plain", target=fresh(made).attach(head_adapter(joint)))
-    assert shared_adapter([str(joint), str(joint / "step-000006")]) is not None
+        load_head(tmp_path / "plain", target=fresh(made).attach(open_head(joint).adapter))
+    alike = [open_head(joint), open_head(joint / "step-000006")]
+    assert shared_adapter(alike) is not None
     with pytest.raises(ValueError, match="same adapter of the target, got .*none"):
-        shared_adapter([str(joint), str(tmp_path / "plain")])
+        shared_adapter([open_head(joint), open_head(tmp_path / "plain")])
 
 
 def test_merge_writes_a_model_of_its_own(joint, tmp_path):
@@ -394,6 +386,6 @@ def test_logits_that_are_more_than_a_product_cannot_be_kept(tmp_path, made, caps
 
 def test_the_report_says_how_far_the_target_has_drifted(joint):
     text = write_report(joint).read_text()
-    drift = read_state(find_head(joint)).drift
+    drift = read_state(open_head(joint).path).drift
     assert f"first choice is the untouched one's at {drift['agreement']:.2%}" in text
     assert "| first choice untouched |" in text

@@ -17,7 +17,7 @@ from tiny_targets import VOCABULARY, random_model, some_prompts, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import HEADS, find_head, load_head, record_measured, save_head
+from draftheads.heads.hub import HEADS, load_head, open_head, record_measured, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
@@ -212,9 +212,9 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
 def test_a_run_folder_stands_for_its_best_or_newest_step(tmp_path):
     for step in (20, 100):
         save_head(trained(), tmp_path / f"step-{step:06d}", target=tiny_target())
-    assert find_head(tmp_path).name == "step-000100"
+    assert open_head(tmp_path).path.name == "step-000100"
     (tmp_path / "best").symlink_to("step-000020")
-    assert find_head(tmp_path).resolve().name == "step-000020"
+    assert open_head(tmp_path).path.resolve().name == "step-000020"
 
 
 def test_missing_heads_are_named(tmp_path):

@@ -28,7 +28,7 @@ from tiny_training import (
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.files import staged
-from draftheads.heads.hub import find_head
+from draftheads.heads.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.scripts.convert import converted
 from draftheads.scripts.merge import merged
@@ -224,13 +224,13 @@ def renumbered(output: Path, old: int, new: int) -> None:
 
 def test_steps_are_ordered_by_number_beyond_a_million(made, half):
     renumbered(half, 3, 999_999)
-    assert run(made, half, "run.steps=1000002", "run.save_every=1", "judge.report=true") == 0
+    assert run(made, half, "run.steps=1000002", "run.save_every=1", "eval.report=true") == 0
     kept = {path.name for path in half.glob("step-*")}
     assert {"step-1000001", "step-1000002"} <= kept
     assert kept <= {"step-999999", "step-1000000", "step-1000001", "step-1000002"}
     assert "| trained | 1,000,002 of 1,000,002 steps" in (half / "report.md").read_text()
     (half / "best").unlink()
-    assert find_head(half).name == "step-1000002"
+    assert open_head(half).path.name == "step-1000002"
     cut(half / "step-1000002" / "model.safetensors")
     assert run(made, half, "run.steps=1000002", "run.save_every=1") == 0
     assert (half / "damaged-step-1000002").is_dir()
@@ -250,7 +250,7 @@ def test_what_a_user_keeps_beside_the_checkpoints_stays(made, half):
     assert (half / "damaged-best" / "model.safetensors").is_file()
     assert (half / "best").is_symlink()
     (half / "best").unlink()
-    assert find_head(half).name == "step-000006"
+    assert open_head(half).path.name == "step-000006"
 
 
 def modes(folder: Path) -> set[int]:
@@ -285,7 +285,8 @@ def killed_while_saving(made: Path, output: Path) -> None:
 
 def test_a_save_that_was_killed_leaves_nothing_after_the_next_launch(made, half, tmp_path):
     arguments = ", ".join(f"Path({str(path)!r})" for path in (made, half))
-    code = f"from test_interrupt import *; killed_while_saving({arguments})"
+    code = "import sys; sys.path.append('train'); from test_interrupt import *; "
+    code += f"killed_while_saving({arguments})"
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False)
     assert done.returncode == -signal.SIGKILL
     assert [path for path in half.glob(".*step-*") if (path / "model.safetensors").is_file()]
@@ -322,7 +323,7 @@ def test_a_damaged_line_of_metrics_is_passed_over_and_said(made, whole, half, ca
     path = half / "metrics.jsonl"
     first, *others = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([first, line + b"\n", *others]))
-    assert run(made, half, "run.save_every=3", "judge.report=true") == 0
+    assert run(made, half, "run.save_every=3", "eval.report=true") == 0
     assert f"note: {path}: passed over 1 damaged lines" in capfd.readouterr().out
     lines = [[x["step"] for x in read_metrics(out) if "loss" in x] for out in (whole, half)]
     assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]

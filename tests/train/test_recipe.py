@@ -82,7 +82,7 @@ def test_overrides_are_yaml_values(path):
         ("target_revision=null", None),
         ("target_revision=~", None),
         ("target_revision=", None),
-        ("judge.best=~", None),
+        ("eval.best=~", None),
         ("run.seed=010", 10),
         ("run.seed=1_000", 1000),
         ("run.seed=0x10", 16),
@@ -130,7 +130,7 @@ def test_true_and_false_are_not_numbers_in_extra_keys(path):
         (MINIMAL + "optim:\n  betas: [0.9]\n", "optim.betas.1: Field required, got [0.9]"),
         (MINIMAL + "optim:\n  betas: [0.9, 1.5]\n", "optim.betas.1: expected less than 1"),
         (MINIMAL + "optim: [1]\n", "optim: expected keys with values, got [1]"),
-        (MINIMAL + "judge:\n  temperature: .inf\n", "judge.temperature: expected a finite"),
+        (MINIMAL + "eval:\n  temperature: .inf\n", "eval.temperature: expected a finite"),
         (MINIMAL + f"  seed: {10**13}\n", "run.seed: expected less than"),
         (MINIMAL.replace("10", "1e400"), "run.steps: expected a finite number, got inf"),
         (MINIMAL.replace("10", "1:30"), "run.steps: expected a valid integer"),
@@ -253,9 +253,6 @@ def test_a_file_that_is_not_yaml_is_one_line(path):
 
 
 def test_only_choices_that_change_the_training_count_as_differences(path):
-    def dump(*overrides: str):
-        return load_recipe(path, overrides).model_dump(mode="json")
-
     same = [
         "run.steps=99",
         "run.keep=7",
@@ -263,8 +260,19 @@ def test_only_choices_that_change_the_training_count_as_differences(path):
         "run.log_every=3",
         "run.output=elsewhere",
     ]
-    assert differences(dump(), dump(*same)) == []
-    assert differences(dump(), dump("optim.lr=1", "run.seed=4")) == [
+    assert differences(load_recipe(path), load_recipe(path, same)) == []
+    assert differences(load_recipe(path), load_recipe(path, ["optim.lr=1", "run.seed=4"])) == [
         "optim.lr: 0.001 -> 1.0",
         "run.seed: 0 -> 4",
     ]
+
+
+def test_the_old_name_of_the_evaluation_section_is_read_with_a_warning(path, caplog):
+    path.write_text(MINIMAL + "judge:\n  prompts: 5\n")
+    recipe = load_recipe(path, ["judge.every=0", "eval.patience=3"])
+    assert (recipe.eval.prompts, recipe.eval.every, recipe.eval.patience) == (5, 0, 3)
+    path.write_text(MINIMAL)
+    assert load_recipe(path, ["judge.every=0"]).eval.every == 0
+    assert caplog.messages == ["warning: judge: is now eval:"] * 2
+    load_recipe(path, ["eval.every=0"])
+    assert len(caplog.messages) == 2

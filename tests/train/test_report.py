@@ -39,7 +39,7 @@ PNG = b"\x89PNG"
 def trained(made, tmp_path_factory) -> Path:
     """A run that was judged by decoding, and has its report."""
     output = tmp_path_factory.mktemp("trained") / "run"
-    choices = ["judge.every=2", "judge.prompts=2", "judge.new_tokens=12", "judge.report=true"]
+    choices = ["eval.every=2", "eval.prompts=2", "eval.new_tokens=12", "eval.report=true"]
     assert run(made, output, *choices) == 0
     return output
 
@@ -127,7 +127,7 @@ def metrics_of(taus: dict[int, float], losses: dict[int, float]) -> list[dict[st
         (
             {40: 2.0},
             {10: 5.0},
-            ["* Judged once, so whether it was still learning is not known (`judge.every`)."],
+            ["* Judged once, so whether it was still learning is not known (`eval.every`)."],
         ),
     ],
 )
@@ -184,7 +184,7 @@ def test_without_matplotlib_a_report_has_no_curves_and_says_so(finished, monkeyp
 
 def test_a_run_that_was_not_decoded_has_a_report(made, tmp_path):
     output = tmp_path / "run"
-    assert run(made, output, "judge.report=true", "run.log_every=100", kind="eagle3") == 0
+    assert run(made, output, "eval.report=true", "run.log_every=100", kind="eagle3") == 0
     text = (output / REPORT).read_text()
     assert "by simulated tokens per step" in text
     assert "measured by decoding" not in text
@@ -193,10 +193,10 @@ def test_a_run_that_was_not_decoded_has_a_report(made, tmp_path):
 
 def test_a_run_that_ended_early_says_so(made, tmp_path):
     output = tmp_path / "run"
-    choices = ["run.save_every=1", "optim.lr=1e-9", "judge.patience=1", "judge.report=true"]
+    choices = ["run.save_every=1", "optim.lr=1e-9", "eval.patience=1", "eval.report=true"]
     assert run(made, output, *choices) == 0
     text = (output / REPORT).read_text()
-    assert "of 6 steps, ended early by `judge.patience` |" in text
+    assert "of 6 steps, ended early by `eval.patience` |" in text
 
 
 def test_a_long_run_shows_its_newest_judgements_and_the_best(finished, monkeypatch):
@@ -218,7 +218,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_heads_that_learn_fewer_depths_than_they_draft_get_their_report(made, tmp_path, kind):
     """EAGLE-1 learns one step and drafts three: held-out documents know more depths."""
-    choices = ["head.steps=1", "judge.report=true", "run.steps=2"]
+    choices = ["head.steps=1", "eval.report=true", "run.steps=2"]
     assert run(made, tmp_path / "run", *choices, kind=kind) == 0
     lines = read_metrics(tmp_path / "run")
     assert [len(line["top1"]) for line in lines if "top1" in line] == [1, 1]

@@ -47,7 +47,7 @@ from draftheads.train.progress import Progress, read_metrics
 from draftheads.train.setup import load_data
 
 ROOT = Path(__file__).parents[2]
-DECODING = ["judge.every=2", "judge.prompts=3", "judge.new_tokens=12"]
+DECODING = ["eval.every=2", "eval.prompts=3", "eval.new_tokens=12"]
 TIMES = {"tokens_per_second", "speedup"}
 
 
@@ -67,7 +67,7 @@ def timeless(line: dict) -> dict:
 
 def judge_of(folder: Path, target: Target, **choices) -> Evaluator:
     values = tiny_recipe(folder)
-    values["judge"] = {"prompts": 4, "new_tokens": 24, "report": False, **choices}
+    values["eval"] = {"prompts": 4, "new_tokens": 24, "report": False, **choices}
     recipe, accelerator = recipe_of(values), Accelerator(cpu=True)
     data = load_data(recipe, target, lambda line: None)
     return Evaluator(recipe, accelerator, target, data, OnlineFeatures(target, (-1,)))
@@ -157,7 +157,7 @@ def test_a_target_in_bfloat16_is_decoded_with_heads_in_bfloat16(made, tmp_path):
 def test_cached_features_keep_the_target_where_it_is_decoded(made, tmp_path, capsys):
     choices = ["features.mode=cached", f"features.path={tmp_path / 'features'}"]
     assert run(made, tmp_path / "run", *DECODING, *choices) == 0
-    assert "judge.every=0 frees it" in capsys.readouterr().out
+    assert "eval.every=0 frees it" in capsys.readouterr().out
     assert len(judged(tmp_path / "run")) == 3
 
 
@@ -186,11 +186,11 @@ real_run = Trainer.run
 @pytest.mark.parametrize(
     ("measure", "best"),
     [
-        (["judge.every=1"], 3),
-        (["judge.every=1", "judge.best=tokens_per_step"], 3),
-        (["judge.every=1", "judge.best=simulated"], 2),
-        (["judge.every=0"], 2),
-        (["judge.best=loss", "judge.every=3"], None),
+        (["eval.every=1"], 3),
+        (["eval.every=1", "eval.best=tokens_per_step"], 3),
+        (["eval.every=1", "eval.best=simulated"], 2),
+        (["eval.every=0"], 2),
+        (["eval.best=loss", "eval.every=3"], None),
     ],
     ids=str,
 )
@@ -207,13 +207,13 @@ def test_best_is_what_the_measure_says(made, tmp_path, monkeypatch, measure, bes
 
 def test_a_step_that_was_saved_and_not_judged_is_not_the_best(made, tmp_path):
     output = tmp_path / "run"
-    assert run(made, output, "judge.every=4", "run.save_every=1", "run.keep=9", *DECODING[1:]) == 0
+    assert run(made, output, "eval.every=4", "run.save_every=1", "run.keep=9", *DECODING[1:]) == 0
     assert [line["step"] for line in judged(output)] == [4, 6]
     assert (output / "best").resolve().name in ("step-000004", "step-000006")
     assert read_state(output / "step-000005").measured is None
 
 
-PATIENT = ["run.steps=20", "judge.every=2", "judge.patience=3", "judge.prompts=1"]
+PATIENT = ["run.steps=20", "eval.every=2", "eval.patience=3", "eval.prompts=1"]
 TAUS = [1.0] * 3 + [2.0] + [1.5] * 16
 
 
@@ -228,8 +228,8 @@ def test_patience_ends_a_run_and_says_so(made, tmp_path, monkeypatch, capsys):
     assert f"done: 10 steps, saved in {tmp_path}/run/step-000010" in said
     assert (tmp_path / "run" / "best").resolve().name == "step-000004"
     assert run(made, tmp_path / "run", *PATIENT) == 0
-    assert "raise judge.patience to go on" in capsys.readouterr().out
-    assert run(made, tmp_path / "run", *PATIENT, "judge.patience=4") == 0
+    assert "raise eval.patience to go on" in capsys.readouterr().out
+    assert run(made, tmp_path / "run", *PATIENT, "eval.patience=4") == 0
     assert "ended at step 12 of 20: 4 judgements" in capsys.readouterr().out
 
 
@@ -260,10 +260,10 @@ def test_patience_is_counted_over_launches(made, tmp_path, monkeypatch):
 
 def test_a_continued_run_goes_on_by_its_own_measure(made, tmp_path, capsys):
     assert run(made, tmp_path / "run", *DECODING) == 0
-    for change in ("judge.best=simulated", "judge.every=0", "judge.new_tokens=5"):
+    for change in ("eval.best=simulated", "eval.every=0", "eval.new_tokens=5"):
         assert run(made, tmp_path / "run", *DECODING, "run.steps=8", change) == 2
-        assert "holds a run with other choices (judge." in capsys.readouterr().err
-    free = ["judge.every=4", "judge.patience=5", "judge.report=true"]
+        assert "holds a run with other choices (eval." in capsys.readouterr().err
+    free = ["eval.every=4", "eval.patience=5", "eval.report=true"]
     assert run(made, tmp_path / "run", *DECODING, "run.steps=8", *free) == 0
 
 
@@ -274,19 +274,19 @@ def test_a_run_from_before_heads_were_decoded_goes_on_by_simulation(made, tmp_pa
     state = json.loads(path.read_text())
     for key in ("measured", "best", "best_step", "waited"):
         del state[key]
-    del state["recipe"]["judge"]
+    del state["recipe"]["eval"]
     path.write_text(json.dumps(state))
     assert run(made, output, "run.steps=8") == 0
     assert run(made, output, "run.steps=9", *DECODING) == 2
-    assert "judge.best: simulated -> tokens_per_step" in capsys.readouterr().err
-    assert run(made, output, "run.steps=9", "judge.best=simulated", *DECODING) == 0
+    assert "eval.best: simulated -> tokens_per_step" in capsys.readouterr().err
+    assert run(made, output, "run.steps=9", "eval.best=simulated", *DECODING) == 0
     assert len(judged(output)) == 1
 
 
 def test_a_measure_that_cannot_be_had_is_one_line(made, tmp_path, capsys):
-    assert run(made, tmp_path / "run", "judge.best=tokens_per_step") == 2
+    assert run(made, tmp_path / "run", "eval.best=tokens_per_step") == 2
     message = capsys.readouterr().err
-    assert "judge.best: expected best simulated or loss, as every=0 decodes nothing" in message
+    assert "eval.best: expected best simulated or loss, as every=0 decodes nothing" in message
 
 
 def test_trackers_get_a_number_for_every_depth(made, tmp_path, monkeypatch):
@@ -329,17 +329,17 @@ def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
     values = {**tiny_recipe(made), "target_placement": "sharded"}
     said: list[str] = []
     for choices in ({}, {"best": "loss"}):
-        check_eval(recipe_of({**values, "judge": choices}), said.append)
-    check_eval(recipe_of({**values, "judge": {"every": 0}}), said.append)
+        check_eval(recipe_of({**values, "eval": choices}), said.append)
+    check_eval(recipe_of({**values, "eval": {"every": 0}}), said.append)
     assert len(said) == 2
     assert "judged by simulation alone" in said[0]
-    with pytest.raises(ValueError, match=r"judge.best: expected simulated or loss, got tokens_per"):
-        check_eval(recipe_of({**values, "judge": {"best": "tokens_per_step"}}), said.append)
+    with pytest.raises(ValueError, match=r"eval.best: expected simulated or loss, got tokens_per"):
+        check_eval(recipe_of({**values, "eval": {"best": "tokens_per_step"}}), said.append)
 
 
 def test_two_processes_judge_as_one(made, tmp_path):
     values = tiny_recipe(made, output=str(tmp_path / "run"), steps=2)
-    values["judge"] = {"prompts": 3, "new_tokens": 12, "report": False}
+    values["eval"] = {"prompts": 3, "new_tokens": 12, "report": False}
     values["data"]["rows_per_batch"] = 1
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     with socket.socket() as free:
@@ -364,3 +364,17 @@ def test_two_processes_judge_as_one(made, tmp_path):
     assert saved is not None
     for key in set(alone) - TIMES:
         assert saved[key] == alone[key]
+
+
+def test_a_checkpoint_of_before_the_section_was_renamed_goes_on(made, tmp_path, capsys):
+    output = tmp_path / "run"
+    assert run(made, output, *DECODING) == 0
+    for path in output.glob("step-*/trainer/state.json"):
+        state = json.loads(path.read_text())
+        state["recipe"]["judge"] = state["recipe"].pop("eval")
+        path.write_text(json.dumps(state))
+    assert run(made, output, "run.steps=8", *DECODING) == 0
+    captured = capsys.readouterr()
+    assert "judge" not in captured.out + captured.err
+    assert run(made, output, "run.steps=9", *DECODING, "eval.prompts=2") == 2
+    assert "other choices (eval.prompts: 3 -> 2)" in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""How large is the house, and how dense? Prints a Markdown table of the packaged code.
+
+    python scripts/benchmarks/house.py [CHECKOUT ...]
+
+One column per checkout, by default this one.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+FOLDERS = ("heads", "infer", "train", "scripts")
+LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.IfExp)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Packaged modules by dotted name, `__init__` files included."""
+    paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+    packaged = [path for path in paths if "benchmarks" not in path.parts]
+    return {".".join(path.relative_to(root).with_suffix("").parts): path for path in packaged}
+
+
+def imports(tree: ast.AST, names: set[str]) -> set[str]:
+    """The modules among `names` that a module imports, wherever and for whatever it does."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("draftheads."):
+            module = (node.module or "").removeprefix("draftheads.")
+            for alias in node.names:
+                found.add(f"{module}.{alias.name}")
+                found.add(module)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name.removeprefix("draftheads.") for alias in node.names)
+    return found & names
+
+
+def circles(edges: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Imports whose module is, over others, imported by the imported one."""
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        queue = [start]
+        while queue:
+            for other in edges[queue.pop()] - seen:
+                seen.add(other)
+                queue.append(other)
+        return seen
+
+    reached = {name: reachable(name) for name in edges}
+    return [(name, other) for name in edges for other in edges[name] if name in reached[other]]
+
+
+def docstrings(tree: ast.AST) -> set[int]:
+    """Line numbers at which strings begin that are statements: docstrings and field notes."""
+    return {
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+def measure(root: Path) -> dict[str, str]:
+    """The rows of the table."""
+    paths = modules(root)
+    counts: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    private: list[str] = []
+    edges: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        source = path.read_text()
+        tree = ast.parse(source)
+        edges[name] = imports(tree, set(paths)) - {name}
+        counts["lines"] += len(source.splitlines())
+        counts[name.split(".")[0]] += len(source.splitlines())
+        texts = docstrings(tree)
+        code_lines = set()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            is_text = token.type == tokenize.STRING and token.start[0] in texts
+            if token.type == tokenize.COMMENT:
+                counts["comments"] += 1
+            elif token.type not in LAYOUT and not is_text:
+                counts["tokens"] += 1
+                code_lines.add(token.start[0])
+        counts["code lines"] += len(code_lines)
+        for node in ast.walk(tree):
+            if isinstance(node, FUNCTIONS):
+                counts["functions"] += 1
+                if node.name.startswith("_") and not node.name.startswith("__"):
+                    private.append(node.name)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                calls[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                calls[node.attr] += 1
+            if isinstance(node, COMPREHENSIONS):
+                counts["comprehensions"] += 1
+                inner = [each for each in ast.walk(node) if isinstance(each, COMPREHENSIONS)]
+                counts["nested"] += len(inner) > 1
+            counts["classes"] += isinstance(node, ast.ClassDef)
+            counts["branches"] += isinstance(node, BRANCHES)
+            counts["conditionals"] += isinstance(node, ast.IfExp)
+        counts["untyped dicts"] += source.count("dict[str, Any]")
+    importers = Counter(other for name in edges for other in edges[name])
+    code, lines = counts["code lines"], counts["lines"]
+    files = [name for name in paths if not name.endswith("__init__")]
+    return {
+        "modules": str(len(files)),
+        **{f"lines in {folder}": f"{counts[folder]:,}" for folder in FOLDERS},
+        "packaged lines": f"{counts['lines']:,}",
+        "code tokens": f"{counts['tokens']:,}",
+        "classes": str(counts["classes"]),
+        "comment lines per code line": f"{counts['comments'] / code:.3f}",
+        "private functions, share": f"{len(private) / counts['functions']:.0%}",
+        "private functions used once": str(sum(calls[name] == 1 for name in private)),
+        "branches per 100 lines": f"{100 * counts['branches'] / lines:.1f}",
+        "comprehensions per 1,000 lines (nested)": (
+            f"{1000 * counts['comprehensions'] / lines:.1f} ({1000 * counts['nested'] / lines:.1f})"
+        ),
+        "`x if c else y` per 1,000 lines": f"{1000 * counts['conditionals'] / lines:.1f}",
+        "`dict[str, Any]`": str(counts["untyped dicts"]),
+        "modules with one importer": str(sum(importers[name] == 1 for name in files)),
+        "imports that close a circle": str(len(circles(edges))),
+    }
+
+
+def main() -> None:
+    roots = [Path(each) for each in sys.argv[1:]] or [Path(__file__).parents[2]]
+    columns = [measure(root) for root in roots]
+    print("| | " + " | ".join(root.resolve().name for root in roots) + " |")
+    print("|" + " --- |" * (len(roots) + 1))
+    for row in columns[0]:
+        print(f"| {row} | " + " | ".join(column[row] for column in columns) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The picture of README.md: a chat with the demo target, accepted draft tokens in colour.
+
+draftheads demo --out out/demo
+python scripts/benchmarks/picture.py out/demo/sequential docs/chat.svg
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from draftheads.heads import load_pair
+from draftheads.heads.files import write_text
+from draftheads.infer import Speculator
+from draftheads.infer.chat import sample_chat
+
+QUESTIONS = ("What does os.path.join do?", "How do I import itertools.chain?")
+NODES = 16
+
+
+def main() -> None:
+    head_folder, out = sys.argv[1:]
+    target, head = load_pair(head_folder)
+    tree = head.tree.head(NODES)
+    console = Console(record=True, width=88, force_terminal=True)
+    sample_chat(Speculator(target, head, tree=tree), QUESTIONS, console=console)
+    svg = console.export_svg(title="draftheads chat --show-accepted")
+    write_text(Path(out), svg)
+
+
+if __name__ == "__main__":
+    main()
