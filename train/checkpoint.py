@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.card import _flat as flat
+from draftheads.heads.card import flat
 from draftheads.heads.files import staged
 from draftheads.heads.hub import CONFIG, WEIGHTS, step_folders, write_head
 from draftheads.heads.target import Target

@@ -30,7 +30,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from draftheads.heads.card import _flat as flat
+from draftheads.heads.card import flat
 
 logger = logging.getLogger("draftheads")
 
