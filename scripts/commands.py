@@ -492,7 +492,7 @@ def import_answers(
         check_tools(side.tokenizer, arguments)
     counts = run(side, found, out, template_args=arguments, source=conversations)
     print(
-        f"{out}: {counts.done} documents, {counts.skipped} conversations skipped, "
+        f"{out}: {counts.documents} documents, {counts.skipped} conversations skipped, "
         f"{counts.learned_tokens:,} tokens to learn in {counts.turns} answers; not checked: that "
         f"{target} wrote them"
     )
