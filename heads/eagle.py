@@ -77,6 +77,7 @@ class EagleDesign:
         shape = LayerShape.of(target, choices)
         rope = Rope(shape.head_dim, *default_rope(target, choices))
         layers, window = choices.get("layers", 1), choices.get("sliding_window")
+        more |= {name: bool(choices.get(name)) for name in SWITCHES}
         return cls(shape, rope, target.vocab_size, layers, window, **more)
 
     @classmethod
@@ -86,6 +87,7 @@ class EagleDesign:
         """The number of layers that the tensors have; heads, window and RoPE as the config says."""
         layers = max(1, count_of(tensors, r"layers\.(\d+)\."))
         shape, rope = LayerShape.read(config), read_rope(config)
+        more |= {name: bool(config.get(name)) for name in SWITCHES}
         return cls(shape, rope, vocab_size, layers, config.get("sliding_window"), **more)
 
     def config(self, **vocabulary: int) -> dict[str, Any]:
@@ -106,41 +108,35 @@ class EagleDesign:
 
 
 class AutoregressiveHead(DraftHead):
-    """What EAGLE-1 and EAGLE-3 share; where they differ in more than layers, EAGLE-3 overrides it.
+    """What EAGLE-1 and EAGLE-3 share; what EAGLE-1 does not have is overridden by EAGLE-3."""
 
-    steps: of training-time test; step k weighs decay^k, divided by the sum of these weights. noise:
-    width of the uniform noise on features in training. labels: "soft" (the target's distribution)
-    or "hard" (the token that came). loss: the objective for soft labels. regression,
-    classification: weights of EAGLE-1's SmoothL1 loss on features and of the loss on tokens.
-    """
-
-    steps: int
-    noise: float
-    decay, labels = 0.8, "soft"
-    loss: Objective = "ce"
-    regression, classification = 0.0, 1.0
+    feature_layers: tuple[int, ...] = ()
+    steps: int  # of training-time test
+    decay = 0.8  # step k weighs decay^k, divided by the sum of these weights
+    noise: float  # width of the uniform noise on features in training
+    labels = "soft"  # the target's distribution; "hard": the token that came
+    loss: Objective = "ce"  # for soft labels
+    regression: float | None = None  # weight of EAGLE-1's SmoothL1 loss on features
+    classification = 1.0  # beside it, weight of the loss on tokens
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__()
         self.design = design
         self.hidden_size, self.vocab_size = design.shape.hidden_size, design.vocab_size
         self.layer_count, self.rope, self.window = design.layers, design.rope, design.window
-        self.tree: Tree = DynamicTree()
+        self.feature_layers, self.tree = design.feature_layers, DynamicTree()
 
     def prepare(self, choices: dict[str, Any]) -> None:
         """Take a recipe's choices for training, and its tree."""
         for name in TRAINING:
-            setattr(self, name, choices.get(name, getattr(self, name)))
+            if name in choices and getattr(self, name) is not None:
+                setattr(self, name, choices[name])
         names = {"nodes": "draft_nodes", "depth": "depth", "top_k": "top_k"}
         self.tree = DynamicTree(**{names[key]: choices[key] for key in names.keys() & choices})
 
     @property
     def depth(self) -> int:
         return self.tree.depth
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.design.feature_layers
 
     @property
     @abstractmethod
@@ -185,7 +181,7 @@ class AutoregressiveHead(DraftHead):
             weights_R=weights_R,
             teacher=self._teacher(features_BTD, unrolled, target),
         )
-        if self.regression:
+        if self.regression is not None:
             true_PD = inputs_BTD.flatten(0, 1)
 
             def distances(hidden_RH: Tensor) -> Tensor:
@@ -230,7 +226,7 @@ class AutoregressiveHead(DraftHead):
     def _teacher(self, features_BTD: Tensor, unrolled: Unrolled, target: Target) -> Teacher | None:
         if self.labels == "hard":
             return None
-        last_PD = features_BTD[..., -target.hidden_size :].flatten(0, 1).to(target.dtype)
+        last_PD = features_BTD[..., -self.hidden_size :].flatten(0, 1).to(target.dtype)
 
         def logits(places: Tensor) -> Tensor:
             return target.unembed(last_PD[places])
@@ -249,7 +245,8 @@ class EagleHead(AutoregressiveHead):
     needs_unembed = True
     token_map = None
     steps, noise = 1, 0.2
-    regression, classification = 1.0, 0.1
+    regression: float | None = 1.0
+    classification = 0.1
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__(design)
@@ -341,12 +338,8 @@ class Eagle3Head(AutoregressiveHead):
                 f"head.feature_layers: expected indices from 0 (embeddings) to {target.layers} "
                 f"(the last state of {target.name}), got {list(layers)}"
             )
-        more = {name: bool(choices.get(name)) for name in SWITCHES}
-        draft_vocab_size = target.vocab_size if ids is None else len(ids)
-        design = EagleDesign.of(
-            target, choices, **more, feature_layers=layers, draft_vocab_size=draft_vocab_size
-        )
-        head = cls(design)
+        words = target.vocab_size if ids is None else len(ids)
+        head = cls(EagleDesign.of(target, choices, feature_layers=layers, draft_vocab_size=words))
         head.prepare(choices)
         if head.labels == "soft":  # raise here, with the reason, rather than in the first step
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
@@ -425,16 +418,10 @@ class Eagle3Head(AutoregressiveHead):
         offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
         if offsets_v is not None and known_V is not None:  # one alone is refused as missing
             check_map(offsets_v, known_V)
-        draft_vocab_size = len(matrix(tensors, "lm_head.weight"))
-        design = EagleDesign.read(
-            config,
-            tensors,
-            draft_vocab_size if known_V is None else len(known_V),
-            feature_layers=tuple(layers),
-            draft_vocab_size=draft_vocab_size,
-            **{name: bool(config.get(name)) for name in SWITCHES},
-        )
-        return cls(design)
+        words = len(matrix(tensors, "lm_head.weight"))
+        vocab_size = words if known_V is None else len(known_V)
+        more = {"feature_layers": tuple(layers), "draft_vocab_size": words}
+        return cls(EagleDesign.read(config, tensors, vocab_size, **more))
 
 
 def default_features(layers: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ softmax(W2_k (SiLU(W1_k h + b_k) + h)), the loss is sum_k decay^k CE_k.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,10 +73,12 @@ class MedusaDesign:
         """The shape of the tensors; of the config only the vocabulary size is used, where no tensor
         tells it.
         """
-        width = len(matrix(tensors, "blocks.0.layers.0.weight"))
-        ids_v, own_lm_head = integers(tensors, "token_map"), "lm_heads.0.weight" in tensors
-        if own_lm_head and ids_v is None:
-            vocab_size = len(matrix(tensors, "lm_heads.0.weight"))
+        names = [*tensors, "blocks.0.layers.0.weight"]  # the first of those that are there
+        block = next(name for name in names if re.fullmatch(r"blocks\.\d+\.layers.*\.weight", name))
+        lm_heads = [name for name in tensors if name.startswith("lm_heads.")]
+        width, ids_v = len(matrix(tensors, block)), integers(tensors, "token_map")
+        if lm_heads and ids_v is None:
+            vocab_size = len(matrix(tensors, lm_heads[0]))
         else:
             (vocab_size,) = needed(config, "vocab_size")
         if ids_v is not None:
@@ -88,7 +91,7 @@ class MedusaDesign:
                 )
         depth = count_of(tensors, r"blocks\.(\d+)\.")
         layers = count_of(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
-        return cls(width, vocab_size, depth, layers, own_lm_head, ids_v)
+        return cls(width, vocab_size, depth, layers, bool(lm_heads), ids_v)
 
 
 class MedusaHead(DraftHead):
