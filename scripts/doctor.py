@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from draftheads.heads.files import write_text
 from draftheads.scripts.commands import (
     Device,
     Dtype,
@@ -26,10 +26,10 @@ from draftheads.scripts.commands import (
 )
 
 if TYPE_CHECKING:
-    from draftheads.heads.base import DraftHead
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
-    from draftheads.train.doctor.measurements import Case, Diagnosis, Finding
+    from draftheads.train.doctor.checks import Diagnosis
+    from draftheads.train.doctor.measurements import Case
 
 
 def doctor(
@@ -59,23 +59,57 @@ def doctor(
     from draftheads.heads.hub import open_head
     from draftheads.scripts.journey import opening_ids
     from draftheads.train.doctor.checks import diagnose
-    from draftheads.train.doctor.measurements import Case
+    from draftheads.train.doctor.measurements import Case, openings_of, unseen
 
-    model = load_target(target, dtype, device, heads=[open_head(head)])
+    folder = open_head(head)
+    model = load_target(target, dtype, device, heads=[folder])
     choose_threads(threads, model)
-    heads, facts = _read_head(head, model)
-    documents, manifest = _read_data(data or _recorded(facts), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the target has changed is a finding with a price
+        drafts = folder.load(model)
+    training = folder.facts.get("training") or {}
+    documents, manifest = _read_data(data, training, model)
     if prompts:
         openings = opening_ids(model, prompts, prompt_words, limit)
+    elif documents:
+        spans = unseen(training, documents)
+        openings = openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
     else:
-        openings = _openings(facts, documents, limit)
+        raise ValueError(
+            "expected something to decode, got neither --prompts nor --data, and the folder that "
+            "the head was trained on is not here; give one of them"
+        )
     sampling = rule(temperature, 1.0, 0, False, seed) if temperature else None
-    case = Case(model, heads, facts, openings, documents, manifest, max_new_tokens, sampling)
+    facts = folder.facts
+    case = Case(model, drafts, facts, openings, documents, manifest, max_new_tokens, sampling)
     diagnosis = diagnose(case)
     print_diagnosis(case, diagnosis)
     if json_out:
-        write_diagnosis(diagnosis, json_out)
-    raise typer.Exit(0 if diagnosis.healthy else 1)
+        values = {"healthy": not diagnosis.findings, **asdict(diagnosis)}
+        write_text(json_out, json.dumps(values, indent=2) + "\n")
+    raise typer.Exit(1 if diagnosis.findings else 0)
+
+
+def _read_data(
+    folder: Path | None, training: dict[str, Any], target: Target
+) -> tuple[Documents | None, dict[str, Any]]:
+    """The data, by default that of training where it is still there, and its manifest."""
+    from draftheads.train.batches import Documents
+    from draftheads.train.data.answers import MANIFEST, read_answers, read_manifest
+
+    recorded = training.get("recipe", {}).get("data", {}).get("path")
+    if folder is None and recorded and (Path(recorded) / MANIFEST).is_file():
+        folder = Path(recorded)
+    if folder is None:
+        return None, {}
+    documents = Documents.read(read_answers(folder))
+    largest = int(documents.tokens_N.max())
+    if largest >= target.vocab_size:
+        raise ValueError(
+            f"{folder}: expected token ids below {target.vocab_size} ({target.name}), got "
+            f"{largest}; give the data of this target"
+        )
+    return documents, read_manifest(folder)
 
 
 def print_diagnosis(case: Case, diagnosis: Diagnosis, console: Console | None = None) -> None:
@@ -88,79 +122,14 @@ def print_diagnosis(case: Case, diagnosis: Diagnosis, console: Console | None = 
         f"{diagnosis.predicted:.2f} predicted for the best fixed tree of {case.nodes} draft nodes "
         f"({diagnosis.positions} positions){recorded}"
     )
-    if diagnosis.healthy:
+    if not diagnosis.findings:
         console.print("healthy: nothing found that costs tokens", style="green")
-    for number, finding in enumerate(diagnosis.findings, start=1):
-        title = f"{number}. {finding.check}: explains {finding.explains:.2f} tokens per step"
-        console.print(title, style="bold red")
-        _print_body(console, finding)
-    for finding in diagnosis.remarks:
-        console.print(f"also seen, at no price: {finding.check}", style="yellow")
-        _print_body(console, finding)
-
-
-def write_diagnosis(diagnosis: Diagnosis, path: Path) -> None:
-    """The diagnosis as JSON; the file appears complete or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(
-        json.dumps({"healthy": diagnosis.healthy, **asdict(diagnosis)}, indent=2) + "\n"
-    )
-    os.replace(part, path)
-
-
-def _print_body(console: Console, finding: Finding) -> None:
-    console.print(f"   found:  {finding.shown}")
-    console.print(f"   normal: {finding.normal}")
-    console.print(f"   next:   {finding.advice}")
-
-
-def _read_head(name: str, target: Target) -> tuple[DraftHead, dict[str, Any]]:
-    """The head, and what it records of itself."""
-    from draftheads.heads.hub import open_head
-
-    folder = open_head(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the target has changed is a finding with a price
-        head = folder.load(target)
-    return head, folder.facts
-
-
-def _recorded(facts: dict[str, Any]) -> Path | None:
-    """The folder of the data that the head was trained on, where it is still there."""
-    from draftheads.train.data.answers import MANIFEST
-
-    recipe = (facts.get("training") or {}).get("recipe", {})
-    path = recipe.get("data", {}).get("path")
-    return Path(path) if path and (Path(path) / MANIFEST).is_file() else None
-
-
-def _read_data(folder: Path | None, target: Target) -> tuple[Documents | None, dict[str, Any]]:
-    """The data and its manifest. Raises ValueError for tokens that the target does not have."""
-    from draftheads.train.batches import Documents
-    from draftheads.train.data.answers import read_answers, read_manifest
-
-    if folder is None:
-        return None, {}
-    manifest = read_manifest(folder)
-    documents = Documents.read(read_answers(folder))
-    largest = int(documents.tokens_N.max())
-    if largest >= target.vocab_size:
-        raise ValueError(
-            f"{folder}: expected token ids below {target.vocab_size} ({target.name}), got "
-            f"{largest}; give the data of this target"
-        )
-    return documents, manifest
-
-
-def _openings(facts: dict[str, Any], documents: Documents | None, limit: int) -> list[list[int]]:
-    """Prompts of documents that were not trained on."""
-    from draftheads.train.doctor.checks import openings_of
-    from draftheads.train.doctor.measurements import unseen
-
-    if documents is None:
-        raise ValueError(
-            "expected something to decode, got neither --prompts nor --data, and the folder that "
-            "the head was trained on is not here; give one of them"
-        )
-    spans = unseen(facts.get("training") or {}, documents)
-    return openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
+    for number, finding in enumerate([*diagnosis.findings, *diagnosis.remarks], start=1):
+        if number <= len(diagnosis.findings):
+            title = f"{number}. {finding.check}: explains {finding.explains:.2f} tokens per step"
+            console.print(title, style="bold red")
+        else:
+            console.print(f"also seen, at no price: {finding.check}", style="yellow")
+        console.print(f"   found:  {finding.shown}")
+        console.print(f"   normal: {finding.normal}")
+        console.print(f"   next:   {finding.advice}")

@@ -1,4 +1,15 @@
-"""Which runs an ablation has: the grids of its axes, as recipes."""
+"""What is each choice of a recipe worth? Trains every combination, then counts tokens per step.
+
+    python scripts/benchmarks/ablation.py RECIPE.yaml [key=value ...] \\
+        --vary head.conditioning=markov,recurrent --vary head.depth=4,7 \\
+        --case "head.kind=medusa head.depth=4,7" --prompts P --prompt-words 10 --json OUT
+
+Every combination of the varied keys is a run in its own folder below `run.output`; a case is a
+further grid with its own keys. Each head decodes greedily, or at every `--temperature` given. A
+finished run is not trained again, and one that is in OUT is not measured again: re-run the same
+command to resume. Times in OUT depend on what else the machine did; `draftheads bench` is for
+speed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +47,7 @@ from draftheads.infer.bench import (
 from draftheads.infer.engine import Speculator, Statistics, Step
 from draftheads.scripts.commands import load_target, mistakes_in_one_line, set_threads
 from draftheads.scripts.journey import check_outputs, opening_ids
-from draftheads.train.evaluate import Continued, Measured
+from draftheads.train.evaluate import tau_error
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe, load_recipe
 
@@ -86,19 +97,6 @@ def plan(
     if len({(p.recipe.target, p.recipe.target_dtype) for p in plans.values()}) > 1:
         raise ValueError("expected one target for all runs, got several; vary other keys")
     return list(plans.values()), refused
-
-
-# What is each choice of a recipe worth? Trains every combination, then counts tokens per step.
-#
-# python scripts/benchmarks/ablation.py RECIPE.yaml [key=value ...]         --vary
-# head.conditioning=markov,state --vary head.depth=4,7         --case "head.kind=medusa
-# head.depth=4,7" --prompts P --prompt-words 10 --json OUT
-#
-# Every combination of the varied keys is a run in its own folder below `run.output`; a case is a
-# further grid with its own keys. Each head decodes greedily, or at every `--temperature` that is
-# given. A finished run is not trained again, and one that OUT holds is not measured again: the same
-# command goes on where it was interrupted. Times, in OUT, are means on whatever else the machine
-# did meanwhile; `draftheads bench` is for speed.
 
 
 TRAINED = ("steps", "seconds", "loss", "predicted_tokens_per_step", "heldout_top1", "heldout_top5")
@@ -165,7 +163,7 @@ class Meter:
         return [
             {
                 **{key: row[key] for key in MEASURED},
-                "standard_error": _by_prompt(runs[row["name"]]).error,
+                "standard_error": tau_error(_counts(runs[row["name"]])),
                 "draft_ms": 1e3 * row["draft_seconds"],
             }
             for row in rows
@@ -179,16 +177,15 @@ def _contestant(name: str, nodes: int | None, engine: Speculator, rule: Acceptan
     return Candidate(name, nodes, generate, engine)
 
 
-def _by_prompt(runs: Sequence[Sequence[Run]]) -> Measured:
-    """runs: of each prompt, its repetitions, of which there is one."""
-    parts = []
-    for number, [run] in enumerate(runs):
+def _counts(runs: Sequence[Sequence[Run]]) -> list[tuple[int, int]]:
+    """Tokens and steps of each prompt. runs: of each prompt, its one repetition."""
+    counts = []
+    for [run] in runs:
         total = Statistics()
         for step in run.steps:
             total.add(step)
-        counts = total.steps, total.tokens, total.accepted
-        parts.append(Continued(number, *counts, len(run.tokens), run.seconds, None))
-    return Measured(parts)
+        counts.append((total.tokens, total.steps))
+    return counts
 
 
 class Ablation:

@@ -1,5 +1,10 @@
-"""Drafters of any kind at a given shape, with random weights on a stand-in target, ready to draft
-again and again.
+"""How long does drafting one tree take, for each kind of head, at the shape of a given target?
+
+    python scripts/benchmarks/draft_time.py --hidden 4096 --vocab 128256 --layers 32 \\
+        --nodes 60 --depth 4 --device cuda --dtype bfloat16 [--kinds medusa eagle3] [--json OUT]
+
+Weights are random and no target verifies: a drafter is given random tokens and features, and makes
+a tree of them. Heads that fit in memory together (`--together-gb`) are timed in turns.
 
 Legend: B batch, A newly committed tokens, D feature width, V vocabulary, v draft vocabulary.
 """
@@ -57,7 +62,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (kind, choices). shared: the target's lm_head; others have one for each depth (eagle3:
 one). prefix: a decoder layer in front.
 """
-DEFAULT_KINDS = ("medusa", "medusa-shared", *CONDITIONINGS, "state+prefix", "eagle3")
+DEFAULT_KINDS = ("medusa", "medusa-shared", *CONDITIONINGS, "recurrent+prefix", "eagle3")
 GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 """Operators that read as much of their first tensor as they return."""
 
@@ -234,15 +239,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-# How long does drafting one tree take, for each kind of head, at the shape of a given target?
-#
-# python scripts/benchmarks/draft_time.py --hidden 4096 --vocab 128256 --layers 32         --nodes
-# 60 --depth 4 --device cuda --dtype bfloat16 [--kinds medusa eagle3] [--json OUT]
-#
-# Weights are random and no target verifies: a drafter is given random tokens and features, and
-# makes a tree of them. Heads that fit in memory together (`--together-gb`) are timed in turns.
 
 
 Entry = tuple[str, str]

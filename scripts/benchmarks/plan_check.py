@@ -97,12 +97,12 @@ def compare(recipe: Recipe, clock: str) -> tuple[Figures, Figures]:
     saved = list(output.glob("step-*"))
     predicted: list[float] = [plan.memory.total, plan.disk.checkpoint * len(saved), plan.time.step]
     measured: list[float] = [watched.peak, sum(map(size, saved))]
-    share, steps = plan.steps.alone, plan.steps.count
+    share, steps = plan.work.alone, plan.work.steps
     assert steps, "the data is there"
     turn = round(share * steps)  # where an adapter begins to learn
     if 0 < turn < steps:
         alone, joint = watched.mean(0, turn), watched.mean(turn, steps)
-        predicted += [plan.time.alone or 0.0, plan.time.joint or 0.0]
+        predicted += [plan.time.alone, plan.time.joint]
         measured += [share * alone + (1 - share) * joint, alone, joint]
     else:
         measured.append(watched.mean(0, steps))

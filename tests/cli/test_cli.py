@@ -366,9 +366,9 @@ def test_all_keys_of_all_kinds_are_listed(run):
         flat = {k if not isinstance(v, dict) else f"{k}.{n}" for k, v in dumped.items()
                 for n in (v if isinstance(v, dict) else [k])}  # fmt: skip
         assert keys[kind] - {f"adapter.{name}" for name in AdapterChoices.model_fields} == flat
-    assert "run.save_every = 500 [integer, at least 1]" in listed
-    assert "data.path = required [path]" in listed
-    assert "optim.betas = [0.9, 0.95] [tuple of number, at least 0, below 1, " in out
+    assert "run.save_every = 500 [int, ge=1]" in listed
+    assert "data.path = required [pathlib.Path]" in listed
+    assert "optim.betas = [0.9, 0.95] [tuple[Annotated[float, Ge(ge=0), Lt(lt=1)], " in out
 
 
 def test_help_waits_for_no_library():
