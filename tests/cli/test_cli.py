@@ -169,10 +169,10 @@ def test_template_that_cannot_show_tool_calls(run, target, tmp_path):
                "--out", tmp_path / "data"]  # fmt: skip
     for command in (distill, ["data-preview", source, "--target", target]):
         failed(run(*command, "--tools", "keep"), "drops them", "leave them out with --tools drop")
-        failed(run(*command, "--tools", "some"), "--tools", "'some' is not")
+        failed(run(*command, "--tools", "some"), "--tools", "'some' is not one of")
     assert not (tmp_path / "data").exists()
     failed(
-        run(*distill, "--reasoning", "some"), "--reasoning", "'some' is not one of 'keep', 'drop'"
+        run(*distill, "--reasoning", "some"), "--reasoning", "'some' is not one of"
     )
     assert run(*distill, "--tools", "drop")[0] == 0
 
