@@ -215,9 +215,6 @@ def test_only_the_head_is_trained(made, tmp_path, monkeypatch, capsys, kind):
     assert all(torch.equal(before[name], after[name]) for name in before.keys() - released)
     said = capsys.readouterr().out
     assert f"parameters of the {kind} head; the target's" in said
-    blocks = "3 x blocks.*.layers.*.weight [32, 32]"
-    expected = {"medusa": blocks, "sequential": blocks}
-    assert expected.get(kind, "1 x fc.weight [32, ") in said
     assert set(weights(tmp_path / "run", 6)) == set(seen[0].head.state_dict())
 
 
