@@ -1,7 +1,5 @@
-"""LoRA on a target, for heads that are trained together with it (Medusa-2): what PEFT does, seen
-through create, load, switch off, save and merge.
-
-The folder that `save` writes is PEFT's own, so other tools load it too.
+"""LoRA on a target, by PEFT, for heads that are trained together with it (Medusa-2). The folder
+that `save` writes is PEFT's own, so other tools load it too.
 """
 
 from __future__ import annotations
@@ -26,26 +24,23 @@ if TYPE_CHECKING:  # slow to import, and needed by few
     from peft import PeftModel
 
 FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"
-"""Where a head folder has its adapter, and what is in there."""
 FILES = (f"{FOLDER}/{CONFIG}", f"{FOLDER}/{WEIGHTS}")
-"""The same, as paths in a head folder."""
-NAME = "default"
-"""PEFT's, of the only adapter that a target has."""
+"""What a head folder has of its adapter."""
 
 
 class Adapter:
     """Low-rank changes of a target's matrices: W + (alpha / rank) B A. A plain object, as the
     target is.
 
-    base: fingerprint of the target without it. drift: how far it moves the target's output
-    (`train.drift`), as last measured.
+    base: fingerprint of the target without it. drift: how far it moves the target's output, as last
+    measured.
     """
 
     drift: dict[str, Any] | None = None
 
     def __init__(self, wrapped: PeftModel, base: str) -> None:
         self.wrapped, self.base = wrapped, base
-        self.config: dict[str, Any] = wrapped.peft_config[NAME].to_dict()
+        self.config: dict[str, Any] = wrapped.peft_config["default"].to_dict()
         self._merged: dict[str, Tensor] | None = None
 
     @classmethod
@@ -70,12 +65,21 @@ class Adapter:
         first = 0 if layers is None else len(stack) - layers
         if first < 0:
             raise ValueError(f"adapter.layers: expected {len(stack)} or fewer, got {layers}")
+        linear = [name for name, each in stack.named_modules() if isinstance(each, nn.Linear)]
+        known = sorted({name.rpartition(".")[2] for name in linear})
+        missing = sorted(set(modules or ()) - set(known))
+        if missing or not known:
+            raise ValueError(
+                f"adapter.modules: expected some of {', '.join(known) or 'none'}, which the "
+                f"target's layers have, got {', '.join(missing) or 'none'}"
+            )
+        places: dict[nn.Module, str] = {each: name for name, each in model.named_modules()}
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
-            target_modules=_modules(stack, modules),
+            target_modules=known if modules is None else sorted(modules),
             layers_to_transform=list(range(first, len(stack))),
-            layers_pattern=_name_of(stack, model).rpartition(".")[2],
+            layers_pattern=places[stack].rpartition(".")[2],
             task_type="CAUSAL_LM",
         )
         with _quiet():
@@ -153,7 +157,7 @@ class Adapter:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """The target as it came, inside. Not for a merged one."""
-        assert self._merged is None, "what is merged cannot be switched off"
+        assert self._merged is None, "a merged adapter cannot be switched off"
         self.wrapped.base_model.disable_adapter_layers()
         try:
             yield
@@ -202,25 +206,7 @@ def _fingerprint(state: dict[str, Tensor]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PEFT asks transformers in words that it calls deprecated."""
+    """PEFT asks transformers by a name that is deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield
-
-
-def _modules(layers: nn.ModuleList, wanted: Sequence[str] | None) -> list[str]:
-    """Last names of the matrices to change."""
-    linear = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
-    names = sorted({name.rpartition(".")[2] for name in linear})
-    missing = sorted(set(wanted or ()) - set(names))
-    if missing or not names:
-        raise ValueError(
-            f"adapter.modules: expected some of {', '.join(names) or 'none'}, which the target's "
-            f"layers have, got {', '.join(missing) or 'none'}"
-        )
-    return names if wanted is None else sorted(wanted)
-
-
-def _name_of(module: nn.Module, model: PreTrainedModel) -> str:
-    names: dict[nn.Module, str] = {each: name for name, each in model.named_modules()}
-    return names[module]

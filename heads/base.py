@@ -1,15 +1,15 @@
 """What every draft head is: the types that training and inference share.
 
-Legend: B batch, T tokens, A newly committed tokens, D feature width, K draft depth, R ranks, V
-vocabulary.
-
 The alignment law, obeyed everywhere in this project:
 
     features[i] is the target state from which tokens[i] was predicted.
 
 So a hidden state that the target computed *at* position i is the feature of token i + 1, and the
-first token of a sequence has no feature (zeros stand in for it). Head k of a Medusa head (k = 1..K)
+first token of a sequence has no feature (zeros take its place). Head k of a Medusa head (k = 1..K)
 reads features[i] and guesses tokens[i + k]; tokens[i] itself is the tree's root, already committed.
+
+Legend: B batch, T tokens, A newly committed tokens, D feature width, K draft depth, R ranks, M
+positions with a loss.
 """
 
 from __future__ import annotations
@@ -30,19 +30,15 @@ from draftheads.heads.tree import TokenTree, Tree
 Result = TypeVar("Result")
 
 RANKS = 10
-"""How many ranks of the right token are told apart in training statistics; best-first trees need
-ten.
-"""
+"""How many ranks of the right token training statistics tell apart."""
 
 
 class HeadLoss(NamedTuple):
-    """What `DraftHead.forward` returns: a tuple, as DeepSpeed and FSDP look for tensors only in
-    those.
+    """What `DraftHead.forward` returns; a tuple, as DeepSpeed and FSDP find tensors only in those.
 
     loss: scalar, *summed* over learned tokens; the loop divides by the global number of them.
-    ranks_KR: int64 counts, how often the right token had rank r at depth k (the last of RANKS + 1
-    columns counts all worse ranks), one row for each depth that the loss looks at.
-    `ranks_KR.sum(1)` is the number of tokens judged at each depth.
+    ranks_KR: int64, how often the right token had rank r at each depth that the loss looks at; the
+    last of RANKS + 1 columns counts all worse ranks.
     """
 
     loss: Tensor
@@ -80,14 +76,10 @@ class Committed:
 
 
 class Drafter(Protocol):
-    """Proposes a token tree for each step of one generation; owns its history and is thrown away
-    with it.
-    """
+    """Proposes a token tree for each step of one generation, and is thrown away with it."""
 
     feature_layers: tuple[int, ...]
-    """Indices into the target's hidden states that `Committed.features_BAD` must hold,
-    concatenated.
-    """
+    """The hidden states of the target that `Committed.features_BAD` concatenates."""
 
     def propose(self, committed: Committed) -> TokenTree:
         """A tree whose node 0 is each row's newest committed token."""
@@ -99,8 +91,7 @@ class Stateless(nn.Module):
 
 
 class DraftHead(nn.Module, ABC):
-    """A head kind: its configuration and weights, how it is trained, how it drafts. One file per
-    kind.
+    """A head kind: its configuration and weights, how it is trained, how it drafts.
 
     The frozen target is handed to the methods that need it and never becomes a submodule, so it
     cannot leak into the head's state_dict, optimizer or DDP wrapper.
@@ -112,13 +103,10 @@ class DraftHead(nn.Module, ABC):
 
     tree: Tree
     """The tree that `drafter` uses when it is not given one."""
-
     hidden_size: int
     vocab_size: int
     recompute: bool = False
-    """Whether training keeps only what goes into layers, and computes what is inside them again in
-    the backward pass: less memory for about one more forward pass. Never saved.
-    """
+    """Gradient checkpointing: the backward pass computes layers again. Never saved."""
 
     @property
     @abstractmethod
@@ -128,21 +116,17 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def feature_layers(self) -> tuple[int, ...]:
-        """Indices into the target's hidden states (0 = embeddings, -1 = last, after the final
-        norm).
-        """
+        """Indices into the target's hidden states (0 = embeddings, -1 = last, after the norm)."""
 
     @property
     def training_layers(self) -> tuple[int, ...]:
-        """What `forward` and `token_ranks` need of the target: features, then labels' states."""
+        """The states that `forward` and `token_ranks` read: features, then those of labels."""
         return self.feature_layers
 
     @property
     @abstractmethod
     def needs_unembed(self) -> bool:
-        """Whether `forward` and `token_ranks` ask the target for logits or its last matrix; where
-        not, training can do without that matrix.
-        """
+        """Whether `forward` or `token_ranks` ask the target for logits or its last matrix."""
 
     @abstractmethod
     def check_tree(self, tree: Tree) -> None:
@@ -154,9 +138,8 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        """ranks_MK, int64: at each learned position, the rank that the token that really came has
-        at each depth, -1 where it is RANKS or worse or the document has ended. Trees are built from
-        it.
+        """ranks_MK, int64: at each position with a loss, the rank at each depth of the token that
+        really came; -1 where it is RANKS or worse or the document has ended. Trees are built of it.
         """
 
     @abstractmethod
@@ -165,36 +148,29 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The architecture as config.json keys, in the words of the engines that serve this
-        kind.
-        """
+        """The architecture as config.json keys, as serving engines name them."""
 
     @classmethod
     @abstractmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> DraftHead:
-        """An uninitialised head whose shape is read from tensor names and shapes; configs may
-        lie.
-        """
+        """A head without weights, its shape read from the tensors first: configs may lie."""
 
     @classmethod
     @abstractmethod
     def create(cls, target: Target, **choices: Any) -> DraftHead:
-        """A new head for `target`, initialised for training; `choices` are the recipe's `head.*`
-        keys.
-        """
+        """A new head for `target`, ready to be trained; choices: the recipe's `head.*` keys."""
 
     def compile_layers(self, **options: Any) -> None:
-        """Compile the layers whose result depends on nothing but tensors, in place: no name in
-        `state_dict` changes. options: of `torch.compile`, e.g. backend.
+        """Compile all `Stateless` layers in place; no name in `state_dict` changes. options: of
+        `torch.compile`.
         """
         for module in self.modules():
             if isinstance(module, Stateless):
                 module.compile(dynamic=True, **options)
 
     def checkpointed(self, part: Callable[..., Result], *arguments: Any) -> Result:
-        """part(*arguments); where `recompute` is set, the backward pass calls it a second time. It
-        must come to the same result then: random numbers and what it remembers are its own
-        business.
+        """part(*arguments); with `recompute`, the backward pass calls it again, so it must be
+        deterministic.
         """
         if not (self.recompute and torch.is_grad_enabled()):
             return part(*arguments)

@@ -15,26 +15,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Training tokens, several documents packed into each row.
-
-    tokens_BT: int64 token ids. learn_BT: bool, True where the target wrote the token. positions_BT:
-    int64, 0 at the start of each document, so that packed documents do not see each other.
-    documents_BT: int64, which document of the row a token belongs to; -1 marks padding.
-    """
+    """Training tokens, several documents packed into each row."""
 
     tokens_BT: Tensor
+    """int64 token ids."""
     loss_mask_BT: Tensor
+    """bool, True where the target wrote the token."""
     positions_BT: Tensor
+    """int64, 0 at the start of each document."""
     documents_BT: Tensor
+    """int64, which document of the row a token belongs to; -1 marks padding."""
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        return Batch(*(tensor.to(device) for tensor in vars(self).values()))
 
     def roots(self, depth: int) -> Iterator[Tensor]:
         """For each k = 1..depth: bool (B, T), the positions i from which tokens[i + k] is learned.
 
-        Everything from i to i + k must be the target's own words of one document, as it is when
+        The target must have written everything from i to i + k, in one document, as it does when
         heads are used: tokens[i] is then the root of a tree.
         """
         here_BT = self.loss_mask_BT

@@ -1,25 +1,20 @@
 """A key/value cache that is allocated once, written in place and compacted in place.
 
-Legend: B batch, H key/value heads, S slots, N tree nodes, A accepted nodes, D head width.
-
 Slot s of a row holds the token at position s of that row. Each row has its own length, so rows may
-accept different numbers of tokens: a tree of N nodes is written behind each row's length, the
-accepted path is moved to the front of that place, and everything behind the new length is free
-again. There are no holes, no padding slots and no concatenation, and cutting a row back to a shared
-prefix is a change of one number.
+accept different numbers of tokens: a tree of N nodes is written after each row's length, the
+accepted path is moved to the front of that place, and everything after the new length is free
+again. There are no holes, no padding slots and no concatenation.
+
+Legend: B batch, H key/value heads, S slots, Q nodes that ask, N pending nodes, A accepted nodes, D
+head width.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 ROOM = 1024
@@ -31,8 +26,8 @@ GROWTH = 1.5
 class SlotTable:
     """Which slots are in use, shared by all layers of a cache.
 
-    lengths_B: int64, committed tokens of each row; `lengths` and `longest` say the same without
-    asking the device.
+    lengths_B: int64, committed tokens of each row; `lengths`, `longest` and `uniform` say the same
+    without asking the device.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str) -> None:
@@ -46,8 +41,8 @@ class SlotTable:
         self.start = self.pending = 0
 
     def reserve(self, tokens: int, *, after: int = 0) -> None:
-        """Announce that the next forward writes `tokens` tokens behind each row's length, and
-        behind `after` tokens that were written there before and not committed.
+        """Announce that the next forward writes `tokens` tokens after each row's length, and after
+        `after` pending tokens that were written there before.
         """
         self.start, self.pending = after, after + tokens
         if self.span > self.capacity:
@@ -60,7 +55,7 @@ class SlotTable:
         return self.longest + self.pending
 
     def slots_BA(self, offsets_BA: Tensor) -> Tensor:
-        """The slots that stand `offsets` behind each row's length."""
+        """The slots `offsets` after each row's length."""
         return self.lengths_B[:, None] + offsets_BA
 
     def advance(self, counts: list[int]) -> None:
@@ -68,9 +63,7 @@ class SlotTable:
         self.set_lengths([old + new for old, new in zip(self.lengths, counts, strict=True)])
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Set every row's number of committed tokens; a smaller one than before forgets the
-        rest.
-        """
+        """Set every row's number of committed tokens, and forget the pending ones."""
         self.lengths = lengths
         self.lengths_B.copy_(torch.tensor(lengths))
         self.longest = max(lengths)
@@ -78,13 +71,11 @@ class SlotTable:
         self.start = self.pending = 0
 
     def visible(self, ancestors_BQN: Tensor) -> Tensor:
-        """bool (B, Q, S): what the Q newest of N pending nodes may see.
-
-        A node sees every committed slot of its row and, among the pending ones, its ancestors and
-        itself.
+        """bool (B, Q, S): what the Q newest of N pending nodes see, every committed slot of their
+        row, and of the pending ones their ancestors and themselves.
         """
         asking, nodes = ancestors_BQN.shape[1:]
-        if self.uniform:  # one topology behind one length: two blocks side by side, no gather
+        if self.uniform:  # one topology after one length: two blocks side by side, no gather
             committed = ancestors_BQN.new_ones(()).expand(len(ancestors_BQN), asking, self.longest)
             return torch.cat([committed, ancestors_BQN], dim=2)
         node_BS, index_BS = self._nodes(nodes)
@@ -95,8 +86,8 @@ class SlotTable:
         return (node_BS < 0)[:, None, :] | (ancestors_BQS & in_tree_BS[:, None, :])
 
     def positions(self, depths_BN: Tensor) -> Tensor:
-        """int64 (B, S): the position that each slot holds, N pending nodes being `depths` behind
-        the first free one.
+        """int64 (B, S): the position that each slot holds; pending nodes are `depths` after the
+        committed ones.
         """
         slots_S = self._slots_S[: self.span]
         if self.uniform:
@@ -107,9 +98,7 @@ class SlotTable:
         return torch.where(node_BS < 0, slots_S, self.lengths_B[:, None] + depths_BS)
 
     def _nodes(self, nodes: int) -> tuple[Tensor, Tensor]:
-        """For each slot: its node number (negative: committed; `nodes` or more: free), and that
-        number cut to those that exist.
-        """
+        """Each slot's node number (negative: committed; `nodes` or more: free), raw and clamped."""
         node_BS = self._slots_S[: self.span] - self.lengths_B[:, None]
         return node_BS, node_BS.clamp(0, nodes - 1)
 
@@ -126,23 +115,19 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self._stores: list[Tensor] = []  # each (keys and/or values, B, H, capacity, D)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for the whole generation: keys and values in one store where they are alike, so
-        that one copy moves both.
-        """
+        """Allocate, keys and values in one store where they are alike: one copy moves both."""
         self.dtype, self.device = key_states.dtype, key_states.device
         if key_states.shape == value_states.shape:
             self._stores = [self._allocate(2, key_states)]
         else:
             self._stores = [self._allocate(1, key_states), self._allocate(1, value_states)]
-        self._point()
+        self.keys, self.values = self._stores[0][0], self._stores[-1][-1]
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write N tokens behind each row's length; return a view of everything that they may
-        see.
-        """
+        """Write N tokens after each row's length; return a view of all that they may see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif self.keys.shape[2] < self.table.capacity:
@@ -188,14 +173,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         batch, heads, _, width = states.shape
         return states.new_zeros(count, batch, heads, self.table.capacity, width)
 
-    def _point(self) -> None:
-        self.keys, self.values = self._stores[0][0], self._stores[-1][-1]
-
     def _grow(self) -> None:
-        for place, old in enumerate(self._stores):
-            self._stores[place] = self._allocate(len(old), old[0])
-            self._stores[place][:, :, :, : old.shape[3]] = old
-        self._point()
+        old_stores = self._stores
+        self.lazy_initialization(self.keys, self.values)
+        for store, old in zip(self._stores, old_stores, strict=True):
+            store[:, :, :, : old.shape[3]] = old
 
 
 class SlotCache(Cache):  # type: ignore[misc]
@@ -213,8 +195,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Commit, of the pending nodes, row b's `path_BA[b, :counts[b]]` (in depth order); forget
         the others.
 
-        path_BA: int64 node numbers, padded with anything valid behind `counts[b]`. in_place: every
-        row's path is 0, 1, 2, ..., so the nodes stand already where they belong.
+        path_BA: int64 node numbers, padded with anything valid. in_place: every row's path is 0, 1,
+        2, ..., so the nodes are already where they belong.
         """
         if not in_place:
             offsets_1A = torch.arange(path_BA.shape[1], device=path_BA.device)[None]
@@ -224,83 +206,3 @@ class SlotCache(Cache):  # type: ignore[misc]
                 if layer.is_initialized:
                     layer.move(source_BA.to(layer.device), target_BA.to(layer.device))
         self.table.advance(counts)
-
-    def copy_row(self, row: int, other: SlotCache) -> None:
-        """Take what this row holds from the one row of `other`, which has the same text."""
-        length = self.table.lengths[row]
-        for layer, source in zip(self.layers, other.layers, strict=True):
-            for store, copied in zip(layer._stores, source._stores, strict=True):
-                store[:, row, :, :length] = copied[:, 0, :, :length]
-
-
-# LongRoPE targets (Phi-3 to Phi-4-mini): texts beyond a limit have RoPE factors of their own.
-#
-# transformers chooses the factors of a whole forward by its greatest position. A forward of ours
-# may hold rows, chunks and tree nodes on both sides of the limit, so here each token has a choice.
-#
-# Legend: B batch, T tokens, D documents.
-
-
-class LongRope:
-    """limit: texts of more tokens have long factors; None where the model knows no such limit.
-    crossing: the same where `generate` computes a text anew when it grows over the limit; None
-    where it keeps what it has computed with short factors.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
-        parameters = parameters or {}  # of the model, or of each type of layer
-        limits = [
-            each["original_max_position_embeddings"]
-            for each in (parameters, *parameters.values())
-            if isinstance(each, dict) and each.get("rope_type") == "longrope"
-        ]
-        self.limit: int | None = limits[0] if limits else None
-        self.crossing = self.limit if limits and _drops_its_cache(model, limits[0]) else None
-        self._ropes = [
-            module
-            for module in model.modules()
-            if limits and "longrope" in str(getattr(module, "rope_type", ""))
-        ]
-
-    def factors(self, texts_B1: Tensor, more_BT: Tensor | int = 0) -> AbstractContextManager[None]:
-        """Inside, each token gets the factors of a text of so many tokens and so many more."""
-        return self._chosen(texts_B1 + more_BT) if self._ropes else nullcontext()
-
-    @contextmanager
-    def _chosen(self, texts_BT: Tensor) -> Iterator[None]:
-        limit = self.limit or 0
-
-        def choose(rope: nn.Module, args: Any, kwargs: Any, output: Any) -> tuple[Tensor, ...]:
-            given = inspect.signature(rope.forward).bind(*args, **kwargs).arguments
-            positions_BT = given.pop("position_ids")
-            beyond_B1 = torch.full_like(positions_BT[:, :1], limit)
-            short = rope.forward(position_ids=positions_BT.clamp(max=limit - 1), **given)
-            long = rope.forward(position_ids=torch.cat([positions_BT, beyond_B1], 1), **given)
-            is_long_BT1 = (texts_BT > limit).to(positions_BT.device)[:, :, None]
-            pairs = zip(long, short, strict=True)
-            return tuple(torch.where(is_long_BT1, a[:, :-1], b) for a, b in pairs)
-
-        with ExitStack() as hooks:
-            for rope in self._ropes:
-                handle = rope.register_forward_hook(choose, with_kwargs=True)
-                hooks.callback(handle.remove)
-            yield
-
-
-def document_lengths(positions_BT: Tensor) -> Tensor:
-    """int64 (B, T): of each token of packed rows, how many tokens its document has."""
-    numbers_BT = (positions_BT == 0).cumsum(1)
-    lengths_BD = F.pad(torch.zeros_like(positions_BT), (0, 1))  # no row has more documents
-    lengths_BD.scatter_reduce_(1, numbers_BT, positions_BT + 1, "amax")
-    return lengths_BD.gather(1, numbers_BT)
-
-
-def _drops_its_cache(model: PreTrainedModel, limit: int) -> bool:
-    """Whether `generate` does, when a text grows beyond the limit."""
-    cache = SlotCache(1, 1, 1, "cpu")
-    cache.table.set_lengths([limit])
-    prepared = model.prepare_inputs_for_generation(
-        torch.zeros(1, limit + 1, dtype=torch.long), past_key_values=cache, next_sequence_length=1
-    )
-    return prepared.get("past_key_values") is None

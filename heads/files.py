@@ -14,7 +14,7 @@ from pathlib import Path
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder` that takes its place when the block ends well, and is
-    deleted otherwise. What it holds gets the modes that the umask gives new files and folders.
+    deleted otherwise. Its files get the mode that the umask gives new ones.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     sweep(folder.parent, glob.escape(folder.name))
@@ -60,20 +60,17 @@ def sweep(folder: Path, pattern: str) -> None:
     """
     for left in folder.glob(f".{pattern}.{socket.gethostname()}.*"):
         process = left.name.rpartition(".")[2]
-        if process.isdecimal() and not _is_alive(int(process)):
+        if process.isdecimal() and not _is_running(int(process)):
             shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
 
 
-def _is_alive(process: int) -> bool:
-    """Whether another process has this number: in a container the next launch often has its own
-    predecessor's.
-    """
-    if process == os.getpid():
+def _is_running(process: int) -> bool:
+    if process == os.getpid():  # in a container, often that of the launch before, which is gone
         return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
-        return True
+    except PermissionError:  # it is somebody else's
+        pass
     return True

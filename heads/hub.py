@@ -33,8 +33,16 @@ from draftheads.heads.eagle import Eagle3Head, EagleHead
 from draftheads.heads.files import staged, write_text
 from draftheads.heads.formats.config import CONFIG as CONFIG
 from draftheads.heads.formats.config import read_config as read_config
-from draftheads.heads.formats.stored import INDEXES, WEIGHT_FILES, Stored, parts_of, target_name
-from draftheads.heads.formats.table import as_ours, read_stored
+from draftheads.heads.formats.stored import (
+    INDEXES,
+    WEIGHT_FILES,
+    Stored,
+    named,
+    parts_of,
+    read_files,
+    target_name,
+)
+from draftheads.heads.formats.table import as_ours, translated
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target
@@ -77,27 +85,33 @@ def write_head(
     measured: list[dict[str, Any]] | None = None,
 ) -> None:
     """Write the files of `save_head` into an existing folder."""
-    config = {
-        "architectures": [head.architecture],
-        **head.config(),
-        "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
-        "draftheads": {
-            "format": FORMAT,
-            "kind": head.kind,
-            "target": about_target(target),
-            "feature_layers": list(head.feature_layers),
-            "adapter": target.adapter.facts() if target.adapter else None,
-            "tree": head.tree.to_json(),
-            "training": training or {},
-            "measured": measured or [],
-        },
+    facts = {
+        "format": FORMAT,
+        "kind": head.kind,
+        "target": about_target(target),
+        "feature_layers": list(head.feature_layers),
+        "adapter": target.adapter.facts() if target.adapter else None,
+        "tree": head.tree.to_json(),
+        "training": training or {},
+        "measured": measured or [],
     }
+    config = head_config(head, next(head.parameters()).dtype, facts)
     tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
-    as_ours(Stored(folder / WEIGHTS, config, tensors), target).save(folder)
+    as_ours(Stored(config, tensors), target).save(folder)
     (folder / CARD).write_text(render_card(config) + "\n")
     write_remote_code(folder)
     if target.adapter:
         target.adapter.save(folder / ADAPTER, target.name)
+
+
+def head_config(head: DraftHead, dtype: torch.dtype, facts: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a head folder in our own layout."""
+    return {
+        "architectures": [head.architecture],
+        **head.config(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "draftheads": facts,
+    }
 
 
 def about_target(target: Target) -> dict[str, Any]:
@@ -159,21 +173,20 @@ class HeadFolder:
         """The head without weights (on the meta device), and what is stored of it in our own
         layout, once names, shapes and tree agree. target and errors: as for `load`.
         """
-        stored = read_stored(self.path, self.config, target)
-        kind = stored.facts.get("kind", stored.config.get("model_type"))
-        if kind not in HEADS:
-            raise ValueError(
-                f"{self.path}: expected a head of kind {', '.join(HEADS)}, got {kind!r}; "
-                "is this a head folder?"
-            )
-        with stored.named():
+        with named(self.path):
+            stored = translated(read_files(self.path, self.config), target)
+            kind = stored.facts.get("kind", stored.config.get("model_type"))
+            if kind not in HEADS:
+                raise ValueError(
+                    f"expected a head of kind {', '.join(HEADS)}, got {kind!r}; is this a head "
+                    "folder?"
+                )
             with torch.device("meta"):
                 head = HEADS[kind].from_config(stored.config, stored.tensors)
-            stored.check_names(set(head.state_dict()))
             if target is not None:
                 check_target(head, target, stored.facts.get("target") or {})
                 check_adapter(stored.facts.get("adapter"), target)
-            stored.check_shapes(head.state_dict())
+            stored.check(head.state_dict())
             if stored.facts.get("tree"):
                 head.tree = tree_from_json(stored.facts["tree"])
                 head.check_tree(head.tree)
@@ -187,7 +200,7 @@ class HeadFolder:
         weights are not those that the head was trained on.
         """
         checked, stored = self.read(target)
-        with stored.named():
+        with named(self.path):
             head = type(checked).from_config(stored.config, stored.tensors)
         head.tree = checked.tree
         head.load_state_dict(stored.tensors)

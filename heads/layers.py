@@ -1,6 +1,7 @@
 """Small modules that draft heads are made of.
 
-Legend: B batch, M tokens, K heads, D width, V vocabulary.
+Legend: B batch, Q positions that ask, M tokens, K heads, D width, E width of a layer's input, H
+query heads, G key/value heads, W head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,6 +21,75 @@ from draftheads.heads.formats.config import needed
 from draftheads.heads.target import Target
 
 T = TypeVar("T")
+Angles = tuple[Tensor, Tensor]
+"""Cosines and signed sines, each float32 (B, 1, Q, W)."""
+
+KEYS = {
+    "hidden_size": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "eps": "rms_norm_eps",
+    "context": "max_position_embeddings",
+}
+"""The sizes of a `LayerShape` as a Llama config names them."""
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE scaling whose angles do not depend on how long the sequence has become."""
+
+
+class Cached(Generic[T]):
+    """Something computed from parameters, and computed again when one of them has changed.
+
+    `get` looks at storages and version counters alone. A write through `.data` changes neither:
+    `refresh`, called once per generation, compares checksums of all numbers.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: tuple[Tensor, ...] = ()
+        self._versions: list[tuple[int, int]] | None = None
+        self._checksums: list[int] = []
+
+    def get(
+        self, parameters: Iterable[Tensor], make: Callable[[], T], frozen: Iterable[Tensor] = ()
+    ) -> T:
+        """What `make` returns for these parameters. frozen: others that it reads, which `refresh`
+        does not look at.
+        """
+        self._parameters = tuple(parameters)
+        read = (*self._parameters, *frozen)
+        versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in read]
+        if self._versions != versions:
+            with torch.inference_mode(False), torch.no_grad():  # training may use it, too
+                self._value, self._checksums = make(), _checksums(self._parameters)
+            self._versions = versions
+        return self._value
+
+    def refresh(self) -> None:
+        """Forget what is no longer what `make` would return."""
+        if self._versions is not None and _checksums(self._parameters) != self._checksums:
+            self._versions = None
+
+
+def refresh(head: nn.Module) -> None:
+    """Refresh everything that a head has `Cached`; for the beginning of a generation."""
+    for module in head.modules():
+        for value in vars(module).values():
+            if isinstance(value, Cached):
+                value.refresh()
+
+
+def _checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """A number for the bits of each tensor: the sums of its rows, weighted by their places."""
+    sums = []
+    for tensor in tensors:
+        rows = len(tensor) if tensor.ndim and tensor.numel() else 1
+        bits = tensor.detach().reshape(rows, -1).view(torch.uint8)
+        if bits.numel() and bits.shape[1] % 8 == 0:
+            bits = bits.view(torch.int64)  # eight times as fast
+        odd = torch.arange(1, 2 * rows, 2, device=bits.device)
+        sums.append((bits.sum(1, dtype=torch.int64) * odd).sum())
+    return torch.stack(sums).tolist() if sums else []
 
 
 class ResidualBlock(Stateless):
@@ -27,9 +97,8 @@ class ResidualBlock(Stateless):
     as the identity.
 
     in_width: of a wider input; the first layer then narrows it and adds to a linear map of it,
-    which starts as the input's first `width` numbers (Hydra's first block). Medusa's published code
-    shares one block between the layers and leaves b random. Tensor names `layers.{j}.weight` and
-    `layers.{j}.bias` are those that vLLM loads.
+    which starts as the input's first `width` numbers (Hydra's first block). The tensor names
+    `layers.{j}.weight` and `layers.{j}.bias` are those that vLLM loads.
     """
 
     def __init__(self, width: int, layers: int, in_width: int | None = None) -> None:
@@ -79,73 +148,12 @@ class StackedHeads:
 
 
 def linear(layers: nn.ModuleList, number: int) -> nn.Linear:
-    """One of several matrices."""
+    """One of several matrices, for the type checker."""
     return cast(nn.Linear, layers[number])
 
 
-class Cached(Generic[T]):
-    """Something computed from parameters, and made anew when one of them has changed."""
-
-    def __init__(self) -> None:
-        self._of: tuple[Tensor, ...] = ()
-        self._versions: tuple[tuple[int, int], ...] | None = None
-        self._digest: list[int] = []
-
-    def get(
-        self, parameters: Iterable[Tensor], make: Callable[[], T], frozen: Iterable[Tensor] = ()
-    ) -> T:
-        """What `make` returns for these parameters as they are now. frozen: others that it reads.
-
-        Quick, and blind to what was written through `.data`: `refresh` sees that, in `parameters`.
-        """
-        self._of = tuple(parameters)
-        read = (*self._of, *frozen)
-        versions = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in read)
-        if self._versions != versions:
-            with torch.inference_mode(False), torch.no_grad():  # training may use it, too
-                self._versions, self._value, self._digest = versions, make(), _digest(self._of)
-        return self._value
-
-    def refresh(self) -> None:
-        """Forget what is no longer what `make` would return."""
-        if self._versions is not None and _digest(self._of) != self._digest:
-            self._versions = None
-
-
-def refresh(head: nn.Module) -> None:
-    """To be called once per generation, as it reads all of a head's weights."""
-    for module in head.modules():
-        for value in vars(module).values():
-            if isinstance(value, Cached):
-                value.refresh()
-
-
-def _digest(tensors: Sequence[Tensor]) -> list[int]:
-    """A number for the bits of each tensor: the sums of its rows, weighed by their places."""
-    sums = []
-    for tensor in tensors:
-        rows = len(tensor) if tensor.ndim and tensor.numel() else 1
-        bits = tensor.detach().reshape(rows, -1).view(torch.uint8)
-        if bits.numel() and bits.shape[1] % 8 == 0:
-            bits = bits.view(torch.int64)
-        odd = torch.arange(1, 2 * rows, 2, device=bits.device)
-        sums.append((bits.sum(1, dtype=torch.int64) * odd).sum())
-    return torch.stack(sums).tolist() if sums else []
-
-
-# The decoder layer that autoregressive draft heads are made of.
-#
-# Legend: B batch, Q positions that ask, E width of the layer's input, D hidden width, H query
-# heads, G key/value heads, W head width. What the layer attends to is the business of the `Memory`
-# it is handed: another one in training than in decoding.
-
-
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of RoPE scaling whose angles do not depend on how long the sequence has become."""
-
-
 class Memory(Protocol):
-    """What a layer's queries attend to."""
+    """What a layer's queries attend to: another one in training than in decoding."""
 
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
         """Remember these keys and values; (B, H, Q, W), the attention's output."""
@@ -154,17 +162,15 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a decoder layer, in the words of a Llama config. context: the target's, which other
-    engines want to know; RoPE itself has no end.
-    """
+    """Sizes of a decoder layer. context: the target's, which other engines want to know."""
 
     hidden_size: int
     heads: int
     kv_heads: int
     head_dim: int
     intermediate_size: int
-    eps: float = 1e-5
-    context: int = 2048
+    eps: float
+    context: int
 
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim) < 1 or (
@@ -181,17 +187,17 @@ class LayerShape:
         """The recipe's sizes; where it leaves them open, those of the target's first layer."""
         config, width = target.config.per_layer_config[0], target.hidden_size
 
-        def size(choice: str, key: str, default: int) -> int:
-            return int(choices.get(choice) or getattr(config, key, None) or default)
+        def size(choice: str, default: int) -> int:
+            return int(choices.get(choice) or getattr(config, KEYS[choice], None) or default)
 
-        heads = size("heads", "num_attention_heads", 1)
-        kv_heads = size("kv_heads", "num_key_value_heads", heads)
+        heads = size("heads", 1)
+        kv_heads = size("kv_heads", heads)
         return cls(
             width,
             heads,
             kv_heads if choices.get("kv_heads") or heads % kv_heads == 0 else heads,
-            size("head_dim", "head_dim", width // heads),
-            size("intermediate_size", "intermediate_size", 4 * width),
+            size("head_dim", width // heads),
+            size("intermediate_size", 4 * width),
             getattr(config, "rms_norm_eps", None) or 1e-5,
             target.context,
         )
@@ -199,40 +205,23 @@ class LayerShape:
     @classmethod
     def read(cls, config: dict[str, Any]) -> LayerShape:
         """The shape that a head's config.json states."""
-        width, heads, inner = needed(
-            config, "hidden_size", "num_attention_heads", "intermediate_size"
-        )
-        return cls(
-            width,
-            heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or width // heads,
-            inner,
-            config.get("rms_norm_eps") or 1e-5,
-            config.get("max_position_embeddings") or 2048,
-        )
+        width, heads, _ = needed(config, "hidden_size", "num_attention_heads", "intermediate_size")
+        stated = {name: config.get(key) for name, key in KEYS.items()}
+        default = {"kv_heads": heads, "head_dim": width // heads, "eps": 1e-5, "context": 2048}
+        return cls(**{name: value or default[name] for name, value in stated.items()})
 
     def config(self) -> dict[str, Any]:
         """config.json keys."""
-        return {
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate_size,
-            "rms_norm_eps": self.eps,
-            "max_position_embeddings": self.context,
-            "hidden_act": "silu",
-            "attention_bias": False,
-        }
+        sizes = {key: getattr(self, name) for name, key in KEYS.items()}
+        return {**sizes, "hidden_act": "silu", "attention_bias": False}
 
 
 class Rope:
-    """Rotary position embedding with explicit base and scaling. Not a module: its angles stay in
-    float32 whatever the head is cast to.
+    """Rotary position embedding. Not a module: its angles stay float32 whatever the head is cast
+    to.
 
-    theta: base. scaling: as `rope_scaling` in a config, or None; kinds whose angles change with
-    the length of the sequence are refused.
+    theta: base. scaling: as `rope_scaling` in a config, or None. Raises ValueError for a scaling
+    that is not one of STATIC_ROPES or lacks keys.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
@@ -259,8 +248,8 @@ class Rope:
                 raise ValueError(f"rope_scaling {parameters}: {reason}") from error
         self.frequencies = torch.cat([frequencies, frequencies])
 
-    def __call__(self, positions_BQ: Tensor) -> tuple[Tensor, Tensor]:
-        """(cosines, signed sines), each float32 (B, 1, Q, W), for `rotate`."""
+    def __call__(self, positions_BQ: Tensor) -> Angles:
+        """What `rotate` takes."""
         if self.frequencies.device != positions_BQ.device:
             self.frequencies = self.frequencies.to(positions_BQ.device)
         angles = positions_BQ[:, None, :, None].float() * self.frequencies
@@ -269,11 +258,31 @@ class Rope:
         return cos, sin
 
 
-def rotate(x_BHQW: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BHQW: Tensor, angles: Angles) -> Tensor:
     """Apply RoPE, in the half-split form of Llama."""
     cos, signed_sin = angles
     swapped = x_BHQW.roll(x_BHQW.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BHQW * cos, swapped, signed_sin)
+
+
+def default_rope(target: Target, choices: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling): the recipe's; where it leaves the base open, the target's own base."""
+    parameters = getattr(target.config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention") or parameters  # one set per layer type
+    theta = choices.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+    return float(theta), choices.get("rope_scaling")
+
+
+def read_rope(config: dict[str, Any]) -> Rope:
+    """The RoPE that a head's config.json states; base 10000 where it states none, as other loaders
+    assume.
+    """
+    new = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling")
+    if not scaling and new.get("rope_type", "default") != "default":
+        scaling = new
+    theta = config.get("rope_theta") or new.get("rope_theta") or 10000.0
+    return Rope(LayerShape.read(config).head_dim, theta, scaling)
 
 
 class RMSNorm(nn.RMSNorm, Stateless):
@@ -296,21 +305,19 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
         self._stack: Cached[Tensor] = Cached()
 
-    def forward(self, x_BQE: Tensor, angles: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+    def forward(self, x_BQE: Tensor, angles: Angles, memory: Memory) -> Tensor:
         heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
-        qkv = F.linear(x_BQE, self._weight())
+        parts = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        if self.training or torch.is_grad_enabled():
+            weight = torch.cat(parts)
+        else:
+            weight = self._stack.get(parts, lambda: torch.cat(parts))
+        qkv = F.linear(x_BQE, weight)
         qkv = qkv.view(*qkv.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
         qk = rotate(qkv[:, :turned], angles).to(qkv.dtype)  # angles are float32
         out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], qkv[:, turned:])
         out_BQD: Tensor = self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
         return out_BQD
-
-    def _weight(self) -> Tensor:
-        """The three projections in one; kept for drafting, once nothing is trained any more."""
-        parts = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-        if self.training or torch.is_grad_enabled():
-            return torch.cat(parts)
-        return self._stack.get(parts, lambda: torch.cat(parts))
 
 
 class GatedMlp(Stateless):
@@ -339,7 +346,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
         self.input_norm = input_norm
 
-    def forward(self, hidden_BQD: Tensor, angles: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+    def forward(self, hidden_BQD: Tensor, angles: Angles, memory: Memory) -> Tensor:
         x = self.input_layernorm(hidden_BQD) if self.input_norm else hidden_BQD
         hidden_BQD = hidden_BQD + self.self_attn(x, angles, memory)
         out_BQD: Tensor = hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
@@ -363,11 +370,7 @@ class FusingLayer(nn.Module):
         self.norm_before_residual = norm_before_residual
 
     def forward(
-        self,
-        embedded_BQD: Tensor,
-        hidden_BQD: Tensor,
-        angles: tuple[Tensor, Tensor],
-        memory: Memory,
+        self, embedded_BQD: Tensor, hidden_BQD: Tensor, angles: Angles, memory: Memory
     ) -> Tensor:
         normed_BQD = self.hidden_norm(hidden_BQD)
         x_BQE = torch.cat([self.input_layernorm(embedded_BQD), normed_BQD], dim=-1)
@@ -375,26 +378,6 @@ class FusingLayer(nn.Module):
         hidden_BQD = residual_BQD + self.self_attn(x_BQE, angles, memory)
         out_BQD: Tensor = hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
         return out_BQD
-
-
-def default_rope(target: Target, choices: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling): the recipe's; where it leaves the base open, the target's own base."""
-    parameters = getattr(target.config, "rope_parameters", None) or {}
-    parameters = parameters.get("full_attention") or parameters  # one set per layer type
-    theta = choices.get("rope_theta") or parameters.get("rope_theta") or 10000.0
-    return float(theta), choices.get("rope_scaling")
-
-
-def read_rope(config: dict[str, Any]) -> Rope:
-    """The RoPE that a head's config.json states; without any, base 10000, as the field's loaders
-    assume.
-    """
-    new = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or (
-        new if new.get("rope_type", "default") != "default" else None
-    )
-    theta = config.get("rope_theta") or new.get("rope_theta") or 10000.0
-    return Rope(LayerShape.read(config).head_dim, theta, scaling)
 
 
 def check_embeddings(target: Target) -> None:

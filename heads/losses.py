@@ -18,21 +18,14 @@ from torch import Tensor
 from draftheads.heads.base import RANKS
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
-"""Logits held at a time (8 MiB stay in a CPU's cache, 512 MiB keep a GPU busy), whatever batch,
-sequence length and vocabulary are.
-"""
-
+"""Logits held at a time: 8 MiB stay in a CPU's cache, 512 MiB keep a GPU busy."""
 CHUNK_ROWS = 256
 """Fewer would leave matrix products too thin, however large the vocabulary is."""
 
 LowRank = tuple[Tensor, Tensor]
 """Rows (R, r) and a matrix (v, r) whose product is added to logits."""
-
 Judged = tuple[Tensor, Tensor, Tensor]
-"""Of the rows of a chunk: loss (C,), its gradient by the logits (C, v), and both their weights
-(C,).
-"""
-
+"""For the rows of a chunk: loss (C,), its gradient by the logits (C, v), weights of both (C,)."""
 Objective = Literal["ce", "kl", "tv", "lk", "hybrid"]
 """ce: cross-entropy. kl: the same, less the entropy of p. The others look at the acceptance a = sum
 min(p, q) of a draft distribution q by the target's p: tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s)
@@ -42,19 +35,19 @@ tv, where s = exp(-3 a) falls as the head improves (LK losses, arXiv 2602.23881)
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's own distribution as labels.
-
-    states_R: int64, which target state judges each row; equal ones side by side are computed once.
-    logits: maps states (U,) to the target's logits (U, V). token_map: int64 (v,), target ids of the
-    draft vocabulary, on which the softmax is taken; None: all. A row whose most probable token is
-    outside it teaches nothing. vocab_size: V, which bounds the rows of a chunk; 0: v does.
+    """The target's own distribution as labels. A row whose most probable token is outside the draft
+    vocabulary teaches nothing.
     """
 
     states_R: Tensor
+    """int64, which target state judges each row; equal ones side by side are computed once."""
     logits: Callable[[Tensor], Tensor]
+    """Maps states (U,) to the target's logits (U, V)."""
     token_map: Tensor | None = None
+    """int64 (v,), target ids of the draft vocabulary, on which the softmax is taken; None: all."""
     objective: Objective = "ce"
     vocab_size: int = 0
+    """V, which bounds the rows of a chunk; 0: v does."""
 
 
 def linear_cross_entropy(
@@ -75,9 +68,8 @@ def linear_cross_entropy(
     """
     if weights_R is None:
         weights_R = hidden_RD.new_ones((), dtype=torch.float32).expand(len(labels_R))
-    labels = _Labels(labels_R, weights_R, teacher)
     factors = (hidden_RD, weight_vD, *(plus or ()))
-    loss, ranks_R = _LinearLoss.apply(labels, *factors)  # type: ignore[no-untyped-call]
+    loss, ranks_R = _LinearLoss.apply(labels_R, weights_R, teacher, *factors)  # type: ignore[no-untyped-call]
     return loss, ranks_R
 
 
@@ -85,12 +77,10 @@ def chunked_ranks(
     hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor, plus: LowRank | None = None
 ) -> Tensor:
     """The rank of each label, as in `linear_cross_entropy`, without loss or gradient."""
-    products = _pairs((hidden_RD, weight_vD, *(plus or ())))
-    size = _chunk_size(hidden_RD, len(weight_vD))
+    factors = (hidden_RD, weight_vD, *(plus or ()))
     ranks = [labels_R[:0]]
-    for start in range(0, len(hidden_RD), size):
-        part = slice(start, start + size)
-        ranks.append(_ranks(_logits(products, part), labels_R[part]))
+    for part in _chunks(hidden_RD, len(weight_vD)):
+        ranks.append(_ranks(_logits(factors, part), labels_R[part]))
     return torch.cat(ranks)
 
 
@@ -99,42 +89,33 @@ def rank_counts(ranks_R: Tensor) -> Tensor:
     return torch.bincount(ranks_R, minlength=RANKS + 1)
 
 
-@dataclass(frozen=True)
-class _Labels:
-    labels_R: Tensor
-    weights_R: Tensor
-    teacher: Teacher | None
-
-    def judge(self, logits_Cv: Tensor, part: slice) -> Judged:
-        """Of these rows; the logits are overwritten."""
-        if self.teacher is None:
-            return _hard(logits_Cv, self.labels_R[part], self.weights_R[part])
-        return _soft(logits_Cv, self.teacher, part, self.weights_R[part])
-
-
 class _LinearLoss(torch.autograd.Function):
     """Gradients are made in the forward pass, from logits that are at hand; the backward pass only
     scales them by the gradient of the sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, labels: _Labels, *factors: Tensor) -> tuple[Tensor, Tensor]:
-        products, hidden_RD = _pairs(factors), factors[0]
+    def forward(
+        ctx: Any, labels_R: Tensor, weights_R: Tensor, teacher: Teacher | None, *factors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        hidden_RD, weight_vD = factors[:2]
         gradients = [
             torch.zeros_like(factor) if wanted else None
-            for factor, wanted in zip(factors, ctx.needs_input_grad[1:], strict=True)
+            for factor, wanted in zip(factors, ctx.needs_input_grad[3:], strict=True)
         ]
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
-        ranks = [labels.labels_R[:0]]
-        widest = labels.teacher.vocab_size if labels.teacher else 0
-        size = _chunk_size(hidden_RD, max(widest, len(factors[1])))
-        for start in range(0, len(hidden_RD), size):
-            part = slice(start, start + size)
-            logits_Cv = _logits(products, part)
-            ranks.append(_ranks(logits_Cv, labels.labels_R[part]))
-            loss_C, grad_Cv, weights_C = labels.judge(logits_Cv, part)
+        ranks = [labels_R[:0]]
+        widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
+        for part in _chunks(hidden_RD, widest):
+            logits_Cv = _logits(factors, part)
+            ranks.append(_ranks(logits_Cv, labels_R[part]))
+            if teacher is None:
+                judged = _hard(logits_Cv, labels_R[part], weights_R[part])
+            else:
+                judged = _soft(logits_Cv, teacher, part, weights_R[part])
+            loss_C, grad_Cv, weights_C = judged
             loss += loss_C @ weights_C
-            _add_gradients(gradients, products, grad_Cv, weights_C, part)
+            _add_gradients(gradients, factors, grad_Cv, weights_C, part)
         ctx.save_for_backward(*gradients)
         ranks_R = torch.cat(ranks)
         ctx.mark_non_differentiable(ranks_R)
@@ -143,53 +124,51 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         made = (each if each is None else each * scale.to(each.dtype) for each in ctx.saved_tensors)
-        return None, *made
+        return None, None, None, *made
 
 
-def _pairs(factors: Sequence[Tensor]) -> list[LowRank]:
-    """Rows and matrix of each product."""
-    return list(zip(factors[0::2], factors[1::2], strict=True))
+def _chunks(rows: Tensor, vocab_size: int) -> list[slice]:
+    size = max(CHUNK_ROWS, CHUNK_LOGITS.get(rows.device.type, 1 << 25) // vocab_size)
+    return [slice(start, start + size) for start in range(0, len(rows), size)]
 
 
-def _logits(products: list[LowRank], part: slice) -> Tensor:
-    """float32 (C, v): the sum of the products for these rows."""
-    (rows_RD, weight_vD), *others = products
+def _logits(factors: Sequence[Tensor], part: slice) -> Tensor:
+    """float32 (C, v): for these rows, the sum of the products of factors 0 and 1, 2 and 3."""
+    rows_RD, weight_vD, *plus = factors
     logits_Cv = F.linear(rows_RD[part].to(weight_vD.dtype), weight_vD).float()
-    for rows_Rr, weight_vr in others:
+    if plus:
+        rows_Rr, weight_vr = plus
         logits_Cv += F.linear(rows_Rr[part].to(weight_vr.dtype), weight_vr)
     return logits_Cv
 
 
 def _add_gradients(
     gradients: list[Tensor | None],
-    products: list[LowRank],
+    factors: Sequence[Tensor],
     grad_Cv: Tensor,
     weights_C: Tensor,
     part: slice,
 ) -> None:
-    """Those of rows and matrices, where they are wanted. The rows are weighted, not the logits'
-    gradient: they are narrow.
+    """Those of the factors, where they are wanted. The rows are weighted, not the logits' gradient:
+    they are narrow.
     """
-    for number, (rows_RD, weight_vD) in enumerate(products):
-        dtype, weights_C1 = weight_vD.dtype, weights_C[:, None]
-        grad_Cv = grad_Cv.to(dtype)
-        grad_RD, grad_vD = gradients[2 * number : 2 * number + 2]
+    weights_C1 = weights_C[:, None]
+    for first in range(0, len(factors), 2):
+        rows_RD, weight_vD = factors[first : first + 2]
+        grad_RD, grad_vD = gradients[first : first + 2]
+        grad_Cv = grad_Cv.to(weight_vD.dtype)
         if grad_RD is not None:
             grad_RD[part] = (grad_Cv @ weight_vD) * weights_C1
         if grad_vD is not None:
-            _add_product(grad_vD, grad_Cv.T, (rows_RD[part] * weights_C1).to(dtype))
-
-
-def _add_product(sum_vD: Tensor, left_vC: Tensor, right_CD: Tensor) -> None:
-    """sum += left @ right."""
-    if torch.is_autocast_enabled(sum_vD.device.type):  # which leaves operators in place alone
-        sum_vD += left_vC @ right_CD
-    else:  # without a second matrix as large as the first
-        torch.addmm(sum_vD, left_vC, right_CD, out=sum_vD)
+            rows_CD = (rows_RD[part] * weights_C1).to(weight_vD.dtype)
+            if torch.is_autocast_enabled(grad_vD.device.type):  # which leaves `out=` alone
+                grad_vD += grad_Cv.T @ rows_CD
+            else:  # without a second matrix as large as the first
+                torch.addmm(grad_vD, grad_Cv.T, rows_CD, out=grad_vD)
 
 
 def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> Judged:
-    """`_Labels.judge` with the tokens that came."""
+    """With the tokens that came; the logits are overwritten."""
     weights_C = weights_C * (labels_C >= 0)
     index_C1 = labels_C.clamp(min=0)[:, None]
     label_C1 = logits_Cv.gather(1, index_C1)
@@ -200,9 +179,9 @@ def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> Judged:
 
 
 def _soft(logits_Cv: Tensor, teacher: Teacher, part: slice, weights_C: Tensor) -> Judged:
-    """`_Labels.judge` with the teacher's distribution."""
+    """With the teacher's distribution; the logits are overwritten."""
     p_Cv, known_C = _distribution(teacher, part)
-    expected_C = _dot(p_Cv, logits_Cv)
+    expected_C = torch.linalg.vecdot(p_Cv, logits_Cv)
     q_Cv, normaliser_C1 = _softmax(logits_Cv)
     entropy_C = normaliser_C1[:, 0] - expected_C
     if teacher.objective in ("ce", "kl"):
@@ -231,7 +210,7 @@ def _acceptance(
     """
     accepted_C = torch.minimum(p_Cv, q_Cv).sum(1)
     short_Cv = (q_Cv < p_Cv).float()  # where more probability would be accepted
-    tv_Cv = q_Cv * (_dot(q_Cv, short_Cv)[:, None] - short_Cv)
+    tv_Cv = q_Cv * (torch.linalg.vecdot(q_Cv, short_Cv)[:, None] - short_Cv)
     if objective == "tv":
         return 1 - accepted_C, tv_Cv
     if objective == "lk":
@@ -256,11 +235,6 @@ def _distribution(teacher: Teacher, part: slice) -> tuple[Tensor, Tensor]:
     return (p_Uv if len(p_Uv) == len(row_C) else p_Uv[row_C]), known_U[row_C]
 
 
-def _dot(left_Cv: Tensor, right_Cv: Tensor) -> Tensor:
-    product_C: Tensor = torch.linalg.vecdot(left_Cv, right_Cv)
-    return product_C
-
-
 def _ranks(logits_Cv: Tensor, labels_C: Tensor) -> Tensor:
     """How many logits come before the label's; of equal ones those of lower index do."""
     label_C1 = logits_Cv.gather(1, labels_C.clamp(min=0)[:, None])
@@ -269,7 +243,3 @@ def _ranks(logits_Cv: Tensor, labels_C: Tensor) -> Tensor:
     ahead_Cv |= (logits_Cv == label_C1) & lower_Cv
     ahead_C = ahead_Cv.sum(1, dtype=torch.int32)  # the default, int64, is several times slower
     return torch.where(labels_C >= 0, ahead_C.clamp(max=RANKS), RANKS).long()
-
-
-def _chunk_size(rows: Tensor, vocab_size: int) -> int:
-    return max(CHUNK_ROWS, CHUNK_LOGITS.get(rows.device.type, 1 << 25) // vocab_size)

@@ -1,15 +1,16 @@
-"""Medusa heads: K small feed-forward heads, each guessing one position ahead from the same target
+"""Medusa heads: K small feed-forward heads, each predicting one position ahead from the same target
 state.
 
-Legend: B batch, T tokens, M learned positions, K heads, D hidden width, V vocabulary. Source:
-Medusa, arXiv 2401.10774; head form p_k = softmax(W2_k (SiLU(W1_k h + b_k) + h)), loss sum_k decay^k
-CE_k.
+Legend: B batch, T tokens, M learned positions, N tree nodes, K heads, R ranks, D hidden width,
+V vocabulary of the target, v draft vocabulary. Source: Medusa, arXiv 2401.10774; head k is
+softmax(W2_k (SiLU(W1_k h + b_k) + h)), the loss is sum_k decay^k CE_k.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,98 +37,127 @@ STACK_BYTES = 1 << 26
 """Heads up to this size (64 MiB) are copied into one stack for drafting: with small matrices the
 number of kernels is what drafting costs.
 """
-DEFAULT_NODES = 16
-"""Draft nodes of the tree that untrained heads get; training replaces it by a measured one."""
 
 
-class MedusaHead(DraftHead):
-    """K heads of L residual blocks each; head k reads features[i] and guesses tokens[i + k].
+States = Iterator[tuple[Tensor, Tensor, LowRank | None]]
+"""For each depth: its roots, bool (B, T); the states (M, D) that the last matrix multiplies; a
+low-rank term of the logits.
+"""
 
-    hidden_size, vocab_size: of the target. depth: K. layers: L. token_map: int64 (v,) target ids of
-    a reduced vocabulary, or None. own_lm_head: every head has its own (v, D) matrix, else all use
-    the target's, frozen. labels: "hard" (the token that came) or "soft" (the target's
-    distribution). decay: weight of depth k is decay^k.
-    """
 
-    kind = "medusa"
-    architecture = "MedusaModel"
-    token_map: Tensor | None
+@dataclass(frozen=True)
+class MedusaDesign:
+    """The shape of Medusa heads, without their weights."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        depth: int,
-        layers: int,
-        *,
-        own_lm_head: bool = True,
-        token_map: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        self.hidden_size, self.vocab_size, self.layers = hidden_size, vocab_size, layers
-        self.own_lm_head = own_lm_head
-        self.labels, self.decay = "hard", 0.8
-        self._stack: Cached[StackedHeads] = Cached()
-        self._rows: Cached[Tensor] = Cached()
-        self.tree = default_tree(depth, DEFAULT_NODES)
-        self.blocks = nn.ModuleList(ResidualBlock(hidden_size, layers) for _ in range(depth))
-        if token_map is not None and not token_map.is_meta:
-            check_distinct(token_map)
-        self.register_buffer("token_map", token_map)
-        rows = vocab_size if token_map is None else len(token_map)
-        self.lm_heads = nn.ModuleList(
-            nn.Linear(hidden_size, rows, bias=False) for _ in range(depth if own_lm_head else 0)
-        )
+    hidden_size: int  # of the target, like vocab_size
+    vocab_size: int
+    depth: int  # K
+    layers: int  # residual blocks of each head
+    own_lm_head: bool  # each head has its own (v, D) matrix; else all use the target's, frozen
+    token_map: Tensor | None  # int64 (v,), target ids of a reduced vocabulary
 
     @classmethod
-    def create(cls, target: Target, **choices: Any) -> MedusaHead:
-        """New heads for `target`, computing exactly the target's own logits until they are trained.
-
-        choices: depth (default 4), layers (1), lm_head "own" | "shared", labels "hard" | "soft",
-        decay, vocabulary (target ids of a reduced vocabulary, most frequent first; default all).
-        """
-        head = cls(
+    def of(cls, target: Target, choices: dict[str, Any]) -> MedusaDesign:
+        """What a recipe chooses."""
+        return cls(
             target.hidden_size,
             target.vocab_size,
             choices.get("depth", 4),
             choices.get("layers", 1),
-            own_lm_head=choices.get("lm_head", "own") == "own",
-            token_map=token_map(choices.get("vocabulary"), target.vocab_size),
-            **cls.design(target, choices),
+            choices.get("lm_head", "own") == "own",
+            token_map(choices.get("vocabulary"), target.vocab_size),
         )
-        head.labels, head.decay = choices.get("labels", "hard"), choices.get("decay", 0.8)
-        if not head.own_lm_head:  # raise here, with the reason, rather than in the first step
-            target.unembed_weight()
-        if head.labels == "soft":
-            target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
-        weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
-        ids = head.token_map
-        for parameter in head.lm_heads.parameters():
-            parameter.data.copy_(weight_VD if ids is None else weight_VD[ids])
-        return head
 
     @classmethod
-    def design(cls, target: Target, choices: dict[str, Any]) -> dict[str, Any]:
-        """What the constructor of a further kind wants to know besides."""
-        return {}
+    def read(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaDesign:
+        """The shape of the tensors; of the config only the vocabulary size is used, where no tensor
+        tells it.
+        """
+        names = [*tensors, "blocks.0.layers.0.weight"]  # the first of those that are there
+        block = next(name for name in names if re.fullmatch(r"blocks\.\d+\.layers.*\.weight", name))
+        lm_heads = [name for name in tensors if name.startswith("lm_heads.")]
+        width, ids_v = len(matrix(tensors, block)), integers(tensors, "token_map")
+        if lm_heads and ids_v is None:
+            vocab_size = len(matrix(tensors, lm_heads[0]))
+        else:
+            (vocab_size,) = needed(config, "vocab_size")
+        if ids_v is not None:
+            check_distinct(ids_v)
+            low, high = int(ids_v.min()), int(ids_v.max())
+            if not 0 <= low <= high < vocab_size:
+                raise ValueError(
+                    f"expected token_map to hold target ids from 0 to {vocab_size - 1}, got ids "
+                    f"from {low} to {high}"
+                )
+        depth = count_of(tensors, r"blocks\.(\d+)\.")
+        layers = count_of(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
+        return cls(width, vocab_size, depth, layers, bool(lm_heads), ids_v)
+
+
+class MedusaHead(DraftHead):
+    """K heads of residual blocks; head k reads features[i] and predicts tokens[i + k].
+
+    labels: "hard" (the token that came) or "soft" (the target's distribution). decay: the weight of
+    depth k is decay^k.
+    """
+
+    kind = "medusa"
+    architecture = "MedusaModel"
+    feature_layers: tuple[int, ...] = (-1,)
+    token_map: Tensor | None
+
+    def __init__(self, design: MedusaDesign) -> None:
+        super().__init__()
+        width, depth, ids_v = design.hidden_size, design.depth, design.token_map
+        self.hidden_size, self.vocab_size = width, design.vocab_size
+        self.layers, self.own_lm_head = design.layers, design.own_lm_head
+        self.draft_vocab_size = design.vocab_size if ids_v is None else len(ids_v)
+        self.labels, self.decay = "hard", 0.8
+        self._stack: Cached[StackedHeads] = Cached()
+        self._shared_rows: Cached[Tensor] = Cached()
+        chances = [0.6**power for power in range(1, depth + RANKS)]  # until a tree is measured
+        self.tree = StaticTree.best_first([chances[k : k + RANKS] for k in range(depth)], 16)
+        self.blocks = nn.ModuleList(ResidualBlock(width, design.layers) for _ in range(depth))
+        self.register_buffer("token_map", ids_v)
+        matrices = depth if design.own_lm_head else 0
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(width, self.draft_vocab_size, bias=False) for _ in range(matrices)
+        )
+
+    @classmethod
+    def create(cls, target: Target, **choices: Any) -> MedusaHead:
+        """New heads for `target`, which compute the target's own logits until they are trained.
+
+        choices: depth (default 4), layers (1), lm_head "own" | "shared", labels "hard" | "soft",
+        decay, vocabulary (target ids of a reduced vocabulary, most frequent first; default all).
+        """
+        head = cls(MedusaDesign.of(target, choices))
+        head.prepare(target, choices)
+        return head
+
+    def prepare(self, target: Target, choices: dict[str, Any]) -> None:
+        """Take the choices for training, and the target's last matrix as the start of our own."""
+        self.labels, self.decay = choices.get("labels", "hard"), choices.get("decay", 0.8)
+        # raise here, with the reason, rather than in the first step
+        if not self.own_lm_head:
+            target.unembed_weight()
+        if self.labels == "soft":
+            target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
+        weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
+        weight_vD = weight_VD if self.token_map is None else weight_VD[self.token_map]
+        for parameter in self.lm_heads.parameters():
+            parameter.data.copy_(weight_vD)
 
     @property
     def depth(self) -> int:
-        """As many heads as there are."""
         return len(self.blocks)
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """The last hidden state, after the final norm."""
-        return (-1,)
-
-    @property
     def needs_unembed(self) -> bool:
-        """For soft labels, and where the last matrix is shared."""
         return self.labels == "soft" or not self.own_lm_head
 
     def config(self) -> dict[str, Any]:
-        """config.json in vLLM's words (its MedusaConfig)."""
+        """config.json with the keys of vLLM's MedusaConfig."""
         return {
             "model_type": "medusa",
             "hidden_size": self.hidden_size,
@@ -141,39 +171,17 @@ class MedusaHead(DraftHead):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
-        """The shape that the tensors have; of the config only the vocabulary of shared-lm_head
-        heads is used.
-        """
-        blocks = [
-            name for name in tensors if re.fullmatch(r"blocks\.\d+\.layers\.\d+\.weight", name)
-        ]
-        width = len(matrix(tensors, blocks[0] if blocks else "blocks.0.layers.0.weight"))
-        token_map = integers(tensors, "token_map")
-        last = [name for name in tensors if name.startswith("lm_heads.")]
-        if last and token_map is None:
-            vocab_size = len(matrix(tensors, last[0]))
-        else:
-            (vocab_size,) = needed(config, "vocab_size")
-        if token_map is not None and not 0 <= token_map.min() <= token_map.max() < vocab_size:
-            raise ValueError(
-                f"expected token_map to hold target ids from 0 to {vocab_size - 1}, got ids from "
-                f"{int(token_map.min())} to {int(token_map.max())}"
-            )
-        return cls(
-            width,
-            vocab_size,
-            count_of(tensors, r"blocks\.(\d+)\."),
-            count_of(tensors, r"blocks\.\d+\.layers\.(\d+)\."),
-            own_lm_head=bool(last),
-            token_map=token_map,
-        )
+        return cls(MedusaDesign.read(config, tensors))
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """Sum over depths of decay^k times the summed cross-entropy over learned tokens."""
         loss = features_BTD.new_zeros((), dtype=torch.float32)
-        counts: list[Tensor] = []
-        for k, (here_BT, factors) in enumerate(self._judged(batch, features_BTD, target), start=1):
-            teacher = self._teacher(target, features_BTD[here_BT.roll(k, dims=1)])
+        counts = []
+        predictions = self._predictions(batch, features_BTD, target)
+        for k, (roots_BT, factors) in enumerate(predictions, start=1):
+            teacher = None
+            if self.labels == "soft":
+                teacher = self._teacher(features_BTD[roots_BT.roll(k, dims=1)], target)
             part, ranks_M = linear_cross_entropy(*factors, teacher=teacher)
             loss = loss + self.decay**k * part
             counts.append(rank_counts(ranks_M))
@@ -181,52 +189,44 @@ class MedusaHead(DraftHead):
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        """ranks_MK for `StaticTree.most_frequent`."""
         ranks_BTK = features_BTD.new_full((*batch.tokens_BT.shape, self.depth), -1).long()
-        for k, (here_BT, factors) in enumerate(self._judged(batch, features_BTD, target)):
+        predictions = self._predictions(batch, features_BTD, target)
+        for index, (roots_BT, factors) in enumerate(predictions):
             ranks_M = chunked_ranks(*factors)
-            ranks_BTK[here_BT, k] = torch.where(ranks_M < RANKS, ranks_M, -1)
+            ranks_BTK[roots_BT, index] = torch.where(ranks_M < RANKS, ranks_M, -1)
         return ranks_BTK[batch.loss_mask_BT]
 
-    def states(
-        self, batch: Batch, features_BTD: Tensor, target: Target
-    ) -> Iterator[tuple[Tensor, Tensor, LowRank | None]]:
-        """For each depth: its roots, bool (B, T), what the last matrix multiplies there (M, D), and
-        what is added to its logits.
-        """
+    def states(self, batch: Batch, features_BTD: Tensor, target: Target) -> States:
+        """The states of each depth along the text that the target wrote."""
 
-        def hidden(block: nn.Module, here_BT: Tensor) -> Tensor:
-            hidden_MD: Tensor = block(self.cast(features_BTD[here_BT]))
+        def hidden(block: nn.Module, roots_BT: Tensor) -> Tensor:
+            hidden_MD: Tensor = block(self.cast(features_BTD[roots_BT]))
             return hidden_MD
 
-        for block, here_BT in zip(self.blocks, batch.roots(self.depth), strict=True):
-            yield here_BT, self.checkpointed(hidden, block, here_BT), None
+        for block, roots_BT in zip(self.blocks, batch.roots(self.depth), strict=True):
+            yield roots_BT, self.checkpointed(hidden, block, roots_BT), None
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        """A drafter that fills `tree` (default: the head's own), which must be a `StaticTree`."""
-        shape = tree or self.tree
-        self.check_tree(shape)
-        assert isinstance(shape, StaticTree)
-        return MedusaDrafter(self, target, shape)
+        return MedusaDrafter(self, target, tree or self.tree)
 
     def check_tree(self, tree: Tree) -> None:
-        """Refuse dynamic trees and trees deeper than there are heads."""
+        """Refuse dynamic trees, and trees deeper than there are heads."""
         if not isinstance(tree, StaticTree):
             raise ValueError(
                 f"Medusa heads fill a fixed tree, got a dynamic one ({tree}); "
                 "give widths like 4,2,1 or a list of paths"
             )
         tree.check_depth(self.depth)
-        tree.check_width(self.vocab_size if self.token_map is None else len(self.token_map))
+        tree.check_width(self.draft_vocab_size)
 
     def hidden(self, x_BD: Tensor, depth: int, stack: StackedHeads | None = None) -> Tensor:
-        """What the first blocks make of their input, (depth, B, D). stack: of `stacked`."""
+        """The states (depth, B, D) of the first heads. stack: from `stacked`."""
         if stack is not None:
             return stack.hidden(x_BD, depth)
         return torch.stack([block(x_BD) for block in self.blocks[:depth]])
 
     def unembed(self, x_KBD: Tensor, target: Target, stack: StackedHeads | None = None) -> Tensor:
-        """Logits (K, B, v) of the first K heads over the draft vocabulary."""
+        """Logits (K, B, v) of the first K heads. stack: from `stacked`."""
         if stack is not None:
             return stack.unembed(x_KBD)
         if not self.own_lm_head:  # one pass: reading the shared matrix is what drafting costs
@@ -244,79 +244,58 @@ class MedusaHead(DraftHead):
         return self._stack.get(parameters, lambda: StackedHeads(self.blocks, self.lm_heads))
 
     def cast(self, features: Tensor) -> Tensor:
-        """In the dtype of the heads."""
+        """The features in the dtype of the heads."""
         return features.to(next(self.parameters()).dtype)
 
     def unembed_weights(self, target: Target) -> list[Tensor]:
         """The last matrix (v, D) of every head; the same one where it is shared."""
         if self.own_lm_head:
             return list(self.lm_heads.parameters())
-        weight_vD, token_map = target.unembed_weight(), self.token_map
-        if token_map is not None:
-            weight_VD = weight_vD
-            weight_vD = self._rows.get([token_map], lambda: weight_VD[token_map], [weight_VD])
+        weight_VD, token_map = target.unembed_weight(), self.token_map
+        if token_map is None:
+            return [weight_VD] * self.depth
+        weight_vD = self._shared_rows.get([token_map], lambda: weight_VD[token_map], [weight_VD])
         return [weight_vD] * self.depth
 
-    def _judged(
+    def _predictions(
         self, batch: Batch, features_BTD: Tensor, target: Target
     ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, LowRank | None]]]:
         """For each depth: the roots, bool (B, T), and arguments of `linear_cross_entropy`."""
-        heads = zip(
-            self.unembed_weights(target), self.states(batch, features_BTD, target), strict=True
-        )
-        for k, (weight_vD, (here_BT, hidden_MD, plus)) in enumerate(heads, start=1):
-            guessed_M = batch.tokens_BT[here_BT.roll(k, dims=1)]
-            yield here_BT, (hidden_MD, weight_vD, draft_index(guessed_M, self.token_map), plus)
+        weights = self.unembed_weights(target)
+        states = self.states(batch, features_BTD, target)
+        for k, (roots_BT, hidden_MD, low_rank) in enumerate(states, start=1):
+            labels_M = draft_index(batch.tokens_BT[roots_BT.roll(k, dims=1)], self.token_map)
+            yield roots_BT, (hidden_MD, weights[k - 1], labels_M, low_rank)
 
-    def _teacher(self, target: Target, features_MD: Tensor) -> Teacher | None:
-        if self.labels == "hard":
-            return None
-        states_M = torch.arange(len(features_MD), device=features_MD.device)
-        return Teacher(
-            states_M,
-            lambda states: target.unembed(features_MD[states]),
-            self.token_map,
-            vocab_size=self.vocab_size,
-        )
+    def _teacher(self, features_MD: Tensor, target: Target) -> Teacher:
+        def logits(rows: Tensor) -> Tensor:
+            return target.unembed(features_MD[rows])
 
-
-def default_tree(depth: int, nodes: int) -> StaticTree:
-    """A tree for heads nobody has measured: each depth and rank is right 0.6 times as often."""
-    return StaticTree.best_first(
-        [[0.6 ** (k + r + 1) for r in range(RANKS)] for k in range(depth)], nodes
-    )
-
-
-# How Medusa heads draft: one target state yields the whole tree.
-#
-# Legend: B batch, N tree nodes, K heads, R ranks, D hidden width, V vocabulary.
+        rows_M = torch.arange(len(features_MD), device=features_MD.device)
+        return Teacher(rows_M, logits, self.token_map, vocab_size=self.vocab_size)
 
 
 class MedusaDrafter:
-    """Fills a fixed tree from the heads' best guesses."""
+    """Fills a fixed tree with the heads' top tokens: one target state yields the whole tree."""
 
-    def __init__(self, head: MedusaHead, target: Target, shape: StaticTree) -> None:
+    def __init__(self, head: MedusaHead, target: Target, tree: Tree) -> None:
+        head.check_tree(tree)
+        assert isinstance(tree, StaticTree)
         refresh(head)
-        shape = StaticTree(tuple(sorted(shape.paths)))  # depth first: best guesses stand in a row
-        self.head, self.target, self.shape = head, target, shape
+        tree = StaticTree(tuple(sorted(tree.paths)))  # depth first: the top path is contiguous
+        self.head, self.target, self.tree = head, target, tree
         self.feature_layers = head.feature_layers
-        self.topology = shape.topology(target.device)
+        self.topology = tree.topology(target.device)
         self.stack = head.stacked()
-        places = [(len(path) - 1) * shape.width + path[-1] for path in shape.paths]
+        places = [(len(path) - 1) * tree.width + path[-1] for path in tree.paths]
         self.places_N = torch.tensor(places, dtype=torch.long, device=target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
-        """The tree on each row's newest committed token."""
-        guesses_BKR = self.guesses(committed.last_features_BD())
-        drafts_BN = guesses_BKR.flatten(1)[:, self.places_N]
+        head, tree = self.head, self.tree
+        features_BD = head.cast(committed.last_features_BD())
+        hidden_KBD = head.hidden(features_BD, tree.depth, self.stack)
+        logits_KBv = head.unembed(hidden_KBD, self.target, self.stack)
+        top_BN = logits_KBv.topk(tree.width).indices.transpose(0, 1).flatten(1)[:, self.places_N]
+        drafts_BN = top_BN if head.token_map is None else head.token_map[top_BN]
         tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)
         return TokenTree(tokens_BN, self.topology)
-
-    def guesses(self, features_BD: Tensor) -> Tensor:
-        """Target ids (B, depth, width): the best guesses at each depth of the tree, best first."""
-        depth, width = self.shape.depth, self.shape.width
-        hidden_KBD = self.head.hidden(self.head.cast(features_BD), depth, self.stack)
-        logits_KBV = self.head.unembed(hidden_KBD, self.target, self.stack)
-        best_BKR = logits_KBV.topk(width).indices.transpose(0, 1)
-        token_map = self.head.token_map
-        return best_BKR if token_map is None else token_map[best_BKR]

@@ -1,4 +1,4 @@
-"""Where a target's weights stand (on one device, over several GPUs, divided over processes), and in
+"""Where a target's weights are (on one device, over several GPUs, divided over processes), and in
 how many bits.
 """
 
@@ -27,13 +27,13 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations import deepspeed as zero
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from draftheads.heads.supported import MASKED
 from draftheads.heads.weights import decoder, decoder_layers, fingerprint
 
 Placement = Literal["whole", "split", "sharded"]
 Bits = Literal[4, 8]
-Read = Callable[..., PreTrainedModel]
 
 READING = timedelta(hours=6)
 """How long processes wait for the first one to download and read the weights that they share."""
@@ -47,26 +47,17 @@ def check_placement(
     """
     launched = dist.get_world_size() if dist.is_initialized() else 1
     beside = processes or int(os.environ.get("LOCAL_WORLD_SIZE", launched))
-    processes = processes or launched
+    fault = None
     if placement == "split" and beside > 1:
-        raise ValueError(
-            f"target_placement=split: expected one process, which takes all GPUs, got {beside}; "
-            "start one, or use sharded, which divides the target over all processes"
-        )
-    if placement == "split" and not torch.cuda.is_available():
-        raise ValueError(
-            "target_placement=split: expected GPUs to divide the target over, got none; use whole"
-        )
-    if placement == "sharded" and processes == 1:
-        raise ValueError(
-            "target_placement=sharded: expected several processes to divide the target over, "
-            "got 1; launch one per device, or use whole or split"
-        )
-    if placement == "sharded" and bits:
-        raise ValueError(
-            f"target_placement=sharded: expected target_bits=null, got {bits}, and quantised "
-            "matrices cannot be divided; use whole or split with bits, or sharded without"
-        )
+        fault = f"split: expected one process, which takes all GPUs, got {beside}; use sharded"
+    elif placement == "split" and not torch.cuda.is_available():
+        fault = "split: expected GPUs to divide the target over, got none; use whole"
+    elif placement == "sharded" and (processes or launched) == 1:
+        fault = "sharded: expected several processes, got 1; launch one per device, or use whole"
+    elif placement == "sharded" and bits:
+        fault = f"sharded: expected target_bits=null, got {bits}; use whole or split with bits"
+    if fault:
+        raise ValueError(f"target_placement={fault}")
     if bits and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
             f"target_bits={bits}: expected the package bitsandbytes, found none; "
@@ -103,7 +94,17 @@ def load_model(
             model = read(device_map="auto" if placement == "split" else placement)
         else:
             model = read(device_map={"": device}) if bits else read().to(device)
-    _check_resident(model, path)
+    lm_head = model.get_output_embeddings().weight  # heads read it directly, past any hook
+    if lm_head.is_meta or model.get_input_embeddings().weight.is_meta:
+        raise ValueError(
+            f"target {path}: expected embeddings and lm_head to fit on its devices, got them "
+            "offloaded; add GPUs, or use target_bits=4"
+        )
+    if not lm_head.is_floating_point():
+        raise ValueError(
+            f"target {path}: expected an lm_head of floating-point numbers, which heads copy, got "
+            f"{lm_head.dtype}; use a checkpoint that spares it, or one that is not quantised"
+        )
     return model, None
 
 
@@ -125,7 +126,7 @@ def reading(path: str) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:  # transformers does not always say which model it speaks of
+    except OSError as error:  # transformers does not always name the model
         reason = str(error).strip().splitlines()[0]
         raise OSError(f"target {path}: {reason}; pass a model folder or a Hub id") from error
     except torch.OutOfMemoryError:
@@ -138,7 +139,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 def read_config(path: str, revision: str | None) -> PretrainedConfig:
-    """A target's config.json. Attention that takes no mask of a tree is not asked for."""
+    """A target's config.json, without its wish for an attention that takes no mask of a tree."""
     with reading(path):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, revision=revision)
     if config._attn_implementation not in (None, *MASKED):
@@ -159,11 +160,10 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
             ignore_mismatched_sizes=True,  # so that they are named here
             **options,
         )
-    missing = sorted(found["missing_keys"])
-    wrong = [f"{name} {tuple(got)}" for name, got, _ in sorted(found["mismatched_keys"])]
-    for names, fault in ((missing, "none"), (wrong, "other shapes")):
+    wrong = [f"{name} {tuple(got)}" for name, got, _ in found["mismatched_keys"]]
+    for names, fault in ((found["missing_keys"], "none"), (wrong, "other shapes")):
         if names:
-            some = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
+            some = ", ".join(sorted(names)[:3])
             raise ValueError(
                 f"target {path}: expected the weights of a {type(model).__name__}, got {fault} for "
                 f"{len(names)} of them ({some}); download it again, or mend its config.json"
@@ -173,10 +173,8 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
 
 @contextmanager
 def _unpartitioned() -> Iterator[None]:
-    """Loading that gives whole parameters, also beside DeepSpeed ZeRO-3.
-
-    transformers would partition what it loads, and only an engine gathers that again: a bare
-    forward of the target would find empty matrices.
+    """Loading that gives whole parameters, also beside DeepSpeed ZeRO-3: transformers would
+    partition them, and a bare forward of the target would find empty matrices.
     """
     reference = zero._hf_deepspeed_config_weak_ref
     zero.unset_hf_deepspeed_config()
@@ -203,22 +201,9 @@ def _quantisation(path: str, bits: Bits, dtype: str, revision: str | None) -> Bi
     )
 
 
-def _check_resident(model: PreTrainedModel, path: str) -> None:
-    """Heads read embeddings and lm_head directly, where no hook would fetch them."""
-    lm_head = model.get_output_embeddings().weight
-    if lm_head.is_meta or model.get_input_embeddings().weight.is_meta:
-        raise ValueError(
-            f"target {path}: expected embeddings and lm_head to fit on its devices, got them "
-            "offloaded; add GPUs, or use target_bits=4"
-        )
-    if not lm_head.is_floating_point():
-        raise ValueError(
-            f"target {path}: expected an lm_head of floating-point numbers, which heads copy, got "
-            f"{lm_head.dtype}; use a checkpoint that spares it, or one that is not quantised"
-        )
-
-
-def _load_sharded(read: Read, device: torch.device) -> tuple[PreTrainedModel, str]:
+def _load_sharded(
+    read: Callable[..., PreTrainedModel], device: torch.device
+) -> tuple[PreTrainedModel, str]:
     """Each decoder layer's parameters divided over all processes and gathered for its forward
     alone; embeddings, final norm and lm_head whole, as heads read them directly.
 
@@ -244,26 +229,6 @@ def _load_sharded(read: Read, device: torch.device) -> tuple[PreTrainedModel, st
             f"{model.config.name_or_path}; use whole or split"
         )
     _shard(model, device)
-    _fill(model, whole, device)
-    assert isinstance(found[0], str)
-    return model, found[0]
-
-
-def _shard(model: PreTrainedModel, device: torch.device) -> None:
-    """fully_shard needs no engine: its hooks gather a layer before, and free it after, it runs."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layers, root = decoder_layers(model), decoder(model)
-    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    kind = type(root)
-    fully_shard(root, mesh=mesh, ignored_params=outside)  # their root: it gathers ahead
-    root.__class__ = kind  # by whose name transformers knows which states it can return
-
-
-def _fill(model: PreTrainedModel, whole: PreTrainedModel | None, device: torch.device) -> None:
-    """Bring the weights of the first process's `whole` into `model`, which has none."""
     model.to_empty(device=device)
     model.tie_weights()
     set_model_state_dict(
@@ -275,3 +240,17 @@ def _fill(model: PreTrainedModel, whole: PreTrainedModel | None, device: torch.d
         if whole is not None:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
+    return model, str(found[0])
+
+
+def _shard(model: PreTrainedModel, device: torch.device) -> None:
+    """fully_shard needs no engine: its hooks gather a layer before, and free it after, it runs."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    layers, root = decoder_layers(model), decoder(model)
+    inside = {id(parameter) for parameter in layers.parameters()}
+    outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(root, mesh=mesh, ignored_params=outside)  # their root: it gathers ahead
+    # transformers finds the states that it can return by the class's name, which has changed
+    _CAN_RECORD_REGISTRY[root] = root._can_record_outputs

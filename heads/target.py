@@ -1,13 +1,13 @@
 """The frozen causal LM that draft heads stand on, seen through forward / embed / unembed.
 
-Legend: B batch, T tokens, N tree nodes, S cache slots, D feature width, V vocabulary.
+Legend: B batch, T tokens, N tree nodes, S cache slots, D feature width, V vocabulary, R texts, L
+tokens of a text.
 """
 
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,19 +20,17 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
-from draftheads.heads.cache import LongRope, SlotCache, document_lengths
+from draftheads.heads.cache import SlotCache
 from draftheads.heads.placement import Bits, Placement, load_model, reading
 from draftheads.heads.supported import (
     ADVICE,
-    TREE_ROOM,
     describe,
     plain_model,
-    refuse_by_trial,
     refuse_unsupported,
-    slot_limit,
+    usable_context,
 )
-from draftheads.heads.tree import TokenTree
-from draftheads.heads.weights import decoder, fingerprint, release_layers, release_lm_head
+from draftheads.heads.tree import TokenTree, Topology
+from draftheads.heads.weights import decoder, fingerprint, release
 
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward: bounds the (T, S) mask of a long prompt."""
@@ -52,8 +50,8 @@ class Target:
     """A frozen causal LM. A plain object, not an nn.Module: it cannot leak into a head's
     parameters.
 
-    Raises ValueError for models that cannot follow a token tree (`heads.supported`): by what their
-    config says, and by a tiny decode, unless the model has no numbers (meta).
+    Raises ValueError for models that cannot follow a token tree: by what their config says, and by
+    a tiny decode, unless the model has no numbers (meta).
     """
 
     adapter: Adapter | None = None
@@ -79,15 +77,15 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.context: int = _context(model, self.config)
-        self.eos_ids = _as_tuple(model.generation_config.eos_token_id)
+        self.context = usable_context(model)
+        eos = model.generation_config.eos_token_id
+        eos_ids = [eos] if isinstance(eos, int) else eos or []
+        self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._masks = MaskBuilder(model)
-        self._longrope = LongRope(model)
-        self._unembedding = Unembedding(model, self.name)
+        self._masks = Masks(model)
         self._resets = True  # whether position resets alone keep packed documents apart
         if not model.get_input_embeddings().weight.is_meta:
-            self._resets = refuse_by_trial(self)
+            _refuse_by_trial(self)
 
     @classmethod
     def load(
@@ -115,26 +113,22 @@ class Target:
         model, known = load_model(
             path, dtype=dtype, device=device, revision=revision, placement=placement, bits=bits
         )
-        local = Path(path).expanduser()
-        has_tokenizer = (
-            not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*"))
-        )
-        tokenizer = None
-        if has_tokenizer:
+        local, tokenizer = Path(path).expanduser(), None
+        if not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*")):
             with reading(path):
                 tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         commit = revision or getattr(model.config, "_commit_hash", None)
         return cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
 
     def adapt(self, **choices: Any) -> Adapter:
-        """Put a new adapter on, which changes nothing until it is trained; choices: of
+        """Put on a new adapter, which changes nothing until it is trained; choices: of
         `Adapter.create`.
         """
         self.adapter = Adapter.create(self.model, self.fingerprint(), **choices)
         return self.adapter
 
     def attach(self, folder: str | Path, *, merge: bool = True) -> Target:
-        """Put the adapter of a head folder on, and return the target. merge: into its matrices,
+        """Put on the adapter of a head folder, and return the target. merge: into its matrices,
         which costs nothing when decoding, but cannot be undone; quantised ones are not merged.
 
         Raises ValueError for another target's adapter.
@@ -176,8 +170,7 @@ class Target:
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
         tokens_BT = tokens_BT.to(self.device)
-        texts_B1 = torch.tensor(lengths, device=self.device)[:, None]
-        logits: list[Tensor | None] = [None] * len(prompts)
+        logits: dict[int, Tensor] = {}
         features: list[Tensor] = []
         for start in range(0, max(lengths), PREFILL_CHUNK):
             chunk_BN = tokens_BT[:, start : start + PREFILL_CHUNK]
@@ -187,40 +180,21 @@ class Target:
             }
             keep = sorted(set(ends.values())) or [0]
             depths_1N = torch.arange(width, device=self.device)[None]
-            with self._longrope.factors(texts_B1):
-                out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
+            out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
             for row, end in ends.items():
                 logits[row] = out.logits_BNV[row, keep.index(end)]
             if out.features_BND is not None:
                 features.append(out.features_BND)
             cache.table.advance([max(0, min(n - start, width)) for n in lengths])
-        rows = [row for row in logits if row is not None]
-        return Decoded(torch.stack(rows)[:, None], torch.cat(features, 1) if features else None)
+        logits_BV = torch.stack([logits[row] for row in range(len(prompts))])
+        return Decoded(logits_BV[:, None], torch.cat(features, 1) if features else None)
 
     def verify(self, tree: TokenTree, cache: SlotCache, layers: Sequence[int]) -> Decoded:
-        """One forward over all tree nodes behind what `cache` has committed; `cache.keep` must
+        """One forward over all nodes of a tree after what `cache` has committed; `cache.keep` must
         follow.
         """
         ancestors_BNN = tree.ancestors() if tree.tokens_BN.shape[1] > 1 else None
-        with self._longrope.factors(cache.table.lengths_B[:, None], tree.depths() + 1):
-            return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
-
-    def room(self, text: int) -> int:
-        """How many tokens a text of so many, the newest one included, may grow before `recompute`
-        must see it.
-        """
-        crossing = self._longrope.crossing
-        return crossing + 1 - text if crossing and text <= crossing else self.context
-
-    def recompute(self, texts: Mapping[int, Sequence[int]], cache: SlotCache) -> None:
-        """Compute rows of `cache` anew where `generate` does (LongRoPE, whose factors change with
-        the length of the text). texts: of each row to look at, its newest token included.
-        """
-        for row, text in texts.items():
-            if len(text) - 1 == self._longrope.crossing:
-                alone = self.new_cache(1, len(text))
-                self.prefill([text], alone, ())
-                cache.copy_row(row, alone)
+        return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
 
     @torch.no_grad()
     def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
@@ -231,19 +205,15 @@ class Target:
         """
         return self.states(batch, layers)
 
-    def states(self, batch: Batch, layers: Sequence[int], *, resets: bool | None = None) -> Tensor:
-        """As `features`, with the gradients of an adapter that learns. resets: whether position
-        resets keep documents apart; default: as was found out when the target was made.
-        """
-        honoured = self._resets if resets is None else resets
-        with self._longrope.factors(document_lengths(batch.positions_BT)):
-            out = decoder(self.model)(
-                batch.tokens_BT,
-                attention_mask=None if honoured else self._masks.packed(batch),
-                position_ids=batch.positions_BT,
-                use_cache=False,
-                output_hidden_states=list(layers),
-            )
+    def states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
+        """As `features`, with the gradients of an adapter that learns."""
+        out = decoder(self.model)(
+            batch.tokens_BT,
+            attention_mask=None if self._resets else self._masks.packed(batch),
+            position_ids=batch.positions_BT,
+            use_cache=False,
+            output_hidden_states=list(layers),
+        )
         states_BTD = self._concatenate(out.hidden_states, layers)
         return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
 
@@ -258,34 +228,42 @@ class Target:
         Raises ValueError where lm_head(hidden) is not what the model returns (its logits are scaled
         or capped).
         """
-        return self._unembedding.logits(hidden)
+        self._check_unembed()
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits.to(hidden.device)
 
     def unembed_weight(self) -> Tensor:
         """The lm_head weight (V, hidden), after the same check as `unembed`.
 
         Raises ValueError also where there is a bias, which the weight alone would leave out.
         """
-        return self._unembedding.weight()
+        self._check_unembed()
+        lm_head = self.model.get_output_embeddings()
+        if getattr(lm_head, "bias", None) is not None:
+            raise ValueError(
+                f"{self.name}: its lm_head has a bias, which shared heads leave out; "
+                "use heads with their own lm_head and hard labels"
+            )
+        weight: Tensor = lm_head.weight
+        return weight if weight.device == self.device else self._lm_head_copy
 
     def fingerprint(self) -> str:
-        """Hex digits that name these weights, whatever dtype, number of bits and placement they are
-        loaded in (see `heads.weights.fingerprint`).
-        """
+        """Hex digits that name these weights (see `heads.weights.fingerprint`)."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self.model)
         return self._fingerprint
 
     def release(self, *, lm_head: bool = False, layers: bool = False) -> int:
-        """Free weights that no later call needs; returns bytes freed on this process's devices.
+        """Free weights that no later call needs; returns the bytes freed on this process.
 
         lm_head: unless it is the embeddings. layers: all of them. What would need them raises
         RuntimeError from now on; `embed`, sizes, tokenizer and fingerprint stay. A sharded target
         must be released by every process.
         """
         self.fingerprint()
-        self._unembedding.prepare_release()
-        freed = release_lm_head(self.model) if lm_head else 0
-        return freed + (release_layers(self.model) if layers else 0)
+        _ = self._unembed_fault  # can be found out no later
+        self.__dict__.pop("_lm_head_copy", None)
+        return release(self.model, lm_head=lm_head, layers=layers)
 
     def _decode(
         self,
@@ -297,7 +275,9 @@ class Target:
         *,
         keep: list[int] | None = None,
     ) -> Decoded:
-        """ancestors_BNN: None for a chain, in which each node follows the one before."""
+        """ancestors_BNN: None for a chain, in which each node follows the one before. keep: nodes
+        whose logits are wanted; None: all.
+        """
         table, nodes = cache.table, tokens_BN.shape[1]
         table.reserve(nodes)
         positions_BN = table.lengths_B[:, None] + depths_BN
@@ -330,163 +310,152 @@ class Target:
         chosen = [states[layer].to(self.device) for layer in layers]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
 
-
-def _context(model: PreTrainedModel, config: Any) -> int:
-    """How many tokens a text may have, without what depends on the number of cache slots."""
-    context: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-    limit = slot_limit(config)
-    if limit is None or context <= limit[0] - TREE_ROOM:
-        return context
-    slots, reason = limit
-    if slots <= 2 * TREE_ROOM:
-        raise ValueError(
-            f"{describe(model)}: beyond {slots} cache slots, {reason}; expected that only beyond "
-            f"{2 * TREE_ROOM}; {ADVICE}"
-        )
-    warnings.warn(
-        f"{describe(model)}: texts are limited to {slots - TREE_ROOM} of {context} tokens, since "
-        f"beyond {slots} cache slots, a tree's included, {reason}",
-        stacklevel=3,
-    )
-    return slots - TREE_ROOM
-
-
-def _as_tuple(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-# The attention masks that make a model follow a token tree, or keep packed documents apart.
-#
-# Legend: B batch, T tokens, N tree nodes, S cache slots.
-
-
-class MaskBuilder:
-    """Turns visibility into what a model's attention takes.
-
-    Windows are cut by position, not by cache slot; hybrid models get one mask per layer type. Masks
-    are additive (0, or the dtype's least number): eager attention *adds* whatever it gets, and sdpa
-    would turn a bool mask into this in every layer again.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config(decoder=True)
-        window = getattr(config, "sliding_window", None)
-        if not getattr(config, "use_sliding_window", True):
-            window = None
-        self.window: int | None = window
-        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
-        types = getattr(config, "layer_types", None) or [
-            "sliding_attention" if window else "full_attention"
-        ]
-        self.types: tuple[str, ...] = tuple(dict.fromkeys(types))
-        self.dtype = model.dtype
-        self.slots = limit[0] if (limit := slot_limit(config)) else None
-
-    def __call__(
-        self, visible_BNS: Tensor, positions_BN: Tensor, key_positions_BS: Tensor
-    ) -> Tensor | dict[str, Tensor]:
-        if self.slots and visible_BNS.shape[2] > self.slots:
-            raise ValueError(
-                f"expected text and tree to take at most {self.slots} cache slots of this target, "
-                f"got {visible_BNS.shape[2]}; use a smaller tree"
-            )
-        return self._build(visible_BNS, positions_BN, key_positions_BS)
-
-    def packed(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """The mask of training rows: every token sees its own document up to itself."""
-        documents_BT = batch.documents_BT
-        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-        return self._build(same_BTT.tril(), batch.positions_BT, batch.positions_BT)
-
-    def _build(self, visible_BNS: Tensor, q_BN: Tensor, k_BS: Tensor) -> Tensor | dict[str, Tensor]:
-        rows = len(q_BN)  # a topology that rows share is one row; some models ask for each
-        masks = {
-            kind: self._finish(self._limit(kind, visible_BNS, q_BN, k_BS)).expand(rows, -1, -1, -1)
-            for kind in self.types
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _limit(self, kind: str, visible_BNS: Tensor, q_BN: Tensor, k_BS: Tensor) -> Tensor:
-        if kind == "sliding_attention" and self.window:
-            return visible_BNS & (q_BN[:, :, None] - k_BS[:, None, :] < self.window)
-        if kind == "chunked_attention" and self.chunk:
-            return visible_BNS & (q_BN[:, :, None] // self.chunk == k_BS[:, None, :] // self.chunk)
-        return visible_BNS
-
-    def _finish(self, visible_BNS: Tensor) -> Tensor:
-        hidden_B1NS = ~visible_BNS[:, None]
-        zeros = torch.zeros(hidden_B1NS.shape, dtype=self.dtype, device=hidden_B1NS.device)
-        return zeros.masked_fill_(hidden_B1NS, torch.finfo(self.dtype).min)
-
-
-# A target's last matrix, as heads read it that share it or learn from the target's distribution.
-#
-# Legend: V vocabulary.
-
-
-class Unembedding:
-    """Logits of hidden states. name: of the model, for messages."""
-
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
-        self.model, self.name = model, name
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The model's own logits (..., V) of last-layer hidden states.
-
-        Raises ValueError where lm_head(hidden) is not what the model returns (its logits are scaled
-        or capped).
-        """
-        self.check()
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        return logits.to(hidden.device)
-
-    def weight(self) -> Tensor:
-        """The matrix (V, hidden) where the model takes its token ids, after the same check.
-
-        Raises ValueError also where there is a bias, which the weight alone would leave out.
-        """
-        self.check()
-        lm_head = self.model.get_output_embeddings()
-        if getattr(lm_head, "bias", None) is not None:
-            raise ValueError(
-                f"{self.name}: its lm_head has a bias, which shared heads leave out; "
-                "use heads with their own lm_head and hard labels"
-            )
-        weight: Tensor = lm_head.weight
-        return weight if weight.device == self.model.device else self._copy
-
-    def check(self) -> None:
-        """Raise ValueError where lm_head(hidden) is not what the model returns."""
-        if self._fault:
-            raise ValueError(self._fault)
-
-    def prepare_release(self) -> None:
-        """Check what could not be checked later, and forget copies."""
-        _ = self._fault
-        self.__dict__.pop("_copy", None)
-
-    @cached_property
-    def _copy(self) -> Tensor:
-        """Of a matrix that stands elsewhere than the features, made once."""
-        weight: Tensor = self.model.get_output_embeddings().weight
-        return weight.to(self.model.device)
+    def _check_unembed(self) -> None:
+        if self._unembed_fault:
+            raise ValueError(self._unembed_fault)
 
     @cached_property
     @torch.no_grad()
-    def _fault(self) -> str | None:
-        config = self.model.config.get_text_config(decoder=True)
+    def _unembed_fault(self) -> str | None:
+        """Why lm_head(hidden) is not what the model returns; None where it is."""
         lm_head = self.model.get_output_embeddings()
-        tokens = torch.arange(min(4, lm_head.weight.shape[0]), device=self.model.device)[None]
+        tokens = torch.arange(min(4, self.vocab_size), device=self.device)[None]
         out = self.model(tokens, use_cache=False, output_hidden_states=[-1])
         got = lm_head(out.hidden_states[-1])
         if torch.allclose(got.float(), out.logits.float().to(got.device), rtol=1e-3, atol=1e-3):
             return None
         causes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
-        found = [f"{key}={value}" for key in causes if (value := getattr(config, key, None))]
+        found = [f"{key}={value}" for key in causes if (value := getattr(self.config, key, None))]
         return (
             f"{self.name}: lm_head(hidden state) is not this model's logits "
             f"({', '.join(found) or 'another layer comes between them'}); "
             "use heads with their own lm_head and hard labels"
         )
+
+    @cached_property
+    def _lm_head_copy(self) -> Tensor:
+        """Of an lm_head on another device than the features."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight.to(self.device)
+
+
+class Masks:
+    """Turns visibility into what a model's attention takes, one mask per layer type.
+
+    Windows are cut by position, not by cache slot. Masks are additive (0, or the dtype's least
+    number): eager attention *adds* whatever it gets, and sdpa would turn a bool mask into this in
+    every layer again.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config(decoder=True)
+        windowed = getattr(config, "use_sliding_window", True)
+        self.window: int | None = getattr(config, "sliding_window", None) if windowed else None
+        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
+        default = "sliding_attention" if self.window else "full_attention"
+        types = getattr(config, "layer_types", None) or [default]
+        self.types: tuple[str, ...] = tuple(dict.fromkeys(types))
+        self.dtype = model.dtype
+
+    def __call__(
+        self, visible_BNS: Tensor, positions_BN: Tensor, key_positions_BS: Tensor
+    ) -> Tensor | dict[str, Tensor]:
+        q_BN1, k_B1S = positions_BN[:, :, None], key_positions_BS[:, None, :]
+        masks: dict[str, Tensor] = {}
+        for kind in self.types:
+            seen_BNS = visible_BNS
+            if kind == "sliding_attention" and self.window:
+                seen_BNS = visible_BNS & (q_BN1 - k_B1S < self.window)
+            elif kind == "chunked_attention" and self.chunk:
+                seen_BNS = visible_BNS & (q_BN1 // self.chunk == k_B1S // self.chunk)
+            hidden_B1NS = ~seen_BNS[:, None]
+            zeros = torch.zeros(hidden_B1NS.shape, dtype=self.dtype, device=hidden_B1NS.device)
+            mask = zeros.masked_fill_(hidden_B1NS, torch.finfo(self.dtype).min)
+            masks[kind] = mask.expand(len(positions_BN), -1, -1, -1)  # some models ask for all rows
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def packed(self, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """The mask of training rows: every token sees its own document up to itself."""
+        documents_BT = batch.documents_BT
+        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+        return self(same_BTT.tril(), batch.positions_BT, batch.positions_BT)
+
+
+def _refuse_by_trial(target: Target) -> None:
+    """Raise ValueError, with the reason, for a model whose states in a tiny tree are not those of
+    plain forwards. Nothing in it is random.
+    """
+    try:
+        fault = _trial(target)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code raises here, decoding would meet
+        line = (str(error).strip().splitlines() or [""])[0]
+        fault = f"its forward fails there with {type(error).__name__}: {line}".rstrip(": ")
+    if fault:
+        raise ValueError(
+            f"{describe(target.model)} cannot follow a token tree, as a trial with a few tokens "
+            f"shows: {fault}; {ADVICE}"
+        )
+
+
+@torch.no_grad()  # not inference mode: what a model remembers of it may be needed in training
+def _trial(target: Target) -> str | None:
+    """Decode a tree after two prompts of different lengths; the fault, if there is one. Finds out
+    besides whether packed documents need a mask.
+    """
+    ids = torch.linspace(target.vocab_size // 4, 3 * target.vocab_size // 4, 12).long().tolist()
+    prompts, drafts, paths = [ids[:4], ids[4:7]], ids[7:], ([0, 1, 3], [0, 2, 4])
+    cache = target.new_cache(2, 16)
+    target.prefill(prompts, cache, [-1])
+    tree = TokenTree(
+        torch.tensor([drafts, drafts], device=target.device),
+        Topology(torch.tensor([[-1, 0, 0, 1, 2]], device=target.device)),
+    )
+    nodes_BND = target.verify(tree, cache, [-1]).features_BND
+    assert nodes_BND is not None
+    texts = [prompt + [drafts[node] for node in path] for prompt in prompts for path in paths]
+    rows = torch.tensor([text + ids[: 7 - len(text)] for text in texts], device=target.device)
+    out = target.model(rows, use_cache=False, output_hidden_states=[-1])
+    plain_RLD: Tensor = out.hidden_states[-1].to(target.device)
+
+    if plain_RLD.ndim != 3 or plain_RLD.shape[2] != target.hidden_size:
+        shape = tuple(plain_RLD.shape)
+        return f"its last states are {shape}, expected texts x tokens x {target.hidden_size}"
+    if not plain_RLD.isfinite().all():
+        return f"its states are not finite in {target.dtype}"
+    if _apart(target, plain_RLD[1, :5], plain_RLD[0, :5]):
+        return "it is not causal, as later tokens change earlier states"
+    ends = [len(text) - 1 for text in texts]
+    if _apart(target, nodes_BND[:, 3:].flatten(0, 1), plain_RLD[range(4), ends]):
+        return "nodes do not see their own path, or not at its positions"
+
+    # two rows of two documents each, of which the second is the same: does it see the first?
+    documents_BT = torch.tensor([[0] * 7 + [1] * 6] * 2)
+    tokens_BT = torch.tensor([texts[0] + texts[2], texts[1] + texts[2]])
+    positions_BT = torch.tensor([[*range(7), *range(6)]] * 2)
+    batch = Batch(tokens_BT, tokens_BT >= 0, positions_BT, documents_BT).to(target.device)
+    for resets in (True, False):
+        target._resets = resets
+        first_LD, second_LD = target.states(batch, [-1])[:, 8:]
+        leaks = _apart(target, first_LD, second_LD, 0.05)
+        if not leaks and not _apart(target, first_LD, plain_RLD[2, :5]):
+            return None
+    return "packed documents see each other in training"
+
+
+def _apart(target: Target, got_RD: Tensor, want_RD: Tensor, rounding: float = 0.25) -> bool:
+    """Whether states differ by more than rounding does, measured by how states vary. In low
+    precision, where single ones may be far off (other experts chosen), most of them must.
+    """
+    exact = (
+        target.dtype == torch.float32
+        and torch.get_float32_matmul_precision() == "highest"
+        and not getattr(target.model.config, "quantization_config", None)
+    )
+    got_RD, want_RD = got_RD.float(), want_RD.float()
+    size = want_RD.norm(dim=-1).mean()
+    spread = (want_RD - want_RD.mean(0)).norm(dim=-1).mean().clamp(min=1e-3 * size)
+    apart_R = (got_RD - want_RD).norm(dim=-1)
+    worst = apart_R.max() if exact else apart_R.median()
+    return not bool(worst <= spread * (1e-3 if exact else rounding))

@@ -1,7 +1,9 @@
 """Token trees: what a drafter proposes and the target verifies in one forward pass.
 
-Legend: B batch, N tree nodes. Node 0 is the root (the last committed token, depth 0); parents
-precede their children, so a path in node order is also in depth order.
+Node 0 is the root (the last committed token, depth 0); parents precede their children, so a path in
+node order is also in depth order.
+
+Legend: B batch, N tree nodes, K draft depth, R ranks, M observed continuations.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, product
@@ -19,11 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Path = tuple[int, ...]
+"""Ranks from the root to a node: (0, 2) is the third guess of depth 2 after the best of depth 1."""
+
+MOST_NODES = 4096
+"""More are never worth verifying, and would need gigabytes for the mask among them."""
+
 
 @dataclass(frozen=True)
 class Topology:
     """Who is whose parent. parents_BN: int64 of shape (B, N), or (1, N) when all rows share it;
-    parents[:, 0] = -1. height: no node is deeper, where that is known.
+    parents[:, 0] = -1. height: an upper bound of the depth, where one is known.
     """
 
     parents_BN: Tensor
@@ -33,17 +41,14 @@ class Topology:
     def ancestors_BNN(self) -> Tensor:
         """bool (B|1, N, N): [b, i, j] is True where j is i itself or an ancestor of i. The tree's
         attention mask.
-
-        Computed by repeated squaring of the parent relation, log2(depth) small products, no loop
-        over nodes.
         """
         nodes = self.parents_BN.shape[1]
         reach = torch.zeros(*self.parents_BN.shape, nodes, device=self.parents_BN.device)
         reach.scatter_(2, self.parents_BN.clamp(min=0)[..., None], 1.0)
         reach[:, 0] = 0.0
         reach += torch.eye(nodes, device=reach.device)
-        steps = (self.height or max(nodes - 1, 1)).bit_length()
-        for _ in range(steps):
+        # repeated squaring of the parent relation: log2(depth) products, no loop over nodes
+        for _ in range((self.height or max(nodes - 1, 1)).bit_length()):
             reach = (reach @ reach).clamp_(max=1.0)
         return reach > 0
 
@@ -59,7 +64,7 @@ class Topology:
 
     @cached_property
     def drafted_BNN(self) -> Tensor:
-        """The ancestors without the root: the draft tokens on the way to each node."""
+        """bool (B|1, N, N): the ancestors without the root."""
         return self.ancestors_BNN & (self.parents_BN >= 0)[:, None, :]
 
     @cached_property
@@ -90,24 +95,12 @@ class TokenTree:
         return self.topology.depths_BN
 
 
-# Which tree to draft: fixed ones as sets of rank paths, and dynamic ones as bounds of a search.
-#
-# Legend: K draft depth, R ranks, M observed continuations.
-
-
-Path = tuple[int, ...]
-MOST_NODES = 4096
-"""More are never worth verifying, and would need gigabytes for the mask among them."""
-
-
 @dataclass(frozen=True)
 class StaticTree:
-    """A fixed tree as the set of its root-to-node paths of *ranks*: (0, 2) is "the third guess of
-    head 2 after the best guess of head 1". Paths are prefix-closed and distinct. Their order is
-    kept where parents precede children (builders put the most useful path first, so `head` cuts
-    well); otherwise they are sorted by depth.
+    """A fixed tree as the set of its paths of ranks: prefix-closed, distinct, parents first.
 
-    Raises ValueError when a prefix is missing or a path stands twice.
+    Builders put the most useful path first, so that `head` cuts well; paths that do not have their
+    parents before them are sorted by depth. Raises ValueError for anything else.
     """
 
     paths: tuple[Path, ...]
@@ -116,93 +109,65 @@ class StaticTree:
         paths = tuple(tuple(map(int, path)) for path in self.paths)
         _check_size(len(paths))
         place = {path: number for number, path in enumerate(paths)}
-        if any(place.get(path[:-1], -1) > number for number, path in enumerate(paths)):
-            paths = tuple(sorted(paths, key=_by_depth))
-        known = set(paths)
-        if len(known) != len(paths):
-            twice = next(path for path, count in Counter(paths).items() if count > 1)
-            raise ValueError(f"tree path {list(twice)} stands twice; siblings must be distinct")
+        if len(place) != len(paths):
+            raise ValueError("a tree path is given twice; siblings must be distinct")
         for path in paths:
             if not path or min(path) < 0:
-                raise ValueError(
-                    f"tree path {list(path)}: expected one or more ranks, each 0 or greater"
-                )
-            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(f"tree path {list(path)}: expected one or more ranks from 0 on")
+            if len(path) > 1 and path[:-1] not in place:
                 raise ValueError(
                     f"tree path {list(path)} has no parent; add {list(path[:-1])} to the tree"
                 )
+        if any(place.get(path[:-1], -1) > number for path, number in place.items()):
+            paths = tuple(sorted(paths, key=_by_depth))
         object.__setattr__(self, "paths", paths)
 
     @classmethod
     def from_widths(cls, widths: Sequence[int]) -> StaticTree:
         """The full expansion <k1, k2, ...>: every node at depth d - 1 has the k_d best children."""
-        if any(width < 1 for width in widths):
+        if min(widths, default=1) < 1:
             raise ValueError(f"tree widths {list(widths)}: each must be 1 or more")
         _check_size(sum(accumulate(widths, mul)))
-        levels = (
-            product(*(range(width) for width in widths[:depth]))
-            for depth in range(1, len(widths) + 1)
-        )
-        return cls(tuple(path for level in levels for path in level))
+        paths: list[Path] = []
+        for depth in range(1, len(widths) + 1):
+            paths += product(*map(range, widths[:depth]))
+        return cls(tuple(paths))
 
     @classmethod
     def best_first(cls, accuracies_KR: Sequence[Sequence[float]], nodes: int) -> StaticTree:
         """The `nodes` draft nodes of greatest probability if depths were independent.
 
-        accuracies_KR[k][r] is the probability that the r-th guess of head k + 1 is right (the
-        search of Medusa's code). Prefer `most_frequent` where joint
-        observations exist.
+        accuracies_KR[k][r]: probability that the r-th guess at depth k + 1 is right. Prefer
+        `most_frequent` where joint observations exist.
         """
-        if not accuracies_KR or nodes < 1:
-            raise ValueError(
-                "a best-first tree needs accuracies of one depth or more and one node or more"
-            )
-        order = [sorted(range(len(row)), key=lambda r, row=row: -row[r]) for row in accuracies_KR]  # type: ignore[misc]
         best: list[Path] = []
-        # heap of (-probability, path, place of its last rank in `order`, probability of its parent)
-        first = accuracies_KR[0][order[0][0]]
-        heap: list[tuple[float, Path, int, float]] = [(-first, (order[0][0],), 0, 1.0)]
-        while heap and len(best) < nodes:
-            negative, path, place, parent = heapq.heappop(heap)
+        heap: list[tuple[float, Path]] = [(-1.0, ())]  # negative probability
+        while heap and len(best) <= nodes:
+            negative, path = heapq.heappop(heap)
             best.append(path)
-            depth = len(path)
-            if place + 1 < len(order[depth - 1]):
-                rank = order[depth - 1][place + 1]
-                chance = parent * accuracies_KR[depth - 1][rank]
-                heapq.heappush(heap, (-chance, (*path[:-1], rank), place + 1, parent))
-            if depth < len(accuracies_KR):
-                rank = order[depth][0]
-                chance = -negative * accuracies_KR[depth][rank]
-                heapq.heappush(heap, (-chance, (*path, rank), 0, -negative))
-        return cls(tuple(best))
+            if len(path) < len(accuracies_KR):
+                for rank, accuracy in enumerate(accuracies_KR[len(path)]):
+                    heapq.heappush(heap, (negative * accuracy, (*path, rank)))
+        return cls(tuple(best[1:]))
 
     @classmethod
     def most_frequent(cls, ranks_MK: Tensor, nodes: int) -> StaticTree:
         """The `nodes` paths that were right most often: the best static tree for the observed
-        continuations.
+        continuations. A path is never right more often than its parent, so it is prefix-closed.
 
         ranks_MK: int64, the rank at each depth of the token that really came; -1 where it was
-        outside the ranks kept. A path is right as often as its parent or less, so the choice is
-        prefix-closed by itself.
+        outside the ranks kept.
         """
-        counts = path_counts(ranks_MK)
-        if not counts:
-            raise ValueError(
-                "no draft was right in the observed continuations: no tree can be built from them"
-            )
+        counts = _path_counts(ranks_MK)
         best = sorted(counts, key=lambda path: (-counts[path], _by_depth(path)))[:nodes]
         return cls(tuple(best))
 
     def head(self, nodes: int) -> StaticTree:
-        """The tree of the first `nodes` paths: of a best-first or most-frequent tree, the best
-        smaller one.
-        """
+        """The tree of the first `nodes` paths: the best smaller one, if the order says so."""
         return StaticTree(self.paths[:nodes])
 
     def fitted(self, ranks_MK: Tensor, nodes: int) -> StaticTree:
-        """The best tree of `nodes` draft nodes for the observed continuations; this one where no
-        draft was right.
-        """
+        """`most_frequent`, or this tree where no draft was right."""
         known = bool((ranks_MK[:, 0] >= 0).any())
         return StaticTree.most_frequent(ranks_MK, nodes) if known else self
 
@@ -216,22 +181,22 @@ class StaticTree:
         return len(self.paths)
 
     @property
-    def depth(self) -> int:
-        """The longest path, in draft tokens."""
-        return max((len(path) for path in self.paths), default=0)
-
-    @property
-    def width(self) -> int:
-        """How many ranks of a head the tree uses: one more than the greatest rank."""
-        return max((max(path) for path in self.paths), default=-1) + 1
-
-    @property
     def nodes(self) -> int:
         """Tokens verified per step, root included."""
         return len(self.paths) + 1
 
+    @property
+    def depth(self) -> int:
+        """The longest path, in draft tokens."""
+        return max(map(len, self.paths), default=0)
+
+    @property
+    def width(self) -> int:
+        """How many ranks of a head the tree uses: one more than the greatest rank."""
+        return max(map(max, self.paths), default=-1) + 1
+
     def check_width(self, vocabulary: int) -> None:
-        """Raise ValueError when the tree wants more guesses than a head has words."""
+        """Raise ValueError when the tree wants more guesses than a head has tokens."""
         if self.width > vocabulary:
             raise ValueError(
                 f"the tree uses the {self.width} best guesses, the head knows only {vocabulary} "
@@ -239,9 +204,7 @@ class StaticTree:
             )
 
     def check_depth(self, depth: int) -> None:
-        """Raise ValueError when the tree is deeper than `depth`, the number of tokens a head can
-        guess.
-        """
+        """Raise ValueError when the tree is deeper than the `depth` tokens a head can guess."""
         if self.depth > depth:
             raise ValueError(
                 f"the tree is {self.depth} deep, the head guesses only {depth} tokens ahead; "
@@ -251,28 +214,26 @@ class StaticTree:
     def parents(self) -> list[int]:
         """The parent of each node; -1 for the root (node 0)."""
         index = {path: node for node, path in enumerate(self.paths, start=1)}
-        return [-1] + [index[path[:-1]] if len(path) > 1 else 0 for path in self.paths]
+        return [-1] + [index.get(path[:-1], 0) for path in self.paths]
 
     def topology(self, device: torch.device | str | None = None) -> Topology:
-        """The shape as a topology shared by all rows."""
+        """The topology, shared by all rows."""
         return Topology(torch.tensor([self.parents()], device=device), self.depth)
 
     def expected_tokens(self, ranks_MK: Tensor) -> float:
-        """Mean tokens per step, the target's own token included, had this tree met the observed
-        continuations.
-        """
-        counts = path_counts(ranks_MK)
+        """Mean tokens per step on the observed continuations, the target's own token included."""
+        counts = _path_counts(ranks_MK)
         return 1.0 + sum(counts[path] for path in self.paths) / max(len(ranks_MK), 1)
 
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """A tree whose form each step decides anew from the drafter's probabilities (EAGLE-2, arXiv
+    """A tree that each step grows anew from the drafter's probabilities (EAGLE-2, arXiv
     2406.16858).
 
     The `top_k` most probable nodes of a level are expanded, each by its `top_k` best tokens, down
     to `depth` tokens; of all these candidates the `draft_nodes` most probable ones are verified.
-    Raises ValueError for a tree that has not as many candidates.
+    Raises ValueError for a tree that has fewer candidates.
     """
 
     draft_nodes: int = 59
@@ -299,10 +260,8 @@ class DynamicTree:
         return self.draft_nodes + 1
 
     def head(self, nodes: int) -> DynamicTree:
-        """The same search, of which `nodes` draft nodes are verified.
-
-        A node that is not among the best `nodes` of its level cannot be among the best of the
-        tree, nor can one deeper than `nodes`: no more is searched.
+        """The same search for fewer nodes, none of which can be deeper than `nodes`, or outside the
+        best `nodes` of its level.
         """
         nodes = min(nodes, self.draft_nodes)
         return DynamicTree(nodes, min(self.depth, nodes), min(self.top_k, nodes))
@@ -317,29 +276,12 @@ class DynamicTree:
 
 
 Tree = StaticTree | DynamicTree
-"""What a drafter fills: a fixed tree of ranks, or one that follows its probabilities."""
-
-
-def _check_size(nodes: int) -> None:
-    if nodes > MOST_NODES:
-        raise ValueError(f"a tree of {nodes} draft nodes: expected {MOST_NODES} at the most")
-
-
-def path_counts(ranks_MK: Tensor) -> Counter[Path]:
-    """How often each path of ranks was right; ranks_MK as in `StaticTree.most_frequent`."""
-    counts: Counter[Path] = Counter()
-    for path, count in Counter(map(tuple, ranks_MK.tolist())).items():
-        for depth in range(1, len(path) + 1):
-            if path[depth - 1] < 0:
-                break
-            counts[path[:depth]] += count
-    return counts
 
 
 def tree_from_json(value: Any) -> Tree:
     """A tree as `to_json` wrote it. Raises ValueError for anything else."""
     if isinstance(value, dict):
-        if value.keys() <= {"draft_nodes", "depth", "top_k"} and _whole(value.values()):
+        if value.keys() <= {"draft_nodes", "depth", "top_k"} and _are_ints([*value.values()]):
             return DynamicTree(**value)
     elif _are_paths(value):
         return StaticTree(tuple(map(tuple, value)))
@@ -356,15 +298,18 @@ def parse_tree(text: str) -> Tree:
     "nodes=16,depth=5,top_k=4" a dynamic tree, of which each part may be left out. Raises
     ValueError.
     """
-    if "=" in text:
-        return _parse_dynamic(text)
+    value: Any = None
     try:
-        value: Any = json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
+        if "=" in text:
+            given = dict(part.strip().split("=") for part in text.split(","))
+            value = {name.replace("nodes", "draft_nodes"): int(given[name]) for name in given}
+        else:
+            value = json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
     except (ValueError, RecursionError):
-        value = None
-    if value and _whole(value):
+        pass
+    if value and _are_ints(value):
         return StaticTree.from_widths(value)
-    if value and _are_paths(value):
+    if value and (_are_paths(value) or isinstance(value, dict)):
         return tree_from_json(value)
     raise ValueError(
         f"tree {text!r:.200}: expected widths like 4,2,1, paths like [[0],[0,0]], or "
@@ -372,22 +317,28 @@ def parse_tree(text: str) -> Tree:
     )
 
 
-def _parse_dynamic(text: str) -> DynamicTree:
-    names = {"nodes": "draft_nodes", "depth": "depth", "top_k": "top_k"}
-    parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
-    if any(name not in names or not value.isdecimal() for name, _, value in parts):
-        raise ValueError(
-            f"tree {text!r}: expected nodes=16,depth=5,top_k=4 (whole numbers, any of the three)"
-        )
-    return DynamicTree(**{names[name]: int(value) for name, _, value in parts})
+def _are_ints(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int for number in value)
 
 
-def _whole(numbers: Iterable[object]) -> bool:
-    return all(type(number) is int for number in numbers)
+def _are_paths(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_are_ints, value))
 
 
-def _are_paths(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(p, list) and _whole(p) for p in value)
+def _check_size(nodes: int) -> None:
+    if nodes > MOST_NODES:
+        raise ValueError(f"a tree of {nodes} draft nodes: expected {MOST_NODES} at the most")
+
+
+def _path_counts(ranks_MK: Tensor) -> Counter[Path]:
+    """How often each path of ranks was right; ranks_MK as in `StaticTree.most_frequent`."""
+    counts: Counter[Path] = Counter()
+    for path, count in Counter(map(tuple, ranks_MK.tolist())).items():
+        for depth in range(1, len(path) + 1):
+            if path[depth - 1] < 0:
+                break
+            counts[path[:depth]] += count
+    return counts
 
 
 def _by_depth(path: Path) -> tuple[int, Path]:

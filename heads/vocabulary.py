@@ -33,7 +33,7 @@ def draft_index(tokens_M: Tensor, token_map: Tensor | None) -> Tensor:
 
 
 def d2t(token_map: Tensor) -> Tensor:
-    """int64 (v,): target id minus draft index, as the field's checkpoints store the map."""
+    """int64 (v,): target id minus draft index, as published checkpoints store the map."""
     return token_map - torch.arange(len(token_map), device=token_map.device)
 
 
@@ -58,7 +58,7 @@ def check_distinct(ids_v: Tensor) -> None:
 
 
 def check_map(d2t_v: Tensor, t2d_V: Tensor) -> None:
-    """Raise ValueError unless offsets and mask speak of the same tokens."""
+    """Raise ValueError unless offsets and mask name the same tokens."""
     ids_v = d2t_v + torch.arange(len(d2t_v), device=d2t_v.device)
     inside = bool(((ids_v >= 0) & (ids_v < len(t2d_V))).all())
     if not inside or not bool(t2d_V[ids_v].all()) or int(t2d_V.sum()) != len(ids_v):

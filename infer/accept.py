@@ -1,14 +1,14 @@
 """Acceptance rules: which path of a verified tree is kept, and which token follows it.
 
-Legend: B batch, N tree nodes, A longest accepted path, V vocabulary. All rules are values, all work
-on tensors, and all accept the root (node 0), which is committed already.
+Legend: B batch, N tree nodes, A longest accepted path, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,14 +22,16 @@ from transformers import (
 from draftheads.heads.tree import TokenTree
 
 LEAST_TEMPERATURE = 1e-5
-"""Below it sampling is greedy in all but name, until logits overflow and nothing is drawn."""
+"""Below it sampling is as good as greedy, until the divided logits overflow."""
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """path_BA: int64 node numbers from the root down, `counts[b]` valid in row b (root included),
-    then any. bonus_B: int64, the target's own token after the last accepted node. in_place: every
-    row's path is nodes 0, 1, 2, ..., so that nothing has to move in the cache.
+    """The path that is kept in each row; the root (node 0) is committed already and always on it.
+
+    path_BA: int64 node numbers from the root down, `counts[b]` valid in row b (root included).
+    bonus_B: int64, the target's own token after the last accepted node. in_place: every row's path
+    is nodes 0, 1, 2, ..., so that nothing has to move in the cache.
     """
 
     path_BA: Tensor
@@ -38,58 +40,75 @@ class Accepted:
     in_place: bool
 
 
-class Acceptance(Protocol):
-    """A rule. `lossless`: the output follows the target's own distribution exactly."""
+class RandomStream:
+    """Random numbers on the device of the first draw; torch's global stream seeds them, unless
+    `seed` was called.
+    """
 
-    lossless: bool
-
-    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
-        """Judge a verified tree; logits_BNV[b, n] is the target's prediction after node n."""
-        ...
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """The target's own next token, (...), for logits (..., V)."""
-        ...
+    def __init__(self) -> None:
+        self._seed: int | None = None
+        self._generator: torch.Generator | None = None
 
     def seed(self, seed: int) -> None:
-        """Restart the random stream, where the rule has one."""
-        ...
+        """Restart the stream."""
+        self._seed, self._generator = seed, None
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """One token per row, without waiting for the device: argmax p / e, with e ~ Exp(1)."""
+        if self._generator is None:
+            self._generator = torch.Generator(logits.device)
+            seed = int(torch.randint(1 << 62, ())) if self._seed is None else self._seed
+            self._generator.manual_seed(seed)
+        race = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=self._generator)
+        return (torch.softmax(logits.float(), dim=-1) / race).argmax(-1)
 
 
 @dataclass(frozen=True)
-class Greedy:
-    """Keep what the target's argmax would have written: token for token the output of greedy
-    decoding.
+class Acceptance(ABC):
+    """A rule: follow the target's own choices for as long as they stay in the tree.
+
+    lossless: the output follows the target's own distribution exactly.
     """
 
-    lossless = True
+    lossless: ClassVar[bool] = True
+    random: RandomStream = field(
+        default_factory=RandomStream, init=False, repr=False, compare=False
+    )
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        """Judge a verified tree; logits_BNV[b, n] is the target's prediction after node n."""
         return follow(tree, self.choose(logits_BNV))
+
+    @abstractmethod
+    def choose(self, logits: Tensor) -> Tensor:
+        """The target's own next token, (...), for logits (..., V)."""
+
+    def seed(self, seed: int) -> None:
+        """Restart the random stream; greedy rules never read it."""
+        self.random.seed(seed)
+
+
+@dataclass(frozen=True)
+class Greedy(Acceptance):
+    """Keep what the target's argmax would have written: the output of greedy decoding."""
 
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax."""
         return logits.argmax(-1)
 
-    def seed(self, seed: int) -> None:
-        """Nothing is random here."""
-
 
 @dataclass(frozen=True)
-class Sampled:
+class Sampled(Acceptance):
     """Lossless sampling with temperature, top-k and top-p, filtered as transformers filters.
 
-    The target draws one token at every node and the path of the drawn tokens is followed as long as
-    it stays in the tree. That is speculative sampling for a point-mass proposal: of the distinct
-    children, x is accepted with p(x), and the token after a rejection has the distribution without
-    the children.
+    The target draws one token at every node. That is speculative sampling for a point-mass
+    proposal: of the distinct children, x is accepted with p(x), and the token after a rejection has
+    the distribution without the children.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    lossless = True
-    _random: _Random = field(default_factory=lambda: _Random(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
@@ -98,46 +117,30 @@ class Sampled:
         if not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k {self.top_k}: expected a whole number; 0 keeps all tokens")
 
-    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
-        return follow(tree, self.choose(logits_BNV))
-
     def choose(self, logits: Tensor) -> Tensor:
         """One draw from the filtered distribution."""
-        return self._random.draw(filtered_logits(logits, self.temperature, self.top_p, self.top_k))
-
-    def seed(self, seed: int) -> None:
-        """Restart the random stream."""
-        self._random.seed(seed)
+        return self.random.draw(filtered_logits(logits, self.temperature, self.top_p, self.top_k))
 
 
 @dataclass(frozen=True)
-class Processed:
+class Processed(Acceptance):
     """Lossless under what `processors` make of the target's logits: their argmax, or with `sample`
-    one draw at every node, as in `Sampled`.
+    one draw at every node.
 
     A tree's nodes are processed side by side, so no processor may look at the tokens before.
     """
 
     processors: LogitsProcessorList
     sample: bool
-    lossless = True
-    _random: _Random = field(default_factory=lambda: _Random(), repr=False, compare=False)
-
-    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
-        return follow(tree, self.choose(logits_BNV))
 
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax or one draw, after the processors."""
-        made = processed(logits, self.processors)
-        return self._random.draw(made) if self.sample else made.argmax(-1)
-
-    def seed(self, seed: int) -> None:
-        """Restart the random stream."""
-        self._random.seed(seed)
+        scores = processed(logits, self.processors)
+        return self.random.draw(scores) if self.sample else scores.argmax(-1)
 
 
 @dataclass(frozen=True)
-class Typical:
+class Typical(Acceptance):
     """Medusa's typical acceptance (lossy): keep x where p(x) > min(epsilon, delta * exp(-H(p))), p
     at `temperature`.
 
@@ -149,8 +152,7 @@ class Typical:
     epsilon: float = 0.09
     delta: float = 0.3
     temperature: float = 0.7
-    lossless = False
-    _random: _Random = field(default_factory=lambda: _Random(), repr=False, compare=False)
+    lossless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
@@ -160,16 +162,13 @@ class Typical:
             )
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        """Keep the longest path of typical tokens."""
         logp_BNV, typical_BNV = self._judge(logits_BNV)
+        rows_B = torch.arange(len(logits_BNV), device=logits_BNV.device)
         parents_BN = tree.topology.asked_BN.expand(len(logits_BNV), -1)
-        at = (
-            torch.arange(len(logits_BNV), device=logits_BNV.device)[:, None],
-            parents_BN,
-            tree.tokens_BN,
-        )
-        passed_BN = typical_BNV[at]
+        at = (rows_B[:, None], parents_BN, tree.tokens_BN)
+        passed_BN, scores_BN = typical_BNV[at], logp_BNV[at]
         passed_BN[:, 0] = True
-        scores_BN = logp_BNV[at]
         scores_BN[:, 0] = 0.0
         ancestors_BNN = tree.ancestors()
         kept_BN = ~(ancestors_BNN & ~passed_BN[:, None, :]).any(-1)
@@ -177,18 +176,14 @@ class Typical:
         longest_B1 = (kept_BN * tree.depths()).amax(1, keepdim=True)
         candidates_BN = kept_BN & (tree.depths() == longest_B1)
         best_B = path_scores_BN.masked_fill(~candidates_BN, -torch.inf).argmax(1)
-        last = (torch.arange(len(best_B), device=best_B.device), best_B)
-        bonus_B = self._random.draw(logp_BNV[last].masked_fill(~typical_BNV[last], -torch.inf))
+        last = (rows_B, best_B)
+        bonus_B = self.random.draw(logp_BNV[last].masked_fill(~typical_BNV[last], -torch.inf))
         return take(tree, best_B, bonus_B)
 
     def choose(self, logits: Tensor) -> Tensor:
         """One draw from the typical tokens."""
         logp, typical = self._judge(logits)
-        return self._random.draw(logp.masked_fill(~typical, -torch.inf))
-
-    def seed(self, seed: int) -> None:
-        """Restart the random stream."""
-        self._random.seed(seed)
+        return self.random.draw(logp.masked_fill(~typical, -torch.inf))
 
     def _judge(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)
@@ -225,9 +220,8 @@ def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
     device.
     """
     shape = tree.tokens_BN.shape
-    on_path_BN = tree.ancestors().expand(*shape, -1)[
-        torch.arange(shape[0], device=best_B.device), best_B
-    ]
+    rows_B = torch.arange(shape[0], device=best_B.device)
+    on_path_BN = tree.ancestors().expand(*shape, -1)[rows_B, best_B]
     levels_B = tree.topology.levels_BN.expand(shape).gather(1, best_B[:, None])[:, 0]
     counts, last = torch.stack([levels_B, best_B]).tolist()
     # node order is depth order: a stable sort brings the path's nodes to the front, in order
@@ -238,9 +232,7 @@ def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
 
 
 def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """float32 logits (..., V) after transformers' own temperature, top-k and top-p warpers, in that
-    order.
-    """
+    """float32 logits (..., V) after transformers' temperature, top-k and top-p, in that order."""
     warpers = LogitsProcessorList()
     if temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(float(temperature)))
@@ -254,29 +246,5 @@ def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int
 def processed(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
     """float32 logits (..., V) after processors that do not look at the tokens before."""
     flat = logits.float().reshape(-1, logits.shape[-1])
-    made: Tensor = processors(torch.empty(0, device=logits.device), flat)
-    return made.reshape(logits.shape)
-
-
-class _Random:
-    """A random stream on the device of its first draw; seeded by torch's global one, so that
-    `torch.manual_seed` decides it, unless `seed` was called.
-    """
-
-    def __init__(self) -> None:
-        self._seed: int | None = None
-        self._generator: torch.Generator | None = None
-
-    def seed(self, seed: int) -> None:
-        self._seed, self._generator = seed, None
-
-    def draw(self, logits: Tensor) -> Tensor:
-        """One token per row by the exponential race: argmax p / e, with e ~ Exp(1). No sync with
-        the device.
-        """
-        if self._generator is None:
-            self._generator = torch.Generator(logits.device)
-            seed = int(torch.randint(1 << 62, ())) if self._seed is None else self._seed
-            self._generator.manual_seed(seed)
-        race = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=self._generator)
-        return (torch.softmax(logits.float(), dim=-1) / race).argmax(-1)
+    scores: Tensor = processors(torch.empty(0, device=logits.device), flat)
+    return scores.reshape(logits.shape)

@@ -1,4 +1,10 @@
-"""What a benchmark found: as JSON, as a table with footnotes, as facts for a model card."""
+"""How much faster is a head? Heads, this engine without a drafter, and transformers' `generate`.
+
+All run in one process on the same prompts, in an order that rotates, so that a machine that slows
+down slows all of them alike.
+
+Legend: P prompts, R bootstrap resamples.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,8 @@ import gc
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,258 +24,29 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from draftheads.heads.base import Drafter, DraftHead
+from draftheads.heads.files import write_text
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.engine import Baseline, Speculator, Statistics, Step, without_defaults
 
-
-@dataclass(frozen=True)
-class Divergence:
-    """Where an output first differs from `generate`'s, in the first prompt in which it does.
-
-    prompts: how many prompts differ. prompt: number of the first, token: place in its output.
-    expected, got: token ids, None where one output ended. top2_margin: the target's best logit
-    minus its second best at that place; near zero means that rounding decided.
-    """
-
-    prompts: int
-    prompt: int
-    token: int
-    expected: int | None
-    got: int | None
-    top2_margin: float
-
-
-@dataclass(frozen=True)
-class Result:
-    """One contestant's measurements.
-
-    nodes: draft nodes of its tree, None where its drafter has no fixed tree. lossless: True when
-    the output equals `generate`'s token for token for every prompt, None with `lossless_reason`
-    where that cannot be asked. tokens_per_step counts the target's bonus token;
-    acceptance_by_depth[d] is the share of steps with d + 1 or more draft tokens accepted.
-    speedup: tokens per second over `generate`'s; speedup_over_best: over the faster of `generate`
-    and this engine without drafts. draft_seconds, verify_seconds: means per step. steps and tokens:
-    sums over prompts and repetitions, the prefill's token included in tokens.
-    """
-
-    name: str
-    nodes: int | None
-    lossless: bool | None
-    lossless_reason: str | None
-    first_divergence: Divergence | None
-    tokens_per_step: float
-    acceptance_by_depth: list[float]
-    tokens_per_second: float
-    baseline_tokens_per_second: float
-    plain_tokens_per_second: float
-    speedup: float
-    speedup_ci95: tuple[float, float]
-    speedup_over_best: float
-    speedup_over_best_ci95: tuple[float, float]
-    draft_seconds: float
-    verify_seconds: float
-    steps: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class BenchReport:
-    """plain: the engine without a drafter. heads: one Result per head and tree size."""
-
-    machine: dict[str, Any]
-    settings: dict[str, Any]
-    plain: Result
-    heads: list[Result]
-
-    def result(self, name: str) -> Result:
-        """The result called `name`. Raises ValueError when there is none."""
-        for result in (self.plain, *self.heads):
-            if result.name == name:
-                return result
-        names = ", ".join(result.name for result in (self.plain, *self.heads))
-        raise ValueError(f"no result is called {name!r}; expected one of {names}")
-
-
-def describe_machine(target: Target) -> dict[str, Any]:
-    """What a reader needs to judge the times."""
-    device = target.device
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "draftheads": version("draftheads"),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def as_dict(report: BenchReport) -> dict[str, Any]:
-    """The report as plain values, ready for JSON."""
-    return asdict(report)
-
-
-def write_json(report: BenchReport, path: str | Path) -> None:
-    """Write the report as JSON; a reader sees the old file or the whole new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(as_dict(report), indent=2, allow_nan=False) + "\n")
-    os.replace(part, path)
-
-
-def measured_facts(report: BenchReport, name: str) -> dict[str, Any]:
-    """What a head's config.json and model card say about the result called `name`."""
-    result, settings = asdict(report.result(name)), report.settings
-    keys = (
-        "nodes",
-        "lossless",
-        "tokens_per_step",
-        "acceptance_by_depth",
-        "speedup",
-        "speedup_ci95",
-        "speedup_over_best",
-        "tokens_per_second",
-        "baseline_tokens_per_second",
-        "plain_tokens_per_second",
-    )
-    return {
-        **{key: result[key] for key in keys},
-        "speedup_ci95": list(result["speedup_ci95"]),
-        "sampling": settings["sampling"],
-        "prompts": settings["prompts"],
-        "max_new_tokens": settings["max_new_tokens"],
-        "machine": machine_line(report.machine),
-    }
-
-
-def machine_line(machine: dict[str, Any]) -> str:
-    """The machine in one line."""
-    cpu = f"{machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} torch threads"
-    return (
-        f"{machine['gpu'] or cpu}, {machine['dtype']}, torch {machine['torch']}, "
-        f"transformers {machine['transformers']}, {machine['date'][:10]}"
-    )
-
-
-def print_report(report: BenchReport, console: Console | None = None) -> None:
-    """The table and its footnotes."""
-    console = console or Console()
-    console.print(table(report))
-    for note in footnotes(report):
-        console.print(note, style="dim", markup=False, highlight=False)
-
-
-def table(report: BenchReport) -> Table:
-    """One row per contestant, `generate` first."""
-    title = f"{report.settings['target']}: {report.settings['sampling']}"
-    made = Table(
-        title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True
-    )
-    made.add_column("contestant", overflow="fold", min_width=10)
-    columns = ("τ", "tok/s", "speedup", "95 %", "vs best", "draft", "verify", "lossless")
-    for name in columns:
-        made.add_column(name, justify="right", no_wrap=True)
-    plain = report.plain
-    generate = plain.baseline_tokens_per_second
-    over_best = generate / max(generate, plain.tokens_per_second)
-    made.add_row("generate", "", f"{generate:.0f}", "1.00", "", f"{over_best:.2f}")
-    for result in (plain, *report.heads):
-        low, high = result.speedup_ci95
-        made.add_row(
-            result.name,
-            f"{result.tokens_per_step:.2f}",
-            f"{result.tokens_per_second:.0f}",
-            f"{result.speedup:.2f}",
-            f"{low:.2f}-{high:.2f}",
-            f"{result.speedup_over_best:.2f}",
-            f"{result.draft_seconds * 1e3:.2f}",
-            f"{result.verify_seconds * 1e3:.2f}",
-            _yes_no(result),
-            style="bold red" if result.lossless is False else None,
-        )
-    return made
-
-
-def _yes_no(result: Result) -> str:
-    if result.lossless is None:
-        return "n/a"
-    return "yes" if result.lossless else "NO"
-
-
-def footnotes(report: BenchReport) -> list[str]:
-    """What the table's numbers mean, in plain words."""
-    settings, plain = report.settings, report.plain
-    notes = [
-        "generate: transformers' own. plain: this engine without a drafter, so that its own gain "
-        "and the heads' can be told apart.",
-        "name@N: a tree of N draft nodes. τ: tokens per forward of the target, its own "
-        "bonus token counted; 1.00 is no gain. draft, verify: milliseconds per step.",
-        f"speedup: tokens per second over generate's, prompt included; 95 % bootstrap interval "
-        f"over {settings['prompts']} prompts, runs interleaved in one process. vs best: over the "
-        "faster of generate and plain.",
-        plain.lossless_reason
-        or "lossless: the output equals generate's, token for token, for every prompt.",
-        *(_divergence_note(result) for result in (plain, *report.heads) if result.first_divergence),
-        f"machine: {machine_line(report.machine)}.",
-    ]
-    if settings["prompts"] == 1:
-        notes.append("One prompt has no spread: measure more of them before trusting the interval.")
-    if settings["prompts_shortened"]:
-        notes.append(
-            f"{settings['prompts_shortened']} prompts had no room for "
-            f"{settings['max_new_tokens']} new tokens and got what the context leaves."
-        )
-    if settings["prompts_skipped"]:
-        notes.append(f"{settings['prompts_skipped']} prompts fill the context and were skipped.")
-    return notes
-
-
-def _divergence_note(result: Result) -> str:
-    found = result.first_divergence
-    assert found is not None
-    return (
-        f"{result.name}: differs from generate in {found.prompts} prompts, first in prompt "
-        f"{found.prompt} at token {found.token}, where the target's two best logits are "
-        f"{found.top2_margin:.2g} apart."
-    )
-
-
-# Runs contestants side by side: same process, same prompts, interleaved in an order that rotates,
-# so that a machine that slows down slows all of them alike.
-#
-# The clock runs around one generation and nothing else, with Python's garbage collector off, as
-# `timeit` has it.
-
-
 GENERATE, PLAIN = "generate", "plain"
-"""Contestants of every race: transformers' own, and this engine without a drafter."""
+"""Candidates of every bench: transformers' own, and this engine without a drafter."""
+PROFILED_PROMPTS = 4
 
-PROFILED_JOBS = 4
+Drafts = DraftHead | Callable[[], Drafter]
+Entry = Drafts | tuple[Drafts, Tree]
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     """sampling: the acceptance rule, and how `generate` samples. repetitions: runs per prompt and
-    contestant. nodes: draft nodes of the trees that every head is measured with, cut from its own
+    candidate. nodes: draft nodes of the trees that every head is measured with, cut from its own
     tree; empty: its own tree as it is. seed: of sampling and of the bootstrap, which draws
     `resamples` times.
     """
@@ -299,6 +76,18 @@ class BenchPrompt:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """generate: (prompt, limit) -> what is written, in steps. nodes: draft nodes of its tree, None
+    where it has no fixed one. engine: None for transformers' own generate.
+    """
+
+    name: str
+    nodes: int | None
+    generate: Callable[[Sequence[int], int], Iterable[Step]]
+    engine: Speculator | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """One timed generation."""
 
@@ -311,82 +100,191 @@ class Run:
         return [token for step in self.steps for token in step.tokens]
 
 
+Runs = Mapping[str, list[list[Run]]]
+"""Candidate's name -> for each prompt, its repetitions."""
+
+
 @dataclass(frozen=True)
-class Candidate:
-    """generate: (prompt, limit) -> what was written, in steps. nodes: draft nodes of its tree, None
-    where it has no fixed one. engine: None for transformers' own generate.
-    """
+class Divergence:
+    """Where an output first differs from `generate`'s, in the first prompt in which it does."""
+
+    prompts: int  # how many differ
+    prompt: int  # number of the first
+    token: int  # place in its output
+    expected: int | None  # token ids, None where one output has ended
+    got: int | None
+    top2_margin: float  # best logit minus second best there; near zero, rounding has decided
+
+
+@dataclass(frozen=True)
+class Result:
+    """One candidate's measurements; seconds are means per step."""
 
     name: str
     nodes: int | None
-    generate: Callable[[Sequence[int], int], list[Step]]
-    engine: Speculator | None = None
+    lossless: bool | None  # equal to generate's, every prompt; None where that cannot be asked
+    lossless_reason: str | None
+    first_divergence: Divergence | None
+    tokens_per_step: float  # the target's bonus token included
+    acceptance_by_depth: list[float]  # [d]: share of steps with d + 1 or more drafts accepted
+    tokens_per_second: float
+    baseline_tokens_per_second: float
+    plain_tokens_per_second: float
+    speedup: float  # over generate
+    speedup_ci95: tuple[float, float]
+    speedup_over_best: float  # over the faster of generate and plain
+    speedup_over_best_ci95: tuple[float, float]
+    draft_seconds: float
+    verify_seconds: float
+    steps: int
+    tokens: int  # the prefill's included
 
 
-Results = dict[str, list[list[Run]]]
-"""Contestant's name -> for each job, its repetitions."""
+@dataclass(frozen=True)
+class BenchReport:
+    """plain: the engine without a drafter. heads: one Result per head and tree."""
+
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    plain: Result
+    heads: list[Result]
+
+    def result(self, name: str) -> Result:
+        """The result called `name`. Raises ValueError when there is none."""
+        results = {result.name: result for result in (self.plain, *self.heads)}
+        if name not in results:
+            raise ValueError(f"no result is called {name!r}; expected one of {', '.join(results)}")
+        return results[name]
+
+
+def bench(
+    target: Target,
+    heads: Mapping[str, Entry],
+    prompts: Sequence[Sequence[int]],
+    options: BenchOptions | None = None,
+    *,
+    console: Console | None = None,
+) -> BenchReport:
+    """Measure heads, and the engine without any, against transformers' own `generate`.
+
+    heads: name -> head, or function that makes a fresh drafter per generation, or (either, tree).
+    prompts: token ids. console: where the progress bar goes (default: stderr, when a terminal).
+    A prompt whose new tokens exceed the context gets what is left of it; one that fills the context
+    is skipped. Raises ValueError when that leaves no prompt, or when a name is taken.
+    """
+    options = options or BenchOptions()
+    fitting = _fitting(target, prompts, options.max_new_tokens)
+    generate = Baseline(target, options.sampling, {each.limit for each in fitting})
+    candidates = [
+        Candidate(GENERATE, None, lambda *asked: [Step(generate(*asked), -1, None, 0.0, 0.0)]),
+        candidate(PLAIN, 0, Speculator(target), options.sampling),
+        *_candidates(target, heads, options),
+    ]
+    accelerator = [target.device] if target.device.type == "cuda" else []
+    with without_defaults(target), torch.random.fork_rng(devices=accelerator):
+        runs = race(candidates, fitting, options, console)
+        halves = {c.name: _profile(c, fitting) for c in candidates[1:]} if accelerator else {}
+    summary = Summary(target, fitting, runs, options)
+    plain, *others = (summary.result(c, halves.get(c.name)) for c in candidates[1:])
+    settings = {
+        **vars(options),
+        "target": target.name,
+        "sampling": "greedy" if isinstance(options.sampling, Greedy) else repr(options.sampling),
+        "nodes": list(options.nodes),
+        "prompts": len(fitting),
+        "prompts_shortened": sum(each.limit < options.max_new_tokens for each in fitting),
+        "prompts_skipped": len(prompts) - len(fitting),
+    }
+    return BenchReport(describe_machine(target), settings, plain, others)
+
+
+def _fitting(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[BenchPrompt]:
+    fitting = []
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {number} is empty: expected one token or more")
+        room = target.context - len(prompt)
+        if room > 0:
+            fitting.append(BenchPrompt(number, prompt, min(max_new_tokens, room)))
+    if not fitting:
+        raise ValueError(
+            f"expected a prompt shorter than the context of {target.name} ({target.context} "
+            f"tokens), found none among {len(prompts)}; pass shorter prompts"
+        )
+    return fitting
+
+
+def candidate(name: str, nodes: int | None, engine: Speculator, rule: Acceptance) -> Candidate:
+    """An engine that samples as `rule` does."""
+    return Candidate(
+        name,
+        nodes,
+        lambda prompt, limit: engine.generate(prompt, sampling=rule, max_new_tokens=limit),
+        engine,
+    )
+
+
+def _candidates(
+    target: Target, heads: Mapping[str, Entry], options: BenchOptions
+) -> Iterator[Candidate]:
+    for name, entry in heads.items():
+        if name in (GENERATE, PLAIN):
+            raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
+        drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
+        if tree is None and isinstance(drafts, DraftHead):
+            tree = drafts.tree
+            for nodes in sorted({min(nodes, tree.draft_nodes) for nodes in options.nodes}):
+                engine = Speculator(target, drafts, tree=tree.head(nodes))
+                yield candidate(f"{name}@{nodes}", nodes, engine, options.sampling)
+            if options.nodes:
+                continue
+        fixed = tree.draft_nodes if tree else None  # a function's drafter keeps its own tree
+        yield candidate(name, fixed, Speculator(target, drafts, tree=tree), options.sampling)
 
 
 def race(
-    contestants: Sequence[Candidate],
-    jobs: Sequence[BenchPrompt],
+    candidates: Sequence[Candidate],
+    prompts: Sequence[BenchPrompt],
     options: BenchOptions,
     console: Console | None = None,
-) -> Results:
-    """Warm up, then time every contestant on every job; the order rotates by one each time.
+) -> Runs:
+    """Warm up, then time every candidate on every prompt; the order rotates by one each time.
 
     Seeds torch's global random stream. console: of the progress bar, default stderr.
     """
     console = console or Console(stderr=True)
-    results: Results = {contestant.name: [[] for _ in jobs] for contestant in contestants}
-    turns = [place for _ in range(options.repetitions) for place in range(len(jobs))]
-    with Progress(
+    runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
+    for each in candidates:
+        timed(each, prompts[0])
+    for turn in track(
+        range(options.repetitions * len(prompts)),
+        "decoding",
         console=console,
         auto_refresh=False,  # no thread that draws while the clock runs
         transient=True,
         disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("warming up", total=len(contestants) * (1 + len(turns)))
-        for contestant in contestants:
-            timed(contestant, jobs[0])
-            progress.update(task, advance=1, refresh=True)
-        for turn, place in enumerate(turns):
-            first = turn % len(contestants)
-            for contestant in (*contestants[first:], *contestants[:first]):
-                _seed(options, turn)
-                results[contestant.name][place].append(timed(contestant, jobs[place]))
-                progress.update(task, advance=1, description=contestant.name, refresh=True)
-    return results
+    ):
+        place, first = turn % len(prompts), turn % len(candidates)
+        for each in (*candidates[first:], *candidates[:first]):
+            torch.manual_seed(options.seed + turn)
+            options.sampling.seed(options.seed + turn)
+            runs[each.name][place].append(timed(each, prompts[place]))
+    return runs
 
 
-def profiled(contestant: Candidate, jobs: Sequence[BenchPrompt]) -> Statistics:
-    """Statistics of a few jobs, run with a wait around each half of a step.
-
-    On an accelerator only this tells drafting from verifying, and it costs time: hence runs of
-    their own.
-    """
-    total = Statistics()
-    assert contestant.engine is not None
-    contestant.engine.profile = True
-    for job in jobs[:PROFILED_JOBS]:
-        for step in contestant.generate(job.prompt, job.limit):
-            total.add(step)
-    contestant.engine.profile = False
-    return total
-
-
-def timed(contestant: Candidate, job: BenchPrompt) -> Run:
-    """One generation under the clock."""
-    with _no_garbage_collection():
+def timed(candidate: Candidate, prompt: BenchPrompt) -> Run:
+    """One generation under the clock, without Python's garbage collector, as `timeit` has it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:  # the process needs its collector after an error or Ctrl-C
         start = _clock()
-        steps = contestant.generate(job.prompt, job.limit)
-        seconds = _clock() - start
-    return Run(steps, seconds)
-
-
-def _seed(options: BenchOptions, turn: int) -> None:
-    torch.manual_seed(options.seed + turn)
-    options.sampling.seed(options.seed + turn)
+        steps = list(candidate.generate(prompt.prompt, prompt.limit))
+        return Run(steps, _clock() - start)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _clock() -> float:
@@ -395,71 +293,65 @@ def _clock() -> float:
     return perf_counter()
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:  # the process goes on after an error or Ctrl-C, and needs its collector
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-# From the runs of a race to results: speed, its interval, losslessness.
-#
-# Legend: P prompts, R bootstrap resamples.
+def _profile(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Statistics:
+    """Statistics of a few prompts with a wait around each half of a step: on an accelerator only
+    this tells drafting from verifying, and it costs time, hence runs of their own.
+    """
+    total = Statistics()
+    assert candidate.engine is not None
+    candidate.engine.profile = True
+    for each in prompts[:PROFILED_PROMPTS]:
+        for step in candidate.generate(each.prompt, each.limit):
+            total.add(step)
+    candidate.engine.profile = False
+    return total
 
 
 class Summary:
-    """Turns the runs of a race into results."""
+    """From the runs of a race to results: speed, its interval, losslessness."""
 
     def __init__(
-        self, target: Target, jobs: Sequence[BenchPrompt], results: Results, options: BenchOptions
+        self, target: Target, prompts: Sequence[BenchPrompt], runs: Runs, options: BenchOptions
     ) -> None:
-        self.target, self.jobs, self.results, self.options = target, jobs, results, options
+        self.target, self.prompts, self.runs, self.options = target, prompts, runs, options
         self.unasked = _why_not_lossless(target, options.sampling)
-        self.best_plain = max(GENERATE, PLAIN, key=self._speed)
+        self.best = max(GENERATE, PLAIN, key=self._speed)
 
-    def result(self, contestant: Candidate, halves: Statistics | None) -> Result:
+    def result(self, candidate: Candidate, halves: Statistics | None = None) -> Result:
         """halves: whose draft and verify times to report, default the timed runs' own."""
-        statistics = Statistics()
-        for step in (
-            step for runs in self.results[contestant.name] for run in runs for step in run.steps
-        ):
-            statistics.add(step)
+        name, statistics, tokens = candidate.name, Statistics(), 0
+        for run in [run for runs in self.runs[name] for run in runs]:
+            tokens += len(run.tokens)
+            for step in run.steps:
+                statistics.add(step)
         halves = halves or statistics
-        speed, speed_of_generate = self._speed(contestant.name), self._speed(GENERATE)
-        sums = self._sums(contestant.name)
-        divergence = self._divergence(contestant.name)
+        divergence = self._divergence(name)
         return Result(
-            name=contestant.name,
-            nodes=contestant.nodes,
+            name=name,
+            nodes=candidate.nodes,
             lossless=None if self.unasked else divergence is None,
             lossless_reason=self.unasked,
             first_divergence=divergence,
             tokens_per_step=statistics.tokens_per_step,
             acceptance_by_depth=statistics.acceptance_by_depth,
-            tokens_per_second=speed,
-            baseline_tokens_per_second=speed_of_generate,
+            tokens_per_second=self._speed(name),
+            baseline_tokens_per_second=self._speed(GENERATE),
             plain_tokens_per_second=self._speed(PLAIN),
-            speedup=speed / speed_of_generate,
-            speedup_ci95=speedup_interval(sums, self._sums(GENERATE), self.options),
-            speedup_over_best=speed / self._speed(self.best_plain),
-            speedup_over_best_ci95=speedup_interval(
-                sums, self._sums(self.best_plain), self.options
-            ),
+            speedup=self._speed(name) / self._speed(GENERATE),
+            speedup_ci95=self._interval(name, GENERATE),
+            speedup_over_best=self._speed(name) / self._speed(self.best),
+            speedup_over_best_ci95=self._interval(name, self.best),
             draft_seconds=halves.draft_seconds / max(halves.steps, 1),
             verify_seconds=halves.verify_seconds / max(halves.steps, 1),
             steps=statistics.steps,
-            tokens=sum(len(run.tokens) for runs in self.results[contestant.name] for run in runs),
+            tokens=tokens,
         )
 
     def _sums(self, name: str) -> Tensor:
         """float64 (P, 2): tokens and seconds of each prompt, summed over repetitions."""
         sums = [
             [sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)]
-            for runs in self.results[name]
+            for runs in self.runs[name]
         ]
         return torch.tensor(sums, dtype=torch.float64)
 
@@ -467,32 +359,30 @@ class Summary:
         tokens, seconds = self._sums(name).sum(0).tolist()
         return float(tokens / seconds)
 
+    def _interval(self, name: str, baseline: str) -> tuple[float, float]:
+        return speedup_interval(self._sums(name), self._sums(baseline), self.options)
+
     def _divergence(self, name: str) -> Divergence | None:
         """Against generate's first run of each prompt; every repetition counts."""
         if not isinstance(self.options.sampling, Greedy):
             return None
         differing = []
-        for job, runs, references in zip(
-            self.jobs, self.results[name], self.results[GENERATE], strict=True
-        ):
-            expected = references[0].tokens
-            got = next((run.tokens for run in runs if run.tokens != expected), None)
-            if got is not None:
-                differing.append((job, expected, got))
+        for place, prompt in enumerate(self.prompts):
+            expected = self.runs[GENERATE][place][0].tokens
+            outputs = [run.tokens for run in self.runs[name][place]]
+            differing += [(prompt, expected, got) for got in outputs if got != expected][:1]
         if not differing:
             return None
-        job, expected, got = differing[0]
-        place = next(
-            (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b),
-            min(len(expected), len(got)),
-        )
+        prompt, expected, got = differing[0]
+        pairs = enumerate(zip(expected, got, strict=False))
+        token = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
         return Divergence(
             prompts=len(differing),
-            prompt=job.number,
-            token=place,
-            expected=expected[place] if place < len(expected) else None,
-            got=got[place] if place < len(got) else None,
-            top2_margin=top2_margin(self.target, [*job.prompt, *expected[:place]]),
+            prompt=prompt.number,
+            token=token,
+            expected=expected[token] if token < len(expected) else None,
+            got=got[token] if token < len(got) else None,
+            top2_margin=top2_margin(self.target, [*prompt.prompt, *expected[:token]]),
         )
 
 
@@ -502,10 +392,9 @@ def _why_not_lossless(target: Target, rule: Acceptance) -> str | None:
     if not isinstance(rule, Greedy):
         return "lossless: n/a when sampling: two random streams never write the same tokens."
     if target.dtype != torch.float32:
-        kind = str(target.dtype).removeprefix("torch.")
         return (
-            f"lossless: n/a in {kind}, where one token and a tree of tokens round differently and "
-            "near-ties fall either way; compare in float32."
+            f"lossless: n/a in {str(target.dtype).removeprefix('torch.')}, where one token and a "
+            "tree of tokens round differently and near-ties fall either way; compare in float32."
         )
     return None
 
@@ -534,114 +423,117 @@ def speedup_interval(
     return low, high
 
 
-# How much faster is a head? `generate`, this engine without a drafter, and heads, side by side.
+def describe_machine(target: Target) -> dict[str, Any]:
+    """What a reader needs to judge the times."""
+    device, cpuinfo = target.device, Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.is_file() else "")
+    return {
+        "cpu": named[1].strip() if named else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "draftheads": version("draftheads"),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
-Drafts = DraftHead | Callable[[], Drafter]
-Entry = Drafts | tuple[Drafts, Tree]
-
-__all__ = ["BenchOptions", "Entry", "bench"]
-
-
-def bench(
-    target: Target,
-    heads: Mapping[str, Entry],
-    prompts: Sequence[Sequence[int]],
-    options: BenchOptions | None = None,
-    *,
-    console: Console | None = None,
-) -> BenchReport:
-    """Measure heads, and the engine without any, against transformers' own `generate`.
-
-    heads: name -> head, or function that makes a fresh drafter per generation, or (either, tree).
-    prompts: token ids. console: where the progress bar goes (default: stderr, when a terminal).
-    A prompt whose new tokens exceed the context gets what is left of it; one that fills the context
-    is skipped. Raises ValueError when that leaves no prompt, or when a name is taken.
-    """
-    options = options or BenchOptions()
-    jobs = _jobs(target, prompts, options)
-    contestants = [
-        _baseline(target, jobs, options),
-        _engine(PLAIN, 0, Speculator(target), options),
-        *_heads(target, heads, options),
-    ]
-    accelerator = [target.device] if target.device.type == "cuda" else []
-    with without_defaults(target), torch.random.fork_rng(devices=accelerator):
-        results = race(contestants, jobs, options, console)
-        halves = {c.name: profiled(c, jobs) for c in contestants[1:]} if accelerator else {}
-    summary = Summary(target, jobs, results, options)
-    plain, *others = (summary.result(c, halves.get(c.name)) for c in contestants[1:])
-    settings = _settings(target, options, jobs, skipped=len(prompts) - len(jobs))
-    return BenchReport(describe_machine(target), settings, plain, others)
-
-
-def _jobs(
-    target: Target, prompts: Sequence[Sequence[int]], options: BenchOptions
-) -> list[BenchPrompt]:
-    jobs = []
-    for number, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {number} is empty: expected one token or more")
-        room = target.context - len(prompt)
-        if room > 0:
-            jobs.append(BenchPrompt(number, prompt, min(options.max_new_tokens, room)))
-    if not jobs:
-        raise ValueError(
-            f"expected a prompt shorter than the context of {target.name} ({target.context} "
-            f"tokens), found none among {len(prompts)}; pass shorter prompts"
-        )
-    return jobs
-
-
-def _baseline(target: Target, jobs: Sequence[BenchPrompt], options: BenchOptions) -> Candidate:
-    generate = Baseline(target, options.sampling, {job.limit for job in jobs})
-    return Candidate(
-        GENERATE,
-        None,
-        lambda prompt, limit: [Step(generate(prompt, limit), -1, None, 0.0, 0.0)],
+def machine_line(machine: dict[str, Any]) -> str:
+    """The machine in one line."""
+    cpu = f"{machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} torch threads"
+    return (
+        f"{machine['gpu'] or cpu}, {machine['dtype']}, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}, {machine['date'][:10]}"
     )
 
 
-def _engine(name: str, nodes: int | None, engine: Speculator, options: BenchOptions) -> Candidate:
-    def generate(prompt: Sequence[int], limit: int) -> list[Step]:
-        return list(engine.generate(prompt, sampling=options.sampling, max_new_tokens=limit))
-
-    return Candidate(name, nodes, generate, engine)
-
-
-def _heads(
-    target: Target, heads: Mapping[str, Entry], options: BenchOptions
-) -> Iterator[Candidate]:
-    for name, entry in heads.items():
-        if name in (GENERATE, PLAIN):
-            raise ValueError(
-                f"a head is called {name!r}, as a contestant of every bench; rename it"
-            )
-        drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
-        if isinstance(drafts, DraftHead) and tree is None:
-            tree = drafts.tree
-            if options.nodes:
-                for nodes in sorted({min(nodes, tree.draft_nodes) for nodes in options.nodes}):
-                    engine = Speculator(target, drafts, tree=tree.head(nodes))
-                    yield _engine(f"{name}@{nodes}", nodes, engine, options)
-                continue
-        fixed = tree.draft_nodes if tree else None  # a function's drafter keeps its own tree
-        yield _engine(name, fixed, Speculator(target, drafts, tree=tree), options)
+def write_json(report: BenchReport, path: str | Path) -> None:
+    """Write the report as JSON; a reader sees the old file or the whole new one."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(Path(path), json.dumps(asdict(report), indent=2, allow_nan=False) + "\n")
 
 
-def _settings(
-    target: Target, options: BenchOptions, jobs: Sequence[BenchPrompt], *, skipped: int
-) -> dict[str, object]:
-    greedy = isinstance(options.sampling, Greedy)
+def measured_facts(report: BenchReport, name: str) -> dict[str, Any]:
+    """What a head's config.json and model card say about the result called `name`."""
+    result, settings = asdict(report.result(name)), report.settings
+    shown = ("nodes", "lossless", "tokens_per_step", "acceptance_by_depth", "speedup")
+    shown += ("speedup_ci95", "speedup_over_best", "tokens_per_second")
+    shown += ("baseline_tokens_per_second", "plain_tokens_per_second")
     return {
-        "target": target.name,
-        "sampling": "greedy" if greedy else repr(options.sampling),
-        "prompts": len(jobs),
-        "prompts_shortened": sum(job.limit < options.max_new_tokens for job in jobs),
-        "prompts_skipped": skipped,
-        "max_new_tokens": options.max_new_tokens,
-        "repetitions": options.repetitions,
-        "nodes": list(options.nodes),
-        "seed": options.seed,
-        "resamples": options.resamples,
+        **{key: result[key] for key in shown},
+        "speedup_ci95": list(result["speedup_ci95"]),
+        **{key: settings[key] for key in ("sampling", "prompts", "max_new_tokens")},
+        "machine": machine_line(report.machine),
     }
+
+
+COLUMNS: dict[str, Callable[[Result], str]] = {
+    "τ": lambda result: f"{result.tokens_per_step:.2f}",
+    "tok/s": lambda result: f"{result.tokens_per_second:.0f}",
+    "speedup": lambda result: f"{result.speedup:.2f}",
+    "95 %": lambda result: "{:.2f}-{:.2f}".format(*result.speedup_ci95),
+    "vs best": lambda result: f"{result.speedup_over_best:.2f}",
+    "draft": lambda result: f"{result.draft_seconds * 1e3:.2f}",
+    "verify": lambda result: f"{result.verify_seconds * 1e3:.2f}",
+    "lossless": lambda result: {True: "yes", False: "NO", None: "n/a"}[result.lossless],
+}
+
+
+def print_report(report: BenchReport, console: Console | None = None) -> None:
+    """The table, `generate` first, and its footnotes."""
+    console = console or Console()
+    table = Table(
+        title=f"{report.settings['target']}: {report.settings['sampling']}",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("candidate", overflow="fold", min_width=10)
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    generate = report.plain.baseline_tokens_per_second
+    over_best = generate / max(generate, report.plain.tokens_per_second)
+    table.add_row(GENERATE, "", f"{generate:.0f}", "1.00", "", f"{over_best:.2f}")
+    for result in (report.plain, *report.heads):
+        is_wrong = result.lossless is False
+        cells = [show(result) for show in COLUMNS.values()]
+        table.add_row(result.name, *cells, style="bold red" if is_wrong else None)
+    console.print(table)
+    for note in footnotes(report):
+        console.print(note, style="dim", markup=False, highlight=False)
+
+
+def footnotes(report: BenchReport) -> list[str]:
+    """What the table's numbers mean, in plain words."""
+    settings, plain = report.settings, report.plain
+    notes = [
+        "generate: transformers' own. plain: this engine without a drafter. name@N: N draft nodes.",
+        "τ: tokens per forward of the target, its own bonus token counted. draft, verify: "
+        "milliseconds per step.",
+        f"speedup: tokens per second over generate's, prompt included; 95 % bootstrap interval "
+        f"over {settings['prompts']} prompts, runs interleaved in one process. vs best: over the "
+        "faster of generate and plain.",
+        plain.lossless_reason
+        or "lossless: the output equals generate's, token for token, for every prompt.",
+    ]
+    for result in (plain, *report.heads):
+        found = result.first_divergence
+        if found:
+            notes.append(
+                f"{result.name}: differs from generate in {found.prompts} prompts, first in prompt "
+                f"{found.prompt} at token {found.token}, where the target's two best logits are "
+                f"{found.top2_margin:.2g} apart."
+            )
+    if settings["prompts_shortened"]:
+        notes.append(
+            f"{settings['prompts_shortened']} prompts had no room for "
+            f"{settings['max_new_tokens']} new tokens and got what the context leaves."
+        )
+    if settings["prompts_skipped"]:
+        notes.append(f"{settings['prompts_skipped']} prompts fill the context and were skipped.")
+    return [*notes, f"machine: {machine_line(report.machine)}."]

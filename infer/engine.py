@@ -1,10 +1,14 @@
-"""Drafters that need no training: none, n-gram lookup, and an oracle for tests and upper bounds."""
+"""The decoding loop: propose, verify, accept, keep, yield.
+
+Legend: B batch, N tree nodes, A committed tokens of a step, D feature width, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -18,77 +22,6 @@ from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy, Sampled, Typical
 from draftheads.infer.text import StopStrings
-
-
-class NoDraft:
-    """Proposes nothing: the engine then decodes one token per forward, as the plain model does."""
-
-    feature_layers: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
-        self._root: Topology | None = None
-
-    def propose(self, committed: Committed) -> TokenTree:
-        tokens_B = committed.last_tokens_B()
-        if self._root is None:
-            self._root = Topology(torch.full((1, 1), -1, device=tokens_B.device))
-        return TokenTree(tokens_B[:, None], self._root)
-
-
-class Oracle:
-    """Knows each row's continuation and hides it in a tree: the upper bound of every head of that
-    shape.
-
-    continuations: per row, the tokens that follow the prompt. noise: the chance that a node is
-    spoilt, seed: of the spoiling. The path of best guesses (rank 0) carries the truth, the other
-    nodes carry wrong tokens.
-    """
-
-    feature_layers: tuple[int, ...] = ()
-
-    def __init__(
-        self,
-        shape: StaticTree,
-        continuations: Sequence[Sequence[int]],
-        *,
-        vocab_size: int,
-        noise: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        self.shape = shape
-        self.continuations = continuations
-        self.vocab_size = vocab_size
-        self.noise = noise
-        self.written: list[int] | None = None
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def propose(self, committed: Committed) -> TokenTree:
-        counts = committed.counts
-        if self.written is None:  # the first call brings the prompt and one token
-            self.written = [1] * len(counts)
-        else:
-            self.written = [a + b for a, b in zip(self.written, counts, strict=True)]
-        roots = committed.last_tokens_B().tolist()
-        rows = [self._row(root, row) for row, root in enumerate(roots)]
-        device = committed.tokens_BA.device
-        return TokenTree(torch.tensor(rows, device=device), self.shape.topology(device))
-
-    def _row(self, root: int, row: int) -> list[int]:
-        assert self.written is not None
-        ahead = list(self.continuations[row][self.written[row] :])
-        tokens = [root]
-        for path in self.shape.paths:
-            depth, rank = len(path), path[-1]
-            truth = ahead[depth - 1] if depth <= len(ahead) else 0
-            spoilt = torch.rand((), generator=self.generator).item() < self.noise
-            offset = rank + self.shape.width if spoilt else rank
-            tokens.append((truth + offset) % self.vocab_size)
-        return tokens
-
-
-# The decoding loop: propose, verify, accept, keep, yield.
-#
-# Legend: B batch, N tree nodes, A committed tokens of a step, D feature width, V vocabulary.
 
 
 @dataclass(frozen=True)
@@ -110,9 +43,7 @@ class Step:
 
 @dataclass
 class Statistics:
-    """Sums over steps. tokens per step counts the target's own token, and neither prefill nor its
-    token.
-    """
+    """Sums over steps; the prefill and its token do not count."""
 
     steps: int = 0
     tokens: int = 0
@@ -159,8 +90,7 @@ class Speculator:
         tree: Tree | None = None,
         profile: bool = False,
     ) -> None:
-        self.target = target
-        self.profile = profile
+        self.target, self.profile = target, profile
         if isinstance(drafts, DraftHead):
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
@@ -190,7 +120,7 @@ class Speculator:
         batch = self.generate_batch(
             [prompt], sampling=sampling, max_new_tokens=max_new_tokens, stop=stop
         )
-        return (step for (step,) in batch if step is not None)
+        return filter(None, chain.from_iterable(batch))
 
     def generate_batch(
         self,
@@ -205,74 +135,42 @@ class Speculator:
         """
         if not len(prompts):
             raise ValueError("no prompts: expected one or more")
-        limits = [self._limit(prompt, max_new_tokens) for prompt in prompts]
-        prompts = [list(map(int, prompt)) for prompt in prompts]
-        pairs = zip(prompts, limits, strict=True)
-        rows = [_Row(self.target, prompt, limit, stop) for prompt, limit in pairs]
+        rows = [_Row(self.target, prompt, max_new_tokens, stop) for prompt in prompts]
         reserved = ROOM if max_new_tokens is None else max_new_tokens
-        return self._decode(prompts, rows, sampling or Greedy(), reserved)
+        return self._decode(rows, sampling or Greedy(), reserved)
 
     @torch.inference_mode()
     def _decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: list[_Row],
-        accept: Acceptance,
-        reserved: int,
+        self, rows: list[_Row], accept: Acceptance, reserved: int
     ) -> Iterator[list[Step | None]]:
         target, drafter = self.target, self._new_drafter()
+        prompts = [list(row.text) for row in rows]
         capacity = min(max(map(len, prompts)) + reserved, target.context)
         cache = target.new_cache(len(prompts), capacity + self.tree.nodes)
-        clock = self._clock()
+        start = self._clock()
         prefilled = target.prefill(prompts, cache, drafter.feature_layers)
         first_B = accept.choose(prefilled.logits_BNV[:, 0])
         committed = _prompt(prompts, prefilled, first_B)
         new = [[token] for token in first_B.tolist()]
-        yield _steps(rows, new, None, 0.0, self._clock() - clock)
+        seconds = self._clock() - start
+        yield [row.step(new[b], -1, 0.0, seconds) for b, row in enumerate(rows)]
         while not all(row.finish for row in rows):
             start = self._clock()
             tree = drafter.propose(committed)
             drafted = self._clock()
-            target.recompute({b: r.text for b, r in enumerate(rows) if not r.finish}, cache)
             out = target.verify(tree, cache, drafter.feature_layers)
             accepted = accept(out.logits_BNV, tree)
             counts = [
-                0 if r.finish else min(n, target.room(len(r.text)))
-                for r, n in zip(rows, accepted.counts, strict=True)
+                0 if row.finish else count for row, count in zip(rows, accepted.counts, strict=True)
             ]
             cache.keep(accepted.path_BA, counts, in_place=accepted.in_place)
             committed = _commit(tree, out, accepted, counts)
-            new = committed.tokens_BA.tolist()
-            yield _steps(rows, new, counts, drafted - start, self._clock() - drafted)
-
-    def _limit(self, prompt: Sequence[int], max_new_tokens: int | None) -> int:
-        context, length = self.target.context, len(prompt)
-        if not length:
-            raise ValueError(
-                "the prompt is empty: expected one token or more (a BOS token will do)"
-            )
-        known = self.target.model.get_input_embeddings().weight.shape[0]
-        strange = [t for t in prompt if not _is_whole(t) or not 0 <= t < known]
-        if strange:
-            raise ValueError(
-                f"prompt: expected token ids, whole numbers from 0 to {known - 1}, got "
-                f"{strange[0]!r}; encode it with the target's own tokenizer"
-            )
-        if length >= context:
-            raise ValueError(
-                f"the prompt has {length} tokens, the context of {self.target.name} "
-                f"only {context}; shorten the prompt"
-            )
-        limit = context - length if max_new_tokens is None else max_new_tokens
-        if not _is_whole(limit) or limit < 1:
-            raise ValueError(f"max_new_tokens: expected 1 or more, a whole number, got {limit!r}")
-        if length + limit > context:
-            raise ValueError(
-                f"prompt ({length} tokens) and max_new_tokens ({limit}) exceed the context of "
-                f"{self.target.name} ({context}); lower max_new_tokens to {context - length} "
-                "or shorten the prompt"
-            )
-        return limit
+            new = [ids[:n] for ids, n in zip(committed.tokens_BA.tolist(), counts, strict=True)]
+            halves = drafted - start, self._clock() - drafted
+            yield [
+                None if row.finish else row.step(new[b], counts[b] - 1, *halves)
+                for b, row in enumerate(rows)
+            ]
 
     def _clock(self) -> float:
         if self.profile and self.target.device.type == "cuda":
@@ -284,48 +182,53 @@ class _Row:
     """One row's text so far, prompt included: where its output is cut, and why it ended."""
 
     def __init__(
-        self, target: Target, prompt: Sequence[int], limit: int, stop: Collection[str]
+        self, target: Target, prompt: Sequence[int], limit: int | None, stop: Collection[str]
     ) -> None:
-        self.text, self.limit = list(prompt), limit
+        known = target.model.get_input_embeddings().weight.shape[0]
+        strange = [t for t in prompt if not _is_whole(t) or not 0 <= t < known]
+        if strange:
+            raise ValueError(
+                f"prompt: expected token ids, whole numbers from 0 to {known - 1}, got "
+                f"{strange[0]!r}; encode it with the target's own tokenizer"
+            )
+        length, context = len(prompt), target.context
+        if not 0 < length < context:
+            raise ValueError(
+                f"the prompt has {length} tokens, expected 1 to {context - 1}: the context of "
+                f"{target.name} holds {context}, the answer included; pass a prompt that fits"
+            )
+        if limit is not None and (not _is_whole(limit) or limit < 1):
+            raise ValueError(f"max_new_tokens: expected 1 or more, a whole number, got {limit!r}")
+        if limit is not None and length + limit > context:
+            raise ValueError(
+                f"prompt ({length} tokens) and max_new_tokens ({limit}) exceed the context of "
+                f"{target.name} ({context}); lower max_new_tokens to {context - length} "
+                "or shorten the prompt"
+            )
+        self.text = list(map(int, prompt))
         self.finish: str | None = None
-        self._left = limit
+        self._end = length + limit if limit is not None else context
         self._eos = frozenset(target.eos_ids)
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop or stop == "" else None
 
-    def take(self, tokens: Sequence[int]) -> list[int]:
-        """The part of `tokens` that still belongs to the output."""
+    def step(self, tokens: list[int], accepted: int, draft: float, verify: float) -> Step:
+        """Take the tokens that still belong to the output."""
         for place, token in enumerate(tokens, start=1):
             self.text.append(token)
-            self._left -= 1
             if token in self._eos:
                 self.finish = "eos"
             elif self._stop is not None and self._stop.completed_by(token):
                 self.finish = "stop"
-            elif self._left == 0:
+            elif len(self.text) == self._end:
                 self.finish = "length"
             if self.finish:
-                return list(tokens[:place])
-        return list(tokens)
+                return Step(tokens[:place], accepted, self.finish, draft, verify)
+        return Step(tokens, accepted, None, draft, verify)
 
 
 def _is_whole(number: object) -> bool:
     """True for integers, numpy's and torch's among them, and not for bools."""
     return hasattr(number, "__index__") and not isinstance(number, bool)
-
-
-def _steps(
-    rows: list[_Row], new: list[list[int]], counts: list[int] | None, draft: float, verify: float
-) -> list[Step | None]:
-    steps: list[Step | None] = []
-    for place, row in enumerate(rows):
-        if row.finish:
-            steps.append(None)
-            continue
-        count = counts[place] if counts else 1
-        tokens = row.take(new[place][:count])
-        accepted = count - 1 if counts else -1
-        steps.append(Step(tokens, accepted, row.finish, draft, verify))
-    return steps
 
 
 def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tensor) -> Committed:
@@ -365,11 +268,67 @@ def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]
     return Committed(tokens_BA, features_BAD, count_B, counts)
 
 
-# transformers' own `generate`, the baseline of every speed claim and the judge of losslessness.
+class NoDraft:
+    """Proposes nothing: the engine then decodes one token per forward, as the plain model does."""
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._root: Topology | None = None
+
+    def propose(self, committed: Committed) -> TokenTree:
+        """The newest token alone."""
+        tokens_B = committed.last_tokens_B()
+        if self._root is None:
+            self._root = Topology(torch.full((1, 1), -1, device=tokens_B.device))
+        return TokenTree(tokens_B[:, None], self._root)
+
+
+class Oracle:
+    """Knows each row's continuation: the upper bound of every head that fills this tree.
+
+    continuations: per row, the tokens that follow the prompt. noise: the chance that a node is
+    wrong, seed: of those. The nodes of rank 0 carry the truth, the others carry wrong tokens.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        shape: StaticTree,
+        continuations: Sequence[Sequence[int]],
+        *,
+        vocab_size: int,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.shape, self.continuations = shape, continuations
+        self.vocab_size, self.noise = vocab_size, noise
+        self.written = [0] * len(continuations)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, committed: Committed) -> TokenTree:
+        """The known continuation on the path of rank 0."""
+        started = any(self.written)  # the first call brings the prompt and one token
+        roots = committed.last_tokens_B().tolist()
+        rows = []
+        for row, count in enumerate(committed.counts):
+            self.written[row] += count if started else 1
+            rows.append([roots[row], *self._drafts(self.continuations[row][self.written[row] :])])
+        device = committed.tokens_BA.device
+        return TokenTree(torch.tensor(rows, device=device), self.shape.topology(device))
+
+    def _drafts(self, ahead: Sequence[int]) -> Iterator[int]:
+        for path in self.shape.paths:
+            truth = ahead[len(path) - 1] if len(path) <= len(ahead) else 0
+            is_wrong = torch.rand((), generator=self._generator).item() < self.noise
+            offset = path[-1] + self.shape.width if is_wrong else path[-1]
+            yield (truth + offset) % self.vocab_size
 
 
 class Baseline:
-    """Continues one prompt with `model.generate` and its default cache, sampling as `rule` does.
+    """transformers' own `generate` with its default cache, sampling as `rule` does: the baseline of
+    every speedup and the judge of losslessness.
 
     Raises ValueError for a rule that `generate` has no equivalent of. `Typical` is compared with
     plain sampling at its temperature.
@@ -377,16 +336,22 @@ class Baseline:
 
     def __init__(self, target: Target, rule: Acceptance, limits: Collection[int]) -> None:
         self.target = target
-        eos, sampling = list(target.eos_ids), generate_arguments(rule)
-        self._configs = {  # made here, so that no timer sees them made
-            limit: GenerationConfig(
-                max_new_tokens=limit,
-                eos_token_id=eos or None,
-                pad_token_id=eos[0] if eos else 0,  # never used for one row; it spares a warning
-                **sampling,
+        sampling: dict[str, Any] = {"do_sample": False}
+        if isinstance(rule, Sampled | Typical):
+            sampling = {"do_sample": True, "temperature": float(rule.temperature)}
+            # not told, generate takes a top_k of 50
+            sampling |= {"top_p": 1.0, "top_k": 0}
+        if isinstance(rule, Sampled):
+            sampling |= {"top_p": float(rule.top_p), "top_k": rule.top_k}
+        if not isinstance(rule, Greedy | Sampled | Typical):
+            raise ValueError(
+                f"expected Greedy, Sampled or Typical, got {type(rule).__name__}: `generate` has "
+                "no equivalent to compare it with"
             )
-            for limit in limits
-        }
+        eos = list(target.eos_ids)
+        ends = {"eos_token_id": eos or None, "pad_token_id": eos[0] if eos else 0}
+        # made here, so that no timer sees them made
+        self._configs = {n: GenerationConfig(max_new_tokens=n, **ends, **sampling) for n in limits}
 
     def __call__(self, prompt: Sequence[int], limit: int) -> list[int]:
         """The new tokens, the EOS included; limit: max_new_tokens, one of `limits`."""
@@ -398,26 +363,6 @@ class Baseline:
         )
         new: list[int] = out_1T[0, len(prompt) :].tolist()
         return new
-
-
-def generate_arguments(rule: Acceptance) -> dict[str, Any]:
-    """The arguments of `GenerationConfig` that sample as `rule` does."""
-    if isinstance(rule, Greedy):
-        return {"do_sample": False}
-    if isinstance(rule, Sampled):
-        return {
-            "do_sample": True,
-            "temperature": float(rule.temperature),
-            "top_p": float(rule.top_p),
-            "top_k": rule.top_k,  # 0 switches off the 50 that generate takes when it is not told
-        }
-    if isinstance(rule, Typical):
-        chosen = {"temperature": float(rule.temperature), "top_p": 1.0, "top_k": 0}
-        return {"do_sample": True, **chosen}
-    raise ValueError(
-        f"expected Greedy, Sampled or Typical, got {type(rule).__name__}: `generate` has no "
-        "equivalent to compare it with"
-    )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A picture of a benchmark: speedup per contestant, tokens per step by tree size."""
+"""A picture of a benchmark: speedup per candidate, tokens per step by tree size."""
 
 from __future__ import annotations
 
@@ -14,13 +14,30 @@ PLAIN, MUTED = "#8a8f98", "#444444"
 
 def plot(report: BenchReport, path: str | Path) -> None:
     """Write a PNG (or what the suffix of `path` says). Raises ImportError without matplotlib."""
-    rows = [report.plain, *report.heads]
-    figure = new_figure(11, 2.6 + 0.38 * len(rows))
+    families: dict[str, list[Result]] = {}  # a head's name -> its trees
+    for head in report.heads:
+        families.setdefault(head.name.removesuffix(f"@{head.nodes}"), []).append(head)
+    figure = new_figure(11, 2.6 + 0.38 * (1 + len(report.heads)))
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    families = dict.fromkeys(_family(head) for head in report.heads)
-    colours = dict(zip(families, cycle(COLOURS), strict=False))
-    _speedups(left, rows, colours)
-    _taus(right, report.heads, colours)
+    _bar(left, report.plain, PLAIN)
+    for colour, (name, results) in zip(cycle(COLOURS), families.items(), strict=False):
+        for result in results:
+            _bar(left, result, colour)
+        sized = [result for result in results if result.nodes is not None]
+        taus = [result.tokens_per_step for result in sized]
+        right.plot([r.nodes for r in sized], taus, marker="o", label=name, color=colour)
+    left.axvline(1.0, color=MUTED, linewidth=1, linestyle="--", zorder=0)
+    left.invert_yaxis()
+    left.margins(x=0.18)
+    left.set_xlim(left=0.0)
+    left.set_xlabel("speedup over transformers' generate (= 1), 95 % interval over prompts")
+    right.axhline(1.0, color=MUTED, linewidth=1, linestyle="--", zorder=0)
+    right.set(xlabel="draft nodes verified per step", xlim=(0.0, None), ylim=(0.0, None))
+    right.set_ylabel("tokens per step (bonus token counted)")
+    if families:
+        right.legend(frameon=False, fontsize=9)
+    tidy(left)
+    tidy(right)
     settings = report.settings
     figure.suptitle(
         f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
@@ -28,9 +45,16 @@ def plot(report: BenchReport, path: str | Path) -> None:
         fontsize=11,
     )
     figure.supxlabel(machine_line(report.machine), fontsize=7.5, color=MUTED)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def _bar(axes: Any, result: Result, colour: str) -> None:
+    low, high = result.speedup_ci95
+    # a bootstrap of few prompts may leave the point estimate outside by a hair
+    error = [[max(0.0, result.speedup - low)], [max(0.0, high - result.speedup)]]
+    bar = axes.barh(result.name, result.speedup, xerr=error, color=colour, capsize=3, height=0.62)
+    axes.bar_label(bar, fmt="%.2f×", padding=6, fontsize=9)
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -46,58 +70,6 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained", dpi=150)
     FigureCanvasAgg(figure)
     return figure
-
-
-def _speedups(axes: Any, rows: list[Result], colours: dict[str, str]) -> None:
-    places = range(len(rows))
-    speeds = [row.speedup for row in rows]
-    # a bootstrap of few prompts may leave the point estimate outside by a hair
-    below = [max(0.0, row.speedup - row.speedup_ci95[0]) for row in rows]
-    above = [max(0.0, row.speedup_ci95[1] - row.speedup) for row in rows]
-    bars = [PLAIN, *(colours[_family(row)] for row in rows[1:])]
-    axes.axvline(1.0, color=MUTED, linewidth=1, linestyle="--", zorder=0)
-    axes.barh(places, speeds, xerr=(below, above), color=bars, capsize=3, height=0.62)
-    for place, row in zip(places, rows, strict=True):
-        end = max(row.speedup, row.speedup_ci95[1])
-        axes.annotate(
-            f"{row.speedup:.2f}×",
-            (end, place),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-        )
-    axes.set_yticks(list(places), [row.name for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.18 * max(1.0, *(max(row.speedup, row.speedup_ci95[1]) for row in rows)))
-    axes.set_xlabel("speedup over transformers' generate (= 1), 95 % interval over prompts")
-    tidy(axes)
-
-
-def _taus(axes: Any, heads: list[Result], colours: dict[str, str]) -> None:
-    lines: dict[str, list[Result]] = {}
-    for head in heads:
-        if head.nodes is not None:
-            lines.setdefault(_family(head), []).append(head)
-    axes.axhline(1.0, color=MUTED, linewidth=1, linestyle="--", zorder=0)
-    for name, results in lines.items():
-        nodes = [result.nodes for result in results]
-        taus = [result.tokens_per_step for result in results]
-        axes.plot(nodes, taus, marker="o", label=name, color=colours[name])
-    if lines:
-        axes.legend(frameon=False, fontsize=9)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylim(bottom=0.0)
-    axes.set_xlim(left=0.0)
-    axes.set_xlabel("draft nodes verified per step")
-    axes.set_ylabel("tokens per step (bonus token counted)")
-    tidy(axes)
-
-
-def _family(result: Result) -> str:
-    """The head's name, whatever the size of its tree."""
-    return result.name.removesuffix(f"@{result.nodes}")
 
 
 def tidy(axes: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-REPLACEMENT = "�"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for a character whose bytes are not complete yet."""
 CONTEXT = 8
 """Tokens that decide how the next one is decoded."""
@@ -25,16 +25,15 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> lis
         raise ValueError(
             "the target folder has no tokenizer; pass token ids, or add tokenizer.json"
         )
-    try:  # each of these is about the prompt, in words of jinja or of the tokenizer's bindings
-        if isinstance(prompt, str):
-            ids = list(tokenizer(prompt)["input_ids"])
-        elif getattr(tokenizer, "chat_template", None):
-            rendered = tokenizer.apply_chat_template(
+    try:  # jinja and the tokenizer's bindings do not say that it is the prompt
+        if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
+            ids = tokenizer.apply_chat_template(
                 list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-            ids = list(rendered["input_ids"])
+            )["input_ids"]
         else:
-            ids = list(tokenizer("\n".join(message["content"] for message in prompt))["input_ids"])
+            if not isinstance(prompt, str):
+                prompt = "\n".join(message["content"] for message in prompt)
+            ids = tokenizer(prompt)["input_ids"]
     except jinja2.TemplateError as error:
         raise ValueError(
             f"expected a conversation that the chat template takes, it says: {error}; change the "
@@ -46,7 +45,7 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> lis
         ) from error
     if not ids:
         raise ValueError("the prompt is empty: expected some text")
-    return ids
+    return list(ids)
 
 
 class TextStream:
@@ -59,33 +58,30 @@ class TextStream:
     def __init__(
         self, tokenizer: Any, *, after: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._tokens = list(after[-CONTEXT:])
-        self._from = (
-            0  # decoding restarts here, a few tokens back, so that spaces between words are right
-        )
-        self._upto = len(self._tokens)  # tokens before this one are given out already
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._shown = list(after[-CONTEXT:])  # decoded again, for the spaces between words
+        self._held: list[int] = []
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete ("" while a character is still open)."""
-        self._tokens.extend(tokens)
-        before = self._decode(self._tokens[self._from : self._upto])
-        after = self._decode(self._tokens[self._from :])
-        if len(after) <= len(before) or after.endswith(REPLACEMENT):
-            return ""
-        self._from, self._upto = self._upto, len(self._tokens)
-        return after[len(before) :]
+        self._held += tokens
+        text = self._held_text()
+        return "" if text.endswith(REPLACEMENT) else self._show(text)
 
     def flush(self) -> str:
         """What is left at the end, incomplete characters included."""
-        before = self._decode(self._tokens[self._from : self._upto])
-        after = self._decode(self._tokens[self._from :])
-        self._from = self._upto = len(self._tokens)
+        return self._show(self._held_text())
+
+    def _held_text(self) -> str:
+        before = self._tokenizer.decode(self._shown, skip_special_tokens=self._skip)
+        after: str = self._tokenizer.decode(
+            self._shown + self._held, skip_special_tokens=self._skip
+        )
         return after[len(before) :]
 
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+    def _show(self, text: str) -> str:
+        if text:
+            self._shown, self._held = self._held, []
         return text
 
 
@@ -107,6 +103,5 @@ class StopStrings:
 
     def completed_by(self, token: int) -> bool:
         """True when the text up to this token contains a stop string."""
-        new = self._stream.feed([token])
-        self._text = self._text[-self._reach :] + new
+        self._text = self._text[-self._reach :] + self._stream.feed([token])
         return any(stop in self._text for stop in self._stop)

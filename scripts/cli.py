@@ -1,7 +1,7 @@
 """The `draftheads` command: the table of its subcommands.
 
-A mistake of the user's ends with one line (expected, got, next step) and exit code 2; Ctrl-C and
-SIGTERM with 130. Set DRAFTHEADS_DEBUG=1 to see the traceback of the former.
+Exit codes: 0 done, 2 a mistake of the user's (one line: expected, got, next step), 130 interrupted.
+DRAFTHEADS_DEBUG=1 shows the traceback of a mistake.
 """
 
 from __future__ import annotations
@@ -15,46 +15,28 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from draftheads.scripts.commands import (
-    bench,
-    chat,
-    data_preview,
-    demo,
-    distill,
-    import_answers,
-    keys,
-    mistakes_in_one_line,
-    plan,
-    publish,
-    report,
-    spread,
-    train,
-)
+from draftheads.scripts import commands
 from draftheads.scripts.convert import convert
 from draftheads.scripts.doctor import doctor
 from draftheads.scripts.merge import merge
-from draftheads.train.entry import ended_by_sigterm, spin_briefly
+from draftheads.train.entry import mistakes_in_one_line, spin_briefly
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 # modules that define commands import what they need when they run, so that --help is instant
-app.command("demo")(demo)
-app.command("distill")(distill)
-app.command("import-answers")(import_answers)
-app.command("data-preview")(data_preview)
-app.command("plan")(plan)
-app.command("train", context_settings={"ignore_unknown_options": True})(train)
-app.command("keys")(keys)
-app.command("report")(report)
-app.command("bench")(bench)
-app.command("chat")(chat)
+app.command("demo")(commands.demo)
+app.command("distill")(commands.distill)
+app.command("import-answers")(commands.import_answers)
+app.command("data-preview")(commands.data_preview)
+app.command("plan")(commands.plan)
+app.command("train", context_settings={"ignore_unknown_options": True})(commands.train)
+app.command("keys")(commands.keys)
+app.command("report")(commands.report)
+app.command("bench")(commands.bench)
+app.command("chat")(commands.chat)
 app.command("doctor")(doctor)
 app.command("merge")(merge)
 app.command("convert")(convert)
-app.command("publish")(publish)
+app.command("publish")(commands.publish)
 
 
 def _print_version(wanted: bool) -> None:
@@ -80,8 +62,20 @@ def main() -> None:
     log.addHandler(RichHandler(show_time=False, show_path=False))
     log.propagate = False
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-    with ended_by_sigterm(), mistakes_in_one_line():
+    with mistakes_in_one_line():
         app(spread(sys.argv[1:]))
+
+
+def spread(arguments: list[str]) -> list[str]:
+    """`--head A B` as `--head A --head B`, likewise --nodes and --tree, for click."""
+    spreading, out = "", []
+    for argument in arguments:
+        if argument.startswith("-"):
+            spreading = argument if argument in ("--head", "--nodes", "--tree") else ""
+            out += [] if spreading else [argument]
+        else:
+            out += [spreading, argument] if spreading else [argument]
+    return out
 
 
 if __name__ == "__main__":

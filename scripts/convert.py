@@ -1,29 +1,22 @@
-"""`draftheads convert`: a head folder in the words of another program.
-
-What others cannot be told is an error; nothing is left out in silence.
-"""
+"""`draftheads convert`: a head folder in the layout of another program."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from draftheads.scripts.commands import Device, Dtype, load_target
 
-if TYPE_CHECKING:
-    from draftheads.heads.base import DraftHead
-    from draftheads.heads.formats.stored import Stored
+if TYPE_CHECKING:  # slow to import
     from draftheads.heads.target import Target
-
-HELP = "draftheads, vllm, sglang, tgi, speculators, fasterdecoding, eagle or specforge"
 
 
 def convert(
     source: Annotated[str, typer.Argument(help="a head: folder, run folder or Hub id, any layout")],
     folder: Annotated[Path, typer.Argument(help="folder to write; it must not be there yet")],
-    to: Annotated[str, typer.Option("--to", help=HELP)],
+    to: Annotated[str, typer.Option("--to", help="draftheads, vllm, sglang, tgi or speculators")],
     target: Annotated[str | None, typer.Option(help="the head's target, if it is needed")] = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -35,58 +28,47 @@ def convert(
 
 
 def converted(source: str | Path, folder: Path, to: str, target: Target | None = None) -> Path:
-    """Write `folder` for the program `to`; it appears whole or not at all.
+    """Write `folder` for the program `to`; it appears complete or not at all.
 
-    Raises ValueError for what `to` cannot be told and what cannot be read, FileExistsError where
+    Raises ValueError for what `to` cannot express and what cannot be read, FileExistsError where
     there is something at `folder`.
     """
     from draftheads.heads.card import render_card, write_remote_code
     from draftheads.heads.files import staged
+    from draftheads.heads.formats.stored import Stored, named
     from draftheads.heads.formats.table import written
-    from draftheads.heads.hub import CARD, read_head
+    from draftheads.heads.hub import CARD, FORMAT, about_target, head_config, open_head
 
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; choose another folder, or remove it")
-    head, stored = read_head(source, target=target)
-    ours = in_our_words(head, stored, target)
-    theirs = written(ours, to, target)
-    with staged(folder) as staging:
-        theirs.save(staging)
-        (staging / CARD).write_text(render_card(ours.config) + "\n")
-        if theirs.with_tokenizer and target is not None and target.tokenizer is not None:
-            target.tokenizer.save_pretrained(staging)
-        if to == "draftheads":
-            write_remote_code(staging)
-    return folder
-
-
-def in_our_words(head: DraftHead, stored: Stored, target: Target | None) -> Stored:
-    """What `save_head` would write of this head, with what is known of its target and training."""
-    from draftheads.heads.hub import FORMAT, about_target
-
-    facts: dict[str, Any] = {
+    found = open_head(source)
+    head, stored = found.read(target)
+    recorded = {"name": None, "revision": None, **(stored.facts.get("target") or {})}
+    facts = {
         "training": {},
         "measured": [],
         **stored.facts,
         "tree": head.tree.to_json(),
         "format": FORMAT,
         "kind": head.kind,
-        "target": {"name": None, "revision": None, **stored.facts.get("target", {})},
+        "target": about_target(target) if target else recorded,
         "feature_layers": list(head.feature_layers),
     }
-    if stored.facts.get("adapter"):
-        raise stored.refuse(
-            "expected a head on a target as it was published, got one with an adapter, which no "
-            "layout but ours has; `draftheads merge` writes the adapted target and its heads first"
-        )
-    if target is not None:
-        facts["target"] = about_target(target)
-    dtypes = {tensor.dtype for tensor in stored.tensors.values() if tensor.is_floating_point()}
-    config = {
-        "architectures": [head.architecture],
-        **head.config(),
-        "dtype": str(dtypes.pop()).removeprefix("torch."),
-        "draftheads": facts,
-    }
+    dtypes = [each.dtype for each in stored.tensors.values() if each.is_floating_point()]
+    ours = head_config(head, dtypes[0], facts)
     tensors = {name: tensor.contiguous() for name, tensor in stored.tensors.items()}
-    return stored.having(config, tensors)
+    with named(found.path):
+        if found.facts.get("adapter"):
+            raise ValueError(
+                "this head was trained with an adapter, which no other layout has; `draftheads "
+                "merge` writes the adapted target and its heads first"
+            )
+        theirs = written(Stored(ours, tensors), to, target)
+    with staged(folder) as staging:
+        theirs.save(staging)
+        (staging / CARD).write_text(render_card(ours) + "\n")
+        if to == "tgi" and target is not None and target.tokenizer is not None:
+            target.tokenizer.save_pretrained(staging)  # which TGI looks for there
+        if to == "draftheads":
+            write_remote_code(staging)
+    return folder

@@ -61,7 +61,8 @@ def doctor(
     from draftheads.train.doctor.checks import diagnose
     from draftheads.train.doctor.measurements import Case, openings_of, unseen
 
-    model, folder = load_target(target, dtype, device, heads=[head]), open_head(head)
+    folder = open_head(head)
+    model = load_target(target, dtype, device, heads=[folder])
     choose_threads(threads, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the target has changed is a finding with a price

@@ -1,4 +1,4 @@
-"""Steps between commands: prompts for a bench, figures into a head's card."""
+"""Steps between commands: prompts and trees for a bench, its figures into files and cards."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import find_head, read_config, record_measured
+from draftheads.heads.hub import HeadFolder, open_head, record_measured
 from draftheads.heads.target import Target
 from draftheads.heads.tree import parse_tree
 from draftheads.infer.bench import BenchReport, Entry, measured_facts, write_json
 from draftheads.infer.plot import new_figure, plot
 from draftheads.infer.text import encode_prompt
-from draftheads.train.data.prompts import Prompt, read_prompts
+from draftheads.train.data.prompts import read_prompts
 
 
 def opening_ids(
     target: Target, source: str, prompt_words: int | None, limit: int | None
 ) -> list[list[int]]:
     """Token ids of the prompts in `source`; of a conversation, up to its first user turn."""
-    prompts = read_prompts(source, limit=limit, prompt_words=prompt_words)
-    return [encode_prompt(target.tokenizer, _opening(prompt)) for prompt in prompts]
-
-
-def _opening(prompt: Prompt) -> str | list[dict[str, str]]:
-    if prompt.messages is None:
-        return prompt.text or ""
-    turns = [message["role"] for message in prompt.messages]
-    return [dict(message) for message in prompt.messages[: turns.index("user") + 1]]
+    ids = []
+    for prompt in read_prompts(source, limit=limit, prompt_words=prompt_words):
+        if prompt.messages is None:
+            ids.append(encode_prompt(target.tokenizer, prompt.text or ""))
+        else:
+            first = [message["role"] for message in prompt.messages].index("user")
+            ids.append(encode_prompt(target.tokenizer, prompt.messages[: first + 1]))
+    return ids
 
 
 def head_names(sources: list[str]) -> list[str]:
@@ -37,13 +36,14 @@ def head_names(sources: list[str]) -> list[str]:
     return names if len(set(names)) == len(names) else sources
 
 
-def with_trees(heads: dict[str, DraftHead], texts: Sequence[str]) -> dict[str, Entry]:
+def with_trees(heads: Mapping[str, DraftHead], texts: Sequence[str]) -> dict[str, Entry]:
     """Each head with each of the trees that were typed, as "name@tree", or else by itself.
 
     A tree that is typed as "name@tree" is for the head of that name alone. Raises ValueError when
     there is none.
     """
     trees: dict[str, Entry] = {}
+    plain: dict[str, Entry] = dict(heads)
     for text in texts:
         name, _, tree = text.rpartition("@")
         if name and name not in heads:
@@ -53,16 +53,12 @@ def with_trees(heads: dict[str, DraftHead], texts: Sequence[str]) -> dict[str, E
             )
         for each in [name] if name else heads:
             trees[f"{each}@{tree}"] = (heads[each], parse_tree(tree))
-    own = {name: head for name, head in heads.items() if _has_no(name, trees)}
-    return {**own, **trees}
-
-
-def _has_no(name: str, trees: Mapping[str, Entry]) -> bool:
-    return not any(key.rpartition("@")[0] == name for key in trees)
+            plain.pop(each, None)
+    return {**plain, **trees}
 
 
 def check_outputs(
-    files: list[Path | None], card_heads: list[str], picture: Path | None = None
+    files: Sequence[Path | None], card_heads: Sequence[str], picture: Path | None = None
 ) -> None:
     """Refuse, before anything is measured, what could not be written afterwards.
 
@@ -70,7 +66,7 @@ def check_outputs(
     cannot be drawn, and for a head that is not on this machine or in another layout, and so has no
     card here.
     """
-    for file in filter(None, [*files, picture]):
+    for file in [file for file in (*files, picture) if file]:
         folder = next(parent for parent in file.absolute().parents if parent.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
@@ -86,7 +82,7 @@ def check_outputs(
     for source in card_heads:
         if not Path(source).is_dir():
             raise ValueError(f"--card: expected a head folder on this machine, got {source}")
-        if "format" not in read_config(find_head(source)).get("draftheads", {}):
+        if "format" not in open_head(source).facts:
             raise ValueError(
                 f"--card: expected a head in this project's own layout, got {source}; "
                 f"draftheads convert {source} DIR --to draftheads writes one"
@@ -94,20 +90,20 @@ def check_outputs(
 
 
 def write_outputs(
-    report: BenchReport, json_out: Path | None, picture: Path | None, cards: dict[str, str]
+    report: BenchReport,
+    json_out: Path | None,
+    picture: Path | None,
+    cards: Mapping[str, HeadFolder],
 ) -> None:
     """Write a bench's figures where they were asked for.
 
-    cards: head folder -> its name in the report; config.json and model card get its rows.
+    cards: name in the report -> head folder, whose config.json and model card get its rows.
     """
     if json_out:
         write_json(report, json_out)
     if picture:
         plot(report, picture)
-    for source, name in cards.items():
-        rows = [
-            measured_facts(report, result.name)
-            for result in report.heads
-            if result.name == name or result.name.startswith(f"{name}@")
-        ]
-        record_measured(find_head(source), rows)
+    for name, folder in cards.items():
+        names = [result.name for result in report.heads]
+        trees = [each for each in names if each == name or each.startswith(f"{name}@")]
+        record_measured(folder.path, [measured_facts(report, each) for each in trees])

@@ -1,8 +1,8 @@
 """What serving engines make of a folder of Medusa heads, restated from the facts of their loaders:
 which names they look for, rename, drop without a word, or leave as memory happened to be.
 
-Source: medusa.md, sections 4.4 to 4.6: vLLM 0.32 (0.33 has no Medusa any more),
-text-generation-inference 3, TensorRT-LLM's legacy loader.
+Source: medusa.md, sections 4.4 and 4.5: vLLM 0.32 (0.33 has no Medusa any more) and
+text-generation-inference 3.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -52,8 +51,6 @@ def read(folder: Path, file: str = "model.safetensors") -> tuple[Config, dict[st
     if not (folder / file).is_file():
         raise EngineError(f"no {file}")
     config = json.loads((folder / "config.json").read_text())
-    if file.endswith(".pt"):
-        return config, torch.load(folder / file, weights_only=True)
     return config, load_file(folder / file)
 
 
@@ -118,13 +115,3 @@ def tgi(folder: Path) -> Served:
     if not names <= set(tensors):
         raise EngineError(f"weight {sorted(names - set(tensors))[0]} does not exist")
     return Served({}, {n: tensors[n] for n in names}, set(tensors) - names, {"depth": count})
-
-
-def tensorrt_llm(folder: Path, heads: int, layers: int) -> Served:
-    """Heads and layers are flags of its converter."""
-    _, tensors = read(folder, "medusa_lm_head.pt")
-    names = {f"{k}.{j}.linear.{p}" for k in range(heads) for j in range(layers) for p in BOTH}
-    names |= {f"{k}.{layers}.weight" for k in range(heads)}
-    if not names <= set(tensors):
-        raise EngineError(f"KeyError: {sorted(names - set(tensors))[0]}")
-    return Served({}, {n: tensors[n] for n in names}, set(tensors) - names)

@@ -14,18 +14,25 @@ from pathlib import Path
 import torch
 from accelerate.utils import wait_for_everyone
 
-from draftheads.train.checkpoint import newest
-from draftheads.train.launch import StopRequest, make_accelerator
-from draftheads.train.loop import Trainer
+from draftheads.train import loop
+from draftheads.train.launch import make_accelerator
 from draftheads.train.recipe import load_recipe
 
 
-def train(path: Path, output: Path) -> Trainer:
-    """One run, as `fit` does it, but the processes stay together."""
-    recipe = load_recipe(path, [f"run.output={output}"])
-    trainer = Trainer(recipe, accelerator, newest(output)[0])
-    trainer.run(StopRequest(output))
-    return trainer
+def train(path: Path, output: Path) -> loop.Run:
+    """One run; the processes stay together."""
+    runs = []
+
+    def noted(run, *rest):
+        runs.append(run)
+        return train_step(run, *rest)
+
+    loop.train_step = noted
+    loop.fit(load_recipe(path, [f"run.output={output}"]), accelerator)
+    return runs[-1]
+
+
+train_step = loop.train_step
 
 
 def halve(source: Path, output: Path, *, first: bool) -> Path:
@@ -42,14 +49,14 @@ if __name__ == "__main__":
     accelerator = make_accelerator(load_recipe(sys.argv[2]))
     for path in map(Path, sys.argv[2:]):
         folder = out / path.parent.name
-        trainer = train(path, folder / "whole")
+        run = train(path, folder / "whole")
         rank = accelerator.process_index
-        adapter = trainer.target.adapter
-        learned = trainer.engine.whole().state_dict() | (adapter.state() if adapter else {})
+        adapter = run.target.adapter
+        learned = run.engine.full_head().state_dict() | (adapter.state() if adapter else {})
         left = {"head": learned, "drawn": torch.rand(()).item()}
         torch.save(left, folder / f"rank-{rank}.pt")
         train(path, halve(folder / "whole", folder / "resumed", first=rank == 0))
         train(path, halve(path.parent / "one", folder / "moved", first=rank == 0))
-    del trainer
+    del run
     gc.collect()
     accelerator.end_training()

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
-from draftheads.train.launch import StopRequest, make_accelerator
-from draftheads.train.loop import Trainer
+from draftheads.train.launch import make_accelerator
+from draftheads.train.loop import fit
 from draftheads.train.recipe import load_recipe
 
 
@@ -82,5 +82,5 @@ if __name__ == "__main__":
     left.write_text(json.dumps(out))
     for path in recipes:
         accelerator = make_accelerator(recipe := load_recipe(path))
-        Trainer(recipe, accelerator).run(StopRequest(recipe.run.output))
+        fit(recipe, accelerator)
     accelerator.end_training()

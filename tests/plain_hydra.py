@@ -97,6 +97,6 @@ class PlainSequential(PlainHead):
     def code(self, k: int, input_D: Tensor, embedded: Sequence[Tensor]) -> Tensor:
         both = torch.cat([self.block(k, input_D), embedded[k]])
         code_r = self.linear(f"down.{k}", both)
-        if self.sequential.conditioning == "recurrent" and k > 0:
+        if k > 0:
             code_r = code_r + self.linear(f"carry.{k - 1}", self.code(k - 1, input_D, embedded))
         return silu(code_r)

@@ -15,12 +15,13 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree, Tree
+from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
 from draftheads.infer.engine import Speculator, Statistics
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in HEADS},
     "sequential-markov": ("sequential", {"conditioning": "markov"}),
-    "sequential-state": ("sequential", {"conditioning": "state", "rank": 24}),
+    "sequential-low-rank": ("sequential", {"rank": 24}),
     "sequential-hydra": ("sequential", {"conditioning": "hydra"}),
     "sequential-prefix": ("sequential", {"prefix": True}),
 }
@@ -72,6 +73,25 @@ def overfitted(
         optimizer.step()
         optimizer.zero_grad()
     return head.eval()
+
+
+def misread_drafts(monkeypatch: Any) -> None:
+    """Sequential heads read other tokens than were drafted."""
+
+    def build(*arguments: Any) -> TreeBuilder:
+        builder = tree_builder(*arguments)
+        add = builder.add
+
+        def add_and_misread(logits_BFv: torch.Tensor) -> bool:
+            more = add(logits_BFv)
+            if more:
+                builder.tokens_BF = (builder.tokens_BF - 1).clamp(min=0)
+            return more
+
+        builder.add = add_and_misread  # type: ignore[method-assign]
+        return builder
+
+    monkeypatch.setattr("draftheads.heads.sequential.tree_builder", build)
 
 
 class Recorder:

@@ -1,9 +1,9 @@
 """Answers become packed rows, and rows become batches in an order that needs no memory.
 
-Legend: B batch, T tokens, N all tokens of a data set, V vocabulary.
-
 A step's rows are a function of (seed, step) alone; processes and accumulation only divide them.
-So a run is continued by starting at step n, on any number of processes that divides the step.
+So a run resumes by starting at step n, on any number of processes that divides the step.
+
+Legend: B batch, T tokens, N all tokens of a data set.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from draftheads.train.data.answers import Answer
 OPEN_ROWS = 64
 """Rows that packing keeps open: first fit among them stays linear and fills rows to about 99 %."""
 FEW_STEPS = 50
-"""Steps below which a run is warned of."""
+"""Runs of fewer steps get a warning."""
 MOST_TOKENS = 65536
 """Tokens per step, at most, where the recipe leaves them to the data."""
 SPLIT_SEED = 20240119
-"""Of the held-out split; not the run's seed, so that runs are judged on the same documents."""
-
+"""Of the held-out split; not the run's seed, so that all runs are evaluated on the same text."""
 HELDOUT_TOKENS = 1 << 17
-"""Tokens observed at most: more would not change the tree, but every checkpoint would wait for
-them.
-"""
+"""Held-out tokens that are evaluated: more would delay checkpoints and not change the tree."""
+
 Span = tuple[int, int]
 
 
@@ -43,8 +41,8 @@ Span = tuple[int, int]
 class Documents:
     """Token ids of many documents end to end.
 
-    tokens_N: int32. learn_N: bool, True where the target wrote the token. spans: half-open, one
-    per document. following: numbers of those that are of the same conversation as the one before.
+    tokens_N: int32. learn_N: bool, True where the target wrote the token. spans: half-open, one per
+    document. following: the documents that continue the conversation of the one before.
     """
 
     tokens_N: Tensor
@@ -54,7 +52,7 @@ class Documents:
 
     @classmethod
     def read(cls, answers: Iterable[Answer]) -> Documents:
-        """Concatenate answers."""
+        """Concatenate answers. Raises ValueError when there are none."""
         tokens, learn = array("i"), bytearray()
         spans: list[Span] = []
         following: list[int] = []
@@ -69,40 +67,35 @@ class Documents:
             spans.append((start, len(tokens)))
         if not tokens:
             raise ValueError("the data has no answers; run `draftheads distill` to the end first")
-        return cls(
-            torch.frombuffer(tokens, dtype=torch.int32),
-            torch.frombuffer(learn, dtype=torch.uint8).bool(),
-            spans,
-            tuple(following),
-        )
+        tokens_N = torch.frombuffer(tokens, dtype=torch.int32)
+        learn_N = torch.frombuffer(learn, dtype=torch.uint8).bool()
+        return cls(tokens_N, learn_N, spans, tuple(following))
 
     def digest(self) -> str:
-        """16 hex digits that name these tokens, which are learned, and what belongs together."""
-        numbers = (torch.tensor(x, dtype=torch.int64) for x in (self.spans, self.following))
+        """16 hex digits of a hash of tokens, loss mask, documents and conversations."""
         digest = hashlib.sha256()
-        for tensor in (self.tokens_N, self.learn_N, *numbers):
+        for tensor in (self.tokens_N, self.learn_N):
             digest.update(tensor.numpy().tobytes())
+        for numbers in (self.spans, self.following):
+            digest.update(torch.tensor(numbers, dtype=torch.int64).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def split(self, heldout: float) -> tuple[list[Span], list[Span]]:
-        """(documents to train on, documents held out): at least one each; those of a
-        conversation stay together. heldout: share of conversations.
+        """(documents to train on, documents held out): at least one each. heldout: share of
+        conversations, which are never divided.
 
         Conversations with copies of held-out documents are not trained on: greedy answers to equal
         prompts are equal. Where nothing else is left, e.g. of a single one, they serve as both.
         """
-        talks = self._conversations()
+        starts = sorted(set(range(len(self.spans))).difference(self.following))
+        talks = [self.spans[a:b] for a, b in pairwise([*starts, len(self.spans)])]
         count = min(max(1, round(heldout * len(talks))), max(1, len(talks) - 1))
-        order = _permutation(len(talks), SPLIT_SEED)
-        apart = [span for place in sorted(order[:count]) for span in talks[place]]
+        chosen = sorted(_permutation(len(talks), SPLIT_SEED)[:count])
+        apart = [span for number in chosen for span in talks[number]]
         known = {self._content(span) for span in apart}
-        new = (talk for talk in talks if known.isdisjoint(map(self._content, talk)))
+        new = [talk for talk in talks if known.isdisjoint(map(self._content, talk))]
         train = [span for talk in new for span in talk]
         return train or apart, apart
-
-    def _conversations(self) -> list[list[Span]]:
-        starts = sorted(set(range(len(self.spans))).difference(self.following))
-        return [self.spans[a:b] for a, b in pairwise([*starts, len(self.spans)])]
 
     def _content(self, span: Span) -> bytes:
         return self.tokens_N[slice(*span)].numpy().tobytes()
@@ -116,35 +109,39 @@ class Documents:
 class Rows:
     """Documents laid out in rows of at most `length` tokens.
 
-    Documents are taken in an order drawn from `seed` and packed first-fit (pack=False: one per
-    row). One that is longer than a row is cut into row-long pieces; each piece is then a
-    document of its own, whose positions start at 0 and whose first token is not learned, because
-    no state predicted it. Pieces in which nothing is learned are left out.
+    Documents are shuffled by `seed` and packed first-fit (pack=False: one per row). One that is
+    longer than a row is cut into row-long pieces; each piece is then a document of its own, whose
+    positions start at 0 and whose first token is not learned, because no state predicted it. Pieces
+    in which nothing is learned are left out.
     """
 
     def __init__(
         self, documents: Documents, spans: Sequence[Span], length: int, *, pack: bool, seed: int
     ) -> None:
-        self.documents = documents
-        self.length = length
-        learned_N = documents.learn_N.long().cumsum(0)
-        pieces = [piece for span in spans for piece in _pieces(span, length)]
-        self.cut = len(pieces) - len(spans)
-        counts = [int(learned_N[stop - 1] - learned_N[start]) for start, stop in pieces]
-        useful = [piece for piece, count in zip(pieces, counts, strict=True) if count]
-        order = _permutation(len(useful), seed)
-        self.rows = _first_fit([useful[place] for place in order], length if pack else 0)
-        learned = {piece: count for piece, count in zip(pieces, counts, strict=True) if count}
+        self.documents, self.spans, self.length = documents, spans, length
+        ends_N = documents.learn_N.long().cumsum(0)
+        learned: dict[Span, int] = {}
+        pieces = 0
+        for start, stop in spans:
+            for first in range(start, stop, length):
+                last = min(first + length, stop)
+                pieces += 1
+                if count := int(ends_N[last - 1] - ends_N[first]):
+                    learned[first, last] = count
+        self.cut = pieces - len(spans)
+        useful = list(learned)
+        shuffled = [useful[place] for place in _permutation(len(useful), seed)]
+        self.rows = _first_fit(shuffled, length if pack else 0)
         self.learned = [sum(learned[piece] for piece in row) for row in self.rows]
         """Learned tokens of each row."""
         self.sizes = [sum(stop - start for start, stop in row) for row in self.rows]
-        """Tokens of each row, padding not counted."""
+        """Tokens of each row, without padding."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def answers(self, rows: Sequence[int]) -> list[int]:
-        """Which documents stand in these rows, counted from 0 as they were read."""
+    def document_numbers(self, rows: Iterable[int]) -> list[int]:
+        """The documents in these rows, counted from 0 in the order of the data."""
         starts = [start for start, _ in self.documents.spans]
         return [bisect_right(starts, start) - 1 for row in rows for start, _ in self.rows[row]]
 
@@ -171,8 +168,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Order:
-    """Which rows a step trains on: an endless stream of epochs, each in an order drawn from (seed,
-    epoch).
+    """Which rows a step trains on: an endless stream of epochs, each shuffled by (seed, epoch).
 
     rows: in the data set. rows_per_step: over all processes.
     """
@@ -187,7 +183,7 @@ class Order:
         return [self._row(place) for place in range(first, first + self.rows_per_step)]
 
     def steps(self, epochs: float) -> int:
-        """How many steps make at most `epochs` passes over the rows."""
+        """The steps of at most `epochs` passes over the rows."""
         return max(1, int(epochs * self.rows / self.rows_per_step + 1e-9))
 
     def _row(self, place: int) -> int:
@@ -198,19 +194,25 @@ class Order:
 def share(
     rows: Sequence[int], rows_per_batch: int, rank: int, world: int
 ) -> list[tuple[int, list[int]]]:
-    """A step's rows as one process's micro batches, each with its number in the step; all processes
-    have equally many.
+    """A step's rows as one process's micro batches, each with its number in the step.
+
+    Raises ValueError where the processes would not have equally many.
     """
     size = min(rows_per_batch, len(rows) // world)
+    if not size or len(rows) % (size * world):
+        raise ValueError(
+            f"this run has {len(rows)} rows per step, which {world} processes x "
+            f"data.rows_per_batch {rows_per_batch} do not divide; resume on another number of "
+            "processes, or with another data.rows_per_batch"
+        )
     batches = [list(rows[at : at + size]) for at in range(0, len(rows), size)]
-    assert len(batches) % world == 0, "rows_per_step must be a multiple of rows_per_batch x world"
     return list(enumerate(batches))[rank::world]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a run reads: rows of `length` tokens (None: how many is not known), so many times
-    (epochs; None: as its steps say), on `world` processes.
+    """What a run reads: `rows` (None: not known yet) of `length` tokens, `epochs` times (None: as
+    its steps say), on `world` processes.
     """
 
     rows: int | None
@@ -219,75 +221,48 @@ class Reading:
     world: int
 
     def rows_per_step(self, tokens_per_step: int | None, rows_per_batch: int) -> tuple[int, str]:
-        """(rows of a step over all processes, what to tell the user when tokens_per_step was
-        changed or follows from the data, or ""). Within a pass a step reads no row twice.
+        """(rows of a step over all processes, a note for the user where that is not what the recipe
+        asks for, or ""). Within an epoch a step reads no row twice.
 
         Raises ValueError for fewer rows than processes.
         """
-        unit, asked = rows_per_batch * self.world, tokens_per_step or self._hundredth()
-        most = self._most() if tokens_per_step else min(self._most(), asked / self.length)
+        unit, asked = rows_per_batch * self.world, tokens_per_step or MOST_TOKENS
+        most = math.inf
+        if self.rows is not None:
+            if self.rows < self.world:
+                raise ValueError(
+                    f"expected a row of {self.length} tokens for each of {self.world} processes, "
+                    f"got {self.rows} rows; use fewer processes, or lower data.sequence_length"
+                )
+            most = min(1.0, self.epochs or 1.0) * self.rows
+        if not tokens_per_step:
+            if self.rows is not None and self.epochs is not None:
+                hundredth = int(self.epochs * self.rows * self.length / 100)
+                asked = min(MOST_TOKENS, max(1, hundredth))
+            most = min(most, asked / self.length)
         count = max(1, round(asked / self.length / unit)) * unit
-        fits = count <= most
-        if not fits:
+        if count > most:
             step = unit if most >= unit else self.world
             count = max(self.world, int(most) // step * step)
         using = count * self.length
-        if asked < MOST_TOKENS and not tokens_per_step:
-            return count, f"run.tokens_per_step: {using}, as the data are few"
-        if using == asked:
+        if using == asked and (tokens_per_step or asked == MOST_TOKENS):
             return count, ""
-        if not fits:
-            return count, f"tokens_per_step {asked} is more than the data have; using {using}"
-        return count, (
-            f"tokens_per_step {asked} is not a multiple of rows_per_batch x sequence_length x "
-            f"processes = {rows_per_batch} x {self.length} x {self.world} = {unit * self.length}; "
-            f"using {using}"
-        )
+        return count, f"run.tokens_per_step: using {using}, whole batches that the data can fill"
 
     def warning(self, steps: int, rows_per_step: int) -> str:
         """What to do where that many steps are too few to learn from, or ""."""
         if steps >= FEW_STEPS or not self.epochs or self.rows is None:
             return ""
-        fewer = max(self.world, self._hundredth() // self.length // self.world * self.world)
-        remedy = "distill more prompts, raise run.epochs or lower data.sequence_length"
-        if fewer < rows_per_step:
-            more = Order(self.rows, fewer, 0).steps(self.epochs)
-            remedy = f"lower run.tokens_per_step to {fewer * self.length}, which makes {more}"
-        return f"warning: {steps} steps are few to learn from; {remedy}"
-
-    def _most(self) -> float:
-        """Rows of a step of one pass, or of a part of one where less is asked for."""
-        if self.rows is None:
-            return math.inf
-        if self.rows < self.world:
-            raise ValueError(
-                f"expected a row of {self.length} tokens for each of {self.world} processes, got "
-                f"{self.rows} rows; use fewer processes, or lower data.sequence_length"
-            )
-        return min(1.0, self.epochs or 1.0) * self.rows
-
-    def _hundredth(self) -> int:
-        """Tokens of a step of a run of a hundred, or fewer."""
-        if self.rows is None or self.epochs is None:
-            return MOST_TOKENS
-        return min(MOST_TOKENS, max(1, int(self.epochs * self.rows * self.length / 100)))
-
-
-def check_divides(rows: int, rows_per_batch: int, world: int) -> None:
-    """Refuse to continue a run of `rows` per step on processes that cannot share them evenly."""
-    size = min(rows_per_batch, rows // world)
-    if not size or rows % (size * world):
-        fitting = [n for n in range(1, rows + 1) if not rows % (n * min(rows_per_batch, rows // n))]
-        raise ValueError(
-            f"this run has {rows} rows per step, which {world} processes x data.rows_per_batch "
-            f"{rows_per_batch} do not divide; continue on "
-            f"{', '.join(map(str, fitting)) or 'other'} processes, or with other rows_per_batch"
+        return (
+            f"warning: {steps} steps of {rows_per_step * self.length} tokens are few to learn from;"
+            " distill more prompts, raise run.epochs or lower run.tokens_per_step"
         )
 
 
-def _pieces(span: Span, length: int) -> list[Span]:
-    start, stop = span
-    return [(at, min(at + length, stop)) for at in range(start, stop, length)]
+def heldout_rows(rows: Rows) -> int:
+    """How many rows, from the first, are evaluated."""
+    ends = accumulate(rows.sizes)
+    return next((row for row, end in enumerate(ends, 1) if end >= HELDOUT_TOKENS), len(rows))
 
 
 def _first_fit(pieces: Sequence[Span], length: int) -> list[list[Span]]:
@@ -315,9 +290,3 @@ def _epoch(rows: int, seed: int, epoch: int) -> list[int]:
 
 def _permutation(count: int, seed: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def heldout_rows(rows: Rows) -> int:
-    """How many rows, the first ones, are observed."""
-    ends = accumulate(rows.sizes)
-    return next((row for row, end in enumerate(ends, 1) if end >= HELDOUT_TOKENS), len(rows))

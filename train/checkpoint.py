@@ -1,4 +1,14 @@
-"""What a checkpoint says about its run, and whether a launch may go on from it."""
+"""Checkpoints: what they hold, whether they are intact, whether a launch may resume from one.
+
+A step folder is a head folder plus `trainer/`, written whole or not at all:
+
+    out/step-001000/{config.json, model.safetensors, README.md}    what Hub and engines load
+    out/step-001000/trainer/{state.json, optimizer.safetensors}    what a resumed run needs
+    out/best -> step-001000                                        by the recipe's `eval.best`
+
+Data order and randomness are functions of (seed, step), the learning rate of the step: none of
+them is stored. The optimizer's state is stored whole, by parameter name (see `train.engines`).
+"""
 
 from __future__ import annotations
 
@@ -8,64 +18,60 @@ import os
 import re
 import shutil
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
+from draftheads.heads.card import flat
 from draftheads.heads.files import staged
 from draftheads.heads.hub import CONFIG, WEIGHTS, step_folders, write_head
 from draftheads.heads.target import Target
 from draftheads.heads.weights import same_weights
 from draftheads.train.recipe import Recipe, differences, recorded_recipe
 
-TRAINER, STATE = "trainer", "state.json"
+TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"
+BEST, LOCK = "best", ".lock"
 FORMAT = 2
 """Of state.json."""
+UNFINISHED = re.compile(r"\.{1,2}step-[0-9]{6,}\.")
+"""Two dots: earlier versions staged the head in a staged checkpoint."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint says about its run.
+    """What a checkpoint says about its run."""
 
-    step: optimizer steps done. steps: of the whole run. tokens: trained on, padding not counted.
-    seconds: of training, over all its launches. tokens_per_step: simulated. skipped: steps in a
-    row, up to this one, that were not finite. rows_per_step: over all processes.
-    target: its fingerprint. data: counts and a digest of the token ids. versions: of what computes.
-    measured: what decoding showed at this step (`Measured.facts`), or None. drift: of an adapted
-    target (`Drift.facts`), or None. best, best_step: the
-    greatest worth that was judged so far, and where. waited: judgements since it last rose.
-    """
-
-    step: int
-    steps: int
-    tokens: int
-    seconds: float
+    step: int  # optimizer steps done
+    steps: int  # of the whole run
+    tokens: int  # trained on, without padding
+    seconds: float  # of training, over all launches
     loss: float | None
-    tokens_per_step: float
-    skipped: int
-    rows_per_step: int
+    tokens_per_step: float  # simulated
+    skipped: int  # non-finite steps in a row, up to this one
+    rows_per_step: int  # over all processes
     recipe: Recipe
-    target: str
-    data: dict[str, Any]
-    versions: dict[str, str]
-    measured: dict[str, Any] | None = None
-    drift: dict[str, Any] | None = None
-    best: float | None = None
+    target: str  # its fingerprint
+    data: dict[str, Any]  # counts and a digest of the token ids
+    versions: dict[str, str]  # of the packages that affect results
+    measured: dict[str, Any] | None = None  # by decoding (`Measured.facts`)
+    drift: dict[str, Any] | None = None  # of an adapted target (`Drift`)
+    best: float | None = None  # the greatest worth so far
     best_step: int = 0
-    waited: int = 0
+    waited: int = 0  # evaluations since then
+    files: dict[str, dict[str, int]] = field(default_factory=dict)  # "bytes", "crc32" by name
 
     @property
     def worth(self) -> float | None:
-        """By the run's measure, more is better; None where that was not judged, or the target has
-        drifted too far.
+        """By the run's measure, more is better; None where that was not evaluated, or the target
+        has drifted too far.
         """
         adapter, measure = self.recipe.adapter, self.recipe.measure
         if adapter and self.drift and self.drift["agreement"] < adapter.agreement:
@@ -78,12 +84,11 @@ class RunState:
         return self.measured[key] if self.measured else None
 
     def judged(self) -> RunState:
-        """The same, this judgement counted."""
+        """The same, this evaluation counted; of two equally good ones the later is the best."""
         worth = self.worth
         if worth is None or (self.best is not None and worth < self.best):
             return replace(self, waited=self.waited + 1)
-        rises = self.best is None or worth > self.best  # of equals the later one is kept
-        waited = 0 if rises else self.waited + 1
+        waited = self.waited + 1 if worth == self.best else 0
         return replace(self, best=worth, best_step=self.step, waited=waited)
 
     @property
@@ -95,129 +100,37 @@ class RunState:
     def early(self) -> str:
         """Why the run has ended before its last step."""
         return (
-            f"ended at step {self.step} of {self.steps}: {self.waited} judgements without better "
+            f"ended at step {self.step} of {self.steps}: {self.waited} evaluations without better "
             f"{self.recipe.measure}; the best was at step {self.best_step}"
         )
 
 
 _STATE = TypeAdapter(RunState)
-_FILES = TypeAdapter(dict[str, dict[str, int]])
 
 
 class DamagedState(ValueError):
     """A state.json that cannot be read, unlike one of another format."""
 
-    def __init__(self, folder: Path) -> None:
-        self.fault = f"{folder.name}: its {TRAINER}/{STATE} is missing or damaged"
-        super().__init__(f"{folder.parent}/{self.fault}; restore it, or delete this folder")
-
 
 def read_state(folder: Path) -> RunState:
-    """The state that a checkpoint was saved with. Raises DamagedState, and ValueError for another
-    format's.
-    """
-    return read_checked(folder)[0]
-
-
-def read_checked(folder: Path) -> tuple[RunState, dict[str, dict[str, int]]]:
-    """The state of a checkpoint, and "bytes" and "crc32" of its files; errors: of `read_state`."""
+    """The state of a checkpoint. Raises DamagedState, and ValueError for another format."""
     try:
         values: dict[str, Any] = json.loads((folder / TRAINER / STATE).read_bytes())
         known = values.get("format", 1)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise DamagedState(folder) from error
-    if known != FORMAT:
-        raise ValueError(
-            f"{folder}: expected a checkpoint of format {FORMAT}, got {known}; "
-            "it was written by another version of draftheads: continue with that one, or give "
-            "another run.output"
-        )
-    try:
-        values["recipe"] = recorded_recipe(values["recipe"])
-        return _STATE.validate_python(values), _FILES.validate_python(values.get("files", {}))
-    except (ValidationError, LookupError, AttributeError) as error:
-        raise DamagedState(folder) from error
-
-
-def check_same_run(folder: Path, old: RunState, recipe: Recipe) -> None:
-    """Refuse to continue a run with other choices than it began with; its length may change."""
-    if recipe.run.tokens_per_step is None:  # the run's step is as large as it was
-        size = {"tokens_per_step": old.recipe.run.tokens_per_step}
-        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=size)})
-    _refuse(folder, "choices", differences(old.recipe, recipe), "restore them")
-
-
-def same_length(old: RunState, recipe: Recipe) -> bool:
-    """Whether a run is meant to be as long as it was when it began."""
-    began = old.recipe.run
-    return (recipe.run.steps, recipe.run.epochs) == (began.steps, began.epochs)
-
-
-def shared_choices(recipe: Recipe) -> dict[str, Any]:
-    """What all processes must have been told alike, by key; folders may be elsewhere on each."""
-    free = {"target", "data.path", "data.cache_gb", "features.path", "run.output"}
-    values = recipe.model_dump(mode="json")
-    sections = {name: part for name, part in values.items() if isinstance(part, dict)}
-    inner = {f"{name}.{key}": part[key] for name, part in sections.items() for key in part}
-    return {
-        key: value for key, value in {**values, **inner}.items() if key not in free | {*sections}
-    }
-
-
-def check_same_parts(folder: Path, old: RunState, new: RunState) -> None:
-    """Refuse to continue on another target or other data: step n would not mean the same."""
-    if not same_weights(old.target, new.target):
-        changed = [f"fingerprint: {old.target} -> {new.target}"]
-        _refuse(folder, f"weights of {new.recipe.target}", changed, "restore the target")
-    changed = [
-        f"{key}: {old.data.get(key)} -> {value}"
-        for key, value in new.data.items()
-        if old.data.get(key) != value
-    ]
-    _refuse(folder, f"data in {new.recipe.data.path}", changed, "restore the data")
-
-
-def continuing(checkpoint: Path, old: RunState, new: RunState) -> str:
-    """What a launch says that goes on from a checkpoint."""
-    changed = [
-        f"{name} {old.versions.get(name)} -> {version}"
-        for name, version in new.versions.items()
-        if old.versions.get(name) != version
-    ]
-    note = f"; not bit for bit, as versions changed: {', '.join(changed)}" if changed else ""
-    return f"continuing {checkpoint} at step {old.step} of {new.steps}{note}"
-
-
-def _refuse(folder: Path, what: str, changed: list[str], remedy: str) -> None:
-    if changed:
-        raise ValueError(
-            f"{folder.parent} holds a run with other {what} ({'; '.join(changed)}); "
-            f"{remedy}, or give another run.output"
-        )
-
-
-# Checkpoints: a step folder is a head folder plus `trainer/`, written whole or not at all.
-#
-#     out/step-001000/{config.json, model.safetensors, README.md}    what Hub and engines load
-#     out/step-001000/trainer/{state.json, optimizer.safetensors}    what a continued run needs
-#     out/best -> step-001000                                        by the recipe's `eval.best`
-#
-# Data order and randomness are functions of (seed, step), the learning rate of the step: none of
-# them is stored. The optimizer's state is stored whole, by parameter name (see `train.engines`).
-# state.json names every other file of its folder with size and checksum; a folder where they do not
-# agree is passed over.
-
-
-OPTIMIZER, BEST, LOCK = "optimizer.safetensors", "best", ".lock"
-ASIDE = "damaged-"
-UNFINISHED = re.compile(r"\.{1,2}step-[0-9]{6,}\.")
-"""Two dots: earlier versions staged the head in a staged checkpoint."""
+        if known == FORMAT:
+            return _STATE.validate_python({**values, "recipe": recorded_recipe(values["recipe"])})
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise DamagedState(f"{folder.name}: {TRAINER}/{STATE} is missing or damaged") from error
+    raise ValueError(
+        f"{folder}: expected a checkpoint of format {FORMAT}, got {known}; resume with the version "
+        "of draftheads that wrote it, or give another run.output"
+    )
 
 
 def newest(output: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, or None, and what is wrong with those after it.
+    """The newest intact checkpoint of a run, or None, and what is wrong with those after it.
 
-    Raises ValueError when there are checkpoints and none is whole: starting anew would overwrite
+    Raises ValueError when there are checkpoints and none is intact: starting over would overwrite
     what may still be saved by hand.
     """
     damaged: list[str] = []
@@ -228,8 +141,8 @@ def newest(output: Path) -> tuple[Path | None, list[str]]:
         damaged.append(fault)
     if damaged:
         raise ValueError(
-            f"{output}: expected a whole checkpoint to go on from, got {'; '.join(damaged)}; "
-            "restore one, or delete them to start anew"
+            f"{output}: no checkpoint is intact ({'; '.join(damaged)}); restore one, or delete "
+            "them to start over"
         )
     return None, []
 
@@ -244,11 +157,63 @@ def load_optimizer_state(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / TRAINER / OPTIMIZER)
 
 
-class Checkpoints:
-    """The checkpoints of a run that is going on. All processes call it; the first one writes, and
-    a fault there is raised on all of them.
+def check_same_run(folder: Path, old: RunState, recipe: Recipe) -> None:
+    """Refuse to resume with other choices than the run began with; its length may change."""
+    if recipe.run.tokens_per_step is None:  # the run's step is as large as it was
+        size = {"tokens_per_step": old.recipe.run.tokens_per_step}
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=size)})
+    _refuse(folder, "choices", differences(old.recipe, recipe))
 
-    last: what the run goes on from; later ones, which are damaged, are put aside. size: bytes that
+
+def check_same_parts(folder: Path, old: RunState, new: RunState) -> None:
+    """Refuse to resume on another target or other data: step n would not mean the same."""
+    if not same_weights(old.target, new.target):
+        _refuse(folder, f"weights of {new.recipe.target}", [f"{old.target} -> {new.target}"])
+    changed = [
+        f"{key}: {old.data.get(key)} -> {value}"
+        for key, value in new.data.items()
+        if old.data.get(key) != value
+    ]
+    _refuse(folder, f"data in {new.recipe.data.path}", changed)
+
+
+def _refuse(folder: Path, what: str, changed: list[str]) -> None:
+    if changed:
+        raise ValueError(
+            f"{folder.parent} holds a run with other {what} ({'; '.join(changed)}); restore them, "
+            "or give another run.output"
+        )
+
+
+def same_length(old: RunState, recipe: Recipe) -> bool:
+    """Whether a run is meant to be as long as it was when it began."""
+    began, now = old.recipe.run, recipe.run
+    return (now.steps, now.epochs) == (began.steps, began.epochs)
+
+
+def shared_choices(recipe: Recipe) -> dict[str, Any]:
+    """What all processes must have been told alike, by key; folders may be elsewhere on each."""
+    free = {"target", "data.path", "data.cache_gb", "features.path", "run.output"}
+    values = dict(flat(recipe.model_dump(mode="json")))
+    return {key: value for key, value in values.items() if key not in free}
+
+
+def continuing(checkpoint: Path, old: RunState, new: RunState) -> str:
+    """What a launch says that resumes from a checkpoint."""
+    changed = [
+        f"{name} {old.versions.get(name)} -> {version}"
+        for name, version in new.versions.items()
+        if old.versions.get(name) != version
+    ]
+    note = f"; not bit for bit, as versions changed: {', '.join(changed)}" if changed else ""
+    return f"resuming {checkpoint} at step {old.step} of {new.steps}{note}"
+
+
+class Checkpoints:
+    """The checkpoints of a run. All processes call it; the first one writes, and a fault there is
+    raised on all of them.
+
+    last: what the run resumes from; later ones, which are damaged, are set aside. size: bytes that
     one will have. Raises ValueError when there is no room for one, or when another process trains
     into the same folder.
     """
@@ -285,9 +250,9 @@ class Checkpoints:
         target: Target,
         facts: dict[str, Any],
     ) -> Path:
-        """Write step-*, then forget old ones. head, moments: whole, of the first process. facts:
-        what the head's config.json says of its training. Raises OSError, with what is still there,
-        when the disk is full.
+        """Write step-*, then delete old ones. head, optimizer_state: whole, of the first process.
+        facts: what the head's config.json says of its training. Raises OSError when the disk is
+        full.
         """
         folder = self.output / f"step-{state.step:06d}"
         fault = None
@@ -298,16 +263,15 @@ class Checkpoints:
                     trainer = staging / TRAINER
                     trainer.mkdir()
                     save_file(optimizer_state, trainer / OPTIMIZER)
-                    saved = _STATE.dump_python(state, mode="json")
-                    described = {"format": FORMAT, **saved, "files": _describe(staging)}
-                    (trainer / STATE).write_text(json.dumps(described, indent=2) + "\n")
+                    state = replace(state, files=_describe(staging))
+                    values = {"format": FORMAT, **_STATE.dump_python(state, mode="json")}
+                    (trainer / STATE).write_text(json.dumps(values, indent=2) + "\n")
                 self._rotate()
             except (OSError, SafetensorError) as error:  # the other processes wait for a word
-                kept = _steps(self.output)
+                kept = [step.name for step in _steps(self.output)] or ["none"]
                 fault = (
-                    f"{folder} was not written: {error}; the newest checkpoint is "
-                    f"{kept[-1].name if kept else 'none'}; free space there and run the same "
-                    "command again"
+                    f"{folder} was not written: {error}; the newest checkpoint is {kept[-1]}; free "
+                    "space there and run the same command again"
                 )
         self._agree(fault, OSError)
         return folder
@@ -327,42 +291,37 @@ class Checkpoints:
             raise kind(said[0])
 
     def _tidy(self, last: Path | None) -> None:
-        """Remove what a killed process left; put damaged checkpoints aside; forget old ones."""
+        """Remove what a killed process left; set damaged checkpoints aside; delete old ones."""
         for folder in self.output.glob(".*step-*"):
             if UNFINISHED.match(folder.name):
                 shutil.rmtree(folder)
-        if last is None:
-            return
-        steps = _steps(self.output)
-        for damaged in steps[steps.index(last) + 1 :]:
-            self._put_aside(damaged)
-        self._rotate()
+        if last is not None:
+            steps = _steps(self.output)
+            for damaged in steps[steps.index(last) + 1 :]:
+                self._set_aside(damaged)
+            self._rotate()
 
-    def _put_aside(self, folder: Path) -> None:
-        aside = self.output / f"{ASIDE}{folder.name}"
+    def _set_aside(self, folder: Path) -> None:
+        aside = self.output / f"damaged-{folder.name}"
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
 
     def _rotate(self) -> None:
         """Point `best` at the best step; delete all but it and the newest `keep`."""
         steps = [step for step in _steps(self.output) if _fault(step, contents=False) is None]
-        best = max(reversed(steps), key=_worth)  # of two equal ones the later
+        worths = [read_state(step).worth for step in steps]
+        # of two equal ones the later; one that was not evaluated is worse than any
+        best = max(range(len(steps)), key=lambda n: (worths[n] is not None, worths[n] or 0.0, n))
         link, place = self.output / f".{BEST}", self.output / BEST
         if place.is_dir() and not place.is_symlink():  # the run was copied without its links
-            self._put_aside(place)
+            self._set_aside(place)
         link.unlink(missing_ok=True)
-        link.symlink_to(best.name, target_is_directory=True)
+        link.symlink_to(steps[best].name, target_is_directory=True)
         os.replace(link, place)
-        for step in set(steps) - set(steps[-self.keep :]) - {best}:
+        for step in set(steps) - {*steps[-self.keep :], steps[best]}:
             gone = self.output / f".{step.name}.gone"  # never half a checkpoint under its name
             step.rename(gone)
             shutil.rmtree(gone)
-
-
-def _worth(step: Path) -> tuple[bool, float]:
-    """None is worse than an unjudged one."""
-    worth = read_state(step).worth
-    return worth is not None, worth or 0.0
 
 
 def _check_room(output: Path, size: int) -> None:
@@ -383,31 +342,29 @@ def _steps(output: Path) -> list[Path]:
 
 
 def _describe(folder: Path) -> dict[str, dict[str, int]]:
-    """Size and checksum of every file in a folder."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        for path in files
     }
 
 
 def _fault(folder: Path, *, contents: bool = True) -> str | None:
     """What is wrong with a checkpoint, or None. contents: whether to read the files, too."""
     try:
-        files = read_checked(folder)[1]
+        files = read_state(folder).files
     except DamagedState as error:
-        return error.fault
+        return str(error)
     for name, expected in files.items():
         path = folder / name
-        if name in (CONFIG, "README.md"):  # `bench --card` writes into these
-            if not path.is_file():
-                return f"{folder.name}: {name} is missing"
-            continue
         size = path.stat().st_size if path.is_file() else 0
-        if size != expected.get("bytes"):
-            return f"{folder.name}: {name} has {size} bytes, expected {expected.get('bytes')}"
-        if contents and _crc32(path) != expected.get("crc32"):
-            return f"{folder.name}: {name} is not what was written (its checksum differs)"
+        if name in (CONFIG, "README.md"):  # `bench --card` writes into these
+            intact = path.is_file()
+        else:
+            intact = size == expected.get("bytes")
+            intact = intact and not (contents and _crc32(path) != expected.get("crc32"))
+        if not intact:
+            return f"{folder.name}: {name} is missing or damaged"
     return None
 
 

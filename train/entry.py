@@ -1,6 +1,7 @@
-"""What every training script does: run a recipe, and end with one line and an exit code.
+"""How every command and training script starts and ends: one error line and an exit code.
 
-Nothing slow is imported before signals are heard.
+0: done. 2: a mistake of the user's, by this project's convention a ValueError or OSError. 130:
+interrupted. Nothing slow is imported before signals are heard.
 """
 
 from __future__ import annotations
@@ -16,79 +17,86 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from draftheads.train.loop import Outcome
     from draftheads.train.recipe import Kind
 
 INTERRUPTED = 130
-"""Exit code of what was stopped by Ctrl-C, SIGTERM or a file."""
+HELP = """
+Several processes: `accelerate launch --multi_gpu --num_processes N ...` on GPUs,
+`ACCELERATE_USE_CPU=true torchrun --nproc-per-node N ...` on CPU. A recipe without `head.kind` is
+for {kind} heads. Exit codes: 0 done, 2 a mistake in recipe, data or launch, 130 interrupted and
+saved. DRAFTHEADS_DEBUG=1 shows tracebacks.
+
+usage: train/{script}.py RECIPE.yaml [key.path=value ...]"""
 
 
-def main(argv: Sequence[str] | None, kind: Kind, help_text: str) -> int:
+def main(argv: Sequence[str] | None, script: str, kind: Kind) -> int:
     """Run the recipe that `argv` (None: the process's arguments) names; returns the exit code.
 
-    kind: of the head, where the recipe does not say it. help_text: for -h and for no arguments.
+    kind: of the head, where the recipe does not say it.
     """
     spin_briefly()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        if _speaks():
-            print(help_text.strip())
+        if _is_first():
+            print(f"Train draft heads.\n{HELP.format(kind=kind, script=script)}")
         return 0 if arguments else 2
-    return train(arguments[0], arguments[1:], kind)
+    try:
+        with mistakes_in_one_line():
+            return train(arguments[0], arguments[1:], kind)
+    except SystemExit as ended:
+        return int(ended.code or 0)
 
 
 def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
-    """Train as a recipe says: 0 done, 2 a mistake in recipe, data or launch, 130 interrupted. Of
-    the processes of a machine, which would say the same, only the first one speaks.
-    """
+    """Train as a recipe says; returns 0, or 130 where it was interrupted and saved."""
+    from draftheads.train.loop import fit  # slow
+    from draftheads.train.recipe import load_recipe
+
     logger = logging.getLogger("draftheads")
     level = logger.level
-    logger.setLevel(level if _speaks() else logging.ERROR)
-    try:
-        with ended_by_sigterm():
-            from draftheads.train.loop import fit  # slow
-            from draftheads.train.recipe import load_recipe
-
-            outcome = fit(load_recipe(recipe, overrides, kind))
-    except KeyboardInterrupt:  # before the first step, or the second one
-        _say_interrupted("Ctrl-C")
-        return INTERRUPTED
-    except (ValueError, OSError) as error:  # the user's mistakes: a line, no traceback
-        if os.environ.get("DRAFTHEADS_DEBUG"):
-            raise
-        # mistakes are the same on all processes of a machine; a disk may fail one of them alone
-        alone = isinstance(error, OSError) and error.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EIO,
-        )
-        if alone or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-            where = "" if _speaks() else f" on process {os.environ['RANK']}"
-            print(f"error{where}: {one_line(error)}", file=sys.stderr)
-        return 2
+    logger.setLevel(level if _is_first() else logging.ERROR)
+    try:  # the level is the process's own
+        outcome = fit(load_recipe(recipe, overrides, kind))
     finally:
         logger.setLevel(level)
-    if _speaks():
-        print(_ending(outcome))
+    if not outcome.finished:
+        said = (
+            f"interrupted by {outcome.stopped_by} at step {outcome.step} of {outcome.steps}, saved "
+            f"in {outcome.checkpoint}; run the same command again to resume"
+        )
+    elif outcome.trained:
+        said = f"done: {outcome.steps} steps, saved in {outcome.checkpoint}"
+    else:
+        said = (
+            f"{outcome.checkpoint}: this run is finished; raise run.steps to continue it, or give "
+            "another run.output"
+        )
+    if _is_first():
+        print(said)
     return 0 if outcome.finished else INTERRUPTED
 
 
-def spin_briefly() -> None:
-    """Let OpenMP's threads spin for microseconds before they sleep, unless the user has chosen. By
-    default they spin for so long that all get several times slower once another process wants a
-    core; if they slept at once (OMP_WAIT_POLICY=passive), training on an idle machine would take
-    1.8 times as long. To be called before torch loads.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit(130) here, so that what is open is closed and removed."""
+def mistakes_in_one_line() -> Iterator[None]:
+    """End the process with a line and an exit code: 2 after a mistake of the user's (with a
+    traceback where DRAFTHEADS_DEBUG is set), 130 after Ctrl-C or SIGTERM, which raises SystemExit
+    so that what is open is closed and removed.
+    """
     old = signal.signal(signal.SIGTERM, _end)
     try:
         yield
+    except KeyboardInterrupt:
+        _end(signal.SIGINT, None)
+    except (ValueError, OSError) as error:
+        if os.environ.get("DRAFTHEADS_DEBUG"):
+            raise
+        # processes of one machine make the same mistakes; a disk may fail one of them alone
+        alone = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        rank = os.environ.get("RANK", "0")
+        if alone or os.environ.get("LOCAL_RANK", rank) == "0":
+            where = "" if _is_first() else f" on process {rank}"
+            print(f"error{where}: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
     finally:
         signal.signal(signal.SIGTERM, old)
 
@@ -98,33 +106,25 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def spin_briefly() -> None:
+    """Let OpenMP's threads spin for microseconds before they sleep, unless the user has chosen:
+    with the default, all get several times slower once another process wants a core, and without
+    spinning training takes 1.8 times as long. To be called before torch loads.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    _say_interrupted(signal.Signals(number).name)
-    sys.exit(INTERRUPTED)
-
-
-def _say_interrupted(by: str) -> None:
-    if _speaks():
+    if _is_first():
+        by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         print(
-            f"interrupted by {by}; what was saved before is whole; run the same command again to "
+            f"interrupted by {by}; what was saved before is intact; run the same command again to "
             "resume",
             file=sys.stderr,
         )
+    sys.exit(INTERRUPTED)
 
 
-def _speaks() -> bool:
+def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def _ending(outcome: Outcome) -> str:
-    if not outcome.finished:
-        return (
-            f"interrupted by {outcome.stopped_by} at step {outcome.step} of {outcome.steps}, saved "
-            f"in {outcome.checkpoint}; run the same command again to go on"
-        )
-    if not outcome.trained:
-        return (
-            f"{outcome.checkpoint}: this run is finished; raise run.steps to go on, "
-            "or give another run.output"
-        )
-    return f"done: {outcome.steps} steps, saved in {outcome.checkpoint}"

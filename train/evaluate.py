@@ -1,7 +1,7 @@
-"""What the heads are worth on documents that they were not trained on, and the tree that follows
-from it.
+"""What the heads are worth on held-out documents: simulated from token ranks, measured by decoding,
+and, where an adapter changes the target, how far that has moved.
 
-Legend: M learned positions, K draft depth.
+Legend: M learned positions, K draft depth, C positions of a chunk, D feature width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,30 +30,13 @@ from draftheads.train.features import FeatureSource
 from draftheads.train.recipe import DECODED, Recipe
 from draftheads.train.setup import Log, TrainingData
 
-
-@dataclass(frozen=True)
-class Calibration:
-    """tree: what the head gets. tokens_per_step: tau of the best fixed tree, the target's own token
-    included.
-
-    top1, top5: share of held-out positions at which the right token had such a rank, one entry
-    per depth.
-    """
-
-    tree: Tree
-    tokens_per_step: float
-    top1: list[float]
-    top5: list[float]
-    positions: int
-
-    def __str__(self) -> str:
-        top1 = " ".join(f"{share:.3f}" for share in self.top1)
-        top5 = " ".join(f"{share:.3f}" for share in self.top5)
-        return (
-            f"held-out: {self.tokens_per_step:.2f} tokens per step predicted for the best fixed "
-            f"tree of {self.tree.draft_nodes} draft nodes; right by depth: top-1 {top1}, "
-            f"top-5 {top5} ({self.positions} positions)"
-        )
+HEADED = "heads"
+CHUNK = 256
+"""Positions whose logits, of the target and of the untouched one, are in memory at a time."""
+WARM_UP = 8
+"""Tokens that are written before the clock runs."""
+TIMED = 8
+"""Prompts that are also decoded without heads: that takes longest, and brings a ratio alone."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +51,9 @@ class Share:
         """Number among all batches, row numbers, tokens. All processes run equally many, as a
         forward may be a collective: one that has none left runs the last again, as number None.
         """
-        batches = list(_batches(self.rows, self.rows_per_batch))
-        world = self.accelerator.num_processes
+        rows = range(heldout_rows(self.rows))
+        size, world = self.rows_per_batch, self.accelerator.num_processes
+        batches = [list(rows[start : start + size]) for start in range(0, len(rows), size)]
         for first in range(0, len(batches), world):
             number = first + self.accelerator.process_index
             numbers = batches[min(number, len(batches) - 1)]
@@ -94,12 +78,33 @@ def heldout_ranks(head: DraftHead, target: Target, share: Share, features: Featu
     return torch.cat([ranks_MK for _, ranks_MK in everyone])
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """What held-out ranks say. top1, top5: by depth, share of positions at which the right token
+    had such a rank.
+    """
+
+    tree: Tree  # what the head gets
+    tokens_per_step: float  # tau of the best fixed tree, the target's own token included
+    top1: list[float]
+    top5: list[float]
+    positions: int
+
+    def __str__(self) -> str:
+        top1, top5 = (" ".join(f"{x:.3f}" for x in shares) for shares in (self.top1, self.top5))
+        return (
+            f"held-out: {self.tokens_per_step:.2f} tokens per step predicted for the best fixed "
+            f"tree of {self.tree.draft_nodes} draft nodes; right by depth: top-1 {top1}, "
+            f"top-5 {top5} ({self.positions} positions)"
+        )
+
+
 def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
     """`tree`, fitted to these observations, and what the best fixed tree of `nodes` draft nodes
     would bring (a dynamic one brings more).
 
-    The prediction is cross-fitted: each half of the positions judges the tree chosen on the
-    other half, so that a tree fitted to few positions does not praise itself.
+    The prediction is cross-fitted: the tree chosen on one half of the positions is evaluated on
+    the other, so that a tree fitted to few positions is not overrated.
     """
     half = len(ranks_MK) // 2
     first_MK, second_MK = ranks_MK[:half], ranks_MK[half:]
@@ -116,29 +121,12 @@ def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
     )
 
 
-def _batches(rows: Rows, rows_per_batch: int) -> Iterator[list[int]]:
-    count = heldout_rows(rows)
-    for start in range(0, count, rows_per_batch):
-        yield list(range(start, min(start + rows_per_batch, count)))
-
-
-# How far an adapter has moved the target's own output (Medusa-2), on held-out answers.
-#
-# Legend: M learned positions, C positions of a chunk, D feature width, V vocabulary.
-
-
-CHUNK = 256
-"""Positions whose logits, twice, are held at a time."""
-
-
 @dataclass(frozen=True)
 class Drift:
-    """agreement: share of tokens at which the first choice is still the untouched target's. kl:
-    divergence KL(untouched || adapted), nats per token. tokens: how many were looked at.
-    """
+    """How far an adapter has moved the target's output."""
 
-    agreement: float
-    kl: float
+    agreement: float  # share of tokens at which the first choice is still the untouched target's
+    kl: float  # KL(untouched || adapted), nats per token
     tokens: int
 
     def facts(self) -> dict[str, Any]:
@@ -176,95 +164,72 @@ def measure_drift(target: Target, share: Share, layers: Sequence[int]) -> Drift:
     return Drift(same / count, divergence / count, count)
 
 
-# What heads are worth while they train: a simulation on held-out ranks, and real decoding of
-# held-out prompts, side by side with decoding without heads.
-
-
-HEADED = "heads"
-WARM_UP = 8
-"""Tokens that each contestant writes before the clock runs."""
-TIMED = 8
-"""Prompts that are also decoded without heads: that takes the longest, and brings a ratio alone."""
-
-
 @dataclass(frozen=True)
 class Continued:
-    """One prompt, continued. steps: forwards of the target, with heads. tokens: that these brought.
-    accepted: how many of them accepted at least 1, 2, ... drafts. written: tokens in all. seconds,
-    plain_seconds: for these, with heads and without; the latter None where that was not run.
-    """
+    """One prompt, continued with heads."""
 
-    prompt: int
-    steps: int
-    tokens: int
-    accepted: list[int]
-    written: int
+    prompt: int  # its number
+    steps: int  # forwards of the target, without the prefill
+    tokens: int  # that these brought
+    accepted: list[int]  # how many of the steps accepted at least 1, 2, ... drafts
+    written: int  # tokens in all
     seconds: float
-    plain_seconds: float | None
+    plain_seconds: float | None  # for as many tokens without heads, where that was run
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What decoding showed, prompt by prompt, in their order."""
+    """What decoding showed."""
 
-    prompts: list[Continued]
+    prompts: int
+    tokens_per_step: float  # tau, the target's own token counted, the prefill and its token not
+    standard_error: float  # of tau
+    acceptance: list[float]  # share of steps that accepted at least 1, 2, ... drafts
+    tokens_per_second: float
+    speedup: float  # over plain decoding, on the prompts where that was run
 
-    @property
-    def steps(self) -> int:
-        """Forwards of the target, with heads; prefills apart."""
-        return sum(part.steps for part in self.prompts)
+    @classmethod
+    def of(cls, parts: Sequence[Continued]) -> Measured:
+        """The sums over prompts."""
+        steps = max(1, sum(part.steps for part in parts))
+        depths = zip_longest(*(part.accepted for part in parts), fillvalue=0)
+        timed = [part for part in parts if part.plain_seconds is not None]
+        plain_seconds = sum(part.plain_seconds or 0.0 for part in timed)
+        return cls(
+            prompts=len(parts),
+            tokens_per_step=sum(part.tokens for part in parts) / steps,
+            standard_error=tau_error([(part.tokens, part.steps) for part in parts]),
+            acceptance=[sum(depth) / steps for depth in depths],
+            tokens_per_second=sum(p.written for p in parts) / sum(p.seconds for p in parts),
+            speedup=plain_seconds / sum(part.seconds for part in timed),
+        )
 
-    @property
-    def tokens_per_step(self) -> float:
-        """Tau, the target's own token counted, the prefill and its token not."""
-        return sum(part.tokens for part in self.prompts) / max(1, self.steps)
-
-    @property
-    def error(self) -> float:
-        """Standard error of tau over prompts, those being as if drawn; 0 of a single one."""
-        tau, count = self.tokens_per_step, len(self.prompts)
-        squares = sum((part.tokens - tau * part.steps) ** 2 for part in self.prompts)
-        return float((squares * count / max(1, count - 1)) ** 0.5) / max(1, self.steps)
-
-    @property
-    def acceptance(self) -> list[float]:
-        """Share of steps that accepted at least 1, 2, ... drafts."""
-        lists = [part.accepted for part in self.prompts]
-        return [sum(depth) / max(1, self.steps) for depth in zip_longest(*lists, fillvalue=0)]
-
-    @property
-    def speedup(self) -> float:
-        """Tokens per second over those of plain decoding, where that was run."""
-        timed = [part for part in self.prompts if part.plain_seconds is not None]
-        return sum(part.plain_seconds or 0.0 for part in timed) / sum(p.seconds for p in timed)
-
-    def facts(self) -> dict[str, float | list[float]]:
+    def facts(self) -> dict[str, Any]:
         """What metrics, trackers and checkpoints say of it."""
-        seconds = sum(part.seconds for part in self.prompts)
-        speed = sum(part.written for part in self.prompts) / seconds
-        return {
-            "prompts": len(self.prompts),
-            "tokens_per_step": self.tokens_per_step,
-            "standard_error": self.error,
-            "acceptance": self.acceptance,
-            "tokens_per_second": speed,
-            "speedup": self.speedup,
-        }
+        return asdict(self)
 
     def __str__(self) -> str:
         shares = " ".join(f"{share:.3f}" for share in self.acceptance)
         return (
-            f"decoding: {self.tokens_per_step:.2f} +- {self.error:.2f} tokens per step, "
+            f"decoding: {self.tokens_per_step:.2f} +- {self.standard_error:.2f} tokens per step, "
             f"{self.speedup:.2f} times as fast as without heads; accepted by depth: "
-            f"{shares or 'none'} ({len(self.prompts)} prompts)"
+            f"{shares or 'none'} ({self.prompts} prompts)"
         )
+
+
+def tau_error(counts: Sequence[tuple[int, int]]) -> float:
+    """Standard error of tau, a ratio of sums, over prompts; 0 of a single one. counts: tokens and
+    steps of each prompt.
+    """
+    tokens, steps = (sum(column) for column in zip(*counts, strict=True))
+    tau = tokens / max(1, steps)
+    squares = sum((tokens - tau * steps) ** 2 for tokens, steps in counts)
+    return float((squares * len(counts) / max(1, len(counts) - 1)) ** 0.5) / max(1, steps)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """calibration: on held-out ranks. measured: by decoding, with the tree that follows. drift: of
-    an adapted target.
-    """
+    """What held-out documents show: from ranks, by decoding, of an adapted target."""
 
     calibration: Calibration
     measured: Measured | None
@@ -276,7 +241,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Judges the heads of one run; every process calls it equally often.
+    """Evaluates the heads of one run; every process calls it equally often.
 
     features: of the held-out rows, as the heads read them.
     """
@@ -292,17 +257,16 @@ class Evaluator:
         self.recipe, self.accelerator, self.target = recipe, accelerator, target
         self.share = Share(data.heldout, recipe.data.rows_per_batch, accelerator)
         self.features = features
-        self.jobs = heldout_prompts(recipe, data, target.context)
-        self._warm = False
+        self.prompts = heldout_prompts(recipe, data, target.context) if recipe.decodes else []
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether the run judges its heads after this step, the last one being `steps`."""
+        """Whether the run evaluates its heads after this step, the last one being `steps`."""
         every = self.recipe.eval.every or self.recipe.run.save_every
         return step % every == 0 or step == steps
 
     def __call__(self, head: DraftHead, *, decode: bool) -> Evaluation:
-        """Give `head`, whole and in float32, the tree that its ranks ask for, and judge it. decode:
-        also by decoding, where the run does.
+        """Give `head`, whole and in float32, the tree that its ranks ask for, and evaluate it.
+        decode: also by decoding, where the run does.
         """
         with autocast(self.recipe.run.precision, self.accelerator.device):
             ranks_MK = heldout_ranks(head, self.target, self.share, self.features)
@@ -312,37 +276,34 @@ class Evaluator:
         if adapter:
             drift = measure_drift(self.target, self.share, head.training_layers)
             adapter.drift = drift.facts()
-        measured = self._decode(head) if decode and self.jobs else None
+        measured = self.decode(head) if decode and self.prompts else None
         return Evaluation(calibration, measured, drift)
 
-    def _decode(self, head: DraftHead) -> Measured:
-        """The processes share the prompts."""
-        choices, accelerator = self.recipe.eval, self.accelerator
-        rule = Sampled(choices.temperature) if choices.temperature else Greedy()
-        contestants = [
-            _contestant(PLAIN, Speculator(self.target), rule),
-            _contestant(HEADED, Speculator(self.target, as_decoded(head, self.target)), rule),
+    def decode(self, head: DraftHead) -> Measured:
+        """Continue the held-out prompts; the processes share them."""
+        temperature, accelerator = self.recipe.eval.temperature, self.accelerator
+        rule = Sampled(temperature) if temperature else Greedy()
+        candidates = [
+            _candidate(PLAIN, Speculator(self.target), rule),
+            _candidate(HEADED, Speculator(self.target, as_decoded(head, self.target)), rule),
         ]
-        mine = self.jobs[accelerator.process_index :: accelerator.num_processes]
+        mine = self.prompts[accelerator.process_index :: accelerator.num_processes]
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            for contestant in contestants if mine and not self._warm else ():
-                contestant.generate(mine[0].prompt, min(WARM_UP, mine[0].limit))
-            self._warm = True
-            found = [_continue(contestants, job, rule) for job in mine]
-        return Measured(sorted(gather_object(found), key=lambda part: part.prompt))
+            if mine:
+                for candidate in candidates:
+                    candidate.generate(mine[0].prompt, min(WARM_UP, mine[0].limit))
+            found = [_continue(candidates, prompt, rule) for prompt in mine]
+        return Measured.of(sorted(gather_object(found), key=lambda part: part.prompt))
 
 
 def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[BenchPrompt]:
     """What is decoded: distinct beginnings of held-out documents, each up to the first token that
-    the target wrote. Empty where the run does not decode. Raises ValueError where none leaves room
-    in the context.
+    the target wrote. Raises ValueError where none leaves room in the context.
     """
-    if not recipe.decodes:
-        return []
     documents, choices = data.documents, recipe.eval
     prompts: dict[tuple[int, ...], None] = {}
-    for start, stop in documents.split(recipe.data.heldout)[1]:
+    for start, stop in data.heldout.spans:
         learned = documents.learn_N[start:stop].nonzero()
         first = int(learned[0]) if len(learned) else 0
         if 0 < first < context - 1 and len(prompts) < choices.prompts:
@@ -350,7 +311,7 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[Be
     if not prompts:
         raise ValueError(
             f"{recipe.data.path}: expected held-out prompts shorter than the context ({context} "
-            "tokens), got none to judge heads on; set eval.every=0"
+            "tokens), got none to decode; set eval.every=0"
         )
     return [
         BenchPrompt(number, prompt, min(choices.new_tokens, context - len(prompt)))
@@ -367,40 +328,38 @@ def check_eval(recipe: Recipe, log: Log) -> None:
             f"eval.best: expected simulated or loss, got {recipe.eval.best}, as a sharded target "
             "is not decoded; change it, or target_placement"
         )
-    log("heads are judged by simulation alone: decoding does not divide over a sharded target")
+    log("heads are evaluated by simulation alone: a sharded target is not decoded")
 
 
 def as_decoded(head: DraftHead, target: Target) -> DraftHead:
-    """A copy as `load_head` would make it: in the target's dtype on its device, nothing compiled or
-    remembered in it.
-    """
+    """A copy as `load_head` would make it: in the target's dtype on its device, not compiled."""
     copy = HEADS[head.kind].from_config(head.config(), head.state_dict())
     copy.load_state_dict(head.state_dict())
     copy.tree = head.tree
     return copy.to(target.device, target.dtype).requires_grad_(False).eval()
 
 
-def _contestant(name: str, engine: Speculator, rule: Acceptance) -> Candidate:
+def _candidate(name: str, engine: Speculator, rule: Acceptance) -> Candidate:
     def generate(prompt: Sequence[int], limit: int) -> list[Step]:
         return list(engine.generate(prompt, sampling=rule, max_new_tokens=limit))
 
     return Candidate(name, engine.tree.draft_nodes, generate, engine)
 
 
-def _continue(contestants: Sequence[Candidate], job: BenchPrompt, rule: Acceptance) -> Continued:
+def _continue(candidates: Sequence[Candidate], prompt: BenchPrompt, rule: Acceptance) -> Continued:
     """Who begins alternates, and random numbers belong to the prompt."""
     runs = {}
-    racing = contestants if job.number < TIMED else contestants[1:]
-    for contestant in racing if job.number % 2 else reversed(racing):
-        torch.manual_seed(job.number)
-        rule.seed(job.number)
-        runs[contestant.name] = timed(contestant, job)
+    racing = candidates if prompt.number < TIMED else candidates[1:]
+    for candidate in racing if prompt.number % 2 else reversed(racing):
+        torch.manual_seed(prompt.number)
+        rule.seed(prompt.number)
+        runs[candidate.name] = timed(candidate, prompt)
     statistics, run, plain = Statistics(), runs[HEADED], runs.get(PLAIN)
     for step in run.steps:
         statistics.add(step)
     written = len(run.tokens)
     return Continued(
-        prompt=job.number,
+        prompt=prompt.number,
         steps=statistics.steps,
         tokens=statistics.tokens,
         accepted=statistics.accepted,

@@ -1,112 +1,46 @@
-"""config.json of a head, whoever wrote it: the types of all keys that this project looks at are
+"""config.json of a head, whoever wrote it: the types of all keys that this project reads are
 checked once, when the file is read.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 CONFIG = "config.json"
-Size = Annotated[int, Field(gt=0, lt=1 << 20)]
-"""A width or a number of things; such that a product of three fits into an int64."""
+Size = Annotated[int, Field(gt=0, lt=1 << 20)]  # a product of three fits into an int64
 Count = Annotated[int, Field(gt=0, lt=1 << 31)]
+Nodes = Annotated[int, Field(gt=0, lt=1 << 12)]
 Layer = Annotated[int, Field(ge=-1, lt=1 << 16)]
+Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Keys(BaseModel):
-    """A JSON object; keys that are not looked at may be anything."""
+class Drift(BaseModel):
+    """How far an adapter moved its target."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class _Rope(_Keys):
-    """`rope_scaling` and `rope_parameters`."""
-
-    type: str | None = None
-    rope_type: str | None = None
-    rope_theta: Positive | None = None
-    factor: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    beta_fast: Positive | None = None
-    beta_slow: Positive | None = None
-    attention_factor: Positive | None = None
-    mscale: Finite | None = None
-    mscale_all_dim: Finite | None = None
-    original_max_position_embeddings: Count | None = None
-    truncate: bool | None = None
-
-
-class _Layer(_Keys):
-    hidden_size: Size | None = None
-    num_attention_heads: Size | None = None
-    num_key_value_heads: Size | None = None
-    head_dim: Size | None = None
-    intermediate_size: Size | None = None
-    rms_norm_eps: Positive | None = None
-    max_position_embeddings: Count | None = None
-    rope_theta: Positive | None = None
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
-    sliding_window: Count | None = None
-    layer_types: list[str] | None = None
-    hidden_act: str = "silu"
-    vocab_size: Count | None = None
-
-
-class _Eagle(_Keys):
-    """What EAGLE-3 says at the top level or in `eagle_config`."""
-
-    eagle_aux_hidden_state_layer_ids: list[Layer] | None = None
-    layer_ids: list[Layer] | None = None
-    fc_norm: bool | None = None
-    norm_before_fc: bool | None = None
-    norm_before_residual: bool | None = None
-    norm_output: bool | None = None
-
-
-class _Target(_Keys):
-    """The target that a head of ours records, or a verifier of speculators."""
-
-    name: str | None = None
-    name_or_path: str | None = None
-    revision: str | None = None
-    fingerprint: str | None = None
-    architecture: str | None = None
-    layers: Size | None = None
-
-
-class _Verifier(_Keys):
-    verifier: _Target | None = None
-
-
-class _Drift(_Keys):
     tokens: int
     agreement: Finite
     kl: Finite
 
 
-class _Adapter(_Keys):
+class Adapter(BaseModel):
+    """What a head records of the adapter that it was trained with."""
+
     fingerprint: str
     rank: Size
     alpha: Finite
-    drift: _Drift | None = None
+    drift: Drift | None = None
 
 
-class _Tree(_Keys):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    draft_nodes: Annotated[int, Field(gt=0, lt=1 << 12)] = 1
-    depth: Annotated[int, Field(gt=0, lt=1 << 12)] = 1
-    top_k: Annotated[int, Field(gt=0, lt=1 << 12)] = 1
+class Measured(BaseModel):
+    """A row of `bench --json`."""
 
-
-class _Measured(_Keys):
     nodes: int
     tokens_per_step: float
     speedup: float
@@ -114,77 +48,62 @@ class _Measured(_Keys):
     lossless: bool | None
 
 
-class _Prompt(_Keys):
-    source: str | None = None
-
-
-class _Data(_Keys):
-    """The training data, or the recipe's section of it."""
-
-    path: str | None = None
-    prompts: _Prompt | None = None
-
-
-class _Recipe(_Keys):
-    data: _Data = _Data()
-
-
-class _Training(_Keys):
-    recipe: _Recipe = _Recipe()
-    data: _Data = _Data()
-    predicted_tokens_per_step: Finite | None = None
-    heldout_top1: list[float] = []
-
-
-class _Fact(_Keys):
-    """What we say of a head."""
-
-    format: int = 1
-    kind: str | None = None
-    target: _Target = _Target()
-    feature_layers: list[Layer] | None = None
-    adapter: _Adapter | None = None
-    tree: list[list[Annotated[int, Field(lt=1 << 31)]]] | _Tree | None = None
-    training: _Training = _Training()
-    measured: list[_Measured] = []
-
-
-class _Head(_Layer, _Eagle):
-    architectures: list[str] | None = None
-    model_type: str | None = None
-    transformer_layer_config: _Layer | None = None
-    speculators_model_type: str | None = None
-    speculators_config: _Verifier | None = None
-    base_model_name_or_path: str | None = None
-    eagle_config: _Eagle | None = None
-    prefix_layer: _Layer | None = None
-    norm_embeddings: bool = True
-    target_hidden_size: Size | None = None
-    truncated_vocab_size: Count | None = None
-    logit_scale: Finite | None = None
-    draftheads: _Fact = _Fact()
+KEYS: list[tuple[Any, str]] = [
+    (Size, "hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size"),
+    (Size, "target_hidden_size layers"),
+    (Count, "vocab_size truncated_vocab_size max_position_embeddings sliding_window"),
+    (Count, "original_max_position_embeddings"),
+    (Nodes, "draft_nodes depth top_k"),
+    (Positive, "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor beta_fast"),
+    (Positive, "beta_slow attention_factor"),
+    (Finite, "mscale mscale_all_dim logit_scale"),
+    (bool, "truncate fc_norm norm_before_fc norm_before_residual norm_output"),
+    (str, "model_type type rope_type speculators_model_type base_model_name_or_path kind name"),
+    (str, "name_or_path revision fingerprint architecture"),
+    (dict[str, Any], "rope_scaling rope_parameters transformer_layer_config eagle_config verifier"),
+    (dict[str, Any], "prefix_layer speculators_config"),
+    (list[str], "architectures layer_types"),
+    (list[Layer], "eagle_aux_hidden_state_layer_ids layer_ids feature_layers"),
+    (list[list[Rank]] | dict[str, Any], "tree"),
+    (Adapter, "adapter"),
+]
+"""Type -> keys that have it wherever they are in config.json; null stands for absent."""
+NOT_NULL: list[tuple[Any, str]] = [
+    (bool, "norm_embeddings"),
+    (str, "hidden_act"),
+    (int, "format"),
+    (dict[str, Any], "draftheads target training"),
+    (list[Measured], "measured"),
+]
+TYPES = {key: TypeAdapter[Any](kind | None) for kind, keys in KEYS for key in keys.split()}
+TYPES |= {key: TypeAdapter[Any](kind) for kind, keys in NOT_NULL for key in keys.split()}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a head folder. Raises ValueError where it is none, with line or key."""
+    """config.json of a head folder. Raises ValueError, with line or key, for a damaged one."""
     path = folder / CONFIG
     config = read_json(path)
-    try:
-        _Head.model_validate(config)
-    except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {repr(each['input'])[:60]}"
-            for each in error.errors(include_url=False)
-        ]
-        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise ValueError(
-            f"{path}: {'; '.join(faults[:3])}{more}; mend the file, or get the head again"
-        ) from error
+    faults = list(_faults(config))
+    if faults:
+        raise ValueError(f"{path}: {'; '.join(faults[:3])}; correct it, or get the head again")
     return config
 
 
+def _faults(config: dict[str, Any], place: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        if key in TYPES:
+            try:
+                TYPES[key].validate_python(value, strict=True)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                where = ".".join([place + key, *map(str, first["loc"])])
+                yield f"{where}: {first['msg']}, got {first['input']!r:.60}"
+        if isinstance(value, dict) and key != "training":  # whose keys are those of any recipe
+            yield from _faults(value, f"{place}{key}.")
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A file with one JSON object. Raises ValueError where it is none."""
+    """A file with one JSON object. Raises ValueError for any other content."""
     try:
         value = json.loads(path.read_text("utf-8-sig"))
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be written
@@ -198,9 +117,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def needed(config: dict[str, Any], *keys: str) -> list[Any]:
-    """The values of keys that no tensor tells. Raises ValueError, naming those that are missing."""
+    """The values of keys that no tensor shape tells. Raises ValueError, naming those missing."""
     missing = [key for key in keys if config.get(key) is None]
     if missing:
-        said = ", ".join(missing)
-        raise ValueError(f"expected {said} in {CONFIG}, which no tensor tells, got none")
+        raise ValueError(f"expected {', '.join(missing)} in {CONFIG}, got none")
     return [config[key] for key in keys]

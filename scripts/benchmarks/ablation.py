@@ -47,7 +47,7 @@ from draftheads.infer.bench import (
 from draftheads.infer.engine import Speculator, Statistics, Step
 from draftheads.scripts.commands import load_target, mistakes_in_one_line, set_threads
 from draftheads.scripts.journey import check_outputs, opening_ids
-from draftheads.train.evaluate import Continued, Measured
+from draftheads.train.evaluate import tau_error
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe, load_recipe
 
@@ -163,7 +163,7 @@ class Meter:
         return [
             {
                 **{key: row[key] for key in MEASURED},
-                "standard_error": _by_prompt(runs[row["name"]]).error,
+                "standard_error": tau_error(_counts(runs[row["name"]])),
                 "draft_ms": 1e3 * row["draft_seconds"],
             }
             for row in rows
@@ -177,16 +177,15 @@ def _contestant(name: str, nodes: int | None, engine: Speculator, rule: Acceptan
     return Candidate(name, nodes, generate, engine)
 
 
-def _by_prompt(runs: Sequence[Sequence[Run]]) -> Measured:
-    """runs: of each prompt, its repetitions, of which there is one."""
-    parts = []
-    for number, [run] in enumerate(runs):
+def _counts(runs: Sequence[Sequence[Run]]) -> list[tuple[int, int]]:
+    """Tokens and steps of each prompt. runs: of each prompt, its one repetition."""
+    counts = []
+    for [run] in runs:
         total = Statistics()
         for step in run.steps:
             total.add(step)
-        counts = total.steps, total.tokens, total.accepted
-        parts.append(Continued(number, *counts, len(run.tokens), run.seconds, None))
-    return Measured(parts)
+        counts.append((total.tokens, total.steps))
+    return counts
 
 
 class Ablation:

@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (kind, choices). shared: the target's lm_head; others have one for each depth (eagle3:
 one). prefix: a decoder layer in front.
 """
-DEFAULT_KINDS = ("medusa", "medusa-shared", *CONDITIONINGS, "state+prefix", "eagle3")
+DEFAULT_KINDS = ("medusa", "medusa-shared", *CONDITIONINGS, "recurrent+prefix", "eagle3")
 GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 """Operators that read as much of their first tensor as they return."""
 

@@ -47,7 +47,7 @@ def recipe(tmp_path_factory) -> Path:
     write_target(folder / "target")
     write_answers(folder / "data", random_answers(60))
     values = tiny_recipe(folder)
-    values["head"] = {"kind": "sequential", "conditioning": "state", "depth": 3, "nodes": 7}
+    values["head"] = {"kind": "sequential", "conditioning": "recurrent", "depth": 3, "nodes": 7}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
     return folder / "recipe.yaml"
 
@@ -101,7 +101,7 @@ def test_every_combination_is_trained_in_its_own_folder(finished):
 
 def test_what_the_recipe_refuses_is_skipped_with_its_reason(finished):
     assert list(report_of(finished)["skipped"]) == [REFUSED]
-    assert "rank: null with conditioning: hydra" in report_of(finished)["skipped"][REFUSED]
+    assert "rank should be null with conditioning: hydra" in report_of(finished)["skipped"][REFUSED]
 
 
 def test_figures_are_those_of_a_bench(recipe, finished):

@@ -105,7 +105,7 @@ def test_eagle_reads_its_layer_and_its_matrix_for_every_level(target):
 
 
 def test_a_head_is_freed_before_the_next_is_made(monkeypatch):
-    kinds = ["eagle3", "state+prefix", "markov-shared", "medusa"]
+    kinds = ["eagle3", "recurrent+prefix", "markov-shared", "medusa"]
     alive, kept = [], draft_time.create_head
 
     def watching(*arguments):

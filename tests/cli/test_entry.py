@@ -153,6 +153,7 @@ def test_a_signal_while_libraries_load_ends_with_130(path, tmp_path, launch, num
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "key"), [("eagle", "head.steps"), ("medusa", "head.depth")])
 def test_a_script_runs_by_path(path, tmp_path, script, key):
     """train/ is then first on sys.path, and the working directory is not the repository."""

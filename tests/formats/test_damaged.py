@@ -226,7 +226,7 @@ def test_a_tensor_with_any_shape_loads_or_is_refused(folder):
     ("content", "reason"),
     [
         (b"", "whole"),
-        (POINTER, "got the pointer that git-lfs leaves in their place; fetch them"),
+        (POINTER, "got a git-lfs pointer; fetch"),
         (bytes(1000), "whole"),
         ("half", "whole"),
         ("short", "whole"),
@@ -251,7 +251,7 @@ def test_a_name_with_a_great_number_makes_no_layers(tmp_path, monkeypatch):
     for number in (20000, 10**9):
         name = f"blocks.{number}.layers.0.weight"
         save_file({**tensors, name: torch.ones(32, 32)}, folder / "model.safetensors")
-        assert f"unexpected ['{name}']" in outcome(lambda: load_head(folder), folder)
+        assert f"{name}: expected none" in outcome(lambda: load_head(folder), folder)
     assert len(made) < 20
     size = json.loads((folder / "config.json").read_text()) | {"vocab_size": 1 << 30}
     shared = saved("medusa-shared", tmp_path / "shared")
@@ -271,7 +271,9 @@ def test_sizes_are_compared_before_anything_is_allocated(tmp_path, monkeypatch):
         return tensor
 
     monkeypatch.setattr(torch, "empty", small)
-    assert "of shape (524288, 32), got (48, 32)" in outcome(lambda: load_head(folder), folder)
+    assert "expected numbers (524288, 32), got numbers (48, 32)" in outcome(
+        lambda: load_head(folder), folder
+    )
 
 
 def test_a_pickle_that_says_it_is_larger_than_it_is(tmp_path):
@@ -279,7 +281,7 @@ def test_a_pickle_that_says_it_is_larger_than_it_is(tmp_path):
     folder = folder_of(tmp_path / "head", "medusa_lm_head.pt", tensors, V01)
     tensors["0.1.weight"] = torch.ones(1).expand(1 << 40, 32)
     torch.save(tensors, folder / "medusa_lm_head.pt")
-    assert "expected a plain state dict" in outcome(lambda: load_head(folder), folder)
+    assert "plain state dict" in outcome(lambda: load_head(folder), folder)
 
 
 @pytest.mark.parametrize("file", ["../secret.bin", "/etc/passwd", "*", "a/b", "..", "", 3, None])

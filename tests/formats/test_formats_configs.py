@@ -25,17 +25,17 @@ FILES = sorted(FOLDER.rglob("*.json"))
 TARGET: Any = SimpleNamespace(layers=32, hidden_size=3072, vocab_size=256000, name="their target")
 
 REFUSED = {
-    "dspark": "a block-diffusion drafter",
-    "dflash": "a block-diffusion drafter",
-    "domino": "a block-diffusion drafter",
-    "peagle": "a parallel drafter",
-    "_mla.": "multi-head latent attention",
-    "mrope": "positions in three dimensions",
-    "qwen2-5-vl-7b": "positions in three dimensions",
-    "qwen2.5-vl-32b": "positions in three dimensions",
-    "hunyuan-": "norms of queries and keys",
-    "GRIFFIN/train__qwen2_7b": "biases in its attention",
-    "cosyvoice3": "got CosyVoice3Eagle3LlamaForCausalLM",
+    "dspark": "expected architecture: absent, LlamaForCausalLM",
+    "dflash": "expected architecture: absent, LlamaForCausalLM",
+    "domino": "expected architecture: absent, LlamaForCausalLM",
+    "peagle": "expected architecture: absent, LlamaForCausalLM",
+    "_mla.": "expected kv_lora_rank: absent",
+    "mrope": "expected mrope_section: absent",
+    "qwen2-5-vl-7b": "expected mrope_section: absent",
+    "qwen2.5-vl-32b": "expected mrope_section: absent",
+    "hunyuan-": "expected use_qk_norm: absent, False; got True",
+    "GRIFFIN/train__qwen2_7b": "expected qkv_bias: absent, False",
+    "cosyvoice3": "got 'CosyVoice3Eagle3LlamaForCausalLM'",
     "ds_config": "expected a head in one of the layouts",
     "CR2_eagle_config": "expected a head in one of the layouts",
 }
@@ -94,7 +94,7 @@ def published(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 def read(path: Path) -> str:
     """The kind, once the head has been made and its shapes agree; or the reason why not."""
     config = json.loads(path.read_text())
-    stored = Stored(path, config, published(config))
+    stored = Stored(config, published(config))
     is_third = any("hidden_norm" in name for name in stored.tensors)
     try:
         ours = translated(stored, TARGET if is_third else None)
@@ -102,8 +102,7 @@ def read(path: Path) -> str:
         return str(error)
     with torch.device("meta"):
         head = HEADS[ours.facts["kind"]].from_config(ours.config, ours.tensors)
-    ours.check_names(set(head.state_dict()))
-    ours.check_shapes(head.state_dict())
+    ours.check(head.state_dict())
     return head.kind
 
 
@@ -124,13 +123,13 @@ def test_every_public_config_is_read_or_refused_with_the_reason():
 @pytest.mark.skipif(not FILES, reason=f"no configs at {FOLDER}")
 def test_sizes_that_configs_leave_out_are_the_fields():
     config = json.loads((FOLDER / "EAGLE" / "eagle__traineagle3__config.json").read_text())
-    ours = translated(Stored(FOLDER, config, published(config)), TARGET)
+    ours = translated(Stored(config, published(config)), TARGET)
     with torch.device("meta"):
         head = HEADS["eagle3"].from_config(ours.config, ours.tensors)
     assert head.rope.theta == 10000.0 and head.rope.scaling is None
     assert (head.design.shape.head_dim, head.design.shape.kv_heads) == (128, 8)
     assert head.feature_layers == (2, 16, 29)
     config = json.loads((FOLDER / "SpecForge" / "configs__gemma3-1b-eagle3.json").read_text())
-    ours = translated(Stored(FOLDER, config, published(config)), TARGET)
+    ours = translated(Stored(config, published(config)), TARGET)
     assert config["sliding_window"] == 512 and not config["use_sliding_window"]
     assert ours.config["sliding_window"] is None

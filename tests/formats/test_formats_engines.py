@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulators import EngineError, Served, tensorrt_llm, tgi, vllm_medusa
+from emulators import EngineError, Served, tgi, vllm_medusa
 from emulators_eagle import sglang_eagle1, sglang_eagle3, vllm_eagle1, vllm_eagle3
 from safetensors.torch import load_file, save_file
 from test_convert import CHOICES, saved, trained
@@ -113,21 +113,6 @@ def test_vllm_reads_eagle_1_under_another_name_and_without_its_bias(tmp_path):
     theirs = converted(ours, tmp_path / "theirs", "vllm")
     assert "fc.bias" not in load_file(theirs / "model.safetensors")
     assert complete(vllm_eagle1(theirs))
-
-
-def test_tensorrt_llm_reads_the_layout_of_fasterdecoding(tmp_path):
-    theirs = converted(
-        saved("medusa-own", tmp_path / "ours"), tmp_path / "theirs", "fasterdecoding"
-    )
-    assert complete(tensorrt_llm(theirs, heads=3, layers=1))
-    with pytest.raises(EngineError, match=r"KeyError: 3\.0\.linear\.bias"):
-        tensorrt_llm(theirs, heads=4, layers=1)
-    assert tensorrt_llm(theirs, heads=2, layers=1).dropped == {
-        "2.0.linear.weight", "2.0.linear.bias", "2.1.weight"
-    }  # fmt: skip
-    shared = saved("medusa-shared", tmp_path / "shared")
-    with pytest.raises(EngineError, match=r"KeyError: 0\.1\.weight"):
-        tensorrt_llm(converted(shared, tmp_path / "other", "fasterdecoding"), heads=4, layers=1)
 
 
 def broken(folder: Path, change: str, name: str, config: dict[str, Any]) -> None:

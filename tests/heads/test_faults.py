@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_heads import Recorder, decode, overfitted, written_by
+from tiny_heads import Recorder, decode, misread_drafts, overfitted, written_by
 from tiny_training import VOCABULARY, tiny_model
 
 from draftheads.heads.hub import load_head, save_head
-from draftheads.heads.sequential import StateLevels
 from draftheads.heads.target import Target
 
 PROMPTS = [[32, 22, 86, 87, 72, 5], [55, 0, 38, 81, 26, 6]]  # the answers to these are no loops
@@ -192,30 +191,22 @@ def embeddings_of_wrong_rows(monkeypatch, head) -> None:
     monkeypatch.setattr(head, "embed", lambda tokens, target: embed((tokens + 1) % PADDED, target))
 
 
-def the_token_before_the_last_one(monkeypatch, head) -> None:
-    """A level reads its parents' tokens."""
-    descend = StateLevels.descend
-
-    def late(levels, tokens_BF, parents_BF):
-        descend(levels, levels.tokens_BF.gather(1, parents_BF), parents_BF)
-
-    monkeypatch.setattr(StateLevels, "descend", late)
+def other_tokens_than_were_drafted(monkeypatch, head) -> None:
+    misread_drafts(monkeypatch)
 
 
 def features_in_the_prefix_layer_one_late(monkeypatch, head) -> None:
-    read = head.prefix.read
+    forward = head.prefix.forward
     monkeypatch.setattr(
         head.prefix,
-        "read",
-        lambda tokens_BQ, features_BQD, *others: read(
-            tokens_BQ, features_BQD.roll(1, dims=1), *others
-        ),
+        "forward",
+        lambda features_BQD, *others: forward(features_BQD.roll(1, dims=1), *others),
     )
 
 
 SEQUENTIAL_FAULTS = [
     embeddings_of_wrong_rows,
-    the_token_before_the_last_one,
+    other_tokens_than_were_drafted,
     features_in_the_prefix_layer_one_late,
 ]
 

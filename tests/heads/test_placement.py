@@ -93,6 +93,7 @@ def by_two(made, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tied", "untied"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sharded_target_equals_a_whole_one(by_two, rank, folder):
@@ -104,6 +105,7 @@ def test_a_sharded_target_equals_a_whole_one(by_two, rank, folder):
     assert found["tokens"][0] == found["tokens"][1], "greedy text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tied", "untied"])
 def test_processes_share_the_layers_of_a_sharded_target(by_two, folder):
     ranks = [json.loads((by_two / f"rank-{n}.json").read_text())[folder] for n in (0, 1)]
@@ -116,6 +118,7 @@ def test_processes_share_the_layers_of_a_sharded_target(by_two, folder):
         assert rank["left in a storage"] == 0
 
 
+@pytest.mark.slow
 def test_a_head_learns_the_same_from_a_sharded_target(by_two):
     whole, sharded = (read_metrics(by_two / name) for name in ("whole", "sharded"))
     losses = [[line["loss"] for line in lines if "loss" in line] for lines in (whole, sharded)]
@@ -168,7 +171,7 @@ def test_a_target_beside_zero_3_is_whole(made):
 @pytest.mark.parametrize(
     ("choices", "processes", "message"),
     [
-        ({"target_placement": "split"}, 2, "split: expected one process, .* got 2; start one"),
+        ({"target_placement": "split"}, 2, "split: expected one process, .* got 2; use sharded"),
         ({"target_placement": "split"}, 1, "split: expected GPUs .* got none; use whole"),
         ({"target_placement": "sharded"}, 1, "expected several processes .* got 1; launch one"),
     ],
@@ -265,7 +268,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "too few layers": (
         lambda folder: reconfigured(folder, num_hidden_layers=4),
-        r"got none for 18 of them \(model.layers.2.input_layernorm.weight, .*, \.\.\.\); download",
+        r"got none for 18 of them \(model.layers.2.input_layernorm.weight, .*\); download",
     ),
     "other shapes": (
         lambda folder: reconfigured(folder, intermediate_size=96),
@@ -333,6 +336,7 @@ def test_missing_weights_are_refused_with_fewer_bits(tmp_path, bits):
         Target.load(folder, bits=bits)
 
 
+@pytest.mark.slow
 def test_all_processes_refuse_a_broken_sharded_target(tmp_path):
     folder = write_llama(tmp_path / "target", num_hidden_layers=1)
     reconfigured(folder, num_hidden_layers=2)
@@ -370,9 +374,9 @@ def test_released_layers_are_gone_and_missed(name):
     gc.collect()
     assert gone and not any(reference() for reference in gone)
     assert freed == before - all_bytes(target) > before / 2
-    with pytest.raises(RuntimeError, match="decoder layers, which Target.release has freed"):
+    with pytest.raises(RuntimeError, match="that Target.release has freed"):
         target.features(batch, [1])
-    with pytest.raises(RuntimeError, match="decoder layers, which"):
+    with pytest.raises(RuntimeError, match="that Target.release has freed"):
         target.prefill([[3, 4]], target.new_cache(1, 8), [])
     assert torch.equal(target.embed(batch.tokens_BT), kept.embed(batch.tokens_BT))
     assert target.fingerprint() == kept.fingerprint()
@@ -394,7 +398,7 @@ def test_a_released_lm_head_is_gone_and_missed():
     hidden_BTD = target.features(batch, [3])
     assert torch.equal(hidden_BTD, kept.features(batch, [3]))
     for missing in (lambda: target.unembed(hidden_BTD), target.unembed_weight):
-        with pytest.raises(RuntimeError, match="lm_head, which Target.release has freed"):
+        with pytest.raises(RuntimeError, match="that Target.release has freed"):
             missing()
     target.release(lm_head=True, layers=True)
     assert target.fingerprint() == kept.fingerprint()

@@ -11,20 +11,15 @@ import pytest
 import torch
 from plain_eagle import plain_loss, plain_rank
 from plain_hydra import PlainSequential, awake
-from test_growth import paths_of, searched
-from test_unroll import assert_equal
+from safetensors.torch import load_file, save_file
+from test_training_time_test import assert_equal
+from test_tree_drafting import paths_of, searched
 from tiny_targets import VOCABULARY, tiny_target
 
 from draftheads.heads.base import RANKS, Committed
 from draftheads.heads.batch import Batch
-from draftheads.heads.sequential import (
-    CONDITIONINGS,
-    LowRankLevels,
-    PathLevels,
-    SequentialHead,
-    StateLevels,
-    levels_of,
-)
+from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.sequential import CONDITIONINGS, SequentialHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 
@@ -179,14 +174,6 @@ PER_TOKEN = DEPTH * RANK * 4  # bytes
 KEPT = [VOCABULARY * PER_TOKEN, (VOCABULARY - 1) * PER_TOKEN, 0]
 
 
-def way(conditioning: str, kept: int, words: int) -> type:
-    """How levels are computed where so many bytes may be kept."""
-    if conditioning == "hydra":
-        return PathLevels
-    is_thin = conditioning == "markov" or kept >= words * PER_TOKEN
-    return LowRankLevels if is_thin else StateLevels
-
-
 @pytest.mark.parametrize(
     "choices", [{}, {"lm_head": "shared", "layers": 2}, {"vocabulary": ODD}, {"normed": False}],
     ids=["own", "shared", "reduced", "raw embeddings"],
@@ -196,7 +183,6 @@ def way(conditioning: str, kept: int, words: int) -> type:
 @torch.no_grad()
 def test_drafting_equals_its_restatement(target, monkeypatch, conditioning, prefix, choices):
     """However much is kept of the products that all steps share."""
-    monkeypatch.setattr("draftheads.heads.sequential.TABLE_ROWS", 5)
     tokens_BT, features_BTD = two_texts()
     expected = None
     for kept in KEPT:
@@ -205,7 +191,21 @@ def test_drafting_equals_its_restatement(target, monkeypatch, conditioning, pref
         plain = PlainSequential(head, target)
         expected = expected or plain_drafts(plain, tokens_BT, features_BTD)
         words = len(plain.vocabulary)
-        assert type(levels_of(head, target)) is way(conditioning, kept, words)
         if conditioning != "hydra":
-            assert (head.products(target).tables_Vr is None) == (kept < KEPT[0])
+            products, is_thin = head.products(target), kept >= words * PER_TOKEN
+            assert (products.codes_Vr is None) == (kept < KEPT[0])
+            assert (products.logits_rv is None) == (conditioning != "markov" and not is_thin)
         assert drafts_of(head, target, tokens_BT, features_BTD) == expected
+
+
+def test_a_head_of_the_conditioning_that_is_gone_is_refused(target, tmp_path):
+    folder = save_head(SequentialHead.create(target), tmp_path / "head", target=target)
+    weights = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if "carry" not in k}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="markov, recurrent, hydra, got state.*retrain"):
+        load_head(folder, target=target)
+
+
+def test_a_recurrent_head_of_depth_one_is_read_back(target, tmp_path):
+    folder = save_head(SequentialHead.create(target, depth=1), tmp_path / "head", target=target)
+    assert load_head(folder, target=target).config()["conditioning"] == "recurrent"

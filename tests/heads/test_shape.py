@@ -33,7 +33,7 @@ def test_dynamic_trees_from_the_command_line():
 
 @pytest.mark.parametrize("text", ["nodes=", "nodes=x", "width=3", "nodes=16,4", "nodes=-1"])
 def test_what_is_no_dynamic_tree_is_refused(text):
-    with pytest.raises(ValueError, match="expected nodes=16,depth=5,top_k=4"):
+    with pytest.raises(ValueError, match="nodes=16,depth=5,top_k=4|top_k, whole|1 or more of each"):
         parse_tree(text)
 
 

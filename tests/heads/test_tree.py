@@ -114,10 +114,10 @@ def test_most_frequent_is_the_best_tree_for_what_was_observed():
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (((0,), (0,)), "stands twice"),
+        (((0,), (0,)), "given twice"),
         (((0,), (1, 0)), r"no parent; add \[1\]"),
         (((),), "one or more ranks"),
-        (((-1,),), "0 or greater"),
+        (((-1,),), "ranks from 0 on"),
     ],
 )
 def test_bad_trees_are_refused(paths, message):

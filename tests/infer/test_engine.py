@@ -96,8 +96,8 @@ def test_bad_stop_strings(stop):
 @pytest.mark.parametrize(
     ("length", "new", "message"),
     [
-        (0, 5, "prompt is empty"),
-        (CONTEXT, 5, f"has {CONTEXT} tokens, the context of tiny-llama only {CONTEXT}"),
+        (0, 5, f"has 0 tokens, expected 1 to {CONTEXT - 1}"),
+        (CONTEXT, 5, f"has {CONTEXT} tokens, expected 1 to {CONTEXT - 1}: .* of tiny-llama"),
         (CONTEXT - 9, 10, "lower max_new_tokens to 9"),
         (5, 0, "expected 1 or more"),
     ],

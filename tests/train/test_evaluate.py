@@ -31,6 +31,7 @@ from tiny_training import (
 
 from draftheads.heads.hub import HEADS, load_head
 from draftheads.heads.target import Target
+from draftheads.train import loop
 from draftheads.train.checkpoint import read_state
 from draftheads.train.data.answers import Answer
 from draftheads.train.evaluate import (
@@ -42,7 +43,6 @@ from draftheads.train.evaluate import (
     check_eval,
 )
 from draftheads.train.features import OnlineFeatures
-from draftheads.train.loop import Trainer
 from draftheads.train.progress import Progress, read_metrics
 from draftheads.train.setup import load_data
 
@@ -65,7 +65,7 @@ def timeless(line: dict) -> dict:
     return {**line, "measured": kept}
 
 
-def judge_of(folder: Path, target: Target, **choices) -> Evaluator:
+def evaluator_of(folder: Path, target: Target, **choices) -> Evaluator:
     values = tiny_recipe(folder)
     values["eval"] = {"prompts": 4, "new_tokens": 24, "report": False, **choices}
     recipe, accelerator = recipe_of(values), Accelerator(cpu=True)
@@ -77,28 +77,28 @@ def test_a_head_that_knows_the_text_brings_depth_plus_one_and_a_random_one_nearl
     target = tiny_target()
     answers = [conversation(target, prompt, 24) for prompt in ([3, 14], [15, 9], [2, 6])]
     write_answers(tmp_path / "data", answers, target.fingerprint())
-    judge = judge_of(tmp_path, target)
-    assert len(judge.jobs) == 1
-    text = written_by(target, [list(judge.jobs[0].prompt)], 24)
+    evaluator = evaluator_of(tmp_path, target)
+    assert len(evaluator.prompts) == 1
+    text = written_by(target, [list(evaluator.prompts[0].prompt)], 24)
     head = overfitted("medusa", target, text, depth=3, nodes=9)
     head.eval()
-    verdict = judge(head, decode=True)
+    verdict = evaluator(head, decode=True)
     assert verdict.measured is not None
     # 1 token of the prefill, then 23 in steps of 4, the last one cut
     assert verdict.measured.tokens_per_step == pytest.approx(23 / 6)
     assert verdict.measured.acceptance == [1.0, 1.0, 1.0]
     assert "decoding: 3.83 +- 0.00 tokens per step" in str(verdict)
-    untrained = judge(random_head("medusa", target, depth=3), decode=True).measured
+    untrained = evaluator(random_head("medusa", target, depth=3), decode=True).measured
     assert untrained is not None and 1 <= untrained.tokens_per_step < 1.5
 
 
 def test_only_what_the_target_did_not_write_is_a_prompt(made):
     target = tiny_target()
-    judge = judge_of(made, target, prompts=100, new_tokens=1000)
-    documents = judge.share.rows.documents
+    evaluator = evaluator_of(made, target, prompts=100, new_tokens=1000)
+    documents = evaluator.share.rows.documents
     texts = [(span, tuple(documents.tokens_N[slice(*span)].tolist())) for span in documents.spans]
-    assert 1 < len(judge.jobs) == len({job.prompt for job in judge.jobs})
-    for job in judge.jobs:
+    assert 1 < len(evaluator.prompts) == len({job.prompt for job in evaluator.prompts})
+    for job in evaluator.prompts:
         start, _ = next(span for span, text in texts if text[: len(job.prompt)] == job.prompt)
         first = start + len(job.prompt)
         assert not documents.learn_N[start:first].any()
@@ -138,8 +138,8 @@ def test_what_is_judged_is_what_loads(made, tmp_path, kind):
     assert_same(head.state_dict(), copy.state_dict())
     assert copy.tree == head.tree
     assert not any(parameter.requires_grad for parameter in copy.parameters())
-    judge = judge_of(made, target, prompts=3, new_tokens=12)
-    again = judge._decode(copy).facts()
+    evaluator = evaluator_of(made, target, prompts=3, new_tokens=12)
+    again = evaluator.decode(copy).facts()
     saved = read_state(tmp_path / "run" / "step-000002").measured
     assert saved is not None
     assert {k: v for k, v in again.items() if k not in TIMES} == {
@@ -167,20 +167,20 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
 
     def verdict(self, head, *, decode):
         real = original(self, head, decode=decode)
-        step = trainer[0].state.step
+        step = runs[-1].state.step
         calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
         tau = decoded[step - 1]
         part = Continued(0, 100, round(100 * tau), [50], 100, 1.0, 1.0)
-        return Evaluation(calibration, Measured([part]) if decode and self.jobs else None, None)
+        return Evaluation(
+            calibration, Measured.of([part]) if decode and self.prompts else None, None
+        )
 
-    trainer: list[Trainer] = []
-    monkeypatch.setattr(
-        Trainer, "run", lambda self, *rest: trainer.insert(0, self) or real_run(self, *rest)
-    )
+    runs: list[loop.Run] = []
+    monkeypatch.setattr(loop, "save", lambda run, *a, **k: runs.append(run) or save(run, *a, **k))
     monkeypatch.setattr(Evaluator, "__call__", verdict)
 
 
-real_run = Trainer.run
+save = loop.save
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_patience_ends_a_run_and_says_so(made, tmp_path, monkeypatch, capsys):
     assert run(made, tmp_path / "run", *PATIENT) == 0
     said = capsys.readouterr().out
     assert (
-        "ended at step 10 of 20: 3 judgements without better tokens_per_step; "
+        "ended at step 10 of 20: 3 evaluations without better tokens_per_step; "
         "the best was at step 4" in said
     )
     assert f"done: 10 steps, saved in {tmp_path}/run/step-000010" in said
@@ -230,7 +230,7 @@ def test_patience_ends_a_run_and_says_so(made, tmp_path, monkeypatch, capsys):
     assert run(made, tmp_path / "run", *PATIENT) == 0
     assert "raise eval.patience to go on" in capsys.readouterr().out
     assert run(made, tmp_path / "run", *PATIENT, "eval.patience=4") == 0
-    assert "ended at step 12 of 20: 4 judgements" in capsys.readouterr().out
+    assert "ended at step 12 of 20: 4 evaluations" in capsys.readouterr().out
 
 
 def test_patience_is_counted_over_launches(made, tmp_path, monkeypatch):
@@ -286,7 +286,7 @@ def test_a_run_from_before_heads_were_decoded_goes_on_by_simulation(made, tmp_pa
 def test_a_measure_that_cannot_be_had_is_one_line(made, tmp_path, capsys):
     assert run(made, tmp_path / "run", "eval.best=tokens_per_step") == 2
     message = capsys.readouterr().err
-    assert "eval.best: expected best simulated or loss, as every=0 decodes nothing" in message
+    assert "eval: best: tokens_per_step needs decoding, and every: 0 turns it off" in message
 
 
 def test_trackers_get_a_number_for_every_depth(made, tmp_path, monkeypatch):
@@ -303,26 +303,24 @@ def test_trackers_get_a_number_for_every_depth(made, tmp_path, monkeypatch):
 
 def test_sampled_decoding_is_the_same_every_time(made):
     target = tiny_target()
-    judge = judge_of(made, target, temperature=1.0)
+    evaluator = evaluator_of(made, target, temperature=1.0)
     head = random_head("medusa", target, depth=3)
-    first, second = (judge(head, decode=True).measured for _ in range(2))
+    first, second = (evaluator(head, decode=True).measured for _ in range(2))
     assert first is not None and second is not None
-    untimed = [
-        [replace(part, seconds=0.0, plain_seconds=None) for part in measured.prompts]
-        for measured in (first, second)
-    ]
-    assert untimed[0] == untimed[1]
+    times = {"tokens_per_second": 0.0, "speedup": 0.0}
+    assert replace(first, **times) == replace(second, **times)
 
 
 def test_the_error_of_tau_is_that_of_a_ratio_of_sums():
-    measured = Measured([Continued(n, 10, 10 + n, [n], 20, 2.0, 3.0) for n in range(5)])
+    parts = [Continued(n, 10, 10 + n, [n], 20, 2.0, 3.0) for n in range(5)]
+    measured = Measured.of(parts)
     assert measured.tokens_per_step == pytest.approx(1.2)
     taus_P = torch.tensor([1.0, 1.1, 1.2, 1.3, 1.4])  # of equally many steps: means' own error
-    assert measured.error == pytest.approx(float(taus_P.std() / 5**0.5))
+    assert measured.standard_error == pytest.approx(float(taus_P.std() / 5**0.5))
     assert measured.acceptance == [0.2]
     assert measured.speedup == pytest.approx(1.5)
-    untimed = replace(measured.prompts[0], plain_seconds=None)
-    assert Measured([*measured.prompts, untimed]).speedup == pytest.approx(1.5)
+    untimed = replace(parts[0], plain_seconds=None)
+    assert Measured.of([*parts, untimed]).speedup == pytest.approx(1.5)
 
 
 def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
@@ -332,7 +330,7 @@ def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
         check_eval(recipe_of({**values, "eval": choices}), said.append)
     check_eval(recipe_of({**values, "eval": {"every": 0}}), said.append)
     assert len(said) == 2
-    assert "judged by simulation alone" in said[0]
+    assert "evaluated by simulation alone" in said[0]
     with pytest.raises(ValueError, match=r"eval.best: expected simulated or loss, got tokens_per"):
         check_eval(recipe_of({**values, "eval": {"best": "tokens_per_step"}}), said.append)
 
@@ -358,9 +356,9 @@ def test_two_processes_judge_as_one(made, tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     saved = read_state(tmp_path / "run" / "step-000002").measured
     target = Target.load(made / "target")
-    judge = judge_of(made, target, prompts=3, new_tokens=12)
-    assert len(judge.jobs) == 3, "the shares must differ for this to mean anything"
-    alone = judge._decode(load_head(tmp_path / "run", target=target)).facts()
+    evaluator = evaluator_of(made, target, prompts=3, new_tokens=12)
+    assert len(evaluator.prompts) == 3, "the shares must differ for this to mean anything"
+    alone = evaluator.decode(load_head(tmp_path / "run", target=target)).facts()
     assert saved is not None
     for key in set(alone) - TIMES:
         assert saved[key] == alone[key]

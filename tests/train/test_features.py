@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tiny_training import (
     VOCABULARY,
     random_answers,
     recipe_of,
+    tiny_model,
     tiny_recipe,
     tiny_target,
 )
@@ -35,13 +37,8 @@ from draftheads.train import features as store_module
 from draftheads.train.batches import Documents, Rows, heldout_rows
 from draftheads.train.evaluate import Share, heldout_ranks
 from draftheads.train.features import (
-    Contents,
-    DiskBudget,
+    MemoryFeatures,
     OnlineFeatures,
-    Place,
-    RememberedFeatures,
-    RowForward,
-    Shards,
     StoredFeatures,
     decode,
     encode,
@@ -53,7 +50,6 @@ LAYERS = (1, -1)
 HIDDEN = 32
 ROW_BYTES = 64 * 2 * HIDDEN * 4
 """Of a full row in fp32."""
-NO_PEERS = Place(0, 1, lambda: None, lambda line: None)
 AMPLE = 1 << 40
 
 
@@ -73,14 +69,31 @@ def rows_of(count: int = 60, *, length: int = 64, seed: int = 0) -> Rows:
     return Rows(documents, documents.spans, length, pack=True, seed=seed)
 
 
-def store_of(folder: Path, target: Target, rows: Rows | None = None, dtype: str = "fp32") -> Shards:
+def store_of(
+    folder: Path,
+    target: Target,
+    rows: Rows | None = None,
+    dtype: str = "fp32",
+    layers: Sequence[int] = LAYERS,
+    bits: int | None = None,
+) -> StoredFeatures:
     rows = rows or rows_of()
-    facts = {"target": target.fingerprint(), "target_dtype": "float32", "target_bits": None}
-    return Shards(folder / "train", Contents(rows, len(rows), LAYERS, HIDDEN, dtype, facts))
+    online = OnlineFeatures(target, layers)
+    return StoredFeatures(folder / "train", online, rows, len(rows), dtype, bits)
 
 
-def fill(store: Shards, target: Target, *, limit: int = AMPLE, place: Place = NO_PEERS) -> Shards:
-    write_missing([store], target, DiskBudget(store.folder.parent, limit), place)
+def place(rank: int = 0, world: int = 1, barrier: Callable[[], object] = lambda: None) -> Any:
+    """An accelerator of one process among `world`."""
+    return SimpleNamespace(
+        process_index=rank,
+        num_processes=world,
+        is_main_process=rank == 0,
+        wait_for_everyone=barrier,
+    )
+
+
+def fill(store: StoredFeatures, *, limit: int = AMPLE, at: Any = None) -> StoredFeatures:
+    write_missing([store], limit, at or place())
     return store
 
 
@@ -121,9 +134,9 @@ def losses(source, rows: Rows, target: Target, kind: str) -> list[float]:
 
 
 def test_fp32_features_are_those_of_rows_computed_alone(tmp_path, target):
-    store = fill(store_of(tmp_path, target), target)
-    rows, source = store.contents.rows, StoredFeatures(store, target.dtype)
-    assert store.contents.shards > 2 < len(rows) / store.contents.shards
+    store = fill(store_of(tmp_path, target))
+    rows, source = store.rows, store
+    assert len(store.shards) > 2 < len(rows) / len(store.shards)
     for numbers in ([3], [len(rows) - 1, 0, 3]):
         batch = rows.batch(numbers)
         features_BTD = source(numbers, batch)
@@ -140,7 +153,7 @@ def test_memory_for_one_row_gives_the_features_of_memory_for_all(target):
     inside_BT = batch.documents_BT >= 0
     found = []
     for gb in (1.0, rows.sizes[0] * 2 * HIDDEN * 4 / 1e9):
-        source = RememberedFeatures(RowForward(target, rows, LAYERS), gb)
+        source = MemoryFeatures(OnlineFeatures(target, LAYERS), rows, gb)
         found += [source(numbers, batch), source(numbers, batch)]
     assert all(torch.equal(features_BTD, found[0]) for features_BTD in found)
     torch.testing.assert_close(found[0][inside_BT], online_BTD[inside_BT], rtol=1e-5, atol=1e-5)
@@ -177,13 +190,11 @@ def test_training_on_stored_features(tmp_path, target, kind):
     rows = rows_of()
     found = {}
     for dtype in ("fp32", "bf16", "fp8"):
-        store = store_of(tmp_path / dtype, target, rows, dtype)
-        store = Shards(store.folder, replace(store.contents, layers=layers))
-        source = StoredFeatures(fill(store, target), target.dtype)
+        source = fill(store_of(tmp_path / dtype, target, rows, dtype, layers))
         found[dtype] = losses(source, rows, target, kind)
-        again = StoredFeatures(Shards(store.folder, store.contents), target.dtype)
+        again = store_of(tmp_path / dtype, target, rows, dtype, layers)
         assert losses(again, rows, target, kind) == found[dtype]
-    memory = RememberedFeatures(RowForward(target, rows, layers), gb=1)
+    memory = MemoryFeatures(OnlineFeatures(target, layers), rows, gb=1)
     assert losses(memory, rows, target, kind) == found["fp32"]
     online = losses(OnlineFeatures(target, layers), rows, target, kind)
     assert online[-2] < online[0]
@@ -195,16 +206,16 @@ def test_training_on_stored_features(tmp_path, target, kind):
 def test_three_processes_write_the_bytes_of_one_with_equally_many_forwards(
     tmp_path, target, monkeypatch
 ):
-    one = fill(store_of(tmp_path / "one", target), target)
-    assert one.contents.shards % 3, "the shares must differ for this to mean anything"
+    one = fill(store_of(tmp_path / "one", target))
+    assert len(one.shards) % 3, "the shares must differ for this to mean anything"
     forwards = counted(monkeypatch, target)
     barrier = threading.Barrier(3, timeout=60)
     three = [store_of(tmp_path / "three", target) for _ in range(3)]
     threads = [
         threading.Thread(
             target=fill,
-            args=(three[rank], target),
-            kwargs={"place": Place(rank, 3, barrier.wait, id)},
+            args=(three[rank],),
+            kwargs={"at": place(rank, 3, barrier.wait)},
         )
         for rank in range(3)
     ]
@@ -223,77 +234,67 @@ def killed_in_the_third_shard(folder: str) -> None:
 
     def fsync(file: int) -> None:
         written.append(file)
-        if len(written) == 4:  # the first is the manifest
+        if len(written) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
     store_module.SHARD_BYTES, os.fsync = small, fsync
     target = tiny_target()
-    fill(store_of(Path(folder), target), target)
+    fill(store_of(Path(folder), target))
 
 
 def test_a_killed_writer_is_continued(tmp_path, target, monkeypatch):
     code = f"import test_features as t; t.killed_in_the_third_shard({str(tmp_path / 'killed')!r})"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    tests = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=tests, env=environment, check=False)
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     store = store_of(tmp_path / "killed", target)
     names = sorted(files(store.folder))
     assert names[0].startswith(".shard-000002."), "a part is left behind"
     assert names[1:] == ["manifest.json", "shard-000000.safetensors", "shard-000001.safetensors"]
-    whole = fill(store_of(tmp_path / "whole", target), target)
+    whole = fill(store_of(tmp_path / "whole", target))
     forwards = counted(monkeypatch, target)
-    fill(store, target)
+    fill(store)
     assert files(store.folder) == files(whole.folder)
-    assert forwards.total() == len(whole.contents.rows) - 6
-    fill(store_of(tmp_path / "killed", target), target)
-    assert forwards.total() == len(whole.contents.rows) - 6, "a whole store needs no target"
+    assert forwards.total() == len(whole.rows) - 6
+    fill(store_of(tmp_path / "killed", target))
+    assert forwards.total() == len(whole.rows) - 6, "a whole store needs no target"
 
 
 @pytest.mark.parametrize("left", [0, 5, 100, -1])
 def test_a_truncated_shard_is_named_and_redone(tmp_path, target, left):
-    store = fill(store_of(tmp_path, target), target)
+    store = fill(store_of(tmp_path, target))
     before = files(store.folder)
     bad = store.folder / "shard-000001.safetensors"
     bad.write_bytes(bad.read_bytes()[:left])
-    with pytest.raises(ValueError, match=r"shard-000001\.safetensors: .* damaged .*; run again"):
-        StoredFeatures(store, target.dtype)([4], store.contents.rows.batch([4]))
-    said: list[str] = []
-    fill(store_of(tmp_path, target), target, place=replace(NO_PEERS, log=said.append))
-    assert sum("shard-000001.safetensors: damaged" in line for line in said) == 1
+    again = store_of(tmp_path, target)
+    with pytest.raises(ValueError, match=r"shard-000001\.safetensors: .*damaged .*; run again"):
+        again([4], store.rows.batch([4]))
+    fill(again)
     assert files(store.folder) == before
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b"[1]", b"[" * 200_000, bytes(50)])
 def test_a_damaged_manifest_is_named(tmp_path, target, content):
-    store = fill(store_of(tmp_path, target), target)
+    store = fill(store_of(tmp_path, target))
     (store.folder / "manifest.json").write_bytes(content)
     before = files(store.folder)
-    with pytest.raises(ValueError, match=r"manifest\.json: expected .* damaged; use another"):
-        fill(store_of(tmp_path, target), target)
+    with pytest.raises(ValueError, match=r"manifest\.json: .* format 1, got None; use another"):
+        fill(store_of(tmp_path, target))
     assert files(store.folder) == before
 
 
-def other_target(store: Shards) -> Shards:
-    facts = {**store.contents.target, "target": "0" * 16}
-    return Shards(store.folder, replace(store.contents, target=facts))
-
-
-CHANGES = {
-    "target ": other_target,
-    "layers ": lambda s: Shards(s.folder, replace(s.contents, layers=(0, -1))),
-    "dtype ": lambda s: Shards(s.folder, replace(s.contents, dtype="bf16")),
-    "rows ": lambda s: Shards(
-        s.folder, replace(s.contents, rows=rows_of(50), count=len(rows_of(50)))
-    ),
-    "rows_sha256 ": lambda s: Shards(s.folder, replace(s.contents, rows=shuffled(s.contents.rows))),
-    "sequence_length ": lambda s: Shards(
-        s.folder, replace(s.contents, rows=rows_of(length=48), count=len(rows_of(length=48)))
-    ),
+CHANGES: dict[str, dict[str, Any]] = {
+    "target_bits ": {"bits": 8},
+    "layers ": {"layers": (0, -1)},
+    "dtype ": {"dtype": "bf16"},
+    "rows ": {"rows": lambda: rows_of(50)},
+    "rows_sha256 ": {"rows": lambda: shuffled()},
+    "sequence_length ": {"rows": lambda: rows_of(length=48)},
 }
 
 
-def shuffled(rows: Rows) -> Rows:
+def shuffled() -> Rows:
     other = rows_of()
     other.rows[0], other.rows[1] = other.rows[1], other.rows[0]
     other.sizes[0], other.sizes[1] = other.sizes[1], other.sizes[0]
@@ -302,10 +303,23 @@ def shuffled(rows: Rows) -> Rows:
 
 @pytest.mark.parametrize("key", CHANGES)
 def test_features_of_something_else_are_refused(tmp_path, target, key):
-    store = fill(store_of(tmp_path, target), target)
+    store = fill(store_of(tmp_path, target))
     before = files(store.folder)
+    change = dict(CHANGES[key])
+    if "rows" in change:
+        change["rows"] = change["rows"]()
     with pytest.raises(ValueError, match=f"with {key}.*, got .*; use another features.path"):
-        fill(CHANGES[key](store), target)
+        fill(store_of(tmp_path, target, **change))
+    assert files(store.folder) == before
+
+
+def test_features_of_other_weights_are_refused(tmp_path, target):
+    store = fill(store_of(tmp_path, target))
+    before = files(store.folder)
+    other = tiny_model()
+    other.model.norm.weight.data += 0.5
+    with pytest.raises(ValueError, match="with target '.*, got .*; use another features.path"):
+        fill(store_of(tmp_path, Target(other, name="tiny")))
     assert files(store.folder) == before
 
 
@@ -313,35 +327,18 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(
     tmp_path, target, monkeypatch
 ):
     store = store_of(tmp_path / "features", target)
-    needed = store.contents.bytes_of(range(store.contents.shards))
+    needed = store.bytes_of(range(len(store.shards)))
     forwards = counted(monkeypatch, target)
     with pytest.raises(ValueError, match=r"features.disk_gb\).*features.dtype=fp8.*mode=online"):
-        fill(store, target, limit=needed - 1)
+        fill(store, limit=needed - 1)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
         with pytest.raises(ValueError, match="free on that disk"):
-            fill(store, target)
+            fill(store)
     assert not (tmp_path / "features").exists()
     assert not forwards
-    fill(store, target, limit=needed)
+    fill(store, limit=needed)
     assert sum(map(len, files(store.folder).values())) <= needed
-
-
-def test_the_budget_holds_while_writing(tmp_path, target):
-    store = store_of(tmp_path, target)
-    needed = store.contents.bytes_of(range(store.contents.shards))
-
-    def intrude() -> None:
-        (tmp_path / "foreign").write_bytes(bytes(needed // 2))
-
-    with pytest.raises(ValueError, match="and a file of .* to come"):
-        fill(store, target, limit=needed, place=replace(NO_PEERS, barrier=intrude))
-    written = files(store.folder)
-    assert 1 < len(written) < store.contents.shards
-    assert sum(map(len, written.values())) + needed // 2 <= needed
-    (tmp_path / "foreign").unlink()
-    fill(store, target, limit=needed)
-    assert written.items() <= files(store.folder).items()
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_written(tmp_path, target, monkeypatch):
@@ -350,17 +347,17 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_written(tmp_path, target, m
 
     def full(file: int) -> None:
         calls.append(file)
-        if len(calls) == 4:  # the manifest, two shards
+        if len(calls) == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="shard-000002.*No space left.*run again to go on"):
-            fill(store, target)
+        with pytest.raises(OSError, match="shard-000002.*No space left.*run again to resume"):
+            fill(store)
     expected = {"manifest.json", "shard-000000.safetensors", "shard-000001.safetensors"}
     assert set(files(store.folder)) == expected
-    fill(store, target)
-    StoredFeatures(store, target.dtype)([0], store.contents.rows.batch([0]))
+    fill(store)
+    store([0], store.rows.batch([0]))
 
 
 def test_a_disk_that_is_really_full(tmp_path, target, monkeypatch):
@@ -371,20 +368,21 @@ def test_a_disk_that_is_really_full(tmp_path, target, monkeypatch):
         pytest.skip("mounting a small disk is not permitted here")
     try:
         store = store_of(disk, target)
-        assert store.contents.bytes_of(range(store.contents.shards)) > 200_000
+        assert store.bytes_of(range(len(store.shards))) > 200_000
         with pytest.raises(ValueError, match="free on that disk"):
-            fill(store, target)
+            fill(store)
         assert not files(disk)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=AMPLE))
-        with pytest.raises(OSError, match="No space left on device; free some"):
-            fill(store, target)
+        with pytest.raises(OSError, match="No space left on device; free "):
+            fill(store)
         written = files(store.folder)
         assert len(written) > 2
         assert not [name for name in written if name.startswith(".")]
         subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
-        fill(store, target)
+        fill(store)
         assert written.items() <= files(store.folder).items()
     finally:
+        store._open.cache_clear()  # mapped files keep a disk busy
         subprocess.run(["umount", str(disk)], check=True)
 
 

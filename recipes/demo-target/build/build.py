@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from card import Facts, write_card
+from chats import Message, epochs, prompt_sets
+from corpus import Corpus, gather
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
@@ -32,10 +35,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-
-from card import Facts, write_card
-from chats import Message, epochs, prompt_sets
-from corpus import Corpus, gather
 
 VOCABULARY = 4096
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

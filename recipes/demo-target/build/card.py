@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
-
 from chats import WHAT, Message
 from corpus import Corpus
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 WELL_KNOWN = (
     "What does os.path.join do?",

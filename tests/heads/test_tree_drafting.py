@@ -33,8 +33,9 @@ def drawn_at_random(vocabulary: int, seed: int = 0) -> Model:
     return logits
 
 
-def grow(growth, model: Model, roots: Sequence[int]) -> TokenTree:
+def grow(builder, model: Model, roots: Sequence[int]) -> TokenTree:
     """Ask the model as a drafter does, level by level."""
+    builder.start()
     paths: list[list[Path]] = [[()] for _ in roots]
 
     def answers():
@@ -42,13 +43,13 @@ def grow(growth, model: Model, roots: Sequence[int]) -> TokenTree:
             [[model(root, path) for path in row] for root, row in zip(roots, paths, strict=True)]
         )
 
-    while growth.add(answers()):
-        nodes = zip(growth.tokens_BF.tolist(), growth.parents_BF.tolist(), strict=True)
+    while builder.add(answers()):
+        nodes = zip(builder.tokens_BF.tolist(), builder.parents_BF.tolist(), strict=True)
         paths = [
             [(*before[parent], token) for token, parent in zip(tokens, parents, strict=True)]
             for before, (tokens, parents) in zip(paths, nodes, strict=True)
         ]
-    return growth.tree(torch.tensor(list(roots)))
+    return builder.tree(torch.tensor(list(roots)))
 
 
 def paths_of(tree: TokenTree, row: int) -> list[Path]:
@@ -142,7 +143,7 @@ def test_growing_equals_searching_with_plain_lists(limits, reduced):
         model = drawn_at_random(12, seed)
         token_map = torch.arange(12) * 3 + 1 if reduced else None
         names = token_map.tolist() if token_map is not None else list(range(12))
-        tree = grow(tree_builder(limits, token_map, torch.device("cpu"))(), model, ROOTS)
+        tree = grow(tree_builder(limits, token_map, torch.device("cpu")), model, ROOTS)
         expected = [searched(model, root, limits, names) for root in ROOTS]
         assert [paths_of(tree, row) for row in range(3)] == expected
         assert tree.tokens_BN[:, 0].tolist() == ROOTS
@@ -212,8 +213,8 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_fixed_trees_take_the_ranks_of_their_paths(shape):
     model, token_map = drawn_at_random(8), torch.arange(8) * 2 + 1
-    new_growth = tree_builder(shape, token_map, torch.device("cpu"))
-    tree = grow(new_growth(), model, ROOTS)
+    builder = tree_builder(shape, token_map, torch.device("cpu"))
+    tree = grow(builder, model, ROOTS)
     for row, root in enumerate(ROOTS):
         tokens: dict[Path, Path] = {(): ()}
         for ranks in sorted(shape.paths, key=lambda path: (len(path), path)):
@@ -222,7 +223,7 @@ def test_fixed_trees_take_the_ranks_of_their_paths(shape):
             order = sorted(range(8), key=lambda place, logits=logits: -logits[place])
             tokens[ranks] = (*before, int(token_map[order[ranks[-1]]]))
         assert paths_of(tree, row) == list(tokens.values())[1:]
-    again = grow(new_growth(), model, ROOTS)
+    again = grow(builder, model, ROOTS)
     assert torch.equal(tree.tokens_BN, again.tokens_BN)
 
 

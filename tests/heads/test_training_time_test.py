@@ -190,7 +190,7 @@ def test_attention_equals_one_softmax_over_both_lists_of_entries(dtype, rounding
     first_k, first_v = drawn(groups, places), drawn(groups, places)
     memory.attend(drawn(heads, places), first_k, first_v)
     keys, values = [], []
-    for _ in range(steps):
+    for memory.step in range(1, steps + 1):
         q = 3 * drawn(heads, len(roots))
         keys.append(3 * drawn(groups, len(roots)))
         values.append(drawn(groups, len(roots)))
