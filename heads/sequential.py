@@ -405,7 +405,9 @@ class LowRankDrafter(SequentialDrafter):
             if not builder.add(self._logits(index, given_B1X[index], codes_BFr)):
                 break
             if self.carries_rr:
-                carried_BFr = gather_nodes(codes_BFr @ self.carries_rr[index], builder.parents_BF)
+                carried_BFr = codes_BFr @ self.carries_rr[index]
+                if index:  # all nodes of the first level have the same parent
+                    carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
             tokens_BF = builder.tokens_BF
         return builder.tree(roots_B)
 
