@@ -131,9 +131,7 @@ def test_prompts_are_shown_as_they_would_be_asked(
     assert "prompt 1:" in shown
     with pytest.raises(ValueError, match="expected --target to render prompts with"):
         data_preview(talks)
-    with pytest.raises(
-        ValueError, match="talk: expected a file, .*found none; did you mean .*s.jso"
-    ):
+    with pytest.raises(ValueError, match="talk: expected a file, .*found none; check the path"):
         data_preview(f"{tmp_path}/talk")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,17 +186,16 @@ def test_json_must_hold_a_list(tmp_path: Path) -> None:
         read_prompts(path)
 
 
-def test_missing_file_suggests_its_neighbours(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     lines(tmp_path / "prompts.jsonl", {"text": "a"})
-    with pytest.raises(ValueError, match=r"promts\.jsonl: .* did you mean .*/prompts\.jsonl\?"):
-        read_prompts(str(tmp_path / "promts.jsonl"))
-    with pytest.raises(ValueError, match=r"found none; check the path"):
-        read_prompts(tmp_path / "nowhere" / "x.txt")
+    for name in ("promts.jsonl", "nowhere/x.txt", "data"):
+        with pytest.raises(ValueError, match=rf"{name}: .* found none; check the path"):
+            read_prompts(str(tmp_path / name))
 
 
 def test_reading_the_hub_without_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"owner/name: expected the package datasets.* pip"):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"owner/name .*: expected .* got: import of datasets"):
         read_prompts("owner/name")
 
 
@@ -208,13 +207,13 @@ def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"owner/name: expected a file.*\(not on the Hub\)"):
+    with pytest.raises(ValueError, match=r"owner/name .*: expected a file.* got: not on the Hub"):
         read_prompts("owner/name")
 
 
 def test_unsupported_suffix_names_the_supported(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"ending in \.json, .*got '\.csv'; rename or convert"):
+    with pytest.raises(ValueError, match=r"p\.csv: expected a file ending in \.json, .*; convert"):
         read_prompts(tmp_path / "p.csv")
     with pytest.raises(ValueError, match=r"expected a folder with \.json, .* files, found none"):
         read_prompts(tmp_path)
@@ -297,7 +296,7 @@ def test_hidden_files_and_folders_are_not_prompts(tmp_path: Path) -> None:
 def test_an_empty_name_is_not_the_working_directory(monkeypatch: Any, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="expected a file, .* got an empty name"):
+    with pytest.raises(ValueError, match="empty name: expected a file"):
         read_prompts("")
 
 

@@ -161,28 +161,24 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
     Raises ValueError for a damaged folder; one that is incomplete only logs a warning.
     """
     manifest = read_manifest(folder)
+    seen = answered = 0
+    for record in _records(folder, manifest):
+        documents = documents_of(record)
+        seen += 1
+        answered += bool(documents)
+        for place, document in enumerate(documents):
+            learn = [(start, end) for start, end in document["learn"]]
+            yield Answer(document["tokens"], learn, follows=place > 0)
     prompts = manifest["prompts"]["count"]
     if not manifest["complete"]:
-        seen = len(locate(folder, read_ids(folder, manifest)))
         logger.warning(
             "%s is incomplete: %d of %d prompts (%.0f%%) are done; "
             "run the same `draftheads distill` again to resume, or train on what is there",
             *(folder, seen, prompts, 100 * seen / prompts),
         )
-    return _answers(Path(folder), manifest)
-
-
-def _answers(folder: Path, manifest: dict[str, Any]) -> Iterator[Answer]:
-    found = 0
-    for record in _records(folder, manifest):
-        documents = documents_of(record)
-        found += bool(documents)
-        for place, document in enumerate(documents):
-            learn = [(start, end) for start, end in document["learn"]]
-            yield Answer(document["tokens"], learn, follows=place > 0)
-    if manifest["complete"] and found != manifest["counts"]["done"]:
+    elif answered != manifest["counts"]["done"]:
         raise ValueError(
-            f"{folder}: expected {manifest['counts']['done']} answered prompts, got {found}; an "
+            f"{folder}: expected {manifest['counts']['done']} answered prompts, got {answered}; an "
             "answer file is missing or cut: copy it again, or distill again to fill the gap"
         )
 

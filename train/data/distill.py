@@ -19,7 +19,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +59,8 @@ MANY_CUT = 0.2
 """Share of documents cut by length above which the user is warned."""
 MAX_LOST_BATCHES = 3
 """Batches of prompts in a row without any answer after which the cause is not the prompts."""
-SAMPLING = {"temperature", "top_p", "top_k", "max_new_tokens"}
-RECORDED = SAMPLING | {"max_turns", "template_args", "reasoning"}
+UNRECORDED = {"out", "batch_size", "seed", "source"}
+"""Options that a manifest has elsewhere, or not at all."""
 
 logger = logging.getLogger("draftheads")
 
@@ -311,12 +311,13 @@ def distill(
         check_tools(renderer.tokenizer, options.template_args)
     manifest = _describe(answerer.origin(), prompts, options)
     names = _identify(prompts)
-    ids: Sequence[Id] = names
-    if (options.out / MANIFEST).is_file():
-        old = read_manifest(options.out)
-        _refuse_other(options.out, old, manifest)
-        if old["format"] == FORMAT:
-            manifest["format"], ids = FORMAT, range(len(prompts))
+    ids: Sequence[Id] = range(len(prompts)) if manifest["format"] == FORMAT else names
+
+    def conversation(place: int) -> Conversation:
+        turns = turns_of(prompts[place])[: options.max_turns]
+        context, reasoning = answerer.context, options.reasoning
+        return Conversation(prompts[place], renderer, context, turns, reasoning)
+
     options.out.mkdir(parents=True, exist_ok=True)
     with Journal(options.out, rank, world) as journal:
         _begin(options.out, manifest, ids)
@@ -329,7 +330,7 @@ def distill(
         if answerer.together:  # what is there is computed again, so that rounding is equal
             asked = [list(batch) for batch in batches if not missing.isdisjoint(batch)]
         patience = MAX_LOST_BATCHES * size if there else min(MAX_LOST_BATCHES * size, len(missing))
-        rows = _conversations(asked, prompts, renderer, answerer.context, options)
+        rows = ([conversation(place) for place in batch] for batch in asked)
         answers = answerer.answer(rows, options, [f"{options.seed}/{name}" for name in names])
         done = total - len(missing)
         bar = tqdm(total=total, initial=done, desc="distill", unit="prompt", disable=rank > 0)
@@ -371,20 +372,28 @@ def _identify(prompts: Sequence[Prompt]) -> list[str]:
 def _describe(
     origin: dict[str, Any], prompts: Sequence[Prompt], options: DistillOptions
 ) -> dict[str, Any]:
-    """The manifest of a distillation that begins."""
+    """The manifest of a distillation that begins or, if it belongs to this one, resumes a folder's.
+
+    Raises ValueError without prompts, and for a folder that was begun with other options.
+    """
     if not prompts:
         raise ValueError("prompts: expected at least one, got none; check --prompts")
     assert [prompt.index for prompt in prompts] == list(range(len(prompts)))
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(_said(prompt) + b"\n")
-    return new_manifest(
+    manifest = new_manifest(
         origin,
-        options.model_dump(mode="json", include=RECORDED),
+        options.model_dump(mode="json", exclude=UNRECORDED),
         {"source": options.source, "count": len(prompts), "sha256": digest.hexdigest()},
         seed=options.seed,
         batch_size=options.batch_size,
     )
+    if (options.out / MANIFEST).is_file():
+        old = read_manifest(options.out)
+        _refuse_other(options.out, old, manifest)
+        manifest["format"] = old["format"]
+    return manifest
 
 
 def _refuse_other(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -491,18 +500,3 @@ def _store(
         speed = counts.learned_tokens / (time.monotonic() - started)
         bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
         bar.update(len(records))
-
-
-def _conversations(
-    batches: Iterable[Iterable[int]],
-    prompts: Sequence[Prompt],
-    renderer: Renderer,
-    context: int,
-    options: DistillOptions,
-) -> Iterator[list[Conversation]]:
-    for batch in batches:
-        rows = []
-        for place in batch:
-            turns = turns_of(prompts[place])[: options.max_turns]
-            rows.append(Conversation(prompts[place], renderer, context, turns, options.reasoning))
-        yield rows

@@ -19,9 +19,7 @@ Errors name the record: "prompts.jsonl line 17, messages, turn 2: expected ...".
 
 from __future__ import annotations
 
-import difflib
 import gzip
-import importlib.util
 import itertools
 import json
 import os
@@ -37,19 +35,19 @@ from jinja2.exceptions import TemplateError
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".parquet", ".txt", ".md")
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-
-USER_ROLES = {"user", "human", "prompter"}
-SYSTEM_ROLES = {"system", "developer"}
-ANSWER_ROLES = {"assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"}
-CALL_ROLES = {"function_call", "tool_call"}
-RESULT_ROLES = {"tool", "function", "observation", "tool_response", "ipython"}
-THOUGHT_ROLES = {"thinking"}  # left out: templates have no place for such a turn
-
+ROLES = {  # names that data sets give them
+    "user": ("user", "human", "prompter"),
+    "system": ("system", "developer"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"),
+    "call": ("function_call", "tool_call"),
+    "tool": ("tool", "function", "observation", "tool_response", "ipython"),
+    "thought": ("thinking",),
+}
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-SKIP = "remove the record, or pass --skip-empty"
 
 Message = dict[str, Any]
 Messages = tuple[Message, ...]
+KeepOrDrop = Literal["keep", "drop"]
 
 
 class EmptyPromptError(ValueError):
@@ -81,12 +79,12 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What is kept of a conversation, beside system and user turns."""
+class _Kept:
+    """Of a conversation, beside system and user turns."""
 
-    tools: Literal["keep", "drop"] = "drop"  # tool calls and their results
-    reasoning: Literal["keep", "drop"] = "keep"  # <think> ... </think> in answers
+    tools: bool
     answers: bool = False
+    reasoning: bool = True
 
 
 def read_prompts(
@@ -96,7 +94,7 @@ def read_prompts(
     limit: int | None = None,
     prompt_words: int | None = None,
     skip_empty: bool = False,
-    tools: Literal["keep", "drop"] = "drop",
+    tools: KeepOrDrop = "drop",
 ) -> list[Prompt]:
     """Read the prompts of a file, a folder or a Hub data set; answers in it are left out.
 
@@ -107,8 +105,8 @@ def read_prompts(
     for name, value in (("limit", limit), ("prompt_words", prompt_words)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
-    rows = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
-    found = _parsed(rows, Reading(tools=tools), skip_empty)
+    records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
+    found = _parsed(records, _Kept(tools == "keep"), skip_empty)
     prompts = []
     for index, (where, messages, text) in enumerate(itertools.islice(found, limit)):
         if prompt_words is not None:
@@ -132,18 +130,18 @@ def read_conversations(
     *,
     hub: Hub | None = None,
     limit: int | None = None,
-    tools: Literal["keep", "drop"] = "keep",
-    reasoning: Literal["keep", "drop"] = "keep",
+    tools: KeepOrDrop = "keep",
+    reasoning: KeepOrDrop = "keep",
 ) -> list[Messages]:
     """Read conversations with their answers, up to the last one; those without any are left out.
 
     hub, limit, tools: as in `read_prompts`. reasoning: "drop" removes <think> ... </think> from
     answers. Raises ValueError, naming the record.
     """
-    reading = Reading(tools, reasoning, answers=True)
-    rows = _records(source, hub or Hub(), limit, by_line=False)
+    kept = _Kept(tools == "keep", answers=True, reasoning=reasoning == "keep")
+    records = _records(source, hub or Hub(), limit, by_line=False)
     conversations = []
-    for where, messages, _ in itertools.islice(_parsed(rows, reading, skip_empty=True), limit):
+    for where, messages, _ in itertools.islice(_parsed(records, kept, skip_empty=True), limit):
         if messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
         conversations.append(messages)
@@ -184,27 +182,17 @@ def check_source(source: str | Path) -> Path:
     """The path of a source, ~ expanded. Raises ValueError for what is neither a file, nor a folder,
     nor possibly the name of a data set.
     """
-    if not str(source):
-        raise ValueError("expected a file, a folder or a Hub data set, got an empty name; give one")
     path = Path(os.path.expanduser(source))
-    if not (path.exists() or (isinstance(source, str) and _looks_like_hub_id(source))):
-        raise ValueError(_missing(path))
+    named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", str(source))
+    in_folder = "/" in str(source) and path.parent.is_dir()
+    if named and not in_folder and not str(source).endswith((*SUFFIXES, ".gz")):
+        return path
+    if not str(source) or not path.exists():
+        raise ValueError(
+            f"{source or 'empty name'}: expected a file, a folder or a Hub data set, found none; "
+            "check the path, or give a Hub data set as owner/name"
+        )
     return path
-
-
-def _looks_like_hub_id(source: str) -> bool:
-    if source.endswith((*SUFFIXES, ".gz")) or ("/" in source and Path(source).parent.is_dir()):
-        return False
-    return bool(re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source))
-
-
-def _missing(path: Path) -> str:
-    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    advice = "check the path, or give a Hub data set as owner/name"
-    if near:
-        advice = f"did you mean {path.parent / near[0]}?"
-    return f"{path}: expected a file, a folder or a Hub data set, found none; {advice}"
 
 
 def _records(
@@ -234,13 +222,25 @@ def _holds_prompts(path: Path, folder: Path) -> bool:
     return path.is_file() and path.name.lower().endswith(SUFFIXES) and not (about or hidden)
 
 
+def _hub_records(source: str, split: str, *, streaming: bool) -> Iterator[tuple[str, Any]]:
+    name, _, config = source.partition(":")
+    failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError)
+    try:
+        import datasets  # slow, and optional
+
+        failures += (datasets.exceptions.DatasetsError,)
+        rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+        for number, record in enumerate(rows, start=1):
+            yield f"{source} [{split}] record {number}", record
+    except failures as error:
+        raise ValueError(
+            f"{source} [{split}]: expected a file, a folder or a Hub data set that can be read, "
+            f"got: {' '.join(str(error.__cause__ or error).split())}; give another one"
+        ) from error
+
+
 def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
     name = path.name.lower()
-    if not name.endswith(SUFFIXES):
-        raise ValueError(
-            f"{path}: expected a file ending in {', '.join(SUFFIXES)}, "
-            f"got {path.suffix or 'no suffix'!r}; rename or convert it"
-        )
     try:
         if name.endswith(".json"):
             yield from _json_records(path)
@@ -248,16 +248,18 @@ def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
             yield from _parquet_records(path)
         elif name.endswith((".txt", ".md")):
             yield from _text_records(path, by_line)
-        else:
+        elif name.endswith((".jsonl", ".jsonl.gz")):
             yield from _json_lines(path)
-    # gzip, codecs and pyarrow do not know which file they read
-    except (EOFError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as error:
-        if str(path) in str(error):
+        else:
+            raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
+    # gzip, codecs and pyarrow do not know which file they read; pyarrow may be missing
+    except (EOFError, ImportError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as e:
+        if str(path) in str(e):
             raise
         raise ValueError(
             f"{path}: expected a whole {path.suffix} file, got one that cannot be read "
-            f"({' '.join(str(error).split())}); copy or convert it again, or leave it out"
-        ) from error
+            f"({' '.join(str(e).split())}); copy or convert it again, or leave it out"
+        ) from e
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -293,8 +295,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
-    _check_installed(path)
-    import pyarrow.parquet
+    import pyarrow.parquet  # slow, and optional
 
     number = 0
     with pyarrow.parquet.ParquetFile(path) as table:
@@ -313,52 +314,25 @@ def _text_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
         yield f"{path} prompt {number}", {"text": part.strip()}
 
 
-def _hub_records(source: str, split: str, *, streaming: bool) -> Iterator[tuple[str, Any]]:
-    _check_installed(source)
-    import datasets  # slow
-
-    name, _, config = source.partition(":")
-    try:
-        rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
-        for number, record in enumerate(rows, start=1):
-            yield f"{source} [{split}] record {number}", record
-    except FileNotFoundError as error:  # the user may have meant a file
-        raise ValueError(f"{_missing(Path(source))} ({error})") from error
-    except (datasets.exceptions.DatasetsError, ImportError) as error:
-        raise ValueError(
-            f"{source} [{split}]: expected a data set that can be read, got: "
-            f"{' '.join(str(error.__cause__ or error).split())}; give another one, or a file"
-        ) from error
-
-
-def _check_installed(source: str | Path) -> None:
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError(
-            f"{source}: expected the package datasets, which reads Hub data sets and parquet, "
-            "found none; pip install datasets, or give .jsonl, .json or .txt files"
-        )
-
-
 def _parsed(
-    rows: Iterator[tuple[str, Any]], reading: Reading, skip_empty: bool
+    records: Iterator[tuple[str, Any]], kept: _Kept, skip_empty: bool
 ) -> Iterator[tuple[str, Messages | None, str | None]]:
-    for where, record in rows:
+    for where, record in records:
         try:
-            messages, text = _parse(where, record, reading)
+            messages, text = _parse(where, record, kept)
+            json.dumps([messages, text], ensure_ascii=False).encode()
         except EmptyPromptError:
             if not skip_empty:
                 raise
             continue
-        try:
-            json.dumps([messages, text], ensure_ascii=False).encode()
-        except (TypeError, ValueError) as error:  # "\ud83d" alone is half a character
+        except (TypeError, UnicodeError) as error:  # "\ud83d" alone is half a character
             raise ValueError(
                 f"{where}: expected text in Unicode, got {error}; repair or remove the record"
             ) from error
         yield where, messages, text
 
 
-def _parse(where: str, record: Any, reading: Reading) -> tuple[Messages | None, str | None]:
+def _parse(where: str, record: Any, kept: _Kept) -> tuple[Messages | None, str | None]:
     layout = None
     if isinstance(record, dict):
         layout = next((key for key in LAYOUTS if record.get(key) is not None), None)
@@ -374,81 +348,85 @@ def _parse(where: str, record: Any, reading: Reading) -> tuple[Messages | None, 
     if layout == "text":
         return None, _asked(where, value)
     if layout == "instruction":
-        extra = _text(f"{where}, input", record.get("input") or "")
-        question = _asked(where, value)
-        value = [f"{question}\n\n{extra}" if extra.strip() else question]
+        value, extra = _asked(where, value), _text(f"{where}, input", record.get("input") or "")
+        value = [f"{value}\n\n{extra}" if extra.strip() else value]
     elif layout == "prompt" and isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
         raise ValueError(f"{where}: expected a list of turns, got {_describe(value)}")
-    if layout in ("turns", "instruction", "prompt"):
-        value = [_user(turn) for turn in value]
-    messages = _read_turns(where, value, reading)
+    messages = _read_turns(where, value, kept)
     system = _text(f"{where}, system", record.get("system") or "")
     if system.strip() and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return messages, None
 
 
-def _user(turn: Any) -> Any:
-    return {"role": "user", "content": turn} if isinstance(turn, str) else turn
-
-
-def _read_turns(where: str, turns: list[Any], reading: Reading) -> Messages:
+def _read_turns(where: str, turns: list[Any], kept: _Kept) -> Messages:
     """Messages of a conversation up to the last question or, with answers, the last answer."""
-    kept: list[Message] = []
+    messages: list[Message] = []
+    calls = 0
+    unanswered: list[Message] = []
     for number, turn in enumerate(turns, start=1):
-        message = _message(f"{where}, turn {number}", turn, reading)
-        if message is not None:
-            _link(kept, message)
-            kept.append(message)
-    last = {"assistant"} if reading.answers else {"user", "tool"}
-    while kept and kept[-1]["role"] not in last:
-        kept.pop()
-    if not any(message["role"] == "user" for message in kept):
-        raise EmptyPromptError(f"{where}: expected a user turn, found none; {SKIP}")
-    return tuple(kept)
-
-
-def _message(where: str, turn: Any, reading: Reading) -> Message | None:
-    """A turn as a message for a chat template; None: it is left out."""
-    if not isinstance(turn, dict) or not (turn.get("role") or turn.get("from")):
-        raise ValueError(
-            f'{where}: expected {{"role", "content"}} or {{"from", "value"}}, '
-            f"got {_describe(turn)}; rename the keys"
+        message = _message(f"{where}, turn {number}", turn, kept)
+        if message is None:
+            continue
+        if message["role"] == "tool" and unanswered:
+            call = unanswered.pop(0)
+            message = {"name": call["function"]["name"], "tool_call_id": call["id"]} | message
+        elif message["role"] != "tool":
+            unanswered = list(message.get("tool_calls", ()))
+        for call in message.get("tool_calls", ()):
+            call["id"] = call["id"] or f"call{calls:05d}"  # nine letters, as Mistral demands
+            calls += 1
+        messages.append(message)
+    last = {"assistant"} if kept.answers else {"user", "tool"}
+    while messages and messages[-1]["role"] not in last:
+        messages.pop()
+    if not any(message["role"] == "user" for message in messages):
+        raise EmptyPromptError(
+            f"{where}: expected a user turn, found none; remove the record, or pass --skip-empty"
         )
-    role = str(turn.get("role") or turn["from"]).lower()
+    return tuple(messages)
+
+
+def _message(where: str, turn: Any, kept: _Kept) -> Message | None:
+    """A turn as a message for a chat template; None: it is left out."""
+    if isinstance(turn, str):
+        turn = {"role": "user", "content": turn}
+    named = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
+    role = next((role for role, names in ROLES.items() if str(named).lower() in names), None)
+    if role is None:
+        raise ValueError(
+            f'{where}: expected {{"role", "content"}} or {{"from", "value"}} of a user, system, '
+            f"assistant or tool, got {repr(named) if named else _describe(turn)}; rename it"
+        )
     content = turn["content"] if "content" in turn else turn.get("value")
-    if role in USER_ROLES:
-        return {"role": "user", "content": _asked(where, content)}
-    if role in SYSTEM_ROLES:
-        text = "" if content is None else _text(where, content)
-        return {"role": "system", "content": text} if text.strip() else None
-    if role in ANSWER_ROLES:
-        calls = turn.get("tool_calls") or turn.get("function_call")
-        return _answer(where, content, calls, reading)
-    if role in CALL_ROLES:
-        return _answer(where, None, content, reading) if reading.tools == "keep" else None
-    if role in RESULT_ROLES:
-        return _result(where, turn, content) if reading.tools == "keep" else None
-    if role in THOUGHT_ROLES:
-        return None
-    raise ValueError(
-        f"{where}: expected a user, system, assistant or tool role, got {role!r}; rename it"
-    )
-
-
-def _answer(where: str, content: Any, calls: Any, reading: Reading) -> Message | None:
-    if reading.tools == "drop":
+    calls = content if role == "call" else turn.get("tool_calls") or turn.get("function_call")
+    if not kept.tools:
         calls = None
-    if not (calls or reading.answers):
+    left_out = {
+        "assistant": not (calls or kept.answers),
+        "call": not kept.tools,
+        "tool": not kept.tools,
+        "thought": True,  # templates have no place for such a turn
+    }
+    if left_out.get(role):
         return None
-    text = _text(where, content) if content else ""
-    if reading.reasoning == "drop":
+    if role == "user":
+        return {"role": "user", "content": _asked(where, content)}
+    if role == "call" or content is None:
+        content = ""
+    if role == "tool" and not isinstance(content, str | list):
+        content = json.dumps(content)
+    text = _text(where, content)
+    if role == "tool":
+        named = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
+        return {"role": "tool", "content": text, **named}
+    if role != "system" and not kept.reasoning:
         text = THOUGHT.sub("", text)
     if calls:
         return {"role": "assistant", "content": text, "tool_calls": _calls(where, calls)}
-    return {"role": "assistant", "content": text} if text else None
+    return {"role": role, "content": text} if text.strip() else None
 
 
 def _calls(where: str, value: Any) -> list[Message]:
@@ -471,37 +449,17 @@ def _call(call: Message) -> Message:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):  # a tool that takes plain text
             arguments = {"input": arguments}
-    if not isinstance(function["name"], str):
-        raise TypeError("the name of a tool")
     called = {"name": function["name"], "arguments": arguments or {}}
     return {"id": call.get("id"), "type": "function", "function": called}
-
-
-def _result(where: str, turn: Message, content: Any) -> Message:
-    if content is not None and not isinstance(content, str | list):
-        content = json.dumps(content)
-    message = {"role": "tool", "content": _text(where, content) if content else ""}
-    return message | {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
-
-
-def _link(kept: list[Message], message: Message) -> None:
-    """Give calls an id, and results the name and id of their call, where the source has none."""
-    before = sum(len(other.get("tool_calls", ())) for other in kept)
-    for place, call in enumerate(message.get("tool_calls", ()), start=before):
-        call["id"] = call["id"] or f"call{place:05d}"  # nine letters, as Mistral's templates demand
-    if message["role"] == "tool":
-        others = [other for other in kept if other["role"] != "tool"]
-        calls = others[-1].get("tool_calls", ()) if others else ()
-        results = len(kept) - 1 - kept.index(others[-1]) if others else 0
-        if results < len(calls):
-            message.setdefault("name", calls[results]["function"]["name"])
-            message.setdefault("tool_call_id", calls[results]["id"])
 
 
 def _asked(where: str, value: Any) -> str:
     text = _text(where, value)
     if not text.strip():
-        raise EmptyPromptError(f"{where}: expected a question, got an empty string; {SKIP}")
+        raise EmptyPromptError(
+            f"{where}: expected a question, got an empty string; remove the record, or pass "
+            "--skip-empty"
+        )
     return text
 
 

@@ -18,7 +18,7 @@ import random
 import re
 from collections.abc import Generator, Iterable, Sequence
 from itertools import chain, islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from huggingface_hub.utils import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -96,6 +96,9 @@ class _Models(BaseModel):
     data: list[_Model]
 
 
+Body = TypeVar("Body", _Completions, _Models)
+
+
 class ServedTarget(Answerer):
     """A target at a server. name: the same model's folder or Hub id, for its tokenizer.
 
@@ -106,24 +109,24 @@ class ServedTarget(Answerer):
     together = False
 
     def __init__(self, name: str, options: ServerOptions, revision: str | None = None) -> None:
+        self.url = _base_url(options.url)
         self._options = options
         self._key = _key(options.api_key_env) if options.api_key_env else ""
+        self._random = random.Random()  # the caller's random numbers stay as they are
         self._client = {
-            "base_url": _base_url(options.url),
+            "base_url": self.url,
             "headers": {"Authorization": f"Bearer {self._key}"} if self._key else {},
             "timeout": httpx.Timeout(None, connect=CONNECT_SECONDS),
             "trust_env": False,  # no proxy
         }
-        self.url = self._client["base_url"]
-        self._random = random.Random()  # the caller's random numbers stay as they are
         served = self._choose()  # before anything is downloaded
-        self.model = served.id
         config = AutoConfig.from_pretrained(name, revision=revision)
         text = config.get_text_config(decoder=True)
         context = getattr(text, "max_position_embeddings", None) or 1 << 30
         if isinstance(served.max_model_len, int) and served.max_model_len > 1:
             context = min(context, served.max_model_len)
         super().__init__(TextSide.load(name, revision), context)
+        self.model = served.id
         self._revision = revision or getattr(config, "_commit_hash", None)
         self._vocabulary: int = text.vocab_size
         self._renderer = Renderer(self.side, {})
@@ -143,9 +146,8 @@ class ServedTarget(Answerer):
     ) -> Generator[Answered]:
         """Many conversations at a time, yielded as soon as they are done.
 
-        Left out are those that the server failed to answer. Raises ServerError if that happens many
-        times in a row, the server is gone or refuses all requests, after what is done was yielded.
-        Whatever ends this early cuts all requests.
+        Raises ServerError, after what is done was yielded, if many in a row fail, the server is
+        gone, or it refuses all requests. Whatever ends this early cuts all requests.
         """
         rows, failed, reasons = chain.from_iterable(batches), 0, set[str]()
         pending = set[asyncio.Task[tuple[Conversation, ServerError | None]]]()
@@ -160,14 +162,13 @@ class ServedTarget(Answerer):
                         return
                     waiting = asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                     done, pending = runner.run(waiting)
-                    results = [task.result() for task in done]
-                    refused = [error for _, error in results if isinstance(error, PromptRefused)]
-                    faults = [error for _, error in results if error and error not in refused]
-                    finished = [row for row, error in results if error not in faults]
-                    if refused or any(row.answers for row in finished):
-                        failed = 0
-                    if finished:
-                        yield finished, self._last_word(refused[-1]) if refused else None
+                    faults = []
+                    for row, error in [task.result() for task in done]:
+                        if error is None or isinstance(error, PromptRefused):
+                            failed = 0
+                            yield [row], self._last_word(error) if error else None
+                        else:
+                            faults.append(error)
                     for error in faults:
                         failed += 1
                         if failed >= GIVE_UP or not isinstance(error, ServerFault):
@@ -249,98 +250,85 @@ class ServedTarget(Answerer):
         number = 0
         while True:
             number += 1
-            kind, wait = ServerFault, 0.0
+            wait, gone = 0.0, False
             try:
                 async with asyncio.timeout(patience):  # for the whole answer
                     response = await client.post("/completions", json=request)
-                if response.status_code < 500 and response.status_code not in BUSY:
-                    return self._read(response, request["max_tokens"])
-                reason = self._refusal(response)
-                asked = response.headers.get("retry-after", "")
-                wait = min(float(asked), LONGEST_RETRY_AFTER) if asked.isdecimal() else 0.0
+                if (asked := response.headers.get("retry-after", "")).isdecimal():
+                    wait = min(float(asked), LONGEST_RETRY_AFTER)
+                [completion] = self._read(response, _Completions).choices
+                if completion.text is None and completion.token_ids is None:
+                    raise ServerFault("expected text or token ids, got neither")
+                if len(completion.token_ids or ()) > request["max_tokens"]:
+                    raise ServerFault("expected no more tokens than were asked for, got more")
+                return completion
             except TimeoutError:
                 reason = "no whole answer in time"
             except ServerFault as error:
                 reason = str(error)
             except httpx.HTTPError as error:
                 reason = self._hide(str(error) or type(error).__name__)
-                if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                    kind = ServerError  # gone, for all prompts
+                gone = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             if number == self._options.tries:
+                kind = ServerError if gone else ServerFault
                 raise kind(f"{reason}, tried {number} times")
             pause = min(LONGEST_PAUSE, self._options.pause * 2 ** (number - 1))
             await asyncio.sleep(wait + pause * self._random.uniform(0.5, 1.0))
-
-    def _read(self, response: Any, most: int) -> Completion:
-        if response.status_code in REFUSED:
-            raise PromptRefused(self._refusal(response))
-        if response.status_code != 200:
-            raise ServerError(self._refusal(response))
-        try:
-            [completion] = _Completions.model_validate_json(response.content).choices
-        except ValidationError as error:  # cut by a proxy, most likely
-            reason = f"expected a completion, got another answer ({_first(error)})"
-            raise ServerFault(reason) from None
-        if completion.text is None and completion.token_ids is None:
-            raise ServerFault("expected a completion, got one without text and token ids")
-        if len(completion.token_ids or ()) > most:
-            raise ServerFault(f"expected {most} tokens at most, got more")
-        return completion
 
     def _choose(self) -> _Model:
         """The model that the options name, or the only one. Raises ServerError without a server."""
         try:
             with httpx.Client(**self._client) as client:
                 response = client.get("/models", timeout=CONNECT_SECONDS)
+            models = self._read(response, _Models).data
         except httpx.HTTPError as error:
             raise ServerError(
                 f"{self.url}: expected an OpenAI-compatible server, got {self._hide(str(error))}; "
                 "start it, or give another --server"
             ) from None
-        if response.status_code != 200:
-            raise self._no_models(self._refusal(response))
-        try:
-            models = _Models.model_validate_json(response.content).data
-        except ValidationError as error:  # some other kind of server
-            raise self._no_models(f"another answer ({_first(error)})") from None
+        except ServerError as error:
+            hint = "" if "--api-key-env" in str(error) else "; is --server its address?"
+            raise ServerError(
+                f"{self.url}/models: expected a list of models, got {error}{hint}"
+            ) from None
         wanted = self._options.model
-        if wanted is None and len(models) == 1:
-            return models[0]
         for model in models:
-            if model.id == wanted:
+            if model.id == wanted or (wanted is None and len(models) == 1):
                 return model
         names = self._hide(", ".join(model.id for model in models)) or "none"
         wish = "one model" if wanted is None else f"model {wanted!r}"
         raise ValueError(f"{self.url}: expected {wish}, got {names}; set --server-model")
 
-    def _no_models(self, found: str) -> ServerError:
-        hint = "" if "--api-key-env" in found else "; is --server its address?"
-        return ServerError(f"{self.url}/models: expected a list of models, got {found}{hint}")
+    def _read(self, response: Any, kind: type[Body]) -> Body:
+        """The body of a response. Raises the ServerError that its status or its body means."""
+        status = response.status_code
+        if status != 200:
+            error = ServerFault if status >= 500 or status in BUSY else ServerError
+            raise (PromptRefused if status in REFUSED else error)(self._refusal(response))
+        try:
+            return kind.model_validate_json(response.content)
+        except ValidationError as error:  # cut by a proxy, or some other kind of server
+            first = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ServerFault(f"another answer ({where} {first['msg']})") from None
 
     def _refusal(self, response: Any) -> str:
         """The status, and what the server says about it in OpenAI's or FastAPI's layout."""
-        reason = f"HTTP {response.status_code}"
         try:
             said = response.json()
             said = said.get("error", said)
             message = str(said["message"] if "message" in said else said["detail"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a page of HTML
             message = response.reason_phrase
-        if message:  # prompts of other lengths are refused for one reason
-            message = re.sub(r"[0-9]+", "N", self._hide(" ".join(message.split())))
-            reason += f": {message[:200]}"
+        message = self._hide(" ".join(message.split()))[:200]
+        # without numbers, as prompts of other lengths are refused for one reason
+        reason = f"HTTP {response.status_code}: {re.sub(r'[0-9]+', 'N', message)}"
         if response.status_code in (401, 403):
             reason += "; set --api-key-env to a variable whose key may ask this server"
         return reason
 
     def _hide(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
-
-
-def _first(error: ValidationError) -> str:
-    """What is wrong in an answer, without its words."""
-    first = error.errors(include_input=False, include_url=False)[0]
-    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
 def _base_url(url: str) -> str:
