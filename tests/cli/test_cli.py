@@ -171,9 +171,7 @@ def test_template_that_cannot_show_tool_calls(run, target, tmp_path):
         failed(run(*command, "--tools", "keep"), "drops them", "leave them out with --tools drop")
         failed(run(*command, "--tools", "some"), "--tools", "'some' is not one of")
     assert not (tmp_path / "data").exists()
-    failed(
-        run(*distill, "--reasoning", "some"), "--reasoning", "'some' is not one of"
-    )
+    failed(run(*distill, "--reasoning", "some"), "--reasoning", "'some' is not one of")
     assert run(*distill, "--tools", "drop")[0] == 0
 
 

@@ -282,6 +282,7 @@ def killed_while_saving(made: Path, output: Path) -> None:
     run(made, output)
 
 
+@pytest.mark.slow
 def test_a_save_that_was_killed_leaves_nothing_after_the_next_launch(made, half, tmp_path):
     arguments = ", ".join(f"Path({str(path)!r})" for path in (made, half))
     code = "import sys; sys.path.append('train'); from test_interrupt import *; "
