@@ -427,7 +427,7 @@ def test_a_demo_that_is_interrupted_while_it_trains_ends(monkeypatch, tmp_path):
     from draftheads.scripts import demo
 
     monkeypatch.setattr(demo, "fit", lambda recipe: SimpleNamespace(finished=False))
-    target = SimpleNamespace(name=str(demo.recipes() / "demo-target"))
+    target = SimpleNamespace(name=str(demo.RECIPES / "demo-target"))
     with pytest.raises(SystemExit) as ended:
-        demo._trained("medusa", target, tmp_path, torch.get_num_threads())
+        demo.trained("medusa", target, tmp_path, torch.get_num_threads())
     assert ended.value.code == 130
