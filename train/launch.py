@@ -141,9 +141,9 @@ def agreeing(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
     first = everyone[0][0]
     for rank, (each, error) in enumerate(everyone):
         other = [
-            f"{key} {value} where process 0 has {first.get(key)}"
-            for key, value in each.items()
-            if value != first.get(key)
+            f"{key} {each.get(key)} where process 0 has {first.get(key)}"
+            for key in {**first, **each}
+            if each.get(key) != first.get(key)
         ]
         if error or other:
             raise ValueError(

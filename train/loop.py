@@ -3,7 +3,7 @@
 A step's rows, micro batches and random numbers are functions of (seed, step), and its learning rate
 one of the step: to resume is to continue at step n.
 
-Legend: D feature width, B batch, T tokens, K draft depth, R ranks.
+Legend: B batch, T tokens, D feature width, K draft depth, R ranks.
 """
 
 from __future__ import annotations

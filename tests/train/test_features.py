@@ -242,6 +242,7 @@ def killed_in_the_third_shard(folder: str) -> None:
     fill(store_of(Path(folder), target))
 
 
+@pytest.mark.slow
 def test_a_killed_writer_is_continued(tmp_path, target, monkeypatch):
     code = f"import test_features as t; t.killed_in_the_third_shard({str(tmp_path / 'killed')!r})"
     tests = Path(__file__).parent

@@ -157,6 +157,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
 
 # the compiler looks at the gradients of its inputs
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
@@ -244,6 +245,7 @@ def test_data_that_teaches_nothing_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_heads_trained_on_a_conversation_are_right_about_it(tmp_path, kind):
     """Training and decoding obey one alignment law: what was learned by heart is accepted whole."""
     target = Target.load(write_target(tmp_path / "target"))
