@@ -171,10 +171,9 @@ class AutoregressiveHead(DraftHead):
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """Sum over steps and learned tokens of the weighted loss."""
         inputs_BTD = self._inputs(features_BTD)
-        hidden_BTH = self.checkpointed(self.fuse, self.noisy(inputs_BTD)).to(inputs_BTD.dtype)
-        unrolled = unroll(self, batch, hidden_BTH, target, self.steps)
+        unrolled = self._unroll(batch, self.noisy(inputs_BTD), target, self.steps)
         weights_K = self.decay ** torch.arange(self.steps, dtype=torch.float32)
-        weights_K = (weights_K / weights_K.sum()).to(hidden_BTH.device)
+        weights_K = (weights_K / weights_K.sum()).to(inputs_BTD.device)
         weights_R = weights_K[unrolled.steps_R]
         loss, ranks_R = linear_cross_entropy(
             *self._predictions(batch, unrolled, target),
@@ -196,8 +195,7 @@ class AutoregressiveHead(DraftHead):
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        hidden_BTH = self.fuse(self._inputs(features_BTD))
-        unrolled = unroll(self, batch, hidden_BTH, target, self.depth)
+        unrolled = self._unroll(batch, self._inputs(features_BTD), target, self.depth)
         ranks_R = chunked_ranks(*self._predictions(batch, unrolled, target))
         ranks_PK = ranks_R.new_full((batch.tokens_BT.numel(), self.depth), -1)
         roots_R = unrolled.places_R - unrolled.steps_R - 1
@@ -215,6 +213,11 @@ class AutoregressiveHead(DraftHead):
         """The features that the head reads, without the states that labels are made of."""
         width = len(self.feature_layers) * self.hidden_size
         return features_BTD[..., :width].to(next(self.parameters()).dtype)
+
+    def _unroll(self, batch: Batch, inputs_BTD: Tensor, target: Target, steps: int) -> Unrolled:
+        hidden_BTH = self.checkpointed(self.fuse, inputs_BTD)
+        # autocast must not narrow the residual stream
+        return unroll(self, batch, hidden_BTH.to(inputs_BTD.dtype), target, steps)
 
     def _predictions(
         self, batch: Batch, unrolled: Unrolled, target: Target
@@ -273,7 +276,7 @@ class EagleHead(AutoregressiveHead):
     def advance(
         self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
     ) -> Tensor:
-        dtype = hidden_BQH.dtype  # autocast must not narrow the residual stream
+        dtype = hidden_BQH.dtype  # of the residual stream, which autocast must not narrow
         hidden_BQH = self.fc(torch.cat([embedded_BQD, hidden_BQH], dim=-1)).to(dtype)
         for layer, memory in zip(self.layers, memories, strict=True):
             hidden_BQH = layer(hidden_BQH, angles, memory)
@@ -445,13 +448,11 @@ class EagleDrafter:
         self.feature_layers = head.feature_layers
         self.weight_vD = head.unembed_weight(target)
         self.dtype = next(head.parameters()).dtype
-        self._cache = DraftCache(
-            head.layer_count, head.rope, head.window, self._read, target.device
-        )
-        self._builder = tree_builder(tree, head.token_map, target.device)
+        self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)
+        self.builder = tree_builder(tree, head.token_map, target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
-        builder, cache = self._builder, self._cache
+        builder, cache = self.builder, self.cache
         hidden_BFH = cache.commit(committed)
         builder.start()
         cos, sin = cache.angles(self.depth)
@@ -479,7 +480,7 @@ class EagleDrafter:
 
     def _advance(self, tokens_BQ: Tensor, hidden_BQH: Tensor, angles: Angles) -> Tensor:
         embedded_BQD = self.target.embed(tokens_BQ).to(self.dtype)
-        return self.head.advance(embedded_BQD, hidden_BQH, angles, self._cache.memories)
+        return self.head.advance(embedded_BQD, hidden_BQH, angles, self.cache.memories)
 
     def _logits(self, hidden_BFH: Tensor) -> Tensor:
         states_BFD = self.head.states(hidden_BFH).to(self.weight_vD.dtype)

@@ -34,15 +34,11 @@ from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.heads.vocabulary import check_distinct, draft_index, token_map
 
 STACK_BYTES = 1 << 26
-"""Heads up to this size (64 MiB) are copied into one stack for drafting: with small matrices the
-number of kernels is what drafting costs.
-"""
+"""Smaller heads are stacked for drafting: there the number of kernels is what it costs."""
 
 
 States = Iterator[tuple[Tensor, Tensor, LowRank | None]]
-"""For each depth: its roots, bool (B, T); the states (M, D) that the last matrix multiplies; a
-low-rank term of the logits.
-"""
+"""Of each depth: roots, bool (B, T); what the last matrix multiplies, (M, D); a term of logits."""
 
 
 @dataclass(frozen=True)
@@ -238,8 +234,7 @@ class MedusaHead(DraftHead):
     def stacked(self) -> StackedHeads | None:
         """The heads as one stack, for drafting; None where they are too large to be copied."""
         parameters = list(self.parameters())
-        size = sum(p.numel() * p.element_size() for p in parameters)
-        if not self.own_lm_head or size > STACK_BYTES:
+        if not self.own_lm_head or sum(p.nbytes for p in parameters) > STACK_BYTES:
             return None
         return self._stack.get(parameters, lambda: StackedHeads(self.blocks, self.lm_heads))
 
@@ -268,11 +263,13 @@ class MedusaHead(DraftHead):
             yield roots_BT, (hidden_MD, weights[k - 1], labels_M, low_rank)
 
     def _teacher(self, features_MD: Tensor, target: Target) -> Teacher:
-        def logits(rows: Tensor) -> Tensor:
-            return target.unembed(features_MD[rows])
-
         rows_M = torch.arange(len(features_MD), device=features_MD.device)
-        return Teacher(rows_M, logits, self.token_map, vocab_size=self.vocab_size)
+        return Teacher(
+            rows_M,
+            lambda rows: target.unembed(features_MD[rows]),
+            self.token_map,
+            vocab_size=self.vocab_size,
+        )
 
 
 class MedusaDrafter:

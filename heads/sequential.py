@@ -66,16 +66,11 @@ class SequentialHead(MedusaHead):
     kind = "sequential"
     architecture = "SequentialMedusaModel"
     conditioning: ClassVar[str]
+    normed = True
 
-    def __init__(
-        self,
-        design: MedusaDesign,
-        rank: int | None = None,
-        prefix: PrefixLayer | None = None,
-        normed: bool = True,
-    ) -> None:
+    def __init__(self, design: MedusaDesign, rank: int | None, prefix: PrefixLayer | None) -> None:
         super().__init__(design)
-        self.prefix, self.normed = prefix, normed
+        self.prefix = prefix
         self.add_conditioning(rank)
 
     @classmethod
@@ -123,7 +118,9 @@ class SequentialHead(MedusaHead):
         if "prefix.norm.weight" in tensors:
             (sizes,) = needed(config, "prefix_layer")
             prefix = PrefixLayer(LayerShape.read(sizes), read_rope(sizes))
-        return kind(design, rank, prefix, config.get("norm_embeddings", True))
+        head = kind(design, rank, prefix)
+        head.normed = config.get("norm_embeddings", True)
+        return head
 
     @abstractmethod
     def add_conditioning(self, rank: int | None) -> None:
@@ -271,11 +268,10 @@ class RecurrentHead(LowRankHead):
         """lm_head and `up` are joined where that makes a node cheaper and the result fits."""
         downs_rE, width = list(self.down.parameters())[::2], self.hidden_size
         mixers_KDr = torch.stack([down_rE[:, :width].T for down_rE in downs_rE])
-        rank, words = len(downs_rE[0]), self.draft_vocab_size
-        pays = rank * words <= width * (rank + words)  # multiply-adds of a node
+        pays = len(downs_rE[0]) <= width
         if self.own_lm_head:  # then no less is read, but there are fewer kernels
             pays = pays and self.stacked() is not None
-        if not (pays and self.fits(words, target)):
+        if not (pays and self.fits(self.draft_vocab_size, target)):
             return mixers_KDr, None
         pairs = zip(self.unembed_weights(target), self.up.parameters(), strict=True)
         return mixers_KDr, [(lm_vD.to(up.dtype) @ up).T.contiguous() for lm_vD, up in pairs]
@@ -319,9 +315,8 @@ CONDITIONINGS: dict[str, type[SequentialHead]] = {
 
 
 class PrefixLayer(nn.Module):
-    """A decoder layer and a final norm over the target's last states, run once per step, so that
-    heads which read one state know the text before it (Hydra++). Its branches are zero at first:
-    new heads read the target's states, normed.
+    """A decoder layer and a final norm over the target's last states, run once per step (Hydra++).
+    Its branches are zero at first: new heads read the target's states, normed.
     """
 
     def __init__(self, shape: LayerShape, rope: Rope) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -177,7 +178,7 @@ def bench(
     generate = Baseline(target, options.sampling, {each.limit for each in fitting})
     candidates = [
         Candidate(GENERATE, None, lambda *asked: [Step(generate(*asked), -1, None, 0.0, 0.0)]),
-        candidate(PLAIN, 0, Speculator(target), options.sampling),
+        engine_candidate(PLAIN, 0, Speculator(target), options.sampling),
         *_candidates(target, heads, options),
     ]
     accelerator = [target.device] if target.device.type == "cuda" else []
@@ -216,7 +217,9 @@ def _fitting(
     return fitting
 
 
-def candidate(name: str, nodes: int | None, engine: Speculator, rule: Acceptance) -> Candidate:
+def engine_candidate(
+    name: str, nodes: int | None, engine: Speculator, rule: Acceptance
+) -> Candidate:
     """An engine that samples as `rule` does."""
     return Candidate(
         name,
@@ -237,11 +240,11 @@ def _candidates(
             tree = drafts.tree
             for nodes in sorted({min(nodes, tree.draft_nodes) for nodes in options.nodes}):
                 engine = Speculator(target, drafts, tree=tree.head(nodes))
-                yield candidate(f"{name}@{nodes}", nodes, engine, options.sampling)
+                yield engine_candidate(f"{name}@{nodes}", nodes, engine, options.sampling)
             if options.nodes:
                 continue
         fixed = tree.draft_nodes if tree else None  # a function's drafter keeps its own tree
-        yield candidate(name, fixed, Speculator(target, drafts, tree=tree), options.sampling)
+        yield engine_candidate(name, fixed, Speculator(target, drafts, tree=tree), options.sampling)
 
 
 def race(
@@ -297,12 +300,10 @@ def _profile(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Statistics
     """Statistics of a few prompts with a wait around each half of a step: on an accelerator only
     this tells drafting from verifying, and it costs time, hence runs of their own.
     """
-    total = Statistics()
     assert candidate.engine is not None
     candidate.engine.profile = True
-    for each in prompts[:PROFILED_PROMPTS]:
-        for step in candidate.generate(each.prompt, each.limit):
-            total.add(step)
+    runs = [candidate.generate(each.prompt, each.limit) for each in prompts[:PROFILED_PROMPTS]]
+    total = Statistics.of(chain.from_iterable(runs))
     candidate.engine.profile = False
     return total
 
@@ -319,11 +320,9 @@ class Summary:
 
     def result(self, candidate: Candidate, halves: Statistics | None = None) -> Result:
         """halves: whose draft and verify times to report, default the timed runs' own."""
-        name, statistics, tokens = candidate.name, Statistics(), 0
-        for run in [run for runs in self.runs[name] for run in runs]:
-            tokens += len(run.tokens)
-            for step in run.steps:
-                statistics.add(step)
+        name = candidate.name
+        steps = [step for run in chain.from_iterable(self.runs[name]) for step in run.steps]
+        statistics = Statistics.of(steps)
         halves = halves or statistics
         divergence = self._divergence(name)
         return Result(
@@ -344,7 +343,7 @@ class Summary:
             draft_seconds=halves.draft_seconds / max(halves.steps, 1),
             verify_seconds=halves.verify_seconds / max(halves.steps, 1),
             steps=statistics.steps,
-            tokens=tokens,
+            tokens=sum(len(step.tokens) for step in steps),
         )
 
     def _sums(self, name: str) -> Tensor:

@@ -57,17 +57,10 @@ class Answer:
         tokens = sum(len(step.tokens) for step in self.steps)
         rate = tokens / self.seconds if self.seconds else 0.0
         line = f"{tokens} tokens, {rate:.1f} tokens/s"
-        statistics = self.statistics()
+        statistics = Statistics.of(self.steps)
         if statistics.steps:
             line += f", {statistics.tokens_per_step:.2f} tokens/step"
         return line + ENDINGS.get(self.finish, "")
-
-    def statistics(self) -> Statistics:
-        """Sums over the steps."""
-        total = Statistics()
-        for step in self.steps:
-            total.add(step)
-        return total
 
 
 def printable(text: str) -> str:
@@ -230,7 +223,8 @@ class _Conversation:
         if not self.answers:
             return "Nothing has been answered yet."
         word = "answer" if self.answers == 1 else "answers"
-        shares = ", ".join(f"{rate:.0%}" for rate in self.total.statistics().acceptance_by_depth)
+        rates = Statistics.of(self.total.steps).acceptance_by_depth
+        shares = ", ".join(f"{rate:.0%}" for rate in rates)
         return (
             f"{self.answers} {word}: {self.total.summary()}\n"
             f"steps with 1, 2, ... draft tokens accepted: {shares or 'none'}\n"

@@ -5,7 +5,7 @@ Legend: B batch, N tree nodes, A committed tokens of a step, D feature width, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -50,6 +50,14 @@ class Statistics:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accepted: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Statistics:
+        """The sums over these steps."""
+        total = cls()
+        for step in steps:
+            total.add(step)
+        return total
 
     def add(self, step: Step) -> None:
         """Count one step of one row."""

@@ -42,16 +42,8 @@ from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, Greedy, Processed, check_temperature
 from draftheads.infer.engine import Speculator, Step
 
-WARPERS: tuple[type, ...] = (
-    processing.TemperatureLogitsWarper,
-    processing.TopHLogitsWarper,
-    processing.TopKLogitsWarper,
-    processing.TopPLogitsWarper,
-    processing.MinPLogitsWarper,
-    processing.TypicalLogitsWarper,
-    processing.EpsilonLogitsWarper,
-    processing.EtaLogitsWarper,
-)
+SAMPLING = ("Temperature", "TopH", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
+WARPERS: tuple[type, ...] = tuple(getattr(processing, f"{name}LogitsWarper") for name in SAMPLING)
 """What `do_sample` brings; none of them looks at the tokens before."""
 MEMORYLESS: tuple[type, ...] = (
     *WARPERS,

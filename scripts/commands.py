@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from draftheads.train.entry import mistakes_in_one_line as mistakes_in_one_line
-
 if TYPE_CHECKING:
     from draftheads.heads.hub import HeadFolder
     from draftheads.heads.target import Target

@@ -28,19 +28,16 @@ from draftheads.train.entry import INTERRUPTED
 from draftheads.train.loop import fit
 from draftheads.train.recipe import load_recipe
 
+RECIPES = Path(str(files("draftheads.recipes")))
+"""The installed recipes, the demo target and its prompts among them."""
 KINDS = {
     "medusa": "five Medusa heads learn to guess the next tokens",
     "sequential": "six heads learn it that also see the draft before their guess",
-    "eagle3": "an EAGLE-3 head learns to go on from its own guesses",
+    "eagle3": "an EAGLE-3 head learns to continue its own guesses",
 }
 NODES = (4, 8, 16)
 BENCH_PROMPTS = 16
 QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json.dumps do?")
-
-
-def recipes() -> Path:
-    """The folder of recipes that was installed, the demo target and its prompts in it."""
-    return Path(str(files("draftheads.recipes")))
 
 
 def demo(out: Path) -> BenchReport:
@@ -49,7 +46,7 @@ def demo(out: Path) -> BenchReport:
     """
     console, began = Console(), time.monotonic()
     transformers.logging.disable_progress_bar()
-    target = Target.load(recipes() / "demo-target")
+    target = Target.load(RECIPES / "demo-target")
     threads = torch.get_num_threads()
     choose_threads(None, target)
     millions = sum(p.numel() for p in target.model.parameters()) / 1e6
@@ -57,20 +54,16 @@ def demo(out: Path) -> BenchReport:
         f"The target: a Llama of {millions:.1f} M parameters that answers questions about Python's "
         "standard library. It stays frozen."
     )
-    with _stage(
-        console, "1 of 6: distill - the target answers prompts, its tokens become the data"
-    ):
-        prompts = read_prompts(recipes() / "demo-prompts.jsonl")
-        distill(
-            target, prompts, DistillOptions(out=out / "data", max_new_tokens=128, batch_size=64)
-        )
+    with _stage(console, "1 of 6: distill - the target answers prompts, its tokens are the data"):
+        prompts = read_prompts(RECIPES / "demo-prompts.jsonl")
+        options = DistillOptions(out=out / "data", max_new_tokens=128, batch_size=64)
+        distill(target, prompts, options)
     heads = {}
     for number, (kind, what) in enumerate(KINDS.items(), start=2):
         with _stage(console, f"{number} of 6: train - {what}"):
-            heads[kind] = _trained(kind, target, out, threads)
+            heads[kind] = trained(kind, target, out, threads)
     with _stage(console, "5 of 6: bench - held-out prompts, against transformers' generate"):
-        held_out = str(recipes() / "demo-heldout.jsonl")
-        ids = opening_ids(target, held_out, None, BENCH_PROMPTS)
+        ids = opening_ids(target, str(RECIPES / "demo-heldout.jsonl"), None, BENCH_PROMPTS)
         report = bench(target, heads, ids, BenchOptions(nodes=NODES))
         write_json(report, out / "bench.json")
         print_report(report, console)
@@ -82,18 +75,18 @@ def demo(out: Path) -> BenchReport:
     console.print(
         f"\n{best.name}: {best.speedup:.2f} times as fast as generate, {best.tokens_per_step:.2f} "
         f"tokens per step, lossless: {best.lossless}. All of it took "
-        f"{time.monotonic() - began:.0f} s.\nGo on:  draftheads chat --head {out / kind}"
+        f"{time.monotonic() - began:.0f} s.\nNext:  draftheads chat --head {out / kind}"
     )
     return report
 
 
-def _trained(kind: str, target: Target, out: Path, threads: int) -> DraftHead:
+def trained(kind: str, target: Target, out: Path, threads: int) -> DraftHead:
     """The best head of a finished run of the recipe for this kind; threads: of the training."""
     places = {"target": target.name, "data.path": out / "data", "run.output": out / kind}
     overrides = [f"{key}={value}" for key, value in places.items()]
     decoding = torch.get_num_threads()
     torch.set_num_threads(threads)
-    outcome = fit(load_recipe(recipes() / f"demo-{kind}.yaml", overrides))
+    outcome = fit(load_recipe(RECIPES / f"demo-{kind}.yaml", overrides))
     torch.set_num_threads(decoding)
     if not outcome.finished:  # Ctrl-C or SIGTERM: what is there is saved
         raise SystemExit(INTERRUPTED)

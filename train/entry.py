@@ -14,13 +14,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from draftheads.train.recipe import Kind
 
 INTERRUPTED = 130
-HELP = """
+HELP = """Train draft heads.
+
 Several processes: `accelerate launch --multi_gpu --num_processes N ...` on GPUs,
 `ACCELERATE_USE_CPU=true torchrun --nproc-per-node N ...` on CPU. A recipe without `head.kind` is
 for {kind} heads. Exit codes: 0 done, 2 a mistake in recipe, data or launch, 130 interrupted and
@@ -37,8 +38,7 @@ def main(argv: Sequence[str] | None, script: str, kind: Kind) -> int:
     spin_briefly()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        if _is_first():
-            print(f"Train draft heads.\n{HELP.format(kind=kind, script=script)}")
+        _say(HELP.format(kind=kind, script=script))
         return 0 if arguments else 2
     try:
         with mistakes_in_one_line():
@@ -55,25 +55,24 @@ def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
     logger = logging.getLogger("draftheads")
     level = logger.level
     logger.setLevel(level if _is_first() else logging.ERROR)
-    try:  # the level is the process's own
+    try:  # the level is the caller's
         outcome = fit(load_recipe(recipe, overrides, kind))
     finally:
         logger.setLevel(level)
     if not outcome.finished:
-        said = (
+        _say(
             f"interrupted by {outcome.stopped_by} at step {outcome.step} of {outcome.steps}, saved "
             f"in {outcome.checkpoint}; run the same command again to resume"
         )
-    elif outcome.trained:
-        said = f"done: {outcome.steps} steps, saved in {outcome.checkpoint}"
+        return INTERRUPTED
+    if outcome.trained:
+        _say(f"done: {outcome.steps} steps, saved in {outcome.checkpoint}")
     else:
-        said = (
+        _say(
             f"{outcome.checkpoint}: this run is finished; raise run.steps to continue it, or give "
             "another run.output"
         )
-    if _is_first():
-        print(said)
-    return 0 if outcome.finished else INTERRUPTED
+    return 0
 
 
 @contextmanager
@@ -102,7 +101,12 @@ def mistakes_in_one_line() -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """An error's message without its line breaks."""
+    """An error's message without its line breaks; of pydantic's, the first fault."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -116,14 +120,14 @@ def spin_briefly() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    if _is_first():
-        by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        print(
-            f"interrupted by {by}; what was saved before is intact; run the same command again to "
-            "resume",
-            file=sys.stderr,
-        )
+    by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    _say(f"interrupted by {by}; run the same command again to resume", sys.stderr)
     sys.exit(INTERRUPTED)
+
+
+def _say(text: str, file: TextIO | None = None) -> None:
+    if _is_first():
+        print(text, file=file)
 
 
 def _is_first() -> bool:

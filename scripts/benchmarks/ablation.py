@@ -37,16 +37,17 @@ from draftheads.infer.bench import (
     PLAIN,
     BenchOptions,
     BenchPrompt,
-    Candidate,
     Run,
     Summary,
     describe_machine,
+    engine_candidate,
     machine_line,
     race,
 )
-from draftheads.infer.engine import Speculator, Statistics, Step
-from draftheads.scripts.commands import load_target, mistakes_in_one_line, set_threads
+from draftheads.infer.engine import Speculator, Statistics
+from draftheads.scripts.commands import load_target, set_threads
 from draftheads.scripts.journey import check_outputs, opening_ids
+from draftheads.train.entry import mistakes_in_one_line
 from draftheads.train.evaluate import tau_error
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe, load_recipe
@@ -137,7 +138,7 @@ class Meter:
                 f"{settings.prompts}: expected a prompt shorter than the context of {target.name} "
                 f"({target.context} tokens), found none"
             )
-        plain = _contestant(PLAIN, None, Speculator(target), Greedy())
+        plain = engine_candidate(PLAIN, None, Speculator(target), Greedy())
         self.plain = race([plain], self.jobs, self.options)[PLAIN]
 
     def measure(self, head: DraftHead) -> list[dict[str, Any]]:
@@ -150,16 +151,16 @@ class Meter:
 
     def _rows(self, head: DraftHead, rule: Acceptance) -> list[dict[str, Any]]:
         sizes = sorted({min(nodes, head.tree.draft_nodes) for nodes in self.options.nodes})
-        contestants = [
-            _contestant(str(n), n, Speculator(self.target, head, tree=head.tree.head(n)), rule)
+        candidates = [
+            engine_candidate(str(n), n, Speculator(self.target, head, tree=head.tree.head(n)), rule)
             for n in sizes
         ]
         options = replace(self.options, sampling=rule)
-        runs = race(contestants, self.jobs, options)
+        runs = race(candidates, self.jobs, options)
         # a bench compares with `generate`; here the plain engine stands in its place
         results = {**runs, GENERATE: self.plain, PLAIN: self.plain}
         summary = Summary(self.target, self.jobs, results, options)
-        rows = [asdict(summary.result(contestant, None)) for contestant in contestants]
+        rows = [asdict(summary.result(each)) for each in candidates]
         return [
             {
                 **{key: row[key] for key in MEASURED},
@@ -170,20 +171,11 @@ class Meter:
         ]
 
 
-def _contestant(name: str, nodes: int | None, engine: Speculator, rule: Acceptance) -> Candidate:
-    def generate(prompt: Sequence[int], limit: int) -> list[Step]:
-        return list(engine.generate(prompt, sampling=rule, max_new_tokens=limit))
-
-    return Candidate(name, nodes, generate, engine)
-
-
 def _counts(runs: Sequence[Sequence[Run]]) -> list[tuple[int, int]]:
     """Tokens and steps of each prompt. runs: of each prompt, its one repetition."""
     counts = []
     for [run] in runs:
-        total = Statistics()
-        for step in run.steps:
-            total.add(step)
+        total = Statistics.of(run.steps)
         counts.append((total.tokens, total.steps))
     return counts
 

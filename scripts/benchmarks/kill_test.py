@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from draftheads.scripts.commands import mistakes_in_one_line
+from draftheads.train.entry import mistakes_in_one_line
 
 EARLY = 0.2
 """Share of kills that may come before the first sign of work."""

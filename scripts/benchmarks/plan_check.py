@@ -29,7 +29,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftheads.scripts.commands import mistakes_in_one_line
+from draftheads.train.entry import mistakes_in_one_line
 from draftheads.train.plan import CLOCKS, make_plan
 from draftheads.train.recipe import Recipe, load_recipe
 

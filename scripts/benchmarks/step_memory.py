@@ -37,7 +37,7 @@ from draftheads.scripts.benchmarks.step_trial import (
     create_batch,
     create_target,
 )
-from draftheads.scripts.commands import mistakes_in_one_line
+from draftheads.train.entry import mistakes_in_one_line
 
 TTT = (1, 3, 5, 7)
 

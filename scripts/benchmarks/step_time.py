@@ -36,7 +36,7 @@ from draftheads.scripts.benchmarks.step_trial import (
     create_target,
     total,
 )
-from draftheads.scripts.commands import mistakes_in_one_line
+from draftheads.train.entry import mistakes_in_one_line
 
 SQUARE = 1024
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

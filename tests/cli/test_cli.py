@@ -171,9 +171,7 @@ def test_template_that_cannot_show_tool_calls(run, target, tmp_path):
         failed(run(*command, "--tools", "keep"), "drops them", "leave them out with --tools drop")
         failed(run(*command, "--tools", "some"), "--tools", "'some' is not one of")
     assert not (tmp_path / "data").exists()
-    failed(
-        run(*distill, "--reasoning", "some"), "--reasoning", "'some' is not one of"
-    )
+    failed(run(*distill, "--reasoning", "some"), "--reasoning", "'some' is not one of")
     assert run(*distill, "--tools", "drop")[0] == 0
 
 
@@ -429,7 +427,7 @@ def test_a_demo_that_is_interrupted_while_it_trains_ends(monkeypatch, tmp_path):
     from draftheads.scripts import demo
 
     monkeypatch.setattr(demo, "fit", lambda recipe: SimpleNamespace(finished=False))
-    target = SimpleNamespace(name=str(demo.recipes() / "demo-target"))
+    target = SimpleNamespace(name=str(demo.RECIPES / "demo-target"))
     with pytest.raises(SystemExit) as ended:
-        demo._trained("medusa", target, tmp_path, torch.get_num_threads())
+        demo.trained("medusa", target, tmp_path, torch.get_num_threads())
     assert ended.value.code == 130

@@ -173,7 +173,7 @@ def test_a_target_beside_zero_3_is_whole(made):
     [
         ({"target_placement": "split"}, 2, "split: expected one process, .* got 2; use sharded"),
         ({"target_placement": "split"}, 1, "split: expected GPUs .* got none; use whole"),
-        ({"target_placement": "sharded"}, 1, "expected several processes .* got 1; launch one"),
+        ({"target_placement": "sharded"}, 1, "expected several processes, got 1; launch one"),
     ],
 )
 def test_a_placement_that_cannot_be_is_refused(made, monkeypatch, choices, processes, message):

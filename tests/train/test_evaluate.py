@@ -1,4 +1,4 @@
-"""The promise: heads are judged by what decoding with them brings, training does not notice, and
+"""The promise: heads are evaluated by what decoding with them brings, training does not notice, and
 the best checkpoint and the end of a run follow from it.
 """
 
@@ -335,6 +335,7 @@ def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
         check_eval(recipe_of({**values, "eval": {"best": "tokens_per_step"}}), said.append)
 
 
+@pytest.mark.slow
 def test_two_processes_judge_as_one(made, tmp_path):
     values = tiny_recipe(made, output=str(tmp_path / "run"), steps=2)
     values["eval"] = {"prompts": 3, "new_tokens": 12, "report": False}
