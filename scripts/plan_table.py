@@ -24,7 +24,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(
         f"{plan.recipe.head.kind} head on {plan.recipe.target}: {shapes.head:,} parameters"
         f"{adapter if shapes.adapted else ''} trained, {shapes.frozen:,} frozen; "
-        f"{plan.launch.processes} x {plan.launch.device}, {plan.launch.engine}\n{source}"
+        f"{plan.processes} processes, {plan.engine}\n{source}"
     )
     table = Table("memory per process", "", box=box.SIMPLE_HEAD)
     for part, size in plan.memory.items():

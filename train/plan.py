@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -38,11 +39,11 @@ from draftheads.heads.losses import CHUNK_LOGITS, CHUNK_ROWS
 from draftheads.heads.placement import check_path, check_placement, read_config, reading
 from draftheads.heads.target import Target
 from draftheads.heads.weights import decoder_layers
-from draftheads.train.batches import HELDOUT_TOKENS, Documents, Order, Reading, Rows
-from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
+from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading
+from draftheads.train.data.answers import MANIFEST
 from draftheads.train.loop import fit
 from draftheads.train.recipe import MedusaChoices, Recipe, SequentialChoices, load_recipe
-from draftheads.train.setup import check_tokens
+from draftheads.train.setup import load_data
 
 FEATURE_BYTES = {"bf16": (2, 0), "fp8": (1, 4), "fp32": (4, 0)}
 """Of a stored feature: per number, and per token and state."""
@@ -61,24 +62,7 @@ FEWEST, MOST, TRIAL_TOKENS = 4, 16, 1 << 15
 """Steps of each kind in a trial: as many as read TRIAL_TOKENS, within these limits."""
 PATIENCE = 600
 """Seconds that a trial may take."""
-SAMPLE_TOKENS = 2_000_000
-"""Tokens that are read of a data set; a larger one is taken to continue as it begins."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Processes on "cpu" or "cuda", the trained state divided by `engine`."""
-
-    processes: int
-    engine: str
-    device: str
-
-    @classmethod
-    def here(cls, processes: int | None = None, engine: str = "ddp") -> Launch:
-        """On this machine's device; processes: default WORLD_SIZE, else one."""
-        world = processes or int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(world, engine, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 class ShapeTarget(Target):
@@ -110,7 +94,7 @@ class Shapes:
         config = read_config(recipe.target, recipe.target_revision)
         with reading(recipe.target), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        self.target = ShapeTarget(model, name=recipe.target)
+        self.target = ShapeTarget(model, name=recipe.target, fingerprint="")
         self.layers, self.width = self.target.layers, self.target.hidden_size
         self.inner: int = getattr(self.target.config, "intermediate_size", None) or 4 * self.width
         self.frozen, self.per_layer = _count(model), _count(decoder_layers(model)) // self.layers
@@ -185,8 +169,7 @@ def activation_bytes(recipe: Recipe, shapes: Shapes, length: int) -> int:
     vocabulary = getattr(choices, "vocabulary", None) or shapes.target.vocab_size
     if choices.labels == "soft" or recipe.adapter:
         vocabulary = shapes.target.vocab_size
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    chunk = max(CHUNK_ROWS * vocabulary, CHUNK_LOGITS[device])
+    chunk = max(CHUNK_ROWS * vocabulary, CHUNK_LOGITS[_device()])
     return 4 * (recipe.data.rows_per_batch * length * kept + 4 * chunk) + 2 * shapes.trained
 
 
@@ -221,32 +204,15 @@ class Workload:
 
 
 def read_workload(recipe: Recipe, target: Target, processes: int) -> Workload:
-    """Look at the recipe's data; full rows are assumed where there is none. Raises ValueError for a
-    folder that is not in order.
-    """
+    """Full rows are assumed where there is no data. Errors: as of `load_data`."""
     data, run = recipe.data, recipe.run
     length = min(data.sequence_length, target.context)
     rows, tokens, heldout, sample = None, 0, HELDOUT_TOKENS, [(length, length - 1)]
     if (data.path / MANIFEST).is_file():
-        answers, size = [], 0
-        for answer in read_answers(data.path):
-            answers.append(answer)
-            size += len(answer.tokens)
-            if size >= SAMPLE_TOKENS:
-                break
-        documents, manifest = Documents.read(answers), read_manifest(data.path)
-        check_tokens(recipe, int(documents.tokens_N.max()), target.vocab_size)
-        spans, apart = documents.split(data.heldout)
-        train = Rows(documents, spans, length, pack=data.pack, seed=run.seed)
-        if not len(train):
-            raise ValueError(f"{data.path}: expected tokens written by the target, got none")
-        times = 1.0
-        if size >= SAMPLE_TOKENS:
-            known = manifest["complete"] and manifest["counts"].get("tokens")
-            times = (known or count(data.path, manifest).tokens) / size
-        rows, tokens = round(len(train) * times), round(sum(train.sizes) * times)
-        heldout = min(heldout, round(sum(stop - start for start, stop in apart) * times))
-        sample = list(zip(train.sizes, train.learned, strict=True))
+        found = load_data(recipe, target, log=lambda line: None)
+        rows, tokens = len(found.train), sum(found.train.sizes)
+        heldout = min(heldout, sum(found.heldout.sizes))
+        sample = list(zip(found.train.sizes, found.train.learned, strict=True))
     reading = Reading(rows, length, run.epochs, processes)
     per_step, note = reading.rows_per_step(run.tokens_per_step, data.rows_per_batch)
     steps = run.steps
@@ -314,7 +280,8 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str) -> Tri
         values["adapter"] |= {"layers": adapted, "start": 2 / 3 if kinds == 3 else 0}
     with tempfile.TemporaryDirectory(prefix="draftheads-plan-") as name:
         write_target(recipe, layers, Path(name) / "target")
-        write_rows(Path(name) / "data", recipe, shapes, sizes)
+        vocabulary = getattr(recipe.head, "vocabulary", None) or shapes.target.vocab_size
+        write_rows(Path(name) / "data", sizes, min(vocabulary, shapes.target.vocab_size))
         found = _run_child(Path(name), values, clock)
     gaps = [after - before for before, after in pairwise(found["steps"])]  # not of the first step
     phases = [gaps[max(0, n * steps - 1) : (n + 1) * steps - 1] for n in range(kinds)]
@@ -357,10 +324,8 @@ def write_target(recipe: Recipe, layers: int, folder: Path) -> None:
         logging.disable(logging.NOTSET)
 
 
-def write_rows(folder: Path, recipe: Recipe, shapes: Shapes, sizes: list[tuple[int, int]]) -> None:
+def write_rows(folder: Path, sizes: list[tuple[int, int]], vocabulary: int) -> None:
     """Random documents of such sizes: (tokens, learned tokens at the end)."""
-    vocabulary = shapes.target.vocab_size
-    vocabulary = min(vocabulary, getattr(recipe.head, "vocabulary", None) or vocabulary)
     folder.mkdir()
     with (folder / "answers-00000-of-00001.jsonl").open("w") as file:
         for number, (size, learned) in enumerate(sizes):
@@ -411,24 +376,17 @@ def main(folder: Path, clock: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs. trial: None, because of `reason`, where shapes alone were counted.
-
-    memory: bytes of one process by part, of which it can have `limit`. disk: bytes; checkpoint: of
-    each of `checkpoints` at most; features; free in the output folder. time: seconds; step: a mean;
-    alone, joint: of steps without and with an adapter that learns; later: of steps whose features
-    are known; load; save: with the evaluation; total: where the number of steps is known.
+    """What a run on so many processes needs. trial: None, because of `reason`, where shapes alone
+    were counted.
     """
 
     recipe: Recipe
-    launch: Launch
+    processes: int
+    engine: str
     shapes: Shapes
     work: Workload
     trial: Trial | None
     reason: str
-    memory: dict[str, int]
-    limit: int
-    disk: dict[str, int]
-    time: dict[str, float]
 
     @property
     def tokens_per_step(self) -> float:
@@ -436,21 +394,99 @@ class Plan:
         return self.work.rows_per_step * self.work.row_tokens
 
     @property
+    def saves(self) -> int | None:
+        """Checkpoints that the run writes."""
+        return math.ceil(self.work.steps / self.recipe.run.save_every) if self.work.steps else None
+
+    @cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes of one process at the highest point, by part."""
+        shapes, work, trial = self.shapes, self.work, self.trial
+        moments = 3 if self.engine in ("zero1", "zero2") else 2  # DeepSpeed keeps weights twice
+        parts = {"weights": shapes.trained, "gradients": shapes.trained}
+        parts["optimizer"] = moments * shapes.trained
+        for part in ENGINES[self.engine]:
+            parts[part] = math.ceil(parts[part] / self.processes)
+        shards = self.processes if self.recipe.target_placement == "sharded" else 1
+        parts["target"] = shapes.target_bytes(shapes.layers, shards)
+        if _device() == "cpu":
+            parts["libraries"] = trial.base if trial else psutil.Process().memory_info().rss
+            parts["data"] = 5 * work.tokens
+            if self.recipe.features.mode == "online":
+                rows = min(work.rows or 0, (work.steps or 0) * work.rows_per_step)
+                room = int(self.recipe.data.cache_gb * 1e9)
+                parts["cache"] = min(room, shapes.feature_bytes(rows * work.row_tokens))
+        bound = activation_bytes(self.recipe, shapes, work.length)
+        return {**parts, "activations": trial.activations if trial else bound}
+
+    @property
     def peak(self) -> int:
         """Bytes of memory of one process."""
         return sum(self.memory.values())
+
+    @property
+    def limit(self) -> int:
+        """Bytes of memory that one process can have."""
+        return device_memory() // (self.processes if _device() == "cpu" else 1)
+
+    @cached_property
+    def disk(self) -> dict[str, int]:
+        """Bytes: a checkpoint, of which there are `checkpoints` at most; features; free."""
+        run, shapes, work = self.recipe.run, self.shapes, self.work
+        tokens = 0
+        if self.recipe.features.mode == "cached":
+            tokens = work.tokens or (work.steps or 1) * work.rows_per_step * work.length
+            if not self.recipe.adapter:  # which changes those of held-out rows
+                tokens += work.heldout
+        number, scale = FEATURE_BYTES[self.recipe.features.dtype]
+        place = run.output.absolute()
+        while not place.exists():
+            place = place.parent
+        checkpoint = 3 * shapes.trained + shapes.buffers  # weights and two moments
+        most = run.keep + 2  # the best one may be older, and one is being written
+        return {
+            "checkpoint": self.trial.checkpoint if self.trial else checkpoint,
+            "checkpoints": min(self.saves or most, most),
+            "features": tokens * shapes.states * (shapes.width * number + scale),
+            "free": shutil.disk_usage(place).free,
+        }
 
     @property
     def written(self) -> int:
         """Bytes that the run writes."""
         return self.disk["checkpoint"] * self.disk["checkpoints"] + self.disk["features"]
 
+    @cached_property
+    def time(self) -> dict[str, float]:
+        """Seconds, if there was a trial. step: a mean; alone, joint: of steps without and with an
+        adapter that learns; later: of steps whose features are known; load; save: with the
+        evaluation; total: where the number of steps is known.
+        """
+        trial, work = self.trial, self.work
+        if not trial:
+            return {}
+        rows = work.rows or work.rows_per_step
+        load, features = trial.load, trial.features
+        if self.recipe.features.mode == "cached":
+            load += features * rows / work.rows_per_step
+            features = 0.0
+        room = self.recipe.data.cache_gb * 1e9
+        kept = min(1.0, room / self.shapes.feature_bytes(rows * work.row_tokens))
+        features *= 1 - kept * (1 - 1 / max(1.0, work.epochs or 1.0))  # none after the first epoch
+        later = work.alone * trial.alone + (1 - work.alone) * trial.joint
+        found = {"step": later + features, "later": later, "load": load, "save": trial.save}
+        found["alone"] = trial.alone + features if work.alone else 0.0
+        found["joint"] = trial.joint + features if work.alone < 1 else 0.0
+        if work.steps and self.saves:
+            found["total"] = load + work.steps * found["step"] + self.saves * trial.save
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """All figures."""
         shapes, work = self.shapes, asdict(self.work)
         del work["sample"]
         return {
-            "launch": asdict(self.launch),
+            "launch": {"processes": self.processes, "engine": self.engine, "device": _device()},
             "target": {"name": shapes.target.name, "parameters": shapes.frozen},
             "head": {"kind": self.recipe.head.kind, "parameters": shapes.head},
             "adapter": {"layers": shapes.adapted, "parameters": shapes.adapter},
@@ -464,23 +500,31 @@ class Plan:
         }
 
 
-def make_plan(recipe: Recipe, launch: Launch, *, probe: bool = True, clock: str = "wall") -> Plan:
-    """Count and try. clock: of the trial, "wall" or "cpu". Raises ValueError and OSError for what
-    the trainer would refuse of target, head, adapter, data and launch.
+def make_plan(
+    recipe: Recipe,
+    processes: int | None = None,
+    engine: str = "ddp",
+    *,
+    probe: bool = True,
+    clock: str = "wall",
+) -> Plan:
+    """Count and try. processes: default WORLD_SIZE, else one; engine: a key of ENGINES; clock: of
+    the trial, a key of CLOCKS. Raises ValueError and OSError for what the trainer would refuse of
+    target, head, adapter, data and launch.
     """
-    divided = ENGINES.get(launch.engine)
-    if divided is None:
-        raise ValueError(f"--engine: expected one of {', '.join(ENGINES)}, got {launch.engine!r}")
-    if recipe.adapter and "weights" in divided:
+    processes = processes or int(os.environ.get("WORLD_SIZE", "1"))
+    if engine not in ENGINES:
+        raise ValueError(f"--engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
+    if recipe.adapter and "weights" in ENGINES[engine]:
         raise ValueError(
-            f"--engine: expected ddp, zero1 or zero2 with an adapter, got {launch.engine}, which "
-            "would divide matrices that the target reads between the heads' forwards"
+            f"--engine: expected ddp, zero1 or zero2 with an adapter, got {engine}, which would "
+            "divide matrices that the target reads between the heads' forwards"
         )
-    check_placement(recipe.target_placement, recipe.target_bits, launch.processes)
+    check_placement(recipe.target_placement, recipe.target_bits, processes)
     shapes = Shapes(recipe)
-    work = read_workload(recipe, shapes.target, launch.processes)
+    work = read_workload(recipe, shapes.target, processes)
     # as a step of few rows is divided
-    batch = min(recipe.data.rows_per_batch, work.rows_per_step // launch.processes)
+    batch = min(recipe.data.rows_per_batch, work.rows_per_step // processes)
     data = recipe.data.model_copy(update={"rows_per_batch": batch})
     recipe = recipe.model_copy(update={"data": data})
     trial, reason = None, "--no-probe was given"
@@ -489,90 +533,21 @@ def make_plan(recipe: Recipe, launch: Launch, *, probe: bool = True, clock: str 
             trial, reason = try_steps(recipe, shapes, work, clock), ""
         except RuntimeError as error:
             reason = str(error)
-    return Plan(
-        recipe=recipe,
-        launch=launch,
-        shapes=shapes,
-        work=work,
-        trial=trial,
-        reason=reason,
-        memory=_memory(recipe, launch, shapes, work, trial),
-        limit=device_memory(launch.device) // (launch.processes if launch.device == "cpu" else 1),
-        disk=_disk(recipe, shapes, work, trial),
-        time=_seconds(recipe, shapes, work, trial) if trial else {},
-    )
+    return Plan(recipe, processes, engine, shapes, work, trial, reason)
 
 
-def device_memory(device: str) -> int:
-    """Bytes that it has, or that this process may have of it."""
-    if device == "cuda":
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_memory() -> int:
+    """Bytes of this machine's device, or what this process may have of it."""
+    if _device() == "cuda":
         return torch.cuda.mem_get_info()[1]
     group = Path("/sys/fs/cgroup/memory.max")
     allowed = group.read_text().strip() if group.exists() else "max"
     total = psutil.virtual_memory().total
     return min(total, int(allowed)) if allowed.isdigit() else total
-
-
-def _memory(
-    recipe: Recipe, launch: Launch, shapes: Shapes, work: Workload, trial: Trial | None
-) -> dict[str, int]:
-    moments = 3 if launch.engine in ("zero1", "zero2") else 2  # DeepSpeed keeps weights twice
-    parts = {"weights": shapes.trained, "gradients": shapes.trained}
-    parts["optimizer"] = moments * shapes.trained
-    for part in ENGINES[launch.engine]:
-        parts[part] = math.ceil(parts[part] / launch.processes)
-    shards = launch.processes if recipe.target_placement == "sharded" else 1
-    parts["target"] = shapes.target_bytes(shapes.layers, shards)
-    if launch.device == "cpu":
-        parts["libraries"] = trial.base if trial else psutil.Process().memory_info().rss
-        parts["data"] = 5 * work.tokens
-        rows = min(work.rows or 0, (work.steps or 0) * work.rows_per_step)
-        if recipe.features.mode == "online":
-            room = int(recipe.data.cache_gb * 1e9)
-            parts["cache"] = min(room, shapes.feature_bytes(rows * work.row_tokens))
-    bound = activation_bytes(recipe, shapes, work.length)
-    return {**parts, "activations": trial.activations if trial else bound}
-
-
-def _disk(recipe: Recipe, shapes: Shapes, work: Workload, trial: Trial | None) -> dict[str, int]:
-    features = 0
-    if recipe.features.mode == "cached":
-        number, scale = FEATURE_BYTES[recipe.features.dtype]
-        tokens = work.tokens or (work.steps or 1) * work.rows_per_step * work.length
-        if not recipe.adapter:  # which changes those of held-out rows
-            tokens += work.heldout
-        features = tokens * shapes.states * (shapes.width * number + scale)
-    place = recipe.run.output.absolute()
-    while not place.exists():
-        place = place.parent
-    most = recipe.run.keep + 2  # the best one may be older, and one is being written
-    saves = math.ceil(work.steps / recipe.run.save_every) if work.steps else most
-    return {
-        "checkpoint": trial.checkpoint if trial else 3 * shapes.trained + shapes.buffers,
-        "checkpoints": min(saves, most),
-        "features": features,
-        "free": shutil.disk_usage(place).free,
-    }
-
-
-def _seconds(recipe: Recipe, shapes: Shapes, work: Workload, trial: Trial) -> dict[str, float]:
-    rows = work.rows or work.rows_per_step
-    load, features = trial.load, trial.features
-    if recipe.features.mode == "cached":
-        load += features * rows / work.rows_per_step
-        features = 0.0
-    kept = min(1.0, recipe.data.cache_gb * 1e9 / shapes.feature_bytes(rows * work.row_tokens))
-    features *= 1 - kept * (1 - 1 / max(1.0, work.epochs or 1.0))  # none after the first epoch
-    later = work.alone * trial.alone + (1 - work.alone) * trial.joint
-    step = later + features
-    alone = trial.alone + features if work.alone else 0.0
-    joint = trial.joint + features if work.alone < 1 else 0.0
-    found = {"step": step, "alone": alone, "joint": joint, "later": later}
-    found |= {"load": load, "save": trial.save}
-    if work.steps:
-        saves = math.ceil(work.steps / recipe.run.save_every)
-        found["total"] = load + work.steps * step + saves * trial.save
-    return found
 
 
 if __name__ == "__main__":

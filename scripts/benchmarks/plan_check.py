@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.train.entry import mistakes_in_one_line
-from draftheads.train.plan import CLOCKS, Launch, make_plan
+from draftheads.train.plan import CLOCKS, make_plan
 from draftheads.train.recipe import Recipe, load_recipe
 
 TRAIN = [sys.executable, "-m", "draftheads.scripts.cli", "train"]
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def compare(recipe: Recipe, clock: str) -> tuple[Figures, Figures]:
     """(predicted, measured), in UNITS, of one recipe."""
-    plan = make_plan(recipe, Launch.here(), clock=clock)
+    plan = make_plan(recipe, clock=clock)
     if not plan.time:
         raise ValueError(f"expected a plan with a probe, got none: {plan.reason}")
     output = recipe.run.output
