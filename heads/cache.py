@@ -203,3 +203,10 @@ class SlotCache(Cache):  # type: ignore[misc]
                 if layer.is_initialized:
                     layer.move(source_BA.to(layer.device), target_BA.to(layer.device))
         self.table.advance(counts)
+
+    def copy_row(self, row: int, other: SlotCache) -> None:
+        """Take what this row holds from the one row of `other`, which has the same text."""
+        length = self.table.lengths[row]
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            for store, copied in zip(layer._stores, source._stores, strict=True):
+                store[:, row, :, :length] = copied[:, 0, :, :length]

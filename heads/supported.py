@@ -8,14 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from draftheads.heads.tree import MOST_NODES
-
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that keep keys and values, and nothing else."""
 MASKED = ("eager", "sdpa")
 """Implementations of attention that take a mask per query and key."""
-BY_SLOT = ("doge", "gpt_neo", "moshi")
-"""Models whose masks go by the number of a cache slot."""
+TREE_ROOM = 64
+"""Slots left for a tree where a model counts cache slots and its context is limited for it."""
 ADVICE = "use a causal LM with attention layers alone and rotary or learned positions"
 
 
@@ -51,8 +49,6 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         reason = f"keeps several hidden states per token, of which no head can read one; {ADVICE}"
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         reason = f"takes no position_ids, which a tree's nodes need; {ADVICE}"
-    elif text.model_type in BY_SLOT:
-        reason = f"attends by cache slot, which is not a position in a tree; {ADVICE}"
     elif model.get_output_embeddings() is None or not hasattr(text, "hidden_size"):
         reason = (
             "has no lm_head over hidden states of one width; load a causal LM with "
@@ -68,26 +64,37 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(f"{describe(model)} {reason}")
 
 
-def usable_context(model: PreTrainedModel) -> int:
-    """How many tokens a text may have. Warns where that is less than the model's own context,
-    since in longer texts a forward of several rows or nodes is not one token at a time.
+def slot_limit(config: Any) -> int | None:
+    """From how many cache slots on a model's attention depends on their number, which in a tree or
+    in a batch is not that of the text's tokens. None: never.
     """
+    if config.model_type == "gpt_neo":
+        ends = config.max_position_embeddings
+        return min(ends, config.window_size) if "local" in config.attention_layers else ends
+    if config.model_type == "doge":
+        return config.keep_window_size
+    if config.model_type == "moshi":
+        return config.sliding_window
+    if config.model_type == "llama4_text" and config.attn_temperature_tuning:
+        return config.floor_scale - 1
+    return None
+
+
+def usable_context(model: PreTrainedModel) -> int:
+    """How many tokens a text may have. Warns where cache slots limit it."""
     config = model.config.get_text_config(decoder=True)
     context: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-    limit, reason = context, ""
-    rope = getattr(config, "rope_parameters", None) or {}  # of the model, or per type of layer
-    for each in (rope, *rope.values()):
-        if isinstance(each, dict) and each.get("rope_type") == "longrope":
-            limit = each["original_max_position_embeddings"]
-            reason = "the greatest position in a forward changes all RoPE factors (longrope)"
-    if config.model_type == "llama4_text" and config.attn_temperature_tuning:
-        limit = config.floor_scale - 1 - MOST_NODES  # room for any tree
-        reason = "its attention temperature counts cache slots"
-    if limit >= context:
+    slots = slot_limit(config)
+    if slots is None or context <= slots - TREE_ROOM:
         return context
+    if slots <= 2 * TREE_ROOM:
+        raise ValueError(
+            f"{describe(model)} attends by cache slot beyond {slots} slots, where a tree has "
+            f"positions; expected that only beyond {2 * TREE_ROOM}; {ADVICE}"
+        )
     warnings.warn(
-        f"{describe(model)}: texts are limited to {limit} of {context} tokens, since beyond that "
-        f"{reason}",
+        f"{describe(model)}: texts are limited to {slots - TREE_ROOM} of {context} tokens, since "
+        f"beyond {slots} cache slots, a tree's included, it attends by slot",
         stacklevel=3,
     )
-    return limit
+    return slots - TREE_ROOM

@@ -7,7 +7,7 @@ tokens of a text.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,12 +21,14 @@ from transformers import AutoTokenizer, PreTrainedModel
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
 from draftheads.heads.cache import SlotCache
+from draftheads.heads.longrope import LongRope, document_lengths
 from draftheads.heads.placement import Bits, Placement, load_model, reading
 from draftheads.heads.supported import (
     ADVICE,
     describe,
     plain_model,
     refuse_unsupported,
+    slot_limit,
     usable_context,
 )
 from draftheads.heads.tree import TokenTree, Topology
@@ -77,12 +79,13 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.context = usable_context(model)
+        self._slots, self.context = slot_limit(self.config), usable_context(model)
         eos = model.generation_config.eos_token_id
         eos_ids = [eos] if isinstance(eos, int) else eos or []
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = Masks(model)
+        self._longrope = LongRope(model)
         self._resets = True  # whether position resets alone keep packed documents apart
         if not model.get_input_embeddings().weight.is_meta:
             _refuse_by_trial(self)
@@ -170,6 +173,7 @@ class Target:
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
         tokens_BT = tokens_BT.to(self.device)
+        texts_B1 = torch.tensor(lengths, device=self.device)[:, None]
         logits: dict[int, Tensor] = {}
         features: list[Tensor] = []
         for start in range(0, max(lengths), PREFILL_CHUNK):
@@ -180,7 +184,8 @@ class Target:
             }
             keep = sorted(set(ends.values())) or [0]
             depths_1N = torch.arange(width, device=self.device)[None]
-            out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
+            with self._longrope.factors(texts_B1):
+                out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
             for row, end in ends.items():
                 logits[row] = out.logits_BNV[row, keep.index(end)]
             if out.features_BND is not None:
@@ -194,7 +199,25 @@ class Target:
         follow.
         """
         ancestors_BNN = tree.ancestors() if tree.tokens_BN.shape[1] > 1 else None
-        return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
+        with self._longrope.factors(cache.table.lengths_B[:, None], tree.depths() + 1):
+            return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
+
+    def room(self, text: int) -> int:
+        """How many tokens a text of so many, the newest one included, may grow before `recompute`
+        must see it.
+        """
+        crossing = self._longrope.crossing
+        return crossing + 1 - text if crossing and text <= crossing else self.context
+
+    def recompute(self, texts: Mapping[int, Sequence[int]], cache: SlotCache) -> None:
+        """Compute rows of `cache` anew where `generate` does (LongRoPE, whose factors change with
+        the length of the text). texts: of each row to look at, its newest token included.
+        """
+        for row, text in texts.items():
+            if len(text) - 1 == self._longrope.crossing:
+                alone = self.new_cache(1, len(text))
+                self.prefill([text], alone, ())
+                cache.copy_row(row, alone)
 
     @torch.no_grad()
     def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
@@ -207,13 +230,14 @@ class Target:
 
     def states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         """As `features`, with the gradients of an adapter that learns."""
-        out = decoder(self.model)(
-            batch.tokens_BT,
-            attention_mask=None if self._resets else self._masks.packed(batch),
-            position_ids=batch.positions_BT,
-            use_cache=False,
-            output_hidden_states=list(layers),
-        )
+        with self._longrope.factors(document_lengths(batch.positions_BT)):
+            out = decoder(self.model)(
+                batch.tokens_BT,
+                attention_mask=None if self._resets else self._masks.packed(batch),
+                position_ids=batch.positions_BT,
+                use_cache=False,
+                output_hidden_states=list(layers),
+            )
         states_BTD = self._concatenate(out.hidden_states, layers)
         return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
 
@@ -287,6 +311,11 @@ class Target:
                 ancestors_BNN = torch.ones(1, nodes, nodes, device=self.device).tril_() > 0
             visible_BNS, key_positions_BS = table.visible(ancestors_BNN), table.positions(depths_BN)
             mask = self._masks(visible_BNS, positions_BN, key_positions_BS)
+            if self._slots and visible_BNS.shape[2] > self._slots:
+                raise ValueError(
+                    f"expected text and tree to take at most {self._slots} cache slots of this "
+                    f"target, got {visible_BNS.shape[2]}; use a smaller tree"
+                )
         if table.span > self.context:  # such nodes are never committed, but learned positions end
             positions_BN = positions_BN.clamp(max=self.context - 1)
         arguments: dict[str, Any] = {}

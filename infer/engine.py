@@ -166,10 +166,12 @@ class Speculator:
             start = self._clock()
             tree = drafter.propose(committed)
             drafted = self._clock()
+            target.recompute({b: r.text for b, r in enumerate(rows) if not r.finish}, cache)
             out = target.verify(tree, cache, drafter.feature_layers)
             accepted = accept(out.logits_BNV, tree)
             counts = [
-                0 if row.finish else count for row, count in zip(rows, accepted.counts, strict=True)
+                0 if row.finish else min(count, target.room(len(row.text)))
+                for row, count in zip(rows, accepted.counts, strict=True)
             ]
             cache.keep(accepted.path_BA, counts, in_place=accepted.in_place)
             committed = _commit(tree, out, accepted, counts)

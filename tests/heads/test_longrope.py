@@ -1,5 +1,5 @@
 """The promise: targets whose RoPE factors depend on the length of the text write what `generate`
-writes, and no text grows over the limit of their short factors.
+writes, over the limit too, and training sees each document with the factors that decoding uses.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from tiny_heads import decode, random_head
 from tiny_targets import VOCABULARY, greedy, scaled_up, some_prompts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Oracle, Speculator
+from draftheads.infer.generate import speculative
 
-LIMIT, NEW = 32, 20
+LIMIT, NEW = 32, 25
 ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -28,13 +30,13 @@ ROPE = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": ROPE, "original_max_position_embeddings": LIMIT},
-    "phimoe": {
+    "phimoe": {  # these two drop what they have computed when a text crosses the limit
         "rope_parameters": {**ROPE, "short_mscale": 1.1, "long_mscale": 1.3},
         "original_max_position_embeddings": LIMIT,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
-    "llama": {"rope_parameters": ROPE},
+    "llama": {"rope_parameters": ROPE},  # this one does not
 }
 TREE = StaticTree.from_widths((2, 1, 1, 1))
 
@@ -47,9 +49,7 @@ def long_target(kind: str) -> Target:
         bos_token_id=1, eos_token_id=2, **KINDS[kind],
     )  # fmt: skip
     torch.manual_seed(0)
-    model = scaled_up(AutoModelForCausalLM.from_config(config))
-    with pytest.warns(UserWarning, match=f"texts are limited to {LIMIT} of 128 tokens, .*longrope"):
-        return Target(model, name=f"long-{kind}")
+    return Target(scaled_up(AutoModelForCausalLM.from_config(config)), name=f"long-{kind}")
 
 
 def oracle(truth: list[list[int]], noise: float = 0.2) -> Any:
@@ -57,20 +57,67 @@ def oracle(truth: list[list[int]], noise: float = 0.2) -> Any:
     return lambda: Oracle(TREE, longer, vocab_size=VOCABULARY, noise=noise)
 
 
+@pytest.mark.parametrize("chunk", [1024, 7])
+@pytest.mark.parametrize("length", [20, 29, 31, 32, 33, 50])
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_up_to_the_limit_are_those_of_generate(kind):
-    target, prompts = long_target(kind), some_prompts(LIMIT - NEW, 5)
+def test_a_text_grows_over_the_limit_as_in_generate(monkeypatch, kind, length, chunk):
+    monkeypatch.setattr("draftheads.heads.target.PREFILL_CHUNK", chunk)
+    target, (prompt,) = long_target(kind), some_prompts(length)
+    truth = [greedy(target, prompt, NEW)]
+    assert decode(target, None, [prompt], max_new_tokens=NEW)[0] == truth
+    assert decode(target, oracle(truth), [prompt], max_new_tokens=NEW)[0] == truth
+    tokens, (statistics,) = decode(target, oracle(truth, 0.0), [prompt], max_new_tokens=NEW)
+    assert tokens == truth
+    assert statistics.steps <= -(-(NEW - 1) // 5) + 1, "one step may be cut at the limit, no more"
+
+
+@pytest.mark.parametrize("chunk", [1024, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_cross_at_times_of_their_own(monkeypatch, kind, chunk):
+    monkeypatch.setattr("draftheads.heads.target.PREFILL_CHUNK", chunk)
+    target, prompts = long_target(kind), some_prompts(20, 40, 31, 32, 5, 33)
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
     assert decode(target, oracle(truth), prompts, max_new_tokens=NEW)[0] == truth
     head = random_head("eagle3", target)
     assert decode(target, head, prompts, max_new_tokens=NEW)[0] == truth
 
 
+def test_a_row_that_has_ended_at_the_limit_stays_as_it_is(monkeypatch):
+    target, prompts = long_target("phi3"), some_prompts(LIMIT - 4, 9)
+    truth = [greedy(target, prompt, NEW) for prompt in prompts]
+    monkeypatch.setattr(target, "eos_ids", (truth[0][4],))  # its last position is the limit's
+    ends = [row.index(truth[0][4]) + 1 if truth[0][4] in row else NEW for row in truth]
+    expected = [row[:end] for row, end in zip(truth, ends, strict=True)]
+    assert decode(target, oracle(truth), prompts, max_new_tokens=NEW)[0] == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_longer_texts_are_refused(kind):
-    (prompt,) = some_prompts(LIMIT - NEW + 1)
-    with pytest.raises(ValueError, match=r"exceed the context of long-.* \(32\)"):
-        Speculator(long_target(kind)).generate(prompt, max_new_tokens=NEW)
+def test_custom_generate_crosses_as_well(kind):
+    target, (prompt,) = long_target(kind), some_prompts(28)
+    head, ids = random_head("medusa", target), torch.tensor([prompt])
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
+    expected = target.model.generate(ids, **asked)
+    assert torch.equal(
+        target.model.generate(ids, **asked, custom_generate=speculative(head)), expected
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_have_the_features_that_they_have_alone(kind):
+    target, documents = long_target(kind), some_prompts(12, 40, 9)
+    packed = features(target, documents)
+    for place, document in enumerate(documents):
+        start = sum(map(len, documents[:place]))
+        alone = features(target, [document])
+        torch.testing.assert_close(packed[1 + start : start + len(document)], alone[1:])
+
+
+def features(target: Target, documents: list[list[int]]) -> torch.Tensor:
+    tokens_BT = torch.tensor([sum(documents, [])])
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+    learn = torch.ones_like(tokens_BT, dtype=torch.bool)
+    batch = Batch(tokens_BT, learn, positions, torch.zeros_like(tokens_BT))
+    return target.features(batch, [1, -1])[0]
 
 
 def test_dynamic_ntk_factors_do_not_change_within_the_context():

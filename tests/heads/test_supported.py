@@ -16,7 +16,6 @@ from tiny_targets import (
     VOCABULARY,
     greedy,
     random_model,
-    scaled_up,
     some_prompts,
     tiny_target,
 )
@@ -29,7 +28,7 @@ from transformers import (
 )
 
 from draftheads.heads.target import Target
-from draftheads.heads.tree import MOST_NODES, StaticTree
+from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Oracle
 
 SIZES: dict[str, Any] = {
@@ -96,19 +95,6 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         "no position_ids",
     ),
     "blt": ("blt", {}, "no lm_head over hidden states"),
-    "gpt-neo": (
-        "gpt_neo",
-        {
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "vocab_size": VOCABULARY,
-        },
-        "attends by cache slot",
-    ),
-    "moshi": ("moshi", {**SIZES, "ffn_dim": 48}, "attends by cache slot"),
-    "doge": ("doge", SIZES, "attends by cache slot"),
 }
 TRIED: dict[str, tuple[str, dict[str, Any], str]] = {
     "openai-gpt": (
@@ -271,42 +257,86 @@ def test_a_peft_model_is_refused_with_what_to_do():
     Target(wrapped.merge_and_unload())
 
 
-LIMIT = 96
+SLOTS = 160
+COUNTING: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-neo": (
+        "gpt_neo",
+        {
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": SLOTS,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 512,
+        },
+    ),
+    "moshi": (
+        "moshi",
+        {**SIZES, "ffn_dim": 48, "max_position_embeddings": 512, "sliding_window": SLOTS},
+    ),
+    "doge": ("doge", {**SIZES, "max_position_embeddings": 512, "keep_window_size": SLOTS}),
+    "llama4": (
+        "llama4_text",
+        {
+            **SIZES,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 0],
+            "floor_scale": SLOTS + 1,
+            "attn_temperature_tuning": True,
+        },
+    ),
+}
+"""Models that look at the number of a cache slot, from `SLOTS` of them on."""
 
 
-def llama4(**changes: Any) -> Any:
-    """Its attention temperature changes where the longest row fills its `floor_scale`-th slot."""
-    options = {
-        **SIZES,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 48,
-        "attention_chunk_size": 8,
-        "no_rope_layers": [1, 0],
-        "floor_scale": LIMIT + 1 + MOST_NODES,
-    }
-    model = scaled_up(model_of("llama4_text", {**options, **changes}))
+def counting_model(name: str, **changes: Any) -> Any:
+    kind, options = COUNTING[name]
+    model = model_of(kind, {**options, **changes}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8.0 if parameter.ndim >= 2 else 1.0)
     model.generation_config.eos_token_id = None
     return model
 
 
-def test_where_a_model_counts_slots_texts_end_before_that():
-    with pytest.warns(
-        UserWarning, match=f"limited to {LIMIT} of 512 tokens, since .* its attention"
-    ):
-        target = Target(llama4(), name="llama4")
-    assert target.context == LIMIT
-    prompts = some_prompts(LIMIT - 20, 31)
+@pytest.mark.parametrize("name", COUNTING)
+def test_where_a_model_counts_slots_texts_end_before_that(name):
+    with pytest.warns(UserWarning, match=f"limited to {SLOTS - 64} of 512 tokens, since beyond"):
+        target = Target(counting_model(name), name=name)
+    assert target.context == SLOTS - 64
+    prompts = some_prompts(SLOTS - 64 - 20, 31)
     truth = [greedy(target, prompt, 20) for prompt in prompts]
     wide = StaticTree.from_widths((3, 2, 2, 2))  # 45 nodes
     longer = [row + [0] * 5 for row in truth]
     oracle = lambda: Oracle(wide, longer, vocab_size=VOCABULARY, noise=0.3)  # noqa: E731
     assert decode(target, oracle, prompts, max_new_tokens=20)[0] == truth
+    huge = StaticTree.from_widths((16, 8))
+    with pytest.raises(ValueError, match=f"at most {SLOTS} cache slots .* use a smaller tree"):
+        decode(target, lambda: Oracle(huge, longer, vocab_size=VOCABULARY), prompts)
 
 
-def test_where_it_never_does_nothing_is_limited():
-    assert Target(llama4(attn_temperature_tuning=False)).context == 512
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gpt-neo", {"window_size": 100}), ("doge", {"keep_window_size": 8})],
+)
+def test_where_it_does_so_from_the_start_it_is_refused(name, changes):
+    assert "attends by cache slot beyond" in refusal(counting_model(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama4", {"attn_temperature_tuning": False}),
+        ("doge", {"keep_window_size": 1024}),
+    ],
+)
+def test_where_it_never_does_nothing_is_limited(name, changes):
+    assert Target(counting_model(name, **changes)).context == 512
 
 
 @pytest.mark.parametrize("name", MASKLESS)
