@@ -112,7 +112,7 @@ class SequentialHead(MedusaHead):
         if kind is RecurrentHead and design.depth > 1 and "carry.0.weight" not in tensors:
             raise ValueError(
                 f"expected conditioning {', '.join(CONDITIONINGS)}, got state, which is no longer "
-                "supported; load this head with draftheads 0.1.0, or retrain it with recurrent"
+                "supported; use an earlier version of draftheads, or retrain with recurrent"
             )
         prefix = None
         if "prefix.norm.weight" in tensors:
