@@ -150,7 +150,7 @@ def without(value: Any, private: dict[str, str]) -> Any:
     if isinstance(value, str):
         for name, public in private.items():
             whole = rf"(?<![\w/.-]){re.escape(name)}(?![\w/-])"
-            value = re.sub(whole, lambda _, public=public: public, value)
+            value = re.sub(whole, public, value)
     return value
 
 
