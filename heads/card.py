@@ -59,7 +59,7 @@ def render_card(config: dict[str, Any]) -> str:
         pipeline_tag="text-generation",
         base_model=target if known else None,
         base_model_relation="adapter" if known else None,
-        datasets=[source] if is_hub_id(source) else None,
+        datasets=[str(source)] if is_hub_id(source) else None,
         tags=["speculative-decoding", "draft-head", kind],
     )
     environment = Environment(trim_blocks=True, lstrip_blocks=True)

@@ -119,6 +119,8 @@ def publish(upload: Upload, *, public: bool = False, revision: str = "main") -> 
             f"{repo_id}: {api.endpoint} refused access (status {error.response.status_code}); log "
             "in (hf auth login), or set HF_TOKEN to a token that may write there"
         ) from error
+    except ValueError as error:  # the Hub refuses the card, in several lines
+        raise ValueError(" ".join(str(error).split())) from error
     return str(commit.commit_url)
 
 
@@ -147,7 +149,8 @@ def without(value: Any, private: dict[str, str]) -> Any:
         return [without(each, private) for each in value]
     if isinstance(value, str):
         for name, public in private.items():
-            value = value.replace(name, public)
+            whole = rf"(?<![\w/.-]){re.escape(name)}(?![\w/-])"
+            value = re.sub(whole, public, value)
     return value
 
 
@@ -157,7 +160,7 @@ def _card(path: Path, repo_id: str, licence: str | None) -> str:
         card = ModelCard(path.read_text().replace(HERE, repo_id))
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path}: expected metadata in YAML at its begin ({reason})") from error
+        raise ValueError(f"{path}: expected metadata in YAML first ({reason})") from error
     missing = [key for key in ("library_name", "pipeline_tag", "tags") if not card.data.get(key)]
     if missing:
         raise ValueError(f"{path}: its metadata lacks {', '.join(missing)}")

@@ -16,12 +16,14 @@ from urllib.parse import unquote, urlparse
 class LocalHub:
     """`repos` maps "user/name" to {"private": bool, "files": {path: bytes}}, and other branches
     than main to their files in "branches"; every state that one had can be had again by its hash.
-    `refuses`: whether it lets nobody in. `requests`: all that were made. `url`: the HF_ENDPOINT.
+    `refuses`: whether it lets nobody in. `card_errors`: what it finds wrong with every card.
+    `requests`: all that were made. `url`: the HF_ENDPOINT.
     """
 
     def __init__(self) -> None:
         self.repos: dict[str, dict] = {}
         self.refuses = False
+        self.card_errors: list[dict[str, str]] = []
         self.requests: list[str] = []
         self._states: dict[str, dict] = {}
         hub = self
@@ -59,7 +61,8 @@ class LocalHub:
         if self.refuses:
             return 403, {}, b"{}"
         if path == "/api/validate-yaml":
-            return _json({"errors": [], "warnings": []})
+            status, headers, answer = _json({"errors": self.card_errors, "warnings": []})
+            return 400 if self.card_errors else status, headers, answer
         if path == "/api/repos/create":
             wish = json.loads(body)
             name = f"{wish.get('organization') or 'me'}/{wish['name']}"

@@ -228,6 +228,14 @@ def test_nothing_of_this_machine_or_network_is_published(hub, tmp_path):
         load_pair("me/heads")
 
 
+def test_a_card_that_the_hub_refuses_is_one_line(hub, folder, run):
+    hub.card_errors = [{"message": '"license" must be one of [apache-2.0, ...]'}]
+    code, _, errors = run("publish", folder, "me/heads", "--license", "apache2")
+    assert code == 2 and hub.repos["me/heads"]["files"] == {}
+    assert [line for line in errors if line.startswith("error:")] == errors[-1:]
+    assert 'Invalid metadata in README.md. - "license" must be one of' in errors[-1]
+
+
 @pytest.mark.parametrize("name", ["heads", "a/b/c", "me/he ads", "me/-x"])
 def test_what_is_no_repository_is_refused(folder, name):
     with pytest.raises(ValueError, match="user/name"):
