@@ -261,6 +261,7 @@ def launch(
     return run
 
 
+@pytest.mark.slow
 def test_torchrun_divides_the_work(
     launch: Callable[..., subprocess.CompletedProcess[str]], target: Target, tmp_path: Path
 ) -> None:
@@ -273,6 +274,7 @@ def test_torchrun_divides_the_work(
     assert lines == [6, 4]
 
 
+@pytest.mark.slow
 def test_launcher_that_starts_one_process_is_refused(
     launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -430,6 +430,7 @@ def test_ctrl_c_cuts_requests_under_way(
     assert not read_manifest(tmp_path / "o")["complete"]
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on_without_asking_again(
     folder: Path, start: Callable[..., LocalServer], tmp_path: Path
 ) -> None:

@@ -53,7 +53,17 @@ THINKING = {  # their generation prompts open the thinking
 WITH_THOUGHT = tuple((asked, f"<think>hm</think>{said}") for asked, said in TALK)
 
 
-@pytest.fixture(scope="module", params=["qwen2.5", "gpt2", "minimind-6400"])
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen2.5",
+        pytest.param("gpt2", marks=SLOW),
+        pytest.param("minimind-6400", marks=SLOW),
+    ],
+)
 def tokenizer(request: Any) -> Any:
     folder = DATA / "tokenizers" / request.param
     return (GPT2TokenizerFast if request.param == "gpt2" else AutoTokenizer).from_pretrained(folder)

@@ -140,9 +140,9 @@ def _shown(
     prompt = renderer.render(turns, answers)
     if answer.get("tool_calls"):
         whole = renderer.render([*turns, []], [*answers, answer], ask=False).rstrip()
-        if not whole.startswith(prompt):
+        text = whole[len(prompt) :] if whole.startswith(prompt) else ""
+        if not all(call["function"]["name"] in text for call in answer["tool_calls"]):
             raise ValueError("expected tool calls after the generation prompt, found other text")
-        text = whole[len(prompt) :]
         block = EMPTY_THOUGHT.match(text)
         lead = block.group() if block else ""
         end = next((end for end in ends if text.endswith(end)), "")
