@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
     from draftheads.train.doctor.checks import Diagnosis
-    from draftheads.train.doctor.measurements import Case
+    from draftheads.train.doctor.measurements import Evidence
 
 
 def doctor(
@@ -59,7 +59,7 @@ def doctor(
     from draftheads.heads.hub import open_head
     from draftheads.scripts.journey import opening_ids
     from draftheads.train.doctor.checks import diagnose
-    from draftheads.train.doctor.measurements import Case, openings_of, unseen
+    from draftheads.train.doctor.measurements import Evidence, openings_of, unseen
 
     folder = open_head(head)
     model = load_target(target, dtype, device, heads=[folder])
@@ -80,10 +80,11 @@ def doctor(
             "the head was trained on is not here; give one of them"
         )
     sampling = rule(temperature, 1.0, 0, False, seed) if temperature else None
-    facts = folder.facts
-    case = Case(model, drafts, facts, openings, documents, manifest, max_new_tokens, sampling)
-    diagnosis = diagnose(case)
-    print_diagnosis(case, diagnosis)
+    evidence = Evidence(
+        model, drafts, folder.facts, openings, documents, manifest, max_new_tokens, sampling
+    )
+    diagnosis = diagnose(evidence)
+    print_diagnosis(evidence, diagnosis)
     if json_out:
         values = {"healthy": not diagnosis.findings, **asdict(diagnosis)}
         write_text(json_out, json.dumps(values, indent=2) + "\n")
@@ -112,14 +113,15 @@ def _read_data(
     return documents, read_manifest(folder)
 
 
-def print_diagnosis(case: Case, diagnosis: Diagnosis, console: Console | None = None) -> None:
+def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
     """Findings, the one that explains most first, then what costs nothing that can be noticed."""
-    console = console or Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
     console.print(
-        f"{case.head.kind} head on {case.target.name}: {diagnosis.measured:.2f} tokens per step "
-        f"measured (greedy, the target's own token counted); {diagnosis.predicted:.2f} predicted "
-        f"for the best fixed tree of {case.nodes} draft nodes{recorded}"
+        f"{evidence.head.kind} head on {evidence.target.name}: {diagnosis.measured:.2f} tokens per "
+        "step measured (greedy, the target's own token counted); "
+        f"{diagnosis.predicted:.2f} predicted for the best fixed tree of {evidence.nodes} draft "
+        f"nodes{recorded}"
     )
     if not diagnosis.findings:
         console.print("healthy: nothing found that costs tokens", style="green")

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -144,28 +144,27 @@ def activation_bytes(recipe: Recipe, shapes: Shapes, length: int) -> int:
     weights, gradients and moments.
 
     Numbers per token: 10 D + 3 I in the target's forward and 3 D per state; (3 layers + 4) D in a
-    Medusa head, (depth + 12) D more in a sequential one; 22 D + 5 I in a decoder layer (with
-    gradient checkpointing 2 D, and one layer is made again), 6 D + I more where it is adapted.
-    Besides: masks, four copies of a chunk of logits, gradients made in the loss's forward and what
-    AdamW holds meanwhile.
+    Medusa head, (depth + 12) D more in a sequential one; 28 D + 6 I in a decoder layer that learns
+    or is adapted (with gradient checkpointing 2 D, and one layer is made again). Besides: masks,
+    four copies of a chunk of logits, gradients made in the loss's forward and what AdamW holds.
     """
-    choices, width = recipe.head, shapes.width
-
-    def stack(layers: int, inner: int, more: int = 0) -> int:
-        layer = 22 * width + 5 * inner + more
-        kept = 2 * width * layers + layer if recipe.run.gradient_checkpointing else layer * layers
-        return kept if layers else 0
-
+    choices, width, layers = recipe.head, shapes.width, shapes.adapted
     inner = getattr(choices, "intermediate_size", None) or shapes.inner
+    kept = (10 + 3 * shapes.states) * width + 3 * shapes.inner + 7 * length
     if isinstance(choices, MedusaChoices):
-        block, prefix = 3 * choices.layers + 4, 0
+        block = 3 * choices.layers + 4
         if isinstance(choices, SequentialChoices):
-            block, prefix = block + choices.depth + 12, int(choices.prefix)
-        kept = block * width * choices.depth + stack(prefix, inner)
+            block += choices.depth + 12
+            layers += choices.prefix
+        kept += block * width * choices.depth
     else:
-        kept = stack(choices.steps * choices.layers, inner) + 3 * width * choices.steps
-    kept += stack(shapes.adapted, shapes.inner, 6 * width + shapes.inner)
-    kept += 10 * width + 3 * shapes.inner + 3 * width * shapes.states + 7 * length
+        layers += choices.steps * choices.layers
+        kept += 3 * width * choices.steps
+    layer = 28 * width + 6 * max(inner, shapes.inner)
+    if recipe.run.gradient_checkpointing and layers:
+        kept += 2 * width * layers + layer
+    else:
+        kept += layer * layers
     vocabulary = getattr(choices, "vocabulary", None) or shapes.target.vocab_size
     if choices.labels == "soft" or recipe.adapter:
         vocabulary = shapes.target.vocab_size
@@ -173,65 +172,43 @@ def activation_bytes(recipe: Recipe, shapes: Shapes, length: int) -> int:
     return 4 * (recipe.data.rows_per_batch * length * kept + 4 * chunk) + 2 * shapes.trained
 
 
-@dataclass(frozen=True)
 class Workload:
-    """A run's rows of `length` tokens at most, and its steps. rows: to train on, with `tokens` in
-    all; None: the data is missing. heldout: tokens evaluated at each save. rows_per_step: over all
-    processes; micro_batches: per process. steps: None where unknown. alone: share of the steps that
-    train heads alone. sample: (tokens, learned tokens) of some rows.
+    """A run's rows of `length` tokens at most, and its steps; full rows where there is no data.
+
+    rows: to train on, with `tokens` in all; None: the data is missing. heldout: tokens evaluated at
+    each save. rows_per_step: over all processes; micro_batches: per process. steps: None where
+    unknown. alone: share of the steps that train heads alone. sizes: (tokens, learned tokens) of
+    the rows. Errors: as of `load_data`.
     """
 
-    length: int
-    rows: int | None
-    tokens: int
-    heldout: int
-    rows_per_step: int
-    micro_batches: int
-    steps: int | None
-    alone: float
-    note: str
-    sample: list[tuple[int, int]] = field(repr=False)
-
-    @property
-    def row_tokens(self) -> float:
-        """Mean tokens per row, padding not counted."""
-        return self.tokens / self.rows if self.rows else float(self.length)
+    def __init__(self, recipe: Recipe, target: Target, processes: int) -> None:
+        data, run = recipe.data, recipe.run
+        self.length = min(data.sequence_length, target.context)
+        self.rows, self.heldout = None, HELDOUT_TOKENS
+        self.sizes = [(self.length, self.length - 1)]
+        if (data.path / MANIFEST).is_file():
+            found = load_data(recipe, target, log=lambda line: None)
+            self.rows = len(found.train)
+            self.heldout = min(HELDOUT_TOKENS, sum(found.heldout.sizes))
+            self.sizes = list(zip(found.train.sizes, found.train.learned, strict=True))
+        self.tokens = sum(size for size, _ in self.sizes)
+        self.row_tokens = self.tokens / len(self.sizes)
+        reading = Reading(self.rows, self.length, run.epochs, processes)
+        count, note = reading.rows_per_step(run.tokens_per_step, data.rows_per_batch)
+        self.rows_per_step, self.steps = count, run.steps
+        if self.rows and run.epochs:
+            self.steps = Order(self.rows, count, run.seed).steps(run.epochs)
+        warning = reading.warning(self.steps, count) if self.steps else ""
+        self.note = "; ".join(filter(None, (note, warning)))
+        self.micro_batches = max(1, count // (data.rows_per_batch * processes))
+        self.alone = recipe.adapter.start if recipe.adapter else 1.0
+        if self.steps:  # as training counts them
+            self.alone = math.ceil(self.alone * self.steps - 1e-9) / self.steps
 
     @property
     def epochs(self) -> float | None:
         """Passes over the rows."""
         return self.steps * self.rows_per_step / self.rows if self.steps and self.rows else None
-
-
-def read_workload(recipe: Recipe, target: Target, processes: int) -> Workload:
-    """Full rows are assumed where there is no data. Errors: as of `load_data`."""
-    data, run = recipe.data, recipe.run
-    length = min(data.sequence_length, target.context)
-    rows, tokens, heldout, sample = None, 0, HELDOUT_TOKENS, [(length, length - 1)]
-    if (data.path / MANIFEST).is_file():
-        found = load_data(recipe, target, log=lambda line: None)
-        rows, tokens = len(found.train), sum(found.train.sizes)
-        heldout = min(heldout, sum(found.heldout.sizes))
-        sample = list(zip(found.train.sizes, found.train.learned, strict=True))
-    reading = Reading(rows, length, run.epochs, processes)
-    per_step, note = reading.rows_per_step(run.tokens_per_step, data.rows_per_batch)
-    steps = run.steps
-    if rows and run.epochs:
-        steps = Order(rows, per_step, run.seed).steps(run.epochs)
-    warning = reading.warning(steps, per_step) if steps else ""
-    alone = recipe.adapter.start if recipe.adapter else 1.0
-    return Workload(
-        length=length,
-        rows=rows,
-        tokens=tokens,
-        heldout=heldout,
-        rows_per_step=per_step,
-        micro_batches=max(1, per_step // (data.rows_per_batch * processes)),
-        steps=steps,
-        alone=math.ceil(alone * steps - 1e-9) / steps if steps else alone,  # as training counts
-        note="; ".join(filter(None, (note, warning))),
-        sample=sample,
-    )
 
 
 @dataclass(frozen=True)
@@ -266,7 +243,7 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str) -> Tri
     rows = micro * batch * steps + batch  # the last ones are held out
     remembers = bool(recipe.data.cache_gb) or recipe.features.mode == "cached"
     remembers = remembers or layers < shapes.layers  # to tell features from the rest
-    sizes = random.Random(0).choices(work.sample, k=rows)
+    sizes = random.Random(0).choices(work.sizes, k=rows)
     values = recipe.model_dump(mode="json")
     values |= {"target_revision": None, "target_placement": "whole", "features": {}}
     values["eval"] = {"every": 0, "report": False}
@@ -411,7 +388,7 @@ class Plan:
         parts["target"] = shapes.target_bytes(shapes.layers, shards)
         if _device() == "cpu":
             parts["libraries"] = trial.base if trial else psutil.Process().memory_info().rss
-            parts["data"] = 5 * work.tokens
+            parts["data"] = 5 * work.tokens if work.rows else 0
             if self.recipe.features.mode == "online":
                 rows = min(work.rows or 0, (work.steps or 0) * work.rows_per_step)
                 room = int(self.recipe.data.cache_gb * 1e9)
@@ -435,7 +412,7 @@ class Plan:
         run, shapes, work = self.recipe.run, self.shapes, self.work
         tokens = 0
         if self.recipe.features.mode == "cached":
-            tokens = work.tokens or (work.steps or 1) * work.rows_per_step * work.length
+            tokens = round(work.row_tokens * (work.rows or work.rows_per_step * (work.steps or 1)))
             if not self.recipe.adapter:  # which changes those of held-out rows
                 tokens += work.heldout
         number, scale = FEATURE_BYTES[self.recipe.features.dtype]
@@ -483,14 +460,21 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """All figures."""
-        shapes, work = self.shapes, asdict(self.work)
-        del work["sample"]
+        shapes, work = self.shapes, self.work
         return {
             "launch": {"processes": self.processes, "engine": self.engine, "device": _device()},
             "target": {"name": shapes.target.name, "parameters": shapes.frozen},
             "head": {"kind": self.recipe.head.kind, "parameters": shapes.head},
             "adapter": {"layers": shapes.adapted, "parameters": shapes.adapter},
-            "steps": {**work, "count": work["steps"], "tokens_per_step": self.tokens_per_step},
+            "data": {"rows": work.rows, "tokens": work.tokens, "heldout": work.heldout},
+            "steps": {
+                "count": work.steps,
+                "rows": work.rows_per_step,
+                "micro_batches": work.micro_batches,
+                "tokens_per_step": self.tokens_per_step,
+                "alone": work.alone,
+                "note": work.note,
+            },
             "memory": {**self.memory, "total": self.peak, "limit": self.limit},
             "disk": {**self.disk, "total": self.written},
             "time": self.time or None,
@@ -522,7 +506,7 @@ def make_plan(
         )
     check_placement(recipe.target_placement, recipe.target_bits, processes)
     shapes = Shapes(recipe)
-    work = read_workload(recipe, shapes.target, processes)
+    work = Workload(recipe, shapes.target, processes)
     # as a step of few rows is divided
     batch = min(recipe.data.rows_per_batch, work.rows_per_step // processes)
     data = recipe.data.model_copy(update={"rows_per_batch": batch})

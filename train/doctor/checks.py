@@ -24,10 +24,8 @@ from draftheads.heads.tree import StaticTree
 from draftheads.heads.weights import same_weights
 from draftheads.train.doctor.measurements import (
     SURE,
-    Case,
     Evidence,
     Variant,
-    decode,
     error,
     is_above,
     openings_of,
@@ -103,9 +101,8 @@ class Diagnosis:
     expected: float | None
 
 
-def diagnose(case: Case) -> Diagnosis:
+def diagnose(evidence: Evidence) -> Diagnosis:
     """Examine a head. Raises ValueError where nothing can be decoded."""
-    evidence = Evidence(case)
     found: list[Finding] = []
     for each in CHECKS if evidence.finite else CHECKS[:1]:  # ranks of NaN say nothing
         if each.alone and any(finding.explains >= WORTH for finding in found):
@@ -121,7 +118,7 @@ def diagnose(case: Case) -> Diagnosis:
         remarks=[finding for finding in found if finding.explains < WORTH],
         measured=evidence.decoded.tokens_per_step,
         predicted=evidence.predicted(evidence.observed_MK) if evidence.finite else 1.0,
-        expected=case.training.get("predicted_tokens_per_step"),
+        expected=evidence.training.get("predicted_tokens_per_step"),
     )
 
 
@@ -143,7 +140,7 @@ def unfit_weights(evidence: Evidence) -> Result:
 )
 def little_data(evidence: Evidence) -> Result:
     """How much of the data is learned."""
-    documents = evidence.case.documents
+    documents = evidence.documents
     if documents is None:
         return None
     learned, total = int(documents.learn_N.sum()), len(documents.tokens_N)
@@ -212,7 +209,7 @@ def _best_of(evidence: Evidence, names: dict[Variant, str]) -> Result:
 )
 def target_changed(evidence: Evidence) -> Result:
     """The target's weights against those that the head was trained on."""
-    recorded, now = evidence.case.facts.get("target", {}), evidence.target.fingerprint()
+    recorded, now = evidence.facts.get("target", {}), evidence.target.fingerprint()
     if same_weights(recorded.get("fingerprint"), now):
         return None
     return None, (
@@ -228,7 +225,7 @@ def target_changed(evidence: Evidence) -> Result:
 )
 def adapter_missing(evidence: Evidence) -> Result:
     """The adapter against the one that the head was trained together with."""
-    recorded, adapter = evidence.case.facts.get("adapter"), evidence.target.adapter
+    recorded, adapter = evidence.facts.get("adapter"), evidence.target.adapter
     expected = recorded["fingerprint"] if recorded else "none"
     got = adapter.fingerprint() if adapter else "none"
     return None if expected == got else (None, f"trained with adapter {expected}, there is {got}")
@@ -241,28 +238,28 @@ def adapter_missing(evidence: Evidence) -> Result:
 )
 def other_template(evidence: Evidence) -> Result:
     """The form of the data's prompts against what the target's tokenizer gives them now."""
-    case, tokenizer = evidence.case, evidence.target.tokenizer
-    if case.documents is None or tokenizer is None:
+    documents, tokenizer = evidence.documents, evidence.target.tokenizer
+    if documents is None or tokenizer is None:
         return None
     now = tokenizer.decode(tokenizer(SENTINEL)["input_ids"])
     if tokenizer.chat_template:
-        variables = case.manifest.get("sampling", {}).get("template_args") or {}
+        variables = evidence.manifest.get("sampling", {}).get("template_args") or {}
         variables |= {"add_generation_prompt": True, "tokenize": False}
         message = {"role": "user", "content": SENTINEL}
         now = tokenizer.apply_chat_template([message], **variables)
     before, _, after = now.partition(SENTINEL)
     before = before.rstrip(" ")
-    openings = openings_of(case.documents, case.documents.spans[:PROMPTS])
+    openings = openings_of(documents, documents.spans[:PROMPTS])
     texts = [tokenizer.decode(opening) for opening in openings]
     other = [text for text in texts if not (text.startswith(before) and text.endswith(after))]
     if len(other) <= 0.5 * len(texts):
         return None
-    used = texts[: len(case.openings)]
+    used = texts[: len(evidence.openings)]
     start = commonprefix(used) if len(used) > 1 else ""
     end = commonprefix([text[::-1] for text in used])[::-1] if len(used) > 1 else ""
     prompts = [f"{before}{text.removeprefix(start).removesuffix(end)}{after}" for text in used]
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    stored, current = decode(case, openings[: len(used)]), decode(case, ids)
+    stored, current = (evidence.decode(each) for each in (openings[: len(used)], ids))
     lost = stored.tokens_per_step - current.tokens_per_step
     return lost if is_above(stored.accepted.float(), current.accepted.float()) else 0.0, (
         f"{len(other)} of {len(texts)} prompts of the data are not what the tokenizer makes now: "
@@ -278,13 +275,13 @@ def other_template(evidence: Evidence) -> Result:
 )
 def other_writer(evidence: Evidence) -> Result:
     """Who wrote the data, and at which temperature."""
-    manifest, now = evidence.case.manifest, evidence.target.fingerprint()
+    manifest, now = evidence.manifest, evidence.target.fingerprint()
     writer = manifest.get("target", {})
     if not same_weights(writer.get("fingerprint"), now):
         written = f"{writer.get('name')} with fingerprint {writer.get('fingerprint')}"
         return evidence.lost_in_use or None, f"written by {written}; this target has {now}"
     drawn = manifest.get("sampling", {}).get("temperature")
-    asked = getattr(evidence.case.sampling, "temperature", 0.0)
+    asked = getattr(evidence.sampling, "temperature", 0.0)
     if drawn is None or abs(drawn - asked) <= WARMER:
         return None
     return 0.0, f"drawn at temperature {drawn}, decoding is at {asked}"
@@ -297,15 +294,15 @@ def other_writer(evidence: Evidence) -> Result:
 )
 def temperature(evidence: Evidence) -> Result:
     """Acceptance at the temperature that was asked for."""
-    case, greedy = evidence.case, evidence.decoded
-    if case.sampling is None:
+    greedy = evidence.decoded
+    if evidence.sampling is None:
         return None
-    drawn = decode(case, case.openings, case.sampling)
+    drawn = evidence.decode(evidence.openings, evidence.sampling)
     if not is_above(greedy.accepted.float(), drawn.accepted.float()):
         return None
     return greedy.tokens_per_step - drawn.tokens_per_step, (
-        f"{drawn.tokens_per_step:.2f} tokens per step with {case.sampling} ({len(drawn.accepted)} "
-        f"steps), {greedy.tokens_per_step:.2f} greedy ({len(greedy.accepted)})"
+        f"{drawn.tokens_per_step:.2f} tokens per step with {evidence.sampling}, "
+        f"{greedy.tokens_per_step:.2f} greedy ({len(drawn.accepted)}, {len(greedy.accepted)} steps)"
     )
 
 
@@ -400,6 +397,6 @@ def other_use(evidence: Evidence) -> Result:
 )
 def fallen_short(evidence: Evidence) -> Result:
     """The prediction against the one that training recorded."""
-    if not evidence.missing or "predicted_tokens_per_step" not in evidence.case.training:
+    if not evidence.missing or "predicted_tokens_per_step" not in evidence.training:
         return None
     return None, f"{evidence.missing:.2f} tokens per step fewer than training recorded"

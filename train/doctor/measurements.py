@@ -39,9 +39,25 @@ Variant = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
-class Case:
-    """A head and what it is examined on. facts: "draftheads" of its config.json. openings: prompts
-    to decode, as ids. documents, manifest: the data, if any. sampling: tried besides greedy.
+class Decoded:
+    """What decoding wrote after the openings. accepted: drafts accepted in each step."""
+
+    answers: list[Answer]
+    accepted: Tensor
+    tokens: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The target's own token included, prefill left out."""
+        return self.tokens / max(1, len(self.accepted))
+
+
+@dataclass(eq=False)
+class Evidence:
+    """A head, what it is examined on, and the measurements, each made when it is first asked for.
+
+    facts: "draftheads" of its config.json. openings: prompts to decode, as ids. documents,
+    manifest: the data, if any. sampling: tried besides greedy decoding.
     """
 
     target: Target
@@ -65,31 +81,10 @@ class Case:
         choices = self.training.get("recipe", {}).get("head", {})
         return choices.get("nodes") or self.head.tree.draft_nodes
 
-
-@dataclass(frozen=True)
-class Decoded:
-    """What decoding wrote after the openings. accepted: drafts accepted in each step."""
-
-    answers: list[Answer]
-    accepted: Tensor
-    tokens: int
-
-    @property
-    def tokens_per_step(self) -> float:
-        """The target's own token included, prefill left out."""
-        return self.tokens / max(1, len(self.accepted))
-
-
-class Evidence:
-    """The measurements, each made when it is first asked for."""
-
-    def __init__(self, case: Case) -> None:
-        self.case, self.head, self.target = case, case.head, case.target
-
     @cached_property
     def decoded(self) -> Decoded:
         """Greedily, with the head's own tree."""
-        return decode(self.case, self.case.openings)
+        return self.decode(self.openings)
 
     @cached_property
     def decoded_rows(self) -> Rows:
@@ -102,10 +97,10 @@ class Evidence:
         """The text along which the head is observed: documents of the data that were not trained
         on, or else what decoding wrote.
         """
-        documents = self.case.documents
+        documents = self.documents
         if documents is None or not bool(documents.learn_N.any()):
             return self.decoded_rows
-        spans = unseen(self.case.training, documents)
+        spans = unseen(self.training, documents)
         useful = [span for span in spans if bool(documents.learn_N[slice(*span)].any())]
         spread = random.Random(0).sample(useful, len(useful))
         ends = accumulate(stop - start for start, stop in spread)
@@ -153,7 +148,7 @@ class Evidence:
         """Tokens per step by which the prediction falls short of training's own, or of an ordinary
         head's where there is none; 0 within chance.
         """
-        training = self.case.training
+        training = self.training
         recorded = training.get("predicted_tokens_per_step")
         if not self.finite:
             return (recorded or ORDINARY) - 1.0
@@ -176,7 +171,7 @@ class Evidence:
 
     def predicted(self, ranks_MK: Tensor) -> float:
         """Tokens per step of the best fixed tree."""
-        return calibrate(ranks_MK, self.case.nodes, self.head.tree).tokens_per_step
+        return calibrate(ranks_MK, self.nodes, self.head.tree).tokens_per_step
 
     @torch.no_grad()
     def ranks_along(
@@ -196,30 +191,27 @@ class Evidence:
                 ranks.append(self.head.token_ranks(batch, features_BTD, self.target).cpu())
         return [torch.cat(ranks) for ranks in found]
 
-
-def decode(
-    case: Case, openings: Sequence[Sequence[int]], rule: Acceptance | None = None
-) -> Decoded:
-    """Answers to openings. Raises ValueError when none leaves room in the context."""
-    context = case.target.context
-    room = [opening for opening in openings if len(opening) + 2 <= context]
-    if not room:
-        raise ValueError(
-            f"expected an opening shorter than the context of {case.target.name} ({context} "
-            f"tokens), got {len(openings)} longer ones; pass other --prompts"
-        )
-    answers, accepted, tokens = [], [], 0
-    engine = Speculator(case.target, case.head)
-    for opening in room:
-        limit, new = min(case.new_tokens, context - len(opening)), []
-        for step in engine.generate(opening, sampling=rule, max_new_tokens=limit):
-            new += step.tokens
-            if step.accepted >= 0:  # not the prefill
-                accepted.append(step.accepted)
-                tokens += len(step.tokens)
-        span = (len(opening), len(opening) + len(new))
-        answers.append(Answer([*opening, *new], [span]))
-    return Decoded(answers, torch.tensor(accepted), tokens)
+    def decode(self, openings: Sequence[Sequence[int]], rule: Acceptance | None = None) -> Decoded:
+        """Answers to openings. Raises ValueError when none leaves room in the context."""
+        context = self.target.context
+        room = [opening for opening in openings if len(opening) + 2 <= context]
+        if not room:
+            raise ValueError(
+                f"expected an opening shorter than the context of {self.target.name} ({context} "
+                f"tokens), got {len(openings)} longer ones; pass other --prompts"
+            )
+        answers, accepted, tokens = [], [], 0
+        engine = Speculator(self.target, self.head)
+        for opening in room:
+            limit, new = min(self.new_tokens, context - len(opening)), []
+            for step in engine.generate(opening, sampling=rule, max_new_tokens=limit):
+                new += step.tokens
+                if step.accepted >= 0:  # not the prefill
+                    accepted.append(step.accepted)
+                    tokens += len(step.tokens)
+            span = (len(opening), len(opening) + len(new))
+            answers.append(Answer([*opening, *new], [span]))
+        return Decoded(answers, torch.tensor(accepted), tokens)
 
 
 def batches(rows: Rows) -> Iterator[Batch]:
