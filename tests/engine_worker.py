@@ -14,17 +14,19 @@ from pathlib import Path
 import torch
 from accelerate.utils import wait_for_everyone
 
+from draftheads.heads.target import Target
 from draftheads.train import loop
+from draftheads.train.engines import Engine
 from draftheads.train.launch import make_accelerator
 from draftheads.train.recipe import load_recipe
 
 
-def train(path: Path, output: Path) -> loop.Run:
-    """One run; the processes stay together."""
+def train(path: Path, output: Path) -> tuple[Target, Engine]:
+    """One run, after which the processes stay together; its target and its engine."""
     runs = []
 
     def noted(run, *rest):
-        runs.append(run)
+        runs.append((run.target, run.engine))
         return train_step(run, *rest)
 
     loop.train_step = noted
@@ -49,14 +51,14 @@ if __name__ == "__main__":
     accelerator = make_accelerator(load_recipe(sys.argv[2]))
     for path in map(Path, sys.argv[2:]):
         folder = out / path.parent.name
-        run = train(path, folder / "whole")
+        target, engine = train(path, folder / "whole")
         rank = accelerator.process_index
-        adapter = run.target.adapter
-        learned = run.engine.full_head().state_dict() | (adapter.state() if adapter else {})
+        adapter = target.adapter
+        learned = engine.full_head().state_dict() | (adapter.state() if adapter else {})
         left = {"head": learned, "drawn": torch.rand(()).item()}
         torch.save(left, folder / f"rank-{rank}.pt")
         train(path, halve(folder / "whole", folder / "resumed", first=rank == 0))
         train(path, halve(path.parent / "one", folder / "moved", first=rank == 0))
-    del run
+    del engine
     gc.collect()
     accelerator.end_training()

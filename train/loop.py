@@ -129,6 +129,7 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
             if old.step >= planned or now.exhausted:
                 return Outcome(saved, old.step, old.step, trained=False)
         run = start(recipe, accelerator, saved, old)
+        ends.callback(delattr, run, "engine")  # a DDP that outlives its process group hangs
         ends.callback(run.checkpoints.close)
         stop = ends.enter_context(StopRequest(recipe.run.output))  # before, nothing is to be saved
         progress = Progress(accelerator, recipe, run.state.step, run.state.steps)
