@@ -228,7 +228,7 @@ def test_patience_ends_a_run_and_says_so(made, tmp_path, monkeypatch, capsys):
     assert f"done: 10 steps, saved in {tmp_path}/run/step-000010" in said
     assert (tmp_path / "run" / "best").resolve().name == "step-000004"
     assert run(made, tmp_path / "run", *PATIENT) == 0
-    assert "raise eval.patience to go on" in capsys.readouterr().out
+    assert "raise eval.patience to resume" in capsys.readouterr().out
     assert run(made, tmp_path / "run", *PATIENT, "eval.patience=4") == 0
     assert "ended at step 12 of 20: 4 evaluations" in capsys.readouterr().out
 
