@@ -57,7 +57,10 @@ class Progress:
             write_text(self.path, "".join(lines))
         silent = not accelerator.is_main_process
         self.bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=silent)
-        self._start_window()
+        self.losses: list[float] = []
+        self.tokens = 0
+        self.ranks_KR: Tensor | None = None
+        self.since = time.monotonic()
 
     def log(self, text: str) -> None:
         """Print a line without breaking the bar."""
@@ -94,7 +97,8 @@ class Progress:
             refresh=False,
         )
         self._write(step, values)
-        self._start_window()
+        self.losses, self.tokens, self.ranks_KR = [], 0, None
+        self.since = time.monotonic()
 
     def skipped(self, step: int, reason: str) -> None:
         """Count step number `step`, which changed nothing, and say why."""
@@ -125,12 +129,6 @@ class Progress:
     def close(self) -> None:
         """Finish the bar."""
         self.bar.close()
-
-    def _start_window(self) -> None:
-        self.losses: list[float] = []
-        self.tokens = 0
-        self.ranks_KR: Tensor | None = None
-        self.since = time.monotonic()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
