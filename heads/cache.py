@@ -158,16 +158,13 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             store[:, rows_B1, :, target_BA] = store[:, rows_B1, :, source_BA]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(slots visible, offset of the first one)."""
         return self.table.longest + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Committed tokens of the longest row."""
         return self.table.longest
 
     def get_max_length(self) -> int:
-        """-1: the cache grows if it must."""
-        return -1
+        return -1  # it grows if it must
 
     def _allocate(self, count: int, states: Tensor) -> Tensor:
         batch, heads, _, width = states.shape

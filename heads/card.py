@@ -35,6 +35,7 @@ CHAIN = 3
 HERE = "THIS_FOLDER_OR_REPO"
 """Stands for the head in commands, until it is published."""
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+MEASURED = ("nodes", "tokens_per_step", "speedup", "speedup_ci95", "lossless", "machine")
 FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt", ".md")
 TEMPLATE = Path(__file__).with_name("card.jinja")
 
@@ -45,53 +46,41 @@ def render_card(config: dict[str, Any]) -> str:
     Raises KeyError for a config without our own facts.
     """
     facts, kind = config["draftheads"], config["draftheads"]["kind"]
-    target, adapter = facts["target"]["name"], facts.get("adapter")
-    training, tree = dict(facts.get("training") or {}), tree_from_json(facts["tree"])
+    target, adapter = facts["target"].get("name"), facts.get("adapter")
+    tree, source = tree_from_json(facts["tree"]), flat(facts).get("training.data.prompts.source")
+    training = dict(facts.get("training") or {})
     recipe = training.pop("recipe", None)
-    shape = [(key, value) for key, value in config.items() if not isinstance(value, dict | list)]
+    shape = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
     growth = "chosen anew in each step" if isinstance(tree, DynamicTree) else "fixed"
-    shape.append(("tree", f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"))
-    measured = [
-        (
-            row["nodes"],
-            f"{row['tokens_per_step']:.2f}",
-            f"{row['speedup']:.2f}",
-            "{:.2f} to {:.2f}".format(*row["speedup_ci95"]),
-            row["lossless"],
-            row.get("machine", ""),
-        )
-        for row in facts.get("measured") or []
-    ]
-    titles = ("nodes", "tokens per step", "speedup", "95 % interval", "lossless", "machine")
-    source = flat(facts).get("training.data.prompts.source")
+    shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
     known = is_hub_id(target)
     data = ModelCardData(
         library_name="draftheads",
         pipeline_tag="text-generation",
         base_model=target if known else None,
         base_model_relation="adapter" if known else None,
-        datasets=[str(source)] if is_hub_id(source) else None,
+        datasets=[source] if is_hub_id(source) else None,
         tags=["speculative-decoding", "draft-head", kind],
     )
-    template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE.read_text())
-    return template.render(
+    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE.read_text()).render(
         card_data=data.to_yaml(),
         title=PAPERS[kind][0],
         paper=PAPERS[kind][1],
         kind=kind,
-        target=target,
-        adapter=adapter,
+        target=target or "an unnamed target",
+        adapter=_two_columns(flat(adapter)) if adapter else "",
         here=HERE,
-        model="adapted" if adapter else target or "an unnamed target",
-        heads="adapted/heads" if adapter else HERE,
         install=install_command(),
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
         chain=min(CHAIN, tree.depth),
         tree=tree,
-        shape=markdown_table(("", ""), shape),
-        training=markdown_table(("", ""), flat(training).items()) if training else "",
+        shape=_two_columns(shape),
+        training=_two_columns(flat(training)) if training else "Not trained yet.",
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
-        measured=markdown_table(titles, measured) if measured else "",
+        measured=markdown_table(
+            MEASURED, [[row.get(key, "") for key in MEASURED] for row in facts.get("measured", [])]
+        ),
     )
 
 
@@ -126,7 +115,11 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A table of values; floats have four digits."""
     cells = [[_cell(value) for value in row] for row in rows]
     rule = ["---"] * len(titles)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [[*titles], rule, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in [titles, rule, *cells])
+
+
+def _two_columns(values: dict[str, Any]) -> str:
+    return markdown_table(("", ""), list(values.items()))
 
 
 def _cell(value: Any) -> str:

@@ -77,6 +77,7 @@ class EagleDesign:
         shape = LayerShape.of(target, choices)
         rope = Rope(shape.head_dim, *default_rope(target, choices))
         layers, window = choices.get("layers", 1), choices.get("sliding_window")
+        more |= {name: bool(choices.get(name)) for name in SWITCHES}
         return cls(shape, rope, target.vocab_size, layers, window, **more)
 
     @classmethod
@@ -86,6 +87,7 @@ class EagleDesign:
         """The number of layers that the tensors have; heads, window and RoPE as the config says."""
         layers = max(1, count_of(tensors, r"layers\.(\d+)\."))
         shape, rope = LayerShape.read(config), read_rope(config)
+        more |= {name: bool(config.get(name)) for name in SWITCHES}
         return cls(shape, rope, vocab_size, layers, config.get("sliding_window"), **more)
 
     def config(self, **vocabulary: int) -> dict[str, Any]:
@@ -106,41 +108,35 @@ class EagleDesign:
 
 
 class AutoregressiveHead(DraftHead):
-    """What EAGLE-1 and EAGLE-3 share; where they differ in more than layers, EAGLE-3 overrides it.
+    """What EAGLE-1 and EAGLE-3 share; what EAGLE-1 does not have is overridden by EAGLE-3."""
 
-    steps: of training-time test; step k weighs decay^k, divided by the sum of these weights. noise:
-    width of the uniform noise on features in training. labels: "soft" (the target's distribution)
-    or "hard" (the token that came). loss: the objective for soft labels. regression,
-    classification: weights of EAGLE-1's SmoothL1 loss on features and of the loss on tokens.
-    """
-
-    steps: int
-    noise: float
-    decay, labels = 0.8, "soft"
-    loss: Objective = "ce"
-    regression, classification = 0.0, 1.0
+    feature_layers: tuple[int, ...] = ()
+    steps: int  # of training-time test
+    decay = 0.8  # step k weighs decay^k, divided by the sum of these weights
+    noise: float  # width of the uniform noise on features in training
+    labels = "soft"  # the target's distribution; "hard": the token that came
+    loss: Objective = "ce"  # for soft labels
+    regression: float | None = None  # weight of EAGLE-1's SmoothL1 loss on features
+    classification = 1.0  # beside it, weight of the loss on tokens
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__()
         self.design = design
         self.hidden_size, self.vocab_size = design.shape.hidden_size, design.vocab_size
         self.layer_count, self.rope, self.window = design.layers, design.rope, design.window
-        self.tree: Tree = DynamicTree()
+        self.feature_layers, self.tree = design.feature_layers, DynamicTree()
 
     def prepare(self, choices: dict[str, Any]) -> None:
         """Take a recipe's choices for training, and its tree."""
         for name in TRAINING:
-            setattr(self, name, choices.get(name, getattr(self, name)))
+            if name in choices and getattr(self, name) is not None:
+                setattr(self, name, choices[name])
         names = {"nodes": "draft_nodes", "depth": "depth", "top_k": "top_k"}
         self.tree = DynamicTree(**{names[key]: choices[key] for key in names.keys() & choices})
 
     @property
     def depth(self) -> int:
         return self.tree.depth
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.design.feature_layers
 
     @property
     @abstractmethod
@@ -175,17 +171,16 @@ class AutoregressiveHead(DraftHead):
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """Sum over steps and learned tokens of the weighted loss."""
         inputs_BTD = self._inputs(features_BTD)
-        hidden_BTH = self.checkpointed(self.fuse, self.noisy(inputs_BTD)).to(inputs_BTD.dtype)
-        unrolled = unroll(self, batch, hidden_BTH, target, self.steps)
+        unrolled = self._unroll(batch, self.noisy(inputs_BTD), target, self.steps)
         weights_K = self.decay ** torch.arange(self.steps, dtype=torch.float32)
-        weights_K = (weights_K / weights_K.sum()).to(hidden_BTH.device)
+        weights_K = (weights_K / weights_K.sum()).to(inputs_BTD.device)
         weights_R = weights_K[unrolled.steps_R]
         loss, ranks_R = linear_cross_entropy(
             *self._predictions(batch, unrolled, target),
             weights_R=weights_R,
             teacher=self._teacher(features_BTD, unrolled, target),
         )
-        if self.regression:
+        if self.regression is not None:
             true_PD = inputs_BTD.flatten(0, 1)
 
             def distances(hidden_RH: Tensor) -> Tensor:
@@ -200,8 +195,7 @@ class AutoregressiveHead(DraftHead):
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        hidden_BTH = self.fuse(self._inputs(features_BTD))
-        unrolled = unroll(self, batch, hidden_BTH, target, self.depth)
+        unrolled = self._unroll(batch, self._inputs(features_BTD), target, self.depth)
         ranks_R = chunked_ranks(*self._predictions(batch, unrolled, target))
         ranks_PK = ranks_R.new_full((batch.tokens_BT.numel(), self.depth), -1)
         roots_R = unrolled.places_R - unrolled.steps_R - 1
@@ -220,6 +214,11 @@ class AutoregressiveHead(DraftHead):
         width = len(self.feature_layers) * self.hidden_size
         return features_BTD[..., :width].to(next(self.parameters()).dtype)
 
+    def _unroll(self, batch: Batch, inputs_BTD: Tensor, target: Target, steps: int) -> Unrolled:
+        hidden_BTH = self.checkpointed(self.fuse, inputs_BTD)
+        # autocast must not narrow the residual stream
+        return unroll(self, batch, hidden_BTH.to(inputs_BTD.dtype), target, steps)
+
     def _predictions(
         self, batch: Batch, unrolled: Unrolled, target: Target
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,7 +229,7 @@ class AutoregressiveHead(DraftHead):
     def _teacher(self, features_BTD: Tensor, unrolled: Unrolled, target: Target) -> Teacher | None:
         if self.labels == "hard":
             return None
-        last_PD = features_BTD[..., -target.hidden_size :].flatten(0, 1).to(target.dtype)
+        last_PD = features_BTD[..., -self.hidden_size :].flatten(0, 1).to(target.dtype)
 
         def logits(places: Tensor) -> Tensor:
             return target.unembed(last_PD[places])
@@ -249,7 +248,8 @@ class EagleHead(AutoregressiveHead):
     needs_unembed = True
     token_map = None
     steps, noise = 1, 0.2
-    regression, classification = 1.0, 0.1
+    regression: float | None = 1.0
+    classification = 0.1
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__(design)
@@ -276,7 +276,7 @@ class EagleHead(AutoregressiveHead):
     def advance(
         self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
     ) -> Tensor:
-        dtype = hidden_BQH.dtype  # autocast must not narrow the residual stream
+        dtype = hidden_BQH.dtype  # of the residual stream, which autocast must not narrow
         hidden_BQH = self.fc(torch.cat([embedded_BQD, hidden_BQH], dim=-1)).to(dtype)
         for layer, memory in zip(self.layers, memories, strict=True):
             hidden_BQH = layer(hidden_BQH, angles, memory)
@@ -341,12 +341,8 @@ class Eagle3Head(AutoregressiveHead):
                 f"head.feature_layers: expected indices from 0 (embeddings) to {target.layers} "
                 f"(the last state of {target.name}), got {list(layers)}"
             )
-        more = {name: bool(choices.get(name)) for name in SWITCHES}
-        draft_vocab_size = target.vocab_size if ids is None else len(ids)
-        design = EagleDesign.of(
-            target, choices, **more, feature_layers=layers, draft_vocab_size=draft_vocab_size
-        )
-        head = cls(design)
+        words = target.vocab_size if ids is None else len(ids)
+        head = cls(EagleDesign.of(target, choices, feature_layers=layers, draft_vocab_size=words))
         head.prepare(choices)
         if head.labels == "soft":  # raise here, with the reason, rather than in the first step
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
@@ -425,16 +421,10 @@ class Eagle3Head(AutoregressiveHead):
         offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
         if offsets_v is not None and known_V is not None:  # one alone is refused as missing
             check_map(offsets_v, known_V)
-        draft_vocab_size = len(matrix(tensors, "lm_head.weight"))
-        design = EagleDesign.read(
-            config,
-            tensors,
-            draft_vocab_size if known_V is None else len(known_V),
-            feature_layers=tuple(layers),
-            draft_vocab_size=draft_vocab_size,
-            **{name: bool(config.get(name)) for name in SWITCHES},
-        )
-        return cls(design)
+        words = len(matrix(tensors, "lm_head.weight"))
+        vocab_size = words if known_V is None else len(known_V)
+        more = {"feature_layers": tuple(layers), "draft_vocab_size": words}
+        return cls(EagleDesign.read(config, tensors, vocab_size, **more))
 
 
 def default_features(layers: int) -> tuple[int, ...]:
@@ -458,13 +448,11 @@ class EagleDrafter:
         self.feature_layers = head.feature_layers
         self.weight_vD = head.unembed_weight(target)
         self.dtype = next(head.parameters()).dtype
-        self._cache = DraftCache(
-            head.layer_count, head.rope, head.window, self._read, target.device
-        )
-        self._builder = tree_builder(tree, head.token_map, target.device)
+        self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)
+        self.builder = tree_builder(tree, head.token_map, target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
-        builder, cache = self._builder, self._cache
+        builder, cache = self.builder, self.cache
         hidden_BFH = cache.commit(committed)
         builder.start()
         cos, sin = cache.angles(self.depth)
@@ -492,7 +480,7 @@ class EagleDrafter:
 
     def _advance(self, tokens_BQ: Tensor, hidden_BQH: Tensor, angles: Angles) -> Tensor:
         embedded_BQD = self.target.embed(tokens_BQ).to(self.dtype)
-        return self.head.advance(embedded_BQD, hidden_BQH, angles, self._cache.memories)
+        return self.head.advance(embedded_BQD, hidden_BQH, angles, self.cache.memories)
 
     def _logits(self, hidden_BFH: Tensor) -> Tensor:
         states_BFD = self.head.states(hidden_BFH).to(self.weight_vD.dtype)

@@ -184,8 +184,7 @@ class HeadFolder:
             with torch.device("meta"):
                 head = HEADS[kind].from_config(stored.config, stored.tensors)
             if target is not None:
-                check_target(head, target, stored.facts.get("target") or {})
-                check_adapter(stored.facts.get("adapter"), target)
+                check_target(head, target, stored.facts)
             stored.check(head.state_dict())
             if stored.facts.get("tree"):
                 head.tree = tree_from_json(stored.facts["tree"])
@@ -337,11 +336,12 @@ def head_adapter(source: str | Path, *, revision: str | None = None) -> Path | N
     return open_head(source, revision=revision).adapter
 
 
-def check_target(head: DraftHead, target: Target, recorded: dict[str, Any]) -> None:
-    """Raise ValueError, naming both, when a head is too wide or narrow for a target or reads layers
-    that it has not; warn when the weights are not those recorded (name, fingerprint; {} if none
-    are).
+def check_target(head: DraftHead, target: Target, facts: dict[str, Any]) -> None:
+    """Raise ValueError, naming both, when head and target differ in width or vocabulary or the head
+    reads layers that the target has not; warn when the target's weights or adapter are not those
+    recorded in `facts` ({}: nothing recorded).
     """
+    recorded = facts.get("target") or {}
     name = recorded.get("name") or "its target"
     for what, expected, got in (
         ("hidden size", head.hidden_size, target.hidden_size),
@@ -357,23 +357,18 @@ def check_target(head: DraftHead, target: Target, recorded: dict[str, Any]) -> N
             f"head reads states {list(head.feature_layers)} of its target ({name}), {target.name} "
             f"has 0 (embeddings) to {target.layers}; pass the target this head was trained for"
         )
+    trained = (facts.get("adapter") or {}).get("fingerprint")
+    attached = target.adapter.fingerprint() if target.adapter else None
     if not same_weights(recorded.get("fingerprint"), target.fingerprint()):
         warnings.warn(
             f"this head was trained on other weights ({name}) than {target.name} has now: output "
             "stays the target's own, but fewer drafts will be accepted",
-            stacklevel=3,
+            stacklevel=4,
         )
-
-
-def check_adapter(recorded: dict[str, Any] | None, target: Target) -> None:
-    """Warn when a target's adapter is not the one that a head records (`facts`; None if none)."""
-    expected = recorded["fingerprint"] if recorded else None
-    got = target.adapter.fingerprint() if target.adapter else None
-    if expected != got:
-        remedy = "with Target.load(...).attach(head_adapter(head))" if expected else "alone"
+    elif trained != attached:
         warnings.warn(
-            f"this head was trained with {f'adapter {expected}' if expected else 'no adapter'} on "
-            f"its target, {target.name} has {got or 'none'}: output stays the target's own, but "
-            f"fewer drafts will be accepted; load the target {remedy}",
+            f"this head was trained with {f'adapter {trained}' if trained else 'no adapter'}, "
+            f"{target.name} has {attached or 'none'}: output stays the target's own, but fewer "
+            "drafts will be accepted; load_pair loads a head with its adapter",
             stacklevel=4,
         )

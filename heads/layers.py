@@ -53,9 +53,7 @@ class Cached(Generic[T]):
     def get(
         self, parameters: Iterable[Tensor], make: Callable[[], T], frozen: Iterable[Tensor] = ()
     ) -> T:
-        """What `make` returns for these parameters. frozen: others that it reads, which `refresh`
-        does not look at.
-        """
+        """What `make` returns for these parameters. frozen: others, without checksums."""
         self._parameters = tuple(parameters)
         read = (*self._parameters, *frozen)
         versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in read]
@@ -217,8 +215,7 @@ class LayerShape:
 
 
 class Rope:
-    """Rotary position embedding. Not a module: its angles stay float32 whatever the head is cast
-    to.
+    """Rotary position embedding. Not a module: its angles stay float32 when the head is cast.
 
     theta: base. scaling: as `rope_scaling` in a config, or None. Raises ValueError for a scaling
     that is not one of STATIC_ROPES or lacks keys.
@@ -274,9 +271,7 @@ def default_rope(target: Target, choices: dict[str, Any]) -> tuple[float, dict[s
 
 
 def read_rope(config: dict[str, Any]) -> Rope:
-    """The RoPE that a head's config.json states; base 10000 where it states none, as other loaders
-    assume.
-    """
+    """The RoPE that a head's config.json states; base 10000, as elsewhere, if it states none."""
     new = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling")
     if not scaling and new.get("rope_type", "default") != "default":

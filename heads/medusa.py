@@ -8,6 +8,7 @@ softmax(W2_k (SiLU(W1_k h + b_k) + h)), the loss is sum_k decay^k CE_k.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,15 +34,11 @@ from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.heads.vocabulary import check_distinct, draft_index, token_map
 
 STACK_BYTES = 1 << 26
-"""Heads up to this size (64 MiB) are copied into one stack for drafting: with small matrices the
-number of kernels is what drafting costs.
-"""
+"""Smaller heads are stacked for drafting: there the number of kernels is what it costs."""
 
 
 States = Iterator[tuple[Tensor, Tensor, LowRank | None]]
-"""For each depth: its roots, bool (B, T); the states (M, D) that the last matrix multiplies; a
-low-rank term of the logits.
-"""
+"""Of each depth: roots, bool (B, T); what the last matrix multiplies, (M, D); a term of logits."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +69,12 @@ class MedusaDesign:
         """The shape of the tensors; of the config only the vocabulary size is used, where no tensor
         tells it.
         """
-        width = len(matrix(tensors, "blocks.0.layers.0.weight"))
-        ids_v, own_lm_head = integers(tensors, "token_map"), "lm_heads.0.weight" in tensors
-        if own_lm_head and ids_v is None:
-            vocab_size = len(matrix(tensors, "lm_heads.0.weight"))
+        names = [*tensors, "blocks.0.layers.0.weight"]  # the first of those that are there
+        block = next(name for name in names if re.fullmatch(r"blocks\.\d+\.layers.*\.weight", name))
+        lm_heads = [name for name in tensors if name.startswith("lm_heads.")]
+        width, ids_v = len(matrix(tensors, block)), integers(tensors, "token_map")
+        if lm_heads and ids_v is None:
+            vocab_size = len(matrix(tensors, lm_heads[0]))
         else:
             (vocab_size,) = needed(config, "vocab_size")
         if ids_v is not None:
@@ -88,7 +87,7 @@ class MedusaDesign:
                 )
         depth = count_of(tensors, r"blocks\.(\d+)\.")
         layers = count_of(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
-        return cls(width, vocab_size, depth, layers, own_lm_head, ids_v)
+        return cls(width, vocab_size, depth, layers, bool(lm_heads), ids_v)
 
 
 class MedusaHead(DraftHead):
@@ -235,8 +234,7 @@ class MedusaHead(DraftHead):
     def stacked(self) -> StackedHeads | None:
         """The heads as one stack, for drafting; None where they are too large to be copied."""
         parameters = list(self.parameters())
-        size = sum(p.numel() * p.element_size() for p in parameters)
-        if not self.own_lm_head or size > STACK_BYTES:
+        if not self.own_lm_head or sum(p.nbytes for p in parameters) > STACK_BYTES:
             return None
         return self._stack.get(parameters, lambda: StackedHeads(self.blocks, self.lm_heads))
 
@@ -265,11 +263,13 @@ class MedusaHead(DraftHead):
             yield roots_BT, (hidden_MD, weights[k - 1], labels_M, low_rank)
 
     def _teacher(self, features_MD: Tensor, target: Target) -> Teacher:
-        def logits(rows: Tensor) -> Tensor:
-            return target.unembed(features_MD[rows])
-
         rows_M = torch.arange(len(features_MD), device=features_MD.device)
-        return Teacher(rows_M, logits, self.token_map, vocab_size=self.vocab_size)
+        return Teacher(
+            rows_M,
+            lambda rows: target.unembed(features_MD[rows]),
+            self.token_map,
+            vocab_size=self.vocab_size,
+        )
 
 
 class MedusaDrafter:

@@ -53,9 +53,7 @@ from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
 from draftheads.heads.tree_drafting import Angles, DraftCache, gather_nodes, tree_builder
 
 KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-"""Limit, by device, of each of the two kinds of `Products` that drafting keeps; other devices have
-the CPU's.
-"""
+"""Limits, by device, of each of the two large `Products`; other devices have the CPU's."""
 
 
 class SequentialHead(MedusaHead):
@@ -68,16 +66,11 @@ class SequentialHead(MedusaHead):
     kind = "sequential"
     architecture = "SequentialMedusaModel"
     conditioning: ClassVar[str]
+    normed = True
 
-    def __init__(
-        self,
-        design: MedusaDesign,
-        rank: int | None = None,
-        prefix: PrefixLayer | None = None,
-        normed: bool = True,
-    ) -> None:
+    def __init__(self, design: MedusaDesign, rank: int | None, prefix: PrefixLayer | None) -> None:
         super().__init__(design)
-        self.prefix, self.normed = prefix, normed
+        self.prefix = prefix
         self.add_conditioning(rank)
 
     @classmethod
@@ -125,7 +118,9 @@ class SequentialHead(MedusaHead):
         if "prefix.norm.weight" in tensors:
             (sizes,) = needed(config, "prefix_layer")
             prefix = PrefixLayer(LayerShape.read(sizes), read_rope(sizes))
-        return kind(design, rank, prefix, config.get("norm_embeddings", True))
+        head = kind(design, rank, prefix)
+        head.normed = config.get("norm_embeddings", True)
+        return head
 
     @abstractmethod
     def add_conditioning(self, rank: int | None) -> None:
@@ -179,13 +174,30 @@ class LowRankHead(SequentialHead):
         return F.linear(self.embed(tokens, target), down.weight[:, -self.hidden_size :], down.bias)
 
     @abstractmethod
-    def make_products(self, target: Target) -> Products:
-        """New `Products`."""
+    def state_products(self, target: Target) -> tuple[Tensor | None, list[Tensor] | None]:
+        """mixers_KDr and logits_rv of `Products`."""
 
     def products(self, target: Target) -> Products:
         """The products of the weights as they are now."""
+
+        def make() -> Products:
+            if not self.fits(self.vocab_size, target):
+                return Products(None, *self.state_products(target))
+            # a part at a time: embeddings of all tokens would be large
+            parts = torch.split(torch.arange(self.vocab_size, device=target.device), 1 << 13)
+            codes_Vr = []
+            for index in range(self.depth):
+                codes_Vr.append(torch.cat([self.codes(index, part, target) for part in parts]))
+            return Products(codes_Vr, *self.state_products(target))
+
         embeddings = target.model.get_input_embeddings().parameters()
-        return self._products.get(self.parameters(), lambda: self.make_products(target), embeddings)
+        return self._products.get(self.parameters(), make, embeddings)
+
+    def fits(self, tokens: int, target: Target) -> bool:
+        """Whether r numbers per token and head may be kept."""
+        weight_rE = linear(self.down, 0).weight
+        size = self.depth * len(weight_rE) * weight_rE.element_size()
+        return size * tokens <= KEPT_BYTES.get(target.device.type, KEPT_BYTES["cpu"])
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         return LowRankDrafter(self, target, tree or self.tree)
@@ -196,22 +208,6 @@ class LowRankHead(SequentialHead):
         self.up = nn.ModuleList(nn.Linear(rank, out_width, bias=False) for _ in range(self.depth))
         for parameter in self.up.parameters():
             nn.init.zeros_(parameter)
-
-    def _fits(self, target: Target, tokens: int) -> bool:
-        """Whether r numbers per token and head may be kept."""
-        weight_rE = linear(self.down, 0).weight
-        size = self.depth * len(weight_rE) * weight_rE.element_size()
-        return size * tokens <= KEPT_BYTES.get(target.device.type, KEPT_BYTES["cpu"])
-
-    def _codes_of_all_tokens(self, target: Target) -> list[Tensor] | None:
-        if not self._fits(target, self.vocab_size):
-            return None
-        # embeddings of a part at a time: those of all tokens would be large
-        parts = torch.split(torch.arange(self.vocab_size, device=target.device), 1 << 13)
-        codes_Vr = []
-        for index in range(self.depth):
-            codes_Vr.append(torch.cat([self.codes(index, part, target) for part in parts]))
-        return codes_Vr
 
 
 class MarkovHead(LowRankHead):
@@ -232,9 +228,8 @@ class MarkovHead(LowRankHead):
             hidden_MD, codes_Mr = self.checkpointed(step, index, roots_BT)
             yield roots_BT, hidden_MD, (codes_Mr, linear(self.up, index).weight)
 
-    def make_products(self, target: Target) -> Products:
-        logits_rv = [up_vr.T.contiguous() for up_vr in self.up.parameters()]
-        return Products(self._codes_of_all_tokens(target), None, logits_rv)
+    def state_products(self, target: Target) -> tuple[Tensor | None, list[Tensor] | None]:
+        return None, [up_vr.T.contiguous() for up_vr in self.up.parameters()]
 
 
 class RecurrentHead(LowRankHead):
@@ -269,19 +264,17 @@ class RecurrentHead(LowRankHead):
             parents_BT = roots_BT
             yield roots_BT, hidden_MD, None
 
-    def make_products(self, target: Target) -> Products:
+    def state_products(self, target: Target) -> tuple[Tensor | None, list[Tensor] | None]:
         """lm_head and `up` are joined where that makes a node cheaper and the result fits."""
         downs_rE, width = list(self.down.parameters())[::2], self.hidden_size
         mixers_KDr = torch.stack([down_rE[:, :width].T for down_rE in downs_rE])
-        rank, words = len(downs_rE[0]), self.draft_vocab_size
-        pays = rank * words <= width * (rank + words)  # multiply-adds of a node
+        pays = len(downs_rE[0]) <= width
         if self.own_lm_head:  # then no less is read, but there are fewer kernels
             pays = pays and self.stacked() is not None
-        logits_rv = None
-        if pays and self._fits(target, words):
-            pairs = zip(self.unembed_weights(target), self.up.parameters(), strict=True)
-            logits_rv = [(lm_vD.to(up_Dr.dtype) @ up_Dr).T.contiguous() for lm_vD, up_Dr in pairs]
-        return Products(self._codes_of_all_tokens(target), mixers_KDr, logits_rv)
+        if not (pays and self.fits(self.draft_vocab_size, target)):
+            return mixers_KDr, None
+        pairs = zip(self.unembed_weights(target), self.up.parameters(), strict=True)
+        return mixers_KDr, [(lm_vD.to(up.dtype) @ up).T.contiguous() for lm_vD, up in pairs]
 
 
 class HydraHead(SequentialHead):
@@ -322,9 +315,8 @@ CONDITIONINGS: dict[str, type[SequentialHead]] = {
 
 
 class PrefixLayer(nn.Module):
-    """A decoder layer and a final norm over the target's last states, run once per step, so that
-    heads which read one state know the text before it (Hydra++). Its branches are zero at first:
-    new heads read the target's states, normed.
+    """A decoder layer and a final norm over the target's last states, run once per step (Hydra++).
+    Its branches are zero at first: new heads read the target's states, normed.
     """
 
     def __init__(self, shape: LayerShape, rope: Rope) -> None:
@@ -354,26 +346,26 @@ class SequentialDrafter:
         head.check_tree(tree)
         refresh(head)
         self.target, self.depth = target, tree.depth
-        self.cast, self.feature_layers, self.prefix = head.cast, head.feature_layers, head.prefix
+        self.cast, self.feature_layers = head.cast, head.feature_layers
         self.weights_vD = head.unembed_weights(target)
         self.builder = tree_builder(tree, head.token_map, target.device)
-        self._cache: DraftCache | None = None
-        if head.prefix is not None:
-            self._cache = DraftCache(1, head.prefix.rope, None, self._read, target.device)
+        self.cache: DraftCache | None = None
+        if (prefix := head.prefix) is not None:
+
+            def read(tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
+                states_BQD: Tensor = prefix(head.cast(features_BQD), angles, cache.memories[0])
+                return states_BQD
+
+            self.cache = cache = DraftCache(1, prefix.rope, None, read, target.device)
 
     def start(self, committed: Committed) -> tuple[Tensor, Tensor]:
         """Begin a tree: (what the heads read, (B, D); its roots, (B,))."""
         self.builder.start()
-        if self._cache is None:
+        if self.cache is None:
             inputs_BD = self.cast(committed.last_features_BD())
         else:
-            inputs_BD = self._cache.commit(committed)[:, 0]
+            inputs_BD = self.cache.commit(committed)[:, 0]
         return inputs_BD, committed.last_tokens_B()
-
-    def _read(self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
-        assert self.prefix is not None and self._cache is not None
-        states_BQD: Tensor = self.prefix(self.cast(features_BQD), angles, self._cache.memories[0])
-        return states_BQD
 
 
 class LowRankDrafter(SequentialDrafter):
@@ -390,9 +382,9 @@ class LowRankDrafter(SequentialDrafter):
 
     def propose(self, committed: Committed) -> TokenTree:
         inputs_BD, roots_B = self.start(committed)
-        builder, mixers_KDr = self.builder, self.products.mixers_KDr
+        builder, (codes_Vr, mixers_KDr, logits_rv) = self.builder, self.products
         given_KBX = hidden_KBD = self.head.hidden(inputs_BD, self.depth, self.stack)
-        if self.products.logits_rv is not None:
+        if logits_rv is not None:
             logits_KBv = self.head.unembed(hidden_KBD, self.target, self.stack)
             given_KBX = logits_KBv.to(hidden_KBD.dtype)
         given_B1X = given_KBX[:, :, None].unbind()
@@ -401,7 +393,10 @@ class LowRankDrafter(SequentialDrafter):
             mixed_B1r = torch.bmm(hidden_KBD, mixers_KDr[: self.depth])[:, :, None].unbind()
         tokens_BF, carried_BFr = roots_B[:, None], None
         for index in count():
-            codes_BFr = self._codes_of_tokens(index, tokens_BF)
+            if codes_Vr is None:
+                codes_BFr = self.head.codes(index, tokens_BF, self.target)
+            else:
+                codes_BFr = F.embedding(tokens_BF, codes_Vr[index])
             if mixed_B1r is not None:
                 codes_BFr = codes_BFr + mixed_B1r[index]
             if carried_BFr is not None:
@@ -410,14 +405,11 @@ class LowRankDrafter(SequentialDrafter):
             if not builder.add(self._logits(index, given_B1X[index], codes_BFr)):
                 break
             if self.carries_rr:
-                carried_BFr = gather_nodes(codes_BFr @ self.carries_rr[index], builder.parents_BF)
+                carried_BFr = codes_BFr @ self.carries_rr[index]
+                if index:  # all nodes of the first level have the same parent
+                    carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
             tokens_BF = builder.tokens_BF
         return builder.tree(roots_B)
-
-    def _codes_of_tokens(self, index: int, tokens_BF: Tensor) -> Tensor:
-        if self.products.codes_Vr is None:
-            return self.head.codes(index, tokens_BF, self.target)
-        return F.embedding(tokens_BF, self.products.codes_Vr[index])
 
     def _logits(self, index: int, given_B1X: Tensor, codes_BFr: Tensor) -> Tensor:
         if self.products.logits_rv is not None:

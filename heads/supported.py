@@ -79,15 +79,15 @@ def usable_context(model: PreTrainedModel) -> int:
     for each in (rope, *rope.values()):
         if isinstance(each, dict) and each.get("rope_type") == "longrope":
             limit = each["original_max_position_embeddings"]
-            reason = "the greatest position in a forward changes all RoPE factors"
+            reason = "the greatest position in a forward changes all RoPE factors (longrope)"
     if config.model_type == "llama4_text" and config.attn_temperature_tuning:
         limit = config.floor_scale - 1 - MOST_NODES  # room for any tree
         reason = "its attention temperature counts cache slots"
     if limit >= context:
         return context
     warnings.warn(
-        f"{describe(model)}: texts are limited to {limit} of {context} tokens, since {reason} "
-        "after that",
+        f"{describe(model)}: texts are limited to {limit} of {context} tokens, since beyond that "
+        f"{reason}",
         stacklevel=3,
     )
     return limit

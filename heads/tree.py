@@ -75,9 +75,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Draft tokens on a topology. tokens_BN: int64; tokens_BN[:, 0] are the last committed
-    tokens.
-    """
+    """Draft tokens (int64) on a topology; tokens_BN[:, 0] are the last committed tokens."""
 
     tokens_BN: Tensor
     topology: Topology

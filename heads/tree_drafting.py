@@ -9,6 +9,7 @@ the text, D feature width, H hidden width. Level 0 is the root alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -160,26 +161,20 @@ def tree_builder(tree: Tree, token_map: Tensor | None, device: torch.device) -> 
     return StaticTreeBuilder(tree, token_map, device)
 
 
+@dataclass
 class DraftCache:
     """Keys and values of a draft head's own layers: one entry per committed pair of token and
     target feature, and after these, until the next commit, those of a tree's nodes.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        rope: Rope,
-        window: int | None,
-        read: Callable[[Tensor, Tensor, Angles], Tensor],
-        device: torch.device,
-    ) -> None:
-        """window: positions that a layer sees, itself included; None: all. read: from tokens_BQ,
-        features_BQD and angles to hidden states (B, Q, H); its layers attend to `memories`.
-        """
-        self.layers, self.rope, self.window = layers, rope, window
-        self.read, self.device = read, device
-        self.memories: list[CachedMemory] = []
-        self.table: SlotTable
+    layers: int
+    rope: Rope
+    window: int | None  # positions that a layer sees, itself included; None: all
+    read: Callable[[Tensor, Tensor, Angles], Tensor]
+    """From tokens_BQ, features_BQD and angles to states (B, Q, H), attending to `memories`."""
+    device: torch.device
+    memories: list[CachedMemory] = field(default_factory=list)  # of the layers
+    table: SlotTable = field(init=False)
 
     def commit(self, committed: Committed) -> Tensor:
         """Append the new pairs; (B, 1, H), the state after each row's newest one."""

@@ -25,7 +25,7 @@ def token_map(vocabulary: Sequence[int] | None, vocab_size: int) -> Tensor | Non
 
 
 def draft_index(tokens_M: Tensor, token_map: Tensor | None) -> Tensor:
-    """int64: the draft index of each target id, -1 where the draft vocabulary has it not."""
+    """int64: the draft index of each target id, -1 where the draft vocabulary lacks it."""
     if token_map is None:
         return tokens_M
     place_M = torch.searchsorted(token_map, tokens_M).clamp(max=len(token_map) - 1)

@@ -249,14 +249,13 @@ def plan(
     import transformers
 
     from draftheads.scripts.plan_table import print_plan, write_plan
-    from draftheads.train.plan import Launch, make_plan
+    from draftheads.train.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the process that takes the steps
     transformers.logging.disable_progress_bar()
-    launch = Launch.here(processes, engine)
-    made = make_plan(load_recipe(recipe, overrides or []), launch, probe=not no_probe)
+    made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
     print_plan(made)
     if json_out:
         write_plan(made, json_out)
@@ -490,7 +489,7 @@ def import_answers(
         check_tools(side.tokenizer, arguments)
     counts = run(side, found, out, template_args=arguments, source=conversations)
     print(
-        f"{out}: {counts.done} documents, {counts.skipped} conversations skipped, "
+        f"{out}: {counts.documents} documents, {counts.skipped} conversations skipped, "
         f"{counts.learned_tokens:,} tokens to learn in {counts.turns} answers; not checked: that "
         f"{target} wrote them"
     )

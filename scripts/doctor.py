@@ -118,9 +118,8 @@ def print_diagnosis(case: Case, diagnosis: Diagnosis, console: Console | None = 
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
     console.print(
         f"{case.head.kind} head on {case.target.name}: {diagnosis.measured:.2f} tokens per step "
-        f"measured (greedy, {diagnosis.steps} steps, the target's own token counted); "
-        f"{diagnosis.predicted:.2f} predicted for the best fixed tree of {case.nodes} draft nodes "
-        f"({diagnosis.positions} positions){recorded}"
+        f"measured (greedy, the target's own token counted); {diagnosis.predicted:.2f} predicted "
+        f"for the best fixed tree of {case.nodes} draft nodes{recorded}"
     )
     if not diagnosis.findings:
         console.print("healthy: nothing found that costs tokens", style="green")

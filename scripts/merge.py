@@ -9,7 +9,7 @@ import typer
 
 from draftheads.scripts.commands import MaybeTarget
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def merge(
@@ -33,42 +33,35 @@ def merge(
 def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
     """Write both; returns the folder of the heads.
 
-    Raises ValueError for heads without an adapter, a folder that is there already and an unknown
-    dtype.
+    Raises ValueError for heads without an adapter, an existing folder and an unknown dtype.
     """
     import torch
     from transformers import AutoConfig
 
     from draftheads.heads.files import staged
-    from draftheads.heads.hub import (
-        find_head,
-        head_adapter,
-        head_target,
-        load_head,
-        read_config,
-        save_head,
-    )
+    from draftheads.heads.hub import open_head, save_head
     from draftheads.heads.target import Target
 
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"--dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
-    adapter = head_adapter(head)
-    if adapter is None:
+    folder = open_head(head)
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype: expected {', '.join(DTYPES)}, got {dtype!r}")
+    if folder.adapter is None:
         raise ValueError(f"{head}: expected heads with an adapter/, found none; nothing to merge")
     if out.exists():
         raise ValueError(f"{out} exists already; give a folder that does not")
-    name, revision = (target, None) if target else head_target(head)
+    name, revision = (target, None) if target else folder.target
     if dtype == "auto":
         own = AutoConfig.from_pretrained(name, revision=revision).get_text_config(decoder=True)
         dtype = str(own.dtype or torch.float32).removeprefix("torch.")
-    model = Target.load(name, dtype="float32", revision=revision).attach(adapter)  # one rounding
-    heads = load_head(head, target=model)
-    facts = read_config(find_head(head)).get("draftheads", {})
+    # float32, so that the sum is rounded once
+    model = Target.load(name, dtype="float32", revision=revision).attach(folder.adapter)
+    heads = folder.load(model)
     with staged(out) as staging:
         model.model.to(getattr(torch, dtype)).save_pretrained(staging)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(staging)
-        plain = Target(model.model, name=str(out))
+        facts = folder.facts
         training = {**facts.get("training", {}), "merged_adapter": facts.get("adapter")}
+        plain = Target(model.model, name=str(out))
         save_head(heads, staging / "heads", target=plain, training=training)
     return out / "heads"

@@ -226,7 +226,7 @@ class Reading:
 
         Raises ValueError for fewer rows than processes.
         """
-        unit, asked = rows_per_batch * self.world, tokens_per_step or self._default_tokens()
+        unit, asked = rows_per_batch * self.world, tokens_per_step or MOST_TOKENS
         most = math.inf
         if self.rows is not None:
             if self.rows < self.world:
@@ -236,6 +236,9 @@ class Reading:
                 )
             most = min(1.0, self.epochs or 1.0) * self.rows
         if not tokens_per_step:
+            if self.rows is not None and self.epochs is not None:
+                hundredth = int(self.epochs * self.rows * self.length / 100)
+                asked = min(MOST_TOKENS, max(1, hundredth))
             most = min(most, asked / self.length)
         count = max(1, round(asked / self.length / unit)) * unit
         if count > most:
@@ -254,12 +257,6 @@ class Reading:
             f"warning: {steps} steps of {rows_per_step * self.length} tokens are few to learn from;"
             " distill more prompts, raise run.epochs or lower run.tokens_per_step"
         )
-
-    def _default_tokens(self) -> int:
-        """A hundredth of the run, and at most MOST_TOKENS."""
-        if self.rows is None or self.epochs is None:
-            return MOST_TOKENS
-        return min(MOST_TOKENS, max(1, int(self.epochs * self.rows * self.length / 100)))
 
 
 def heldout_rows(rows: Rows) -> int:

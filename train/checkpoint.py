@@ -15,7 +15,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
 import zlib
 from dataclasses import dataclass, field, replace
@@ -41,8 +40,6 @@ TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"
 BEST, LOCK = "best", ".lock"
 FORMAT = 2
 """Of state.json."""
-UNFINISHED = re.compile(r"\.{1,2}step-[0-9]{6,}\.")
-"""Two dots: earlier versions staged the head in a staged checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -292,9 +289,8 @@ class Checkpoints:
 
     def _tidy(self, last: Path | None) -> None:
         """Remove what a killed process left; set damaged checkpoints aside; delete old ones."""
-        for folder in self.output.glob(".*step-*"):
-            if UNFINISHED.match(folder.name):
-                shutil.rmtree(folder)
+        for folder in self.output.glob(".step-[0-9]*.*"):
+            shutil.rmtree(folder)
         if last is not None:
             steps = _steps(self.output)
             for damaged in steps[steps.index(last) + 1 :]:

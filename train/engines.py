@@ -72,16 +72,14 @@ class Learner(nn.Module):
         """AdamW over all that learns; weight decay for the heads' matrices only."""
         trained = self.trained()
         heads = [p for name, p in trained.items() if not name.startswith(ADAPTER)]
-        groups = [
-            ("heads", [p for p in heads if p.ndim >= 2], choices.weight_decay),
-            ("heads", [p for p in heads if p.ndim < 2], 0.0),
-            ("adapter", [p for name, p in trained.items() if name.startswith(ADAPTER)], 0.0),
+        adapter = [p for name, p in trained.items() if name.startswith(ADAPTER)]
+        matrices, vectors = [p for p in heads if p.ndim >= 2], [p for p in heads if p.ndim < 2]
+        groups: list[dict[str, Any]] = [
+            {"name": "heads", "params": matrices, "weight_decay": choices.weight_decay},
+            {"name": "heads", "params": vectors, "weight_decay": 0.0},
+            {"name": "adapter", "params": adapter, "weight_decay": 0.0},
         ]
-        used = [
-            {"name": name, "params": params, "weight_decay": decay}
-            for name, params, decay in groups
-            if params
-        ]
+        used = [group for group in groups if group["params"]]
         return torch.optim.AdamW(used, lr=choices.lr, betas=choices.betas)
 
     def rates(self, choices: OptimChoices, step: int, steps: int) -> Rates:
@@ -206,17 +204,18 @@ def _recomputed(target: Target, recompute: bool) -> Iterator[None]:
 
 
 class Engine(ABC):
-    """Trains on all processes; every process calls the same methods in the same order."""
+    """Trains on all processes; every process calls the same methods in the same order. model is
+    called as the learner itself.
+    """
 
     model: nn.Module
-    """Called as the learner itself; returns its loss."""
 
     def __init__(self, learner: Learner, choices: OptimChoices, world: int) -> None:
         self.learner, self.choices, self.world = learner, choices, world
         self._named = learner.trained()
-        head = learner.head
-        self._constant = {n: t for n, t in head.state_dict().items() if n not in self._named}
-        self._blank = copy.deepcopy(head).to("meta")
+        tensors = learner.head.state_dict()
+        self._constant = {name: each for name, each in tensors.items() if name not in self._named}
+        self._blank = copy.deepcopy(learner.head).to("meta")
 
     @abstractmethod
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -242,7 +241,7 @@ class Engine(ABC):
 
     @abstractmethod
     def restore(self, optimizer_state: State) -> None:
-        """Put `optimizer_state` back. The learner got its weights before."""
+        """Put it back; empty: nothing to do. The learner got its weights before."""
 
     @abstractmethod
     def _full(self, parameter: nn.Parameter) -> Tensor:
@@ -406,11 +405,10 @@ def make_engine(learner: Learner, choices: OptimChoices, accelerator: Accelerato
     """
     plugin = accelerator.state.deepspeed_plugin
     sharded = asked_for_fsdp(os.environ) and accelerator.num_processes > 1
-    divides = "FSDP" if sharded else f"ZeRO-{plugin.zero_stage}" if plugin else "DDP"
-    if isinstance(learner, JointLearner) and divides in ("FSDP", "ZeRO-3"):
+    if isinstance(learner, JointLearner) and (sharded or (plugin and plugin.zero_stage == 3)):
         raise ValueError(
-            f"adapter: expected DDP, ZeRO-1 or ZeRO-2, got {divides}, which would divide matrices "
-            "of the target; launch with recipes/accelerate-zero2.yaml"
+            "adapter: expected DDP, ZeRO-1 or ZeRO-2, got FSDP or ZeRO-3, which would divide "
+            "matrices of the target; launch with recipes/accelerate-zero2.yaml"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return DeepSpeedEngine(learner, choices, accelerator)

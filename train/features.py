@@ -93,31 +93,24 @@ class MemoryFeatures:
 
 
 class StoredFeatures:
-    """In files, those of the first `count` of `rows`. facts: what identifies the target."""
+    """In files, of the first `count` of `rows`. dtype: a key of DTYPES. bits: of the target."""
 
     def __init__(
-        self,
-        folder: Path,
-        online: OnlineFeatures,
-        rows: Rows,
-        count: int,
-        dtype: str,
-        facts: dict[str, Any],
+        self, folder: Path, online: OnlineFeatures, rows: Rows, count: int, dtype: str, bits: Any
     ) -> None:
         self.folder, self.online, self.rows, self.dtype = folder, online, rows, dtype
-        self.layers, hidden = len(online.layers), online.target.hidden_size
+        target = online.target
+        self.layers, hidden = len(online.layers), target.hidden_size
         scale = 4 if dtype == "fp8" else 0
         self.token_bytes = self.layers * (hidden * DTYPES[dtype].itemsize + scale)
-        room = (SHARD_BYTES - HEADER_BYTES) // (rows.length * self.token_bytes)
-        self.rows_per_shard = max(1, room)
-        self.shards = [
-            range(first, min(first + self.rows_per_shard, count))
-            for first in range(0, count, self.rows_per_shard)
-        ]
+        size = max(1, (SHARD_BYTES - HEADER_BYTES) // (rows.length * self.token_bytes))
+        self.shards = [range(at, min(at + size, count)) for at in range(0, count, size)]
         """The row numbers of each shard."""
         self.manifest = {
             "format": FORMAT,
-            **facts,
+            "target": target.fingerprint(),
+            "target_dtype": str(target.dtype).removeprefix("torch."),
+            "target_bits": bits,
             "layers": list(online.layers),
             "hidden": hidden,
             "dtype": dtype,
@@ -125,7 +118,7 @@ class StoredFeatures:
             "rows": count,
             "tokens": sum(rows.sizes[:count]),
             "rows_sha256": _digest(rows, count),
-            "rows_per_shard": self.rows_per_shard,
+            "rows_per_shard": size,
         }
         self._open = lru_cache(OPEN_SHARDS)(self._opened)
 
@@ -145,8 +138,8 @@ class StoredFeatures:
         """Bytes of these shards on disk, at most."""
         return sum(self._tokens(shard) * self.token_bytes + HEADER_BYTES for shard in shards)
 
-    def missing(self, log: Callable[[str], None]) -> list[int]:
-        """Shards to be written; damaged ones are reported through `log`.
+    def missing(self) -> list[int]:
+        """Shards that are missing or damaged.
 
         Raises ValueError when the folder holds the features of something else.
         """
@@ -166,10 +159,8 @@ class StoredFeatures:
         for shard in range(len(self.shards)):
             try:
                 self._open(shard)
-            except ValueError as error:
+            except ValueError:
                 missing.append(shard)
-                if self._path(shard).exists():
-                    log(f"writing again: {error}")
         return missing
 
     def write(self, missing: Sequence[int], accelerator: Accelerator) -> None:
@@ -193,7 +184,6 @@ class StoredFeatures:
         data = save({name: torch.cat([row[name] for row in rows]) for name in rows[0]})
         path = self._path(shard)
         part = own_name(path)
-        path.parent.mkdir(parents=True, exist_ok=True)  # on a disk of this machine's own
         try:
             with part.open("wb") as file:
                 file.write(data)
@@ -211,7 +201,7 @@ class StoredFeatures:
 
     def _row(self, row: int) -> Tensors:
         """A row as it is stored, mapped into memory."""
-        shard = row // self.rows_per_shard
+        shard = row // len(self.shards[0])
         start = sum(self.rows.sizes[self.shards[shard].start : row])
         place = slice(start, start + self.rows.sizes[row])
         return {name: tensor[place] for name, tensor in self._open(shard).items()}
@@ -259,16 +249,11 @@ def make_features(
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
     folder = recipe.features.path or Path(f"{recipe.data.path}-features")
-    dtype = recipe.features.dtype
-    facts = {
-        "target": target.fingerprint(),
-        "target_dtype": str(target.dtype).removeprefix("torch."),
-        "target_bits": recipe.target_bits,
-    }
-    stores = [StoredFeatures(folder / "train", online, train, len(train), dtype, facts)]
+    stored_as = recipe.features.dtype, recipe.target_bits
+    stores = [StoredFeatures(folder / "train", online, train, len(train), *stored_as)]
     if not target.adapter:
         count = heldout_rows(heldout)
-        stores.append(StoredFeatures(folder / "heldout", online, heldout, count, dtype, facts))
+        stores.append(StoredFeatures(folder / "heldout", online, heldout, count, *stored_as))
     write_missing(stores, int(recipe.features.disk_gb * 1e9), accelerator)
     return stores[0], evaluated if target.adapter else stores[1]
 
@@ -278,8 +263,7 @@ def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Acc
 
     Raises ValueError, before anything is written, where the disk or the limit is too small.
     """
-    log = main_process_log(accelerator)
-    missing = [store.missing(log) for store in stores]
+    missing = [store.missing() for store in stores]
     folder = stores[0].folder.parent
     needed = sum(store.bytes_of(range(len(store.shards))) for store in stores)
     lacking = sum(store.bytes_of(shards) for store, shards in zip(stores, missing, strict=True))
@@ -293,11 +277,11 @@ def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Acc
             "features.disk_gb, use another features.path, or set features.mode=online"
         )
     if lacking:
-        log(f"{folder}: writing {lacking / 1e9:.3g} of {needed / 1e9:.3g} GB of features")
-    for store in stores:
-        sweep(store.folder, "shard-*")
-        if lacking and accelerator.is_main_process:
+        line = f"{folder}: writing {lacking / 1e9:.3g} of {needed / 1e9:.3g} GB of features"
+        main_process_log(accelerator)(line)
+        for store in stores:
             store.folder.mkdir(parents=True, exist_ok=True)
+            sweep(store.folder, "shard-*")
             write_text(store.folder / MANIFEST, json.dumps(store.manifest, indent=2) + "\n")
     accelerator.wait_for_everyone()  # nobody writes before all have seen the same shards missing
     for store, shards in zip(stores, missing, strict=True):

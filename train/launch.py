@@ -64,27 +64,23 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         ],
     )
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    kind = accelerator.distributed_type
-    if accelerator.num_processes != world or (world > 1 and kind == DistributedType.NO):
+    alone = accelerator.distributed_type == DistributedType.NO
+    if accelerator.num_processes != world or (world > 1 and alone):
         raise ValueError(
             f"{world} processes were started, but each would train on its own; "
             f"use `{right_command(has_gpu, str(world))}`"
         )
     plugin = accelerator.state.deepspeed_plugin
-    if kind == DistributedType.MEGATRON_LM or (plugin and not plugin.zero_stage):
-        raise ValueError(
-            f"expected DDP, FSDP2 or ZeRO-1, 2 or 3, got {kind} of another kind; "
-            "use one of recipes/accelerate-{ddp,fsdp2,zero1,zero2,zero3}.yaml"
-        )
+    if plugin and not plugin.zero_stage:
+        raise ValueError("expected ZeRO stage 1, 2 or 3, got 0; use recipes/accelerate-ddp.yaml")
     return accelerator
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:
     """Raise ValueError for launches of several processes that would not know of each other.
 
-    `accelerate launch --cpu --num_processes N` starts one process and says nothing; it leaves a
-    master address for those that it does not start, and no WORLD_SIZE. `srun` starts several that
-    know only Slurm's variables.
+    `accelerate launch --cpu --num_processes N` starts one process, with a master address and no
+    WORLD_SIZE. `srun` starts several that know only Slurm's variables.
     """
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks > 1 and environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1"):
@@ -145,9 +141,9 @@ def agreeing(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
     first = everyone[0][0]
     for rank, (each, error) in enumerate(everyone):
         other = [
-            f"{key} {value} where process 0 has {first.get(key)}"
-            for key, value in each.items()
-            if value != first.get(key)
+            f"{key} {each.get(key)} where process 0 has {first.get(key)}"
+            for key in {**first, **each}
+            if each.get(key) != first.get(key)
         ]
         if error or other:
             raise ValueError(

@@ -3,7 +3,7 @@
 A step's rows, micro batches and random numbers are functions of (seed, step), and its learning rate
 one of the step: to resume is to continue at step n.
 
-Legend: D feature width, B batch, T tokens, K draft depth, R ranks.
+Legend: B batch, T tokens, D feature width, K draft depth, R ranks.
 """
 
 from __future__ import annotations
@@ -95,12 +95,13 @@ class Run:
 
 class StepResult(NamedTuple):
     """What a step came to. loss: mean over the learned tokens of all processes. norm: of the
-    gradient before clipping; not finite where nothing was changed. ranks_KR: of this process. stop:
-    whether any process was asked to stop. documents: those of the losses that were not finite.
+    gradient before clipping; not finite where nothing was changed. lr: of the heads. ranks_KR: of
+    this process. stop: whether any process was asked to. documents: of losses that are not finite.
     """
 
     loss: float
     norm: float
+    lr: float
     ranks_KR: Tensor
     stop: bool
     documents: list[int]
@@ -189,7 +190,8 @@ def train_step(run: Run, stop: bool) -> StepResult:
         bad = [rows for (_, rows), loss in zip(batches, mine, strict=True) if not loss.isfinite()]
         found = [run.data.train.document_numbers(rows) for rows in bad]
         documents = sorted({number for numbers in gather_object(found) for number in numbers})
-    return StepResult(total, norm, torch.stack(ranks).sum(0), asked > 0, documents)
+    ranks_KR = torch.stack(ranks).sum(0)
+    return StepResult(total, norm, rates["heads"], ranks_KR, asked > 0, documents)
 
 
 def _record(run: Run, result: StepResult, progress: Progress) -> None:
@@ -206,13 +208,14 @@ def _record(run: Run, result: StepResult, progress: Progress) -> None:
         skipped=0 if is_finite else state.skipped + 1,
     )
     if is_finite:
-        lr = run.engine.learner.rates(recipe.optim, state.step, state.steps)["heads"]
-        progress.step(run.state.step, result.loss, result.norm, result.ranks_KR, tokens, lr)
+        numbers = result.loss, result.norm, result.ranks_KR, tokens, result.lr
+        progress.step(run.state.step, *numbers)
         return
-    documents = result.documents or run.data.train.document_numbers(rows)
+    documents = result.documents or sorted(set(run.data.train.document_numbers(rows)))
     named = ", ".join(map(str, documents[:SHOWN]))
-    more = f" and {len(documents) - SHOWN} more" if len(documents) > SHOWN else ""
-    cause = f"loss {result.loss}, gradient norm {result.norm} in documents {named}{more}"
+    if len(documents) > SHOWN:
+        named = f"{named} and {len(documents) - SHOWN} more"
+    cause = f"loss {result.loss}, gradient norm {result.norm} in documents {named}"
     progress.skipped(run.state.step, cause)
     if run.state.skipped >= recipe.run.max_skipped:
         raise ValueError(
@@ -284,12 +287,12 @@ def start(
         log(continuing(checkpoint, old, state))
     rows = data.train, data.heldout
     features, heldout = make_features(recipe, target, rows, head.training_layers, accelerator)
-    if recipe.decodes and recipe.features.mode == "cached":
-        log("the target stays in memory, to decode with; eval.every=0 frees it")
+    is_cached = recipe.features.mode == "cached"
     if not (recipe.decodes or target.adapter):
-        is_cached = recipe.features.mode == "cached"
         freed = target.release(lm_head=not head.needs_unembed, layers=is_cached)
         log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
+    elif is_cached and not target.adapter:
+        log("the target stays in memory, to decode with; eval.every=0 frees it")
     evaluator = Evaluator(recipe, accelerator, target, data, heldout)
     size = 12 * parameters  # weights and two moments, float32
     places = recipe.run.output, recipe.run.keep

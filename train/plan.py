@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -38,11 +39,11 @@ from draftheads.heads.losses import CHUNK_LOGITS, CHUNK_ROWS
 from draftheads.heads.placement import check_path, check_placement, read_config, reading
 from draftheads.heads.target import Target
 from draftheads.heads.weights import decoder_layers
-from draftheads.train.batches import HELDOUT_TOKENS, Documents, Order, Reading, Rows
-from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
+from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading
+from draftheads.train.data.answers import MANIFEST
 from draftheads.train.loop import fit
 from draftheads.train.recipe import MedusaChoices, Recipe, SequentialChoices, load_recipe
-from draftheads.train.setup import check_tokens
+from draftheads.train.setup import load_data
 
 FEATURE_BYTES = {"bf16": (2, 0), "fp8": (1, 4), "fp32": (4, 0)}
 """Of a stored feature: per number, and per token and state."""
@@ -61,24 +62,7 @@ FEWEST, MOST, TRIAL_TOKENS = 4, 16, 1 << 15
 """Steps of each kind in a trial: as many as read TRIAL_TOKENS, within these limits."""
 PATIENCE = 600
 """Seconds that a trial may take."""
-SAMPLE_TOKENS = 2_000_000
-"""Tokens that are read of a data set; a larger one is taken to continue as it begins."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Processes on "cpu" or "cuda", the trained state divided by `engine`."""
-
-    processes: int
-    engine: str
-    device: str
-
-    @classmethod
-    def here(cls, processes: int | None = None, engine: str = "ddp") -> Launch:
-        """On this machine's device; processes: default WORLD_SIZE, else one."""
-        world = processes or int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(world, engine, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 class ShapeTarget(Target):
@@ -110,7 +94,7 @@ class Shapes:
         config = read_config(recipe.target, recipe.target_revision)
         with reading(recipe.target), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        self.target = ShapeTarget(model, name=recipe.target)
+        self.target = ShapeTarget(model, name=recipe.target, fingerprint="")
         self.layers, self.width = self.target.layers, self.target.hidden_size
         self.inner: int = getattr(self.target.config, "intermediate_size", None) or 4 * self.width
         self.frozen, self.per_layer = _count(model), _count(decoder_layers(model)) // self.layers
@@ -125,9 +109,9 @@ class Shapes:
         choices = recipe.head.model_dump(exclude={"kind"})
         if size := choices.pop("vocabulary", None):
             choices["vocabulary"] = list(range(min(size, self.target.vocab_size)))
+        self.adapter = self.adapted = 0
         with torch.device("meta"):
             head = HEADS[recipe.head.kind].create(self.target, **choices)
-            self.adapter = self.adapted = 0
             if recipe.adapter:
                 keys = {"rank", "alpha", "layers", "modules"}
                 adapter = Adapter.create(model, "", **recipe.adapter.model_dump(include=keys))
@@ -193,8 +177,8 @@ def activation_bytes(recipe: Recipe, shapes: Shapes, length: int) -> int:
 class Workload:
     """A run's rows of `length` tokens at most, and its steps. rows: to train on, with `tokens` in
     all; None: the data is missing. heldout: tokens evaluated at each save. rows_per_step: over all
-    processes; micro_batches: per process. steps: None where unknown. passes: over the rows. alone:
-    share of the steps that train heads alone. sample: (tokens, learned tokens) of some rows.
+    processes; micro_batches: per process. steps: None where unknown. alone: share of the steps that
+    train heads alone. sample: (tokens, learned tokens) of some rows.
     """
 
     length: int
@@ -204,8 +188,6 @@ class Workload:
     rows_per_step: int
     micro_batches: int
     steps: int | None
-    passes: float | None
-    saves: int | None
     alone: float
     note: str
     sample: list[tuple[int, int]] = field(repr=False)
@@ -215,31 +197,22 @@ class Workload:
         """Mean tokens per row, padding not counted."""
         return self.tokens / self.rows if self.rows else float(self.length)
 
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the rows."""
+        return self.steps * self.rows_per_step / self.rows if self.steps and self.rows else None
+
 
 def read_workload(recipe: Recipe, target: Target, processes: int) -> Workload:
-    """Look at the recipe's data; full rows are assumed where there is none. Raises ValueError for a
-    folder that is not in order.
-    """
+    """Full rows are assumed where there is no data. Errors: as of `load_data`."""
     data, run = recipe.data, recipe.run
     length = min(data.sequence_length, target.context)
     rows, tokens, heldout, sample = None, 0, HELDOUT_TOKENS, [(length, length - 1)]
     if (data.path / MANIFEST).is_file():
-        answers, size = [], 0
-        for answer in read_answers(data.path):
-            answers.append(answer)
-            size += len(answer.tokens)
-            if size >= SAMPLE_TOKENS:
-                break
-        documents = Documents.read(answers)
-        check_tokens(recipe, int(documents.tokens_N.max()), target.vocab_size)
-        spans, apart = documents.split(data.heldout)
-        train = Rows(documents, spans, length, pack=data.pack, seed=run.seed)
-        if not len(train):
-            raise ValueError(f"{data.path}: expected tokens written by the target, got none")
-        times = count_documents(data.path) / len(answers) if size >= SAMPLE_TOKENS else 1
-        rows, tokens = round(len(train) * times), round(sum(train.sizes) * times)
-        heldout = min(heldout, round(sum(stop - start for start, stop in apart) * times))
-        sample = list(zip(train.sizes, train.learned, strict=True))
+        found = load_data(recipe, target, log=lambda line: None)
+        rows, tokens = len(found.train), sum(found.train.sizes)
+        heldout = min(heldout, sum(found.heldout.sizes))
+        sample = list(zip(found.train.sizes, found.train.learned, strict=True))
     reading = Reading(rows, length, run.epochs, processes)
     per_step, note = reading.rows_per_step(run.tokens_per_step, data.rows_per_batch)
     steps = run.steps
@@ -255,20 +228,10 @@ def read_workload(recipe: Recipe, target: Target, processes: int) -> Workload:
         rows_per_step=per_step,
         micro_batches=max(1, per_step // (data.rows_per_batch * processes)),
         steps=steps,
-        passes=steps * per_step / rows if steps and rows else None,
-        saves=math.ceil(steps / run.save_every) if steps else None,
         alone=math.ceil(alone * steps - 1e-9) / steps if steps else alone,  # as training counts
         note="; ".join(filter(None, (note, warning))),
         sample=sample,
     )
-
-
-def count_documents(folder: Path) -> int:
-    """Documents in a folder; the manifest of a finished one knows."""
-    manifest = read_manifest(folder)
-    known = manifest.get("counts") if manifest["complete"] else None
-    known = known or count(folder, manifest).numbers()
-    return int(known.get("documents", known["done"]))  # without, each prompt gave one
 
 
 @dataclass(frozen=True)
@@ -289,13 +252,9 @@ class Trial:
     joint: float
 
 
-class TrialError(Exception):
-    """A trial that cannot be made here, and why."""
-
-
-def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str = "wall") -> Trial:
+def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str) -> Trial:
     """Train in a child process: some steps on new rows, as many on the same rows again, and, where
-    an adapter begins to learn later, as many with it. Raises TrialError.
+    an adapter begins to learn later, as many with it. Raises RuntimeError where that fails.
     """
     layers = shapes.layers if shapes.layers <= DEEPEST else max(SHALLOW, shapes.states)
     adapted = min(layers, shapes.adapted)
@@ -307,34 +266,32 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str = "wall
     rows = micro * batch * steps + batch  # the last ones are held out
     remembers = bool(recipe.data.cache_gb) or recipe.features.mode == "cached"
     remembers = remembers or layers < shapes.layers  # to tell features from the rest
+    sizes = random.Random(0).choices(work.sample, k=rows)
+    values = recipe.model_dump(mode="json")
+    values |= {"target_revision": None, "target_placement": "whole", "features": {}}
+    values["eval"] = {"every": 0, "report": False}
+    values["data"] |= {"pack": False, "heldout": batch / rows, "cache_gb": 1e6 * remembers}
+    values["run"] |= {"steps": kinds * steps, "save_every": kinds * steps, "epochs": None}
+    values["run"] |= {"tokens_per_step": micro * batch * work.length, "trackers": []}
+    if "feature_layers" in values["head"] and layers < shapes.layers:
+        read = values["head"]["feature_layers"] or range(3)
+        values["head"]["feature_layers"] = list(range(len(read)))
+    if recipe.adapter:
+        values["adapter"] |= {"layers": adapted, "start": 2 / 3 if kinds == 3 else 0}
     with tempfile.TemporaryDirectory(prefix="draftheads-plan-") as name:
-        folder = Path(name)
-        write_target(recipe, layers, folder / "target")
-        numbers = write_rows(folder / "data", recipe, shapes, work.sample, rows)
-        values = recipe.model_dump(mode="json")
-        values |= {"target": str(folder / "target"), "target_revision": None}
-        values |= {"target_placement": "whole", "features": {}}
-        values["eval"] = {"every": 0, "report": False}
-        values["data"] |= {"path": str(folder / "data"), "pack": False, "heldout": batch / rows}
-        values["data"]["cache_gb"] = 1e6 if remembers else 0
-        values["run"] |= {"output": str(folder / "run"), "trackers": [], "epochs": None}
-        values["run"] |= {"steps": kinds * steps, "save_every": kinds * steps}
-        values["run"]["tokens_per_step"] = micro * batch * work.length
-        if "feature_layers" in values["head"] and layers < shapes.layers:
-            states = len(values["head"]["feature_layers"] or range(3))
-            values["head"]["feature_layers"] = list(range(states))
-        if recipe.adapter:
-            values["adapter"] |= {"layers": adapted, "start": 2 / 3 if kinds == 3 else 0}
-        (folder / "recipe.json").write_text(json.dumps(values))
-        found = _run_child(folder, clock)
+        write_target(recipe, layers, Path(name) / "target")
+        vocabulary = getattr(recipe.head, "vocabulary", None) or shapes.target.vocab_size
+        write_rows(Path(name) / "data", sizes, min(vocabulary, shapes.target.vocab_size))
+        found = _run_child(Path(name), values, clock)
     gaps = [after - before for before, after in pairwise(found["steps"])]  # not of the first step
     phases = [gaps[max(0, n * steps - 1) : (n + 1) * steps - 1] for n in range(kinds)]
     new, again, joint = median(phases[0]), median(phases[1]), median(phases[-1])
     features = max(0.0, new - again) if remembers else 0.0
     of_layer, deeper = features / layers, shapes.layers - layers
     joint += of_layer * (deeper + BACKWARD * (shapes.adapted - adapted))
-    remembered = shapes.feature_bytes(numbers) if remembers else 0
-    held = found["base"] + shapes.target_bytes(layers) + 4 * shapes.trained + remembered
+    held = found["base"] + shapes.target_bytes(layers) + 4 * shapes.trained
+    if remembers:
+        held += shapes.feature_bytes(sum(size for size, _ in sizes))
     batches = work.heldout / (batch * work.row_tokens) - 1  # besides the trial's one
     of_batch = (features + of_layer * deeper + again / 3) / micro  # a third is the forward pass
     times = work.micro_batches / micro
@@ -359,9 +316,7 @@ def write_target(recipe: Recipe, layers: int, folder: Path) -> None:
         if isinstance(value, list) and len(value) == text.num_hidden_layers:  # layer_types etc.
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
-    torch.manual_seed(0)
-    dtype = config.dtype or torch.float32
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
     logging.disable(logging.WARNING)  # saving imports libraries that tell what they look for
     try:
         model.save_pretrained(folder)
@@ -369,300 +324,230 @@ def write_target(recipe: Recipe, layers: int, folder: Path) -> None:
         logging.disable(logging.NOTSET)
 
 
-def write_rows(
-    folder: Path, recipe: Recipe, shapes: Shapes, sample: list[tuple[int, int]], rows: int
-) -> int:
-    """Random documents as large as some of the sample; returns how many tokens they have."""
-    draw = random.Random(0)
-    vocabulary = shapes.target.vocab_size
-    vocabulary = min(vocabulary, getattr(recipe.head, "vocabulary", None) or vocabulary)
-    sizes = draw.choices(sample, k=rows)
+def write_rows(folder: Path, sizes: list[tuple[int, int]], vocabulary: int) -> None:
+    """Random documents of such sizes: (tokens, learned tokens at the end)."""
     folder.mkdir()
     with (folder / "answers-00000-of-00001.jsonl").open("w") as file:
         for number, (size, learned) in enumerate(sizes):
-            tokens = draw.choices(range(vocabulary), k=size)
+            tokens = random.Random(number).choices(range(vocabulary), k=size)
             record = {"id": number, "tokens": tokens, "learn": [(size - learned, size)]}
             file.write(json.dumps({**record, "turns": 1, "finish": "eos"}) + "\n")
-    manifest = {"format": 1, "batch_size": rows, "complete": True}
-    counts = {"prompts": {"count": rows}, "counts": {"done": rows}}
+    manifest = {"format": 1, "batch_size": len(sizes), "complete": True}
+    counts = {"prompts": {"count": len(sizes)}, "counts": {"done": len(sizes)}}
     (folder / MANIFEST).write_text(json.dumps(manifest | counts))
-    return sum(size for size, _ in sizes)
 
 
-def _run_child(folder: Path, clock: str) -> dict[str, Any]:
+def _run_child(folder: Path, values: dict[str, Any], clock: str) -> dict[str, Any]:
+    values["target"], values["data"]["path"] = str(folder / "target"), str(folder / "data")
+    values["run"]["output"] = str(folder / "run")
+    (folder / "recipe.json").write_text(json.dumps(values))
     launch = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED")
     environment = {key: value for key, value in os.environ.items() if key not in launch}
     command = [sys.executable, "-m", "draftheads.train.plan", str(folder), clock]
     try:
-        child = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=PATIENCE
+        subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=True
         )
     except subprocess.TimeoutExpired as error:
-        raise TrialError(f"a trial was not done after {PATIENCE / 60:.0f} minutes") from error
-    if child.returncode:
-        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
-        raise TrialError(f"a trial failed: {lines[-1]}")
+        raise RuntimeError(f"a trial was not done after {PATIENCE / 60:.0f} minutes") from error
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+        raise RuntimeError(f"a trial failed: {lines[-1]}") from error
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 
 
 def main(folder: Path, clock: str) -> None:
     """The child: train as its recipe says, and write what that took."""
-    now = CLOCKS[clock]
+    on_gpu, now = torch.cuda.is_available(), CLOCKS[clock]
     recipe, steps = load_recipe(folder / "recipe.json"), []
     register_optimizer_step_post_hook(lambda *_: steps.append(now()))
-    base, begin = _resident(), now()
+    base, begin = 0 if on_gpu else psutil.Process().memory_info().rss, now()
     saved = fit(recipe).checkpoint
-    found = {"base": base, "peak": _peak(), "begin": begin, "end": now(), "steps": steps}
+    end, status = now(), Path("/proc/self/status")
+    peak = torch.cuda.max_memory_allocated() if on_gpu else psutil.Process().memory_info().rss
+    if not on_gpu and status.exists():
+        fields = dict(line.split(":") for line in status.read_text().splitlines())
+        peak = int(fields["VmHWM"].split()[0]) * 1024
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    found = {"base": base, "peak": peak, "begin": begin, "end": end, "steps": steps}
     (folder / "found.json").write_text(json.dumps({**found, "checkpoint": size}))
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def device_memory(device: str) -> tuple[int, int]:
-    """(bytes that it has, bytes that are free now)."""
-    if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return total, free
-    memory, group = psutil.virtual_memory(), Path("/sys/fs/cgroup/memory.max")
-    limit = group.read_text().strip() if group.exists() else ""
-    limits = [int(limit)] if limit.isdigit() else []
-    return min([memory.total, *limits]), min([memory.available, *limits])
-
-
-def _resident() -> int:
-    """Bytes of this process; 0 on a GPU, which has none of Python."""
-    return 0 if torch.cuda.is_available() else psutil.Process().memory_info().rss
-
-
-def _peak() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status")
-    if not status.exists():
-        import resource  # of the parent, too, where it was larger
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    values = dict(line.split(":") for line in status.read_text().splitlines())
-    return int(values["VmHWM"].split()[0]) * 1024
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device at the highest point. base: Python and its libraries, on a CPU. cache:
-    features kept in memory. limit: of the device, which `processes` share.
-    """
-
-    base: int
-    target: int
-    weights: int
-    gradients: int
-    optimizer: int
-    data: int
-    cache: int
-    activations: int
-    limit: int
-    processes: int
-
-    @property
-    def total(self) -> int:
-        """Of one process."""
-        trained = self.weights + self.gradients + self.optimizer
-        return self.base + self.target + trained + self.data + self.cache + self.activations
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device has as much for all its processes."""
-        return self.total * self.processes <= self.limit
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Bytes. checkpoints: at most, the one being written included. allowed: of features. free: in
-    the output folder.
-    """
-
-    checkpoint: int
-    checkpoints: int
-    features: int
-    allowed: int
-    free: int
-
-    @property
-    def total(self) -> int:
-        """What the run will write."""
-        return self.checkpoint * self.checkpoints + self.features
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is as much."""
-        return self.total <= self.free and self.features <= self.allowed
-
-
-@dataclass(frozen=True)
-class Duration:
-    """Seconds. step: a mean; alone, joint: of steps without and with an adapter that learns, 0
-    where there are none; later: of a step whose features are known. save: with the evaluation.
-    total: None for unknown steps.
-    """
-
-    step: float
-    alone: float
-    joint: float
-    later: float
-    load: float
-    save: float
-    total: float | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All of it. trial: None, because of `reason`, where shapes alone were counted. time: None
-    without a trial.
+    """What a run on so many processes needs. trial: None, because of `reason`, where shapes alone
+    were counted.
     """
 
     recipe: Recipe
-    launch: Launch
+    processes: int
+    engine: str
     shapes: Shapes
     work: Workload
     trial: Trial | None
     reason: str
-    memory: Memory
-    disk: Disk
-    time: Duration | None
 
     @property
     def tokens_per_step(self) -> float:
         """Over all processes, padding not counted."""
         return self.work.rows_per_step * self.work.row_tokens
 
+    @property
+    def saves(self) -> int | None:
+        """Checkpoints that the run writes."""
+        return math.ceil(self.work.steps / self.recipe.run.save_every) if self.work.steps else None
+
+    @cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes of one process at the highest point, by part."""
+        shapes, work, trial = self.shapes, self.work, self.trial
+        moments = 3 if self.engine in ("zero1", "zero2") else 2  # DeepSpeed keeps weights twice
+        parts = {"weights": shapes.trained, "gradients": shapes.trained}
+        parts["optimizer"] = moments * shapes.trained
+        for part in ENGINES[self.engine]:
+            parts[part] = math.ceil(parts[part] / self.processes)
+        shards = self.processes if self.recipe.target_placement == "sharded" else 1
+        parts["target"] = shapes.target_bytes(shapes.layers, shards)
+        if _device() == "cpu":
+            parts["libraries"] = trial.base if trial else psutil.Process().memory_info().rss
+            parts["data"] = 5 * work.tokens
+            if self.recipe.features.mode == "online":
+                rows = min(work.rows or 0, (work.steps or 0) * work.rows_per_step)
+                room = int(self.recipe.data.cache_gb * 1e9)
+                parts["cache"] = min(room, shapes.feature_bytes(rows * work.row_tokens))
+        bound = activation_bytes(self.recipe, shapes, work.length)
+        return {**parts, "activations": trial.activations if trial else bound}
+
+    @property
+    def peak(self) -> int:
+        """Bytes of memory of one process."""
+        return sum(self.memory.values())
+
+    @property
+    def limit(self) -> int:
+        """Bytes of memory that one process can have."""
+        return device_memory() // (self.processes if _device() == "cpu" else 1)
+
+    @cached_property
+    def disk(self) -> dict[str, int]:
+        """Bytes: a checkpoint, of which there are `checkpoints` at most; features; free."""
+        run, shapes, work = self.recipe.run, self.shapes, self.work
+        tokens = 0
+        if self.recipe.features.mode == "cached":
+            tokens = work.tokens or (work.steps or 1) * work.rows_per_step * work.length
+            if not self.recipe.adapter:  # which changes those of held-out rows
+                tokens += work.heldout
+        number, scale = FEATURE_BYTES[self.recipe.features.dtype]
+        place = run.output.absolute()
+        while not place.exists():
+            place = place.parent
+        checkpoint = 3 * shapes.trained + shapes.buffers  # weights and two moments
+        most = run.keep + 2  # the best one may be older, and one is being written
+        return {
+            "checkpoint": self.trial.checkpoint if self.trial else checkpoint,
+            "checkpoints": min(self.saves or most, most),
+            "features": tokens * shapes.states * (shapes.width * number + scale),
+            "free": shutil.disk_usage(place).free,
+        }
+
+    @property
+    def written(self) -> int:
+        """Bytes that the run writes."""
+        return self.disk["checkpoint"] * self.disk["checkpoints"] + self.disk["features"]
+
+    @cached_property
+    def time(self) -> dict[str, float]:
+        """Seconds, if there was a trial. step: a mean; alone, joint: of steps without and with an
+        adapter that learns; later: of steps whose features are known; load; save: with the
+        evaluation; total: where the number of steps is known.
+        """
+        trial, work = self.trial, self.work
+        if not trial:
+            return {}
+        rows = work.rows or work.rows_per_step
+        load, features = trial.load, trial.features
+        if self.recipe.features.mode == "cached":
+            load += features * rows / work.rows_per_step
+            features = 0.0
+        room = self.recipe.data.cache_gb * 1e9
+        kept = min(1.0, room / self.shapes.feature_bytes(rows * work.row_tokens))
+        features *= 1 - kept * (1 - 1 / max(1.0, work.epochs or 1.0))  # none after the first epoch
+        later = work.alone * trial.alone + (1 - work.alone) * trial.joint
+        found = {"step": later + features, "later": later, "load": load, "save": trial.save}
+        found["alone"] = trial.alone + features if work.alone else 0.0
+        found["joint"] = trial.joint + features if work.alone < 1 else 0.0
+        if work.steps and self.saves:
+            found["total"] = load + work.steps * found["step"] + self.saves * trial.save
+        return found
+
     def to_json(self) -> dict[str, Any]:
-        """Everything but the sample of rows."""
+        """All figures."""
         shapes, work = self.shapes, asdict(self.work)
         del work["sample"]
         return {
-            "launch": asdict(self.launch),
+            "launch": {"processes": self.processes, "engine": self.engine, "device": _device()},
             "target": {"name": shapes.target.name, "parameters": shapes.frozen},
             "head": {"kind": self.recipe.head.kind, "parameters": shapes.head},
             "adapter": {"layers": shapes.adapted, "parameters": shapes.adapter},
-            "steps": {**work, "count": work["steps"]},
-            "memory": {**asdict(self.memory), "total": self.memory.total, "fits": self.memory.fits},
-            "disk": {**asdict(self.disk), "total": self.disk.total, "fits": self.disk.fits},
-            "time": asdict(self.time) if self.time else None,
+            "steps": {**work, "count": work["steps"], "tokens_per_step": self.tokens_per_step},
+            "memory": {**self.memory, "total": self.peak, "limit": self.limit},
+            "disk": {**self.disk, "total": self.written},
+            "time": self.time or None,
             "probed": [self.trial.layers] if self.trial else [],
             "reason": self.reason,
             "recipe": self.recipe.model_dump(mode="json"),
         }
 
 
-def make_plan(recipe: Recipe, launch: Launch, *, probe: bool = True, clock: str = "wall") -> Plan:
-    """Count and try. clock: of the trial, "wall" or "cpu". Raises ValueError and OSError for what
-    the trainer would refuse of target, head, adapter, data and launch.
+def make_plan(
+    recipe: Recipe,
+    processes: int | None = None,
+    engine: str = "ddp",
+    *,
+    probe: bool = True,
+    clock: str = "wall",
+) -> Plan:
+    """Count and try. processes: default WORLD_SIZE, else one; engine: a key of ENGINES; clock: of
+    the trial, a key of CLOCKS. Raises ValueError and OSError for what the trainer would refuse of
+    target, head, adapter, data and launch.
     """
-    divided = ENGINES.get(launch.engine)
-    if divided is None:
-        raise ValueError(f"--engine: expected one of {', '.join(ENGINES)}, got {launch.engine!r}")
-    if recipe.adapter and "weights" in divided:
+    processes = processes or int(os.environ.get("WORLD_SIZE", "1"))
+    if engine not in ENGINES:
+        raise ValueError(f"--engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
+    if recipe.adapter and "weights" in ENGINES[engine]:
         raise ValueError(
-            f"--engine: expected ddp, zero1 or zero2 with an adapter, got {launch.engine}, which "
-            "would divide matrices that the target reads between the heads' forwards"
+            f"--engine: expected ddp, zero1 or zero2 with an adapter, got {engine}, which would "
+            "divide matrices that the target reads between the heads' forwards"
         )
-    check_placement(recipe.target_placement, recipe.target_bits, launch.processes)
+    check_placement(recipe.target_placement, recipe.target_bits, processes)
     shapes = Shapes(recipe)
-    work = read_workload(recipe, shapes.target, launch.processes)
+    work = read_workload(recipe, shapes.target, processes)
     # as a step of few rows is divided
-    batch = min(recipe.data.rows_per_batch, work.rows_per_step // launch.processes)
+    batch = min(recipe.data.rows_per_batch, work.rows_per_step // processes)
     data = recipe.data.model_copy(update={"rows_per_batch": batch})
     recipe = recipe.model_copy(update={"data": data})
     trial, reason = None, "--no-probe was given"
     if probe:
         try:
             trial, reason = try_steps(recipe, shapes, work, clock), ""
-        except TrialError as error:
+        except RuntimeError as error:
             reason = str(error)
-    memory = plan_memory(recipe, launch, shapes, work, trial)
-    disk = plan_disk(recipe, shapes, work, trial)
-    time = plan_time(recipe, shapes, work, trial) if trial else None
-    return Plan(recipe, launch, shapes, work, trial, reason, memory, disk, time)
+    return Plan(recipe, processes, engine, shapes, work, trial, reason)
 
 
-def plan_memory(
-    recipe: Recipe, launch: Launch, shapes: Shapes, work: Workload, trial: Trial | None
-) -> Memory:
-    """Counted, but for activations: the trial's, or an upper bound."""
-    on_cpu = launch.device == "cpu"
-    shards = launch.processes if recipe.target_placement == "sharded" else 1
-    moments = 3 if launch.engine in ("zero1", "zero2") else 2  # DeepSpeed keeps weights twice
-    trained = {"weights": shapes.trained, "gradients": shapes.trained}
-    trained["optimizer"] = moments * shapes.trained
-    for part in ENGINES[launch.engine]:
-        trained[part] = math.ceil(trained[part] / launch.processes)
-    cache = 0
-    if on_cpu and recipe.features.mode == "online":
-        rows = min(work.rows or 0, (work.steps or 0) * work.rows_per_step)
-        cache = min(int(recipe.data.cache_gb * 1e9), shapes.feature_bytes(rows * work.row_tokens))
-    return Memory(
-        base=trial.base if trial else _resident(),
-        target=shapes.target_bytes(shapes.layers, shards),
-        **trained,
-        data=5 * work.tokens if on_cpu else 0,
-        cache=cache,
-        activations=trial.activations if trial else activation_bytes(recipe, shapes, work.length),
-        limit=device_memory(launch.device)[0],
-        processes=launch.processes if on_cpu else 1,
-    )
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def plan_disk(recipe: Recipe, shapes: Shapes, work: Workload, trial: Trial | None) -> Disk:
-    """Checkpoints as the trial wrote them, or their tensors alone."""
-    most = recipe.run.keep + 2  # the best one may be older, and one is being written
-    features = 0
-    if recipe.features.mode == "cached":
-        number, scale = FEATURE_BYTES[recipe.features.dtype]
-        tokens = work.tokens or (work.steps or 1) * work.rows_per_step * work.length
-        if not recipe.adapter:  # which changes those of held-out rows
-            tokens += work.heldout
-        features = tokens * shapes.states * (shapes.width * number + scale)
-    place = recipe.run.output.absolute()
-    while not place.exists():
-        place = place.parent
-    return Disk(
-        checkpoint=trial.checkpoint if trial else 3 * shapes.trained + shapes.buffers,
-        checkpoints=min(work.saves or most, most),
-        features=features,
-        allowed=int(recipe.features.disk_gb * 1e9),
-        free=shutil.disk_usage(place).free,
-    )
-
-
-def plan_time(recipe: Recipe, shapes: Shapes, work: Workload, trial: Trial) -> Duration:
-    """Steps as in the trial, features as far as they are not kept from an earlier epoch."""
-    rows = work.rows or work.rows_per_step
-    seen = min(1.0, 1 / work.passes) if work.passes else 1.0
-    kept = min(1.0, recipe.data.cache_gb * 1e9 / shapes.feature_bytes(rows * work.row_tokens))
-    load, features = trial.load, trial.features
-    if recipe.features.mode == "cached":
-        load += features * rows / work.rows_per_step
-        features = 0.0
-
-    def new(start: float, stop: float) -> float:
-        """Share of the steps in a part of the run whose features are not known."""
-        return 1 - kept * max(0.0, stop - max(start, seen)) / (stop - start)
-
-    alone = joint = 0.0
-    if work.alone:
-        alone = trial.alone + features * new(0.0, work.alone)
-    if work.alone < 1:
-        joint = trial.joint + features * new(work.alone, 1.0)
-    step = work.alone * alone + (1 - work.alone) * joint
-    later = work.alone * trial.alone + (1 - work.alone) * trial.joint
-    total = None
-    if work.steps and work.saves:
-        total = load + work.steps * step + work.saves * trial.save
-    return Duration(step, alone, joint, later, load, trial.save, total)
+def device_memory() -> int:
+    """Bytes of this machine's device, or what this process may have of it."""
+    if _device() == "cuda":
+        return torch.cuda.mem_get_info()[1]
+    group = Path("/sys/fs/cgroup/memory.max")
+    allowed = group.read_text().strip() if group.exists() else "max"
+    total = psutil.virtual_memory().total
+    return min(total, int(allowed)) if allowed.isdigit() else total
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Trackers, through accelerate: who else gets a run's numbers, and as which run of theirs.
+"""What a run says while it runs: a bar, metrics.jsonl, trackers. Only the first process speaks.
 
-A run that goes on goes on there too: what they called it stands in its folder's trackers.json.
-Tried with TensorBoard, Weights & Biases, MLflow and trackio; others get numbers, and a new run of
-theirs for every launch. Where they keep all this is for their own environment variables to say.
+A resumed run resumes in its trackers too: how they name it is in its folder's trackers.json. Tried
+with TensorBoard, Weights & Biases, MLflow and trackio; others get a new run for every launch.
+
+Legend: K draft depth, R ranks.
 """
 
 from __future__ import annotations
@@ -12,142 +13,27 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, get_available_trackers
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor
 from tqdm import tqdm
 
+from draftheads.heads.files import write_text
 from draftheads.train.evaluate import Evaluation
 from draftheads.train.recipe import Recipe
 
-PROJECT, RECORD = "draftheads", "trackers.json"
+METRICS, PROJECT, RECORD = "metrics.jsonl", "draftheads", "trackers.json"
+RUN_NAMES = {"wandb": "id", "mlflow": "info.run_id", "trackio": "name"}
+"""The attribute of a tracker's run by which a later launch finds it."""
 FAULTS = {"wandb": "wandb.errors:Error", "mlflow": "mlflow.exceptions:MlflowException"}
 """What they raise where there is no account, no server or no such run."""
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError for trackers that accelerate does not know or that are not installed."""
-    known = [str(name) for name in LoggerType.list() if name != str(LoggerType.ALL)]
-    available = {str(name) for name in get_available_trackers()}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"run.trackers: expected some of {', '.join(known)}, got {name!r}")
-        if name not in available:
-            raise ValueError(
-                f"run.trackers: {name} is not installed; `pip install {name}`, or leave it out"
-            )
-
-
-def start_trackers(accelerator: Accelerator, recipe: Recipe, step: int) -> None:
-    """Begin a run with every tracker, or go on with it after `step` steps; the recipe is its
-    configuration. The first process alone does so.
-
-    Raises ValueError where one of them cannot.
-    """
-    names, output = recipe.run.trackers, recipe.run.output
-    if not names or not accelerator.is_main_process:
-        return
-    record = output / RECORD
-    runs = _recorded(record)
-    title = output.resolve().name
-    begun = {name: _arguments(name, title, runs.get(name), step) for name in names}
-    faults = [resolve_name(FAULTS[name]) for name in names if name in FAULTS]
-    try:
-        accelerator.init_trackers(PROJECT, init_kwargs=begun)
-    except (ValueError, OSError, *faults) as error:  # nothing has been trained yet
-        accelerator.trackers.clear()  # what has not begun cannot be ended
-        continued = f"; to begin anew there, delete {record}" if runs else ""
-        raise ValueError(
-            f"run.trackers: cannot begin with {', '.join(names)} ({error}){continued}; "
-            "to go without, run.trackers=[]"
-        ) from error
-    choices = {
-        key: value for key, value in _flat(recipe.model_dump(mode="json")) if value is not None
-    }
-    for tracker in accelerator.trackers:
-        tracker.store_init_configuration(_new(tracker, choices))
-        if run := _name_of_run(tracker):
-            runs[tracker.name] = run
-    part = record.with_name(f".{RECORD}")
-    part.write_text(json.dumps(runs, indent=2) + "\n")
-    part.replace(record)
-
-
-def _recorded(record: Path) -> dict[str, str]:
-    """What trackers called this run."""
-    if not record.is_file():
-        return {}
-    try:
-        return TypeAdapter(dict[str, str]).validate_json(record.read_bytes())
-    except ValidationError:  # no checkpoint depends on it
-        print(f"note: {record} is damaged: trackers begin a new run")
-        return {}
-
-
-def log_numbers(accelerator: Accelerator, values: Mapping[str, Any], step: int) -> None:
-    """Send what trackers can draw: numbers, those of a list as name/1, name/2, ..."""
-    numbers = {key: value for key, value in _flat(values) if isinstance(value, int | float)}
-    if numbers:
-        accelerator.log(numbers, step=step)
-
-
-def _arguments(name: str, title: str, run: str | None, step: int) -> dict[str, Any]:
-    """What accelerate begins a tracker with. run: what the tracker called it before."""
-    match name:
-        case "tensorboard":  # hides what an interrupted launch wrote of steps that are repeated
-            return {"purge_step": step + 1} if step else {}
-        case "wandb":
-            return {"name": title, **({"id": run, "resume": "allow"} if run else {})}
-        case "mlflow":
-            return {"run_id": run} if run else {"run_name": title}
-        case "trackio":  # knows runs by their names alone
-            new = f"{title}-{uuid.uuid4().hex[:6]}"
-            return {"name": run, "resume": "allow"} if run else {"name": new}
-    return {}
-
-
-def _name_of_run(tracker: GeneralTracker) -> str | None:
-    """By which a later launch finds it."""
-    run: Any = tracker.tracker
-    match tracker.name:
-        case "wandb":
-            return str(run.id)
-        case "mlflow":
-            return str(run.info.run_id)
-        case "trackio":
-            return str(run.name)
-    return None
-
-
-def _new(tracker: GeneralTracker, choices: dict[str, Any]) -> dict[str, Any]:
-    """MLflow refuses another value for what a run began with, such as a greater run.steps."""
-    known = tracker.tracker.data.params if tracker.name == "mlflow" else {}
-    return {key: value for key, value in choices.items() if key not in known}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Scalars under slash-joined names; lists are numbered from 1 (the depth)."""
-    for key, value in values.items():
-        if isinstance(value, list | tuple):
-            value = dict(enumerate(value, start=1))
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
-
-
-# What a run says while it runs: a bar, metrics.jsonl, trackers. Only the first process speaks.
-#
-# Legend: K draft depth, R ranks.
-
-
-METRICS = "metrics.jsonl"
 
 
 class Progress:
@@ -163,15 +49,15 @@ class Progress:
         self.accelerator = accelerator
         self.log_every = recipe.run.log_every
         self.path = recipe.run.output / METRICS
-        silent = not accelerator.is_main_process
-        start_trackers(accelerator, recipe, start)
-        self.bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=silent)
         if accelerator.is_main_process:
-            _forget_after(self.path, start)
-        self.losses: list[float] = []
-        self.tokens = 0
-        self.ranks_KR: Tensor | None = None
-        self.since = time.monotonic()
+            _start_trackers(accelerator, recipe, start)
+            # a resumed run repeats the steps after its checkpoint
+            kept = read_metrics(recipe.run.output) if self.path.exists() else []
+            lines = [json.dumps(line) + "\n" for line in kept if line["step"] <= start]
+            write_text(self.path, "".join(lines))
+        silent = not accelerator.is_main_process
+        self.bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=silent)
+        self._start_window()
 
     def log(self, text: str) -> None:
         """Print a line without breaking the bar."""
@@ -190,7 +76,8 @@ class Progress:
         self.ranks_KR = ranks_KR if self.ranks_KR is None else self.ranks_KR + ranks_KR
         if step % self.log_every:
             return
-        shares_KR = _shares(self.accelerator.reduce(self.ranks_KR, "sum"))
+        ranks_KR = self.accelerator.reduce(self.ranks_KR, "sum").cpu()
+        shares_KR = ranks_KR.double() / ranks_KR.sum(1, keepdim=True).clamp(min=1)
         top1 = shares_KR[:, 0]
         values = {
             "loss": sum(self.losses) / len(self.losses),
@@ -218,14 +105,15 @@ class Progress:
     def judged(self, step: int, verdict: Evaluation) -> None:
         """Say what the held-out documents showed."""
         self.log(f"step {step}: {verdict}")
-        calibration, measured = verdict.calibration, verdict.measured
-        values = {
+        calibration, measured, drift = verdict.calibration, verdict.measured, verdict.drift
+        values: dict[str, Any] = {
             "heldout_tokens_per_step": calibration.tokens_per_step,
             "heldout_top1": calibration.top1,
             "heldout_top5": calibration.top5,
         }
-        found = {"measured": measured, "drift": verdict.drift}
-        self._write(step, values | {name: each.facts() for name, each in found.items() if each})
+        values |= {"measured": measured.facts()} if measured else {}
+        values |= {"drift": drift.facts()} if drift else {}
+        self._write(step, values)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -235,48 +123,108 @@ class Progress:
         self.since += time.monotonic() - start
 
     def close(self) -> None:
-        """Finish bar and trackers."""
+        """Finish the bar."""
         self.bar.close()
 
     def _start_window(self) -> None:
-        self.losses, self.tokens, self.ranks_KR = [], 0, None
+        self.losses: list[float] = []
+        self.tokens = 0
+        self.ranks_KR: Tensor | None = None
         self.since = time.monotonic()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
-        log_numbers(self.accelerator, values, step)
+        numbers = {key: x for key, x in _slashed(values).items() if isinstance(x, int | float)}
+        if numbers:
+            self.accelerator.log(numbers, step=step)
 
 
 def read_metrics(output: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl; those that are damaged are counted in a note."""
     path = Path(output) / METRICS
-    *whole, _ = path.read_bytes().split(b"\n")  # a killed process leaves half of one
-    read = [line for line in map(_load, whole) if line]
-    if len(read) < len(whole):
-        tqdm.write(f"note: {path}: passed over {len(whole) - len(read)} damaged lines")
-    return read
+    *complete, _ = path.read_bytes().split(b"\n")  # a killed process leaves half of one
+    lines = []
+    for line in complete:
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(values, dict) and isinstance(values.get("step"), int):
+            lines.append(values)
+    if len(lines) < len(complete):
+        tqdm.write(f"note: {path}: skipped {len(complete) - len(lines)} damaged lines")
+    return lines
 
 
-def _load(line: bytes) -> dict[str, Any] | None:
-    """None where it is damaged."""
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError for trackers that accelerate does not know or that are not installed."""
+    known = [str(name) for name in LoggerType.list() if name != str(LoggerType.ALL)]
+    available = {str(name) for name in get_available_trackers()}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"run.trackers: expected some of {', '.join(known)}, got {name!r}")
+        if name not in available:
+            raise ValueError(
+                f"run.trackers: {name} is not installed; `pip install {name}`, or leave it out"
+            )
+
+
+def _start_trackers(accelerator: Accelerator, recipe: Recipe, step: int) -> None:
+    """Start a run with every tracker, or resume it after `step` steps; the recipe is its
+    configuration. Raises ValueError where one of them cannot.
+    """
+    names, record = recipe.run.trackers, recipe.run.output / RECORD
+    if not names:
+        return
+    faults = [resolve_name(FAULTS[name]) for name in names if name in FAULTS]
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    known = isinstance(values, dict) and isinstance(values.get("step"), int)
-    return values if known else None
+        written = record.read_bytes() if record.is_file() else b"{}"
+        runs = TypeAdapter(dict[str, str]).validate_json(written)
+        title = recipe.run.output.resolve().name
+        begun = {name: _arguments(name, title, runs.get(name), step) for name in names}
+        accelerator.init_trackers(PROJECT, init_kwargs=begun)
+    except (ValueError, OSError, *faults) as error:  # nothing has been trained yet
+        accelerator.trackers.clear()  # what has not begun cannot be ended
+        anew = f"; to start a new run there, delete {record}" if record.is_file() else ""
+        raise ValueError(
+            f"run.trackers: cannot start {', '.join(names)} ({error}){anew}; "
+            "to go without, run.trackers=[]"
+        ) from error
+    choices = _slashed(recipe.model_dump(mode="json", exclude_none=True))
+    for tracker in accelerator.trackers:
+        # MLflow refuses another value for what a run began with, such as a greater run.steps
+        known = tracker.tracker.data.params if tracker.name == "mlflow" else {}
+        tracker.store_init_configuration({key: x for key, x in choices.items() if key not in known})
+        if tracker.name in RUN_NAMES:
+            runs[tracker.name] = str(attrgetter(RUN_NAMES[tracker.name])(tracker.tracker))
+    write_text(record, json.dumps(runs, indent=2) + "\n")
 
 
-def _shares(ranks_KR: Tensor) -> Tensor:
-    return ranks_KR.double().cpu() / ranks_KR.sum(1, keepdim=True).clamp(min=1).cpu()
+def _arguments(name: str, title: str, run: str | None, step: int) -> dict[str, Any]:
+    """What accelerate starts a tracker with. run: what the tracker called it before."""
+    match name:
+        case "tensorboard":  # hides what an interrupted launch wrote of steps that are repeated
+            return {"purge_step": step + 1} if step else {}
+        case "wandb":
+            return {"name": title, **({"id": run, "resume": "allow"} if run else {})}
+        case "mlflow":
+            return {"run_id": run} if run else {"run_name": title}
+        case "trackio":  # knows runs by their names alone
+            new = f"{title}-{uuid.uuid4().hex[:6]}"
+            return {"name": run, "resume": "allow"} if run else {"name": new}
+    return {}
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that a continued run repeats."""
-    kept = read_metrics(path.parent) if path.exists() else []
-    lines = [json.dumps(line) + "\n" for line in kept if line["step"] <= step]
-    part = path.with_name(f".{path.name}")
-    part.write_text("".join(lines))
-    part.replace(path)
+def _slashed(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Scalars under slash-joined names; lists are numbered from 1 (the depth)."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value, start=1))
+        if isinstance(value, dict):
+            found |= _slashed(value, f"{prefix}{key}/")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -20,13 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
 from annotated_types import Ge, Lt
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -444,8 +438,8 @@ def differences(old: Recipe, new: Recipe) -> list[str]:
 
 def _trained(recipe: Recipe) -> dict[str, Any]:
     """The choices that must stay when a run is resumed. Of the target its fingerprint must."""
-    free: dict[str, Any] = {
-        **{"target": True, "target_revision": True, "target_placement": True},
+    free: Any = {
+        **dict.fromkeys(("target", "target_revision", "target_placement"), True),
         "data": {"rows_per_batch", "cache_gb", "path"},
         "features": {"path", "disk_gb"},
         "head": set(recipe.head.decoding_keys),

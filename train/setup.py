@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,17 +127,14 @@ def create_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHe
 
 
 def describe_trained(head: DraftHead, target: Target, log: Log) -> None:
-    """Print what is trained; nothing of the target but its adapter may be."""
-    adapter = target.adapter.parameters if target.adapter else {}
-    trained = {name: p for name, p in head.named_parameters() if p.requires_grad} | adapter
-    changing = {id(parameter) for parameter in adapter.values()}
+    """Print how much is trained; nothing of the target but its adapter may be."""
+    adapter = list(target.adapter.parameters.values()) if target.adapter else []
+    trained = [p for p in head.parameters() if p.requires_grad] + adapter
+    changing = {id(parameter) for parameter in adapter}
     frozen = [p for p in target.model.parameters() if id(p) not in changing]
     assert not any(p.requires_grad for p in frozen), "the target must be frozen"
-    total, held = (sum(p.numel() for p in each) for each in (trained.values(), frozen))
+    total, held = (sum(p.numel() for p in each) for each in (trained, frozen))
     log(f"training {total:,} parameters of the {head.kind} head; the target's {held:,} are frozen")
-    kinds = Counter((re.sub(r"\d+", "*", name), tuple(p.shape)) for name, p in trained.items())
-    for (name, shape), count in kinds.items():
-        log(f"  {count} x {name} {list(shape)}")
 
 
 def versions() -> dict[str, str]:

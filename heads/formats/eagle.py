@@ -9,6 +9,7 @@ transformers_utils/configs/speculators.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -31,15 +32,8 @@ RENAMES = [
     (r".*rotary_emb\.inv_freq$", ""),
     (r"^verifier_(norm|lm_head)\..*", ""),
 ]
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "Qwen2ForCausalLM",
-    "LlamaForCausalLMEagle",
-    "EagleLlamaForCausalLM",
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "Eagle3Speculator",
-)
+LLAMA_LIKE = re.compile(r"(Eagle3?)?(Llama|Qwen2)ForCausalLM(Eagle3?)?|Eagle3Speculator")
+"""Architectures of heads whose layers are Llama's."""
 NO = (None, False)
 DESIGN: dict[str, tuple[Any, ...]] = {
     "parallel_drafting": NO,
@@ -49,18 +43,8 @@ DESIGN: dict[str, tuple[Any, ...]] = {
     "qkv_bias": NO,
     "attention_bias": NO,
     "hidden_act": (None, "silu", "swish"),
-    "architecture": (None, *ARCHITECTURES),
 }
-"""Keys of config.json, its RoPE and its first architecture, with the values that we can run."""
-KEPT = (
-    "num_attention_heads",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-)
-"""Keys whose values no tensor tells."""
+"""Keys of config.json and its RoPE, with the values that our heads have."""
 OUTSIDE = {
     "architectures",
     "draft_vocab_size",
@@ -79,8 +63,10 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
     """EAGLE-3 where layer 0 has a norm for features, else EAGLE-1."""
     config, tensors = stored.config, renamed(stored.tensors, RENAMES)
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    architecture = next(iter(config.get("architectures") or ()), None)
-    check_values({**config, **rope, "architecture": architecture}, DESIGN)
+    check_values({**config, **rope}, DESIGN)
+    for architecture in config.get("architectures") or []:
+        if not LLAMA_LIKE.fullmatch(architecture):
+            raise ValueError(f"expected an EAGLE head with Llama layers, got {architecture}")
     is_third = "layers.0.hidden_norm.weight" in tensors
     _drop_embeddings(tensors, config, target)
     tensors = {n: t for n, t in tensors.items() if not n.endswith(".bias") or t.any()}
@@ -134,7 +120,7 @@ def _drop_embeddings(
 
 
 def _layer(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json keys of a layer, with the sizes that the tensors have."""
+    """The config with a layer of the sizes that the tensors have."""
     (heads,) = needed(config, "num_attention_heads")
     q, k = (len(matrix(tensors, f"layers.0.self_attn.{each}_proj.weight")) for each in "qk")
     head_dim = max(1, q // heads)
@@ -143,7 +129,7 @@ def _layer(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any]
         raise ValueError(f"expected layers that all have a window or all have none, got {kinds}")
     is_windowed = kinds[0] == "sliding_attention"
     return {
-        **{key: config[key] for key in KEPT if config.get(key) is not None},
+        **config,
         "hidden_size": len(matrix(tensors, "fc.weight")),
         "head_dim": head_dim,
         "num_key_value_heads": k // head_dim,

@@ -169,41 +169,33 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """A safetensors file. Raises ValueError, naming it, where it is none or not whole."""
-    _check_fetched(file)
     try:
         with safe_open(file, framework="pt") as stored:
             yield stored
     except SafetensorError as error:
-        raise ValueError(
-            f"{file}: expected whole safetensors, got {file.stat().st_size:,} bytes that are not "
-            f"({str(error).splitlines()[0]}); download or copy the file again"
-        ) from error
-
-
-def _check_fetched(file: Path) -> None:
-    with file.open("rb") as content:
-        if content.read(len(POINTER)) == POINTER:
-            raise ValueError(
-                f"{file}: expected whole weights, got a git-lfs pointer; fetch them with `git lfs "
-                "pull`, or download the file again"
-            )
+        raise _damaged(file, error) from error
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     """A state dict that torch saved; no code in it is run."""
-    _check_fetched(file)
-    hint = "expected a whole, plain state dict, as torch.save(head.state_dict(), ...) writes"
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle may raise anything, and none names the file
-        raise ValueError(
-            f"{file}: {hint}, got a file that is damaged or holds code ({type(error).__name__}); "
-            "code is not run"
-        ) from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise _damaged(file, error) from error
     if not isinstance(tensors, dict) or not all(map(_is_plain, tensors.values())):
         got = sorted(map(str, tensors))[:4] if isinstance(tensors, dict) else type(tensors).__name__
-        raise ValueError(f"{file}: {hint}, got {got}")
+        raise ValueError(f"{file}: expected a plain state dict of tensors, got {got}")
     return {str(name): tensor for name, tensor in tensors.items()}
+
+
+def _damaged(file: Path, error: Exception) -> ValueError:
+    with file.open("rb") as content:
+        is_pointer = content.read(len(POINTER)) == POINTER
+    got = f"{file.stat().st_size:,} bytes that are damaged, or a pickle that holds code"
+    return ValueError(
+        f"{file}: expected whole weights, got {'a git-lfs pointer' if is_pointer else got} "
+        f"({type(error).__name__}); fetch them with `git lfs pull`, or download the file again"
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -54,7 +54,6 @@ WRITERS: dict[str, dict[str, Translates]] = {
 REMOVED = {"eagle": "sglang", "specforge": "sglang", "fasterdecoding": "tgi"}
 """Destinations of earlier versions -> the one that has the same tensors."""
 
-
 EXPRESSES: dict[tuple[str, str], dict[str, tuple[Any, ...]]] = {
     ("vllm", "medusa"): {"truncated_vocab_size": (None,)},
     ("tgi", "medusa"): {"truncated_vocab_size": (None,), "blocks that share lm_head": (0, 1)},
@@ -74,8 +73,10 @@ EXPRESSES: dict[tuple[str, str], dict[str, tuple[Any, ...]]] = {
         "last state as a feature": (False,),
     },
 }
-"""(destination, kind) -> config keys and traits that not every value can be told of, with those
-that can: SGLang, for one, takes features after layers and before the final norm.
+"""(destination, kind) -> config key or trait -> the values that the destination has. SGLang, for
+one, takes features after layers (so no embeddings) and before the final norm, adds residuals before
+the norm, and leaves fc out for a single feature; vLLM has no fc.bias and, for Medusa, stops at an
+assertion where there is a draft vocabulary.
 """
 
 
@@ -112,10 +113,10 @@ def translated(stored: Stored, target: Target | None) -> Stored:
     for _, pattern, read in READERS:
         if any(re.search(pattern, name) for name in names):
             return read(stored, target)
+    known = ", ".join(name for name, *_ in READERS)
     raise ValueError(
-        f"expected a head in one of the layouts draftheads, "
-        f"{', '.join(name for name, *_ in READERS)}; got tensors {sorted(stored.tensors)[:3]}; is "
-        "this a head folder?"
+        f"expected a head in one of the layouts draftheads, {known}; got tensors "
+        f"{sorted(stored.tensors)[:3]}; is this a head folder?"
     )
 
 
@@ -140,8 +141,8 @@ def written(stored: Stored, to: str, target: Target | None) -> Stored:
         )
     if reason := loss(to, stored):
         raise ValueError(
-            f"{to} cannot express this {kind} head, which has {reason}; nothing was written, train "
-            "one without it or choose another destination"
+            f"{to} cannot express this {kind} head: {reason}; nothing was written, choose another "
+            "destination or train another head"
         )
     facts = {key: value for key, value in stored.facts.items() if key != "format"}
     return WRITERS[to][kind](Stored({**stored.config, "draftheads": facts}, stored.tensors), target)

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.train.entry import mistakes_in_one_line
-from draftheads.train.plan import CLOCKS, Launch, make_plan
+from draftheads.train.plan import CLOCKS, make_plan
 from draftheads.train.recipe import Recipe, load_recipe
 
 TRAIN = [sys.executable, "-m", "draftheads.scripts.cli", "train"]
@@ -89,20 +89,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def compare(recipe: Recipe, clock: str) -> tuple[Figures, Figures]:
     """(predicted, measured), in UNITS, of one recipe."""
-    plan = make_plan(recipe, Launch.here(), clock=clock)
-    if plan.time is None:
+    plan = make_plan(recipe, clock=clock)
+    if not plan.time:
         raise ValueError(f"expected a plan with a probe, got none: {plan.reason}")
     output = recipe.run.output
     watched = train(recipe, clock)
     saved = list(output.glob("step-*"))
-    predicted: list[float] = [plan.memory.total, plan.disk.checkpoint * len(saved), plan.time.step]
+    predicted: list[float] = [
+        plan.peak,
+        plan.disk["checkpoint"] * len(saved),
+        plan.time["step"],
+    ]
     measured: list[float] = [watched.peak, sum(map(size, saved))]
     share, steps = plan.work.alone, plan.work.steps
     assert steps, "the data is there"
     turn = round(share * steps)  # where an adapter begins to learn
     if 0 < turn < steps:
         alone, joint = watched.mean(0, turn), watched.mean(turn, steps)
-        predicted += [plan.time.alone, plan.time.joint]
+        predicted += [plan.time["alone"], plan.time["joint"]]
         measured += [share * alone + (1 - share) * joint, alone, joint]
     else:
         measured.append(watched.mean(0, steps))

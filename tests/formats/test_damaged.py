@@ -129,10 +129,10 @@ def mutated(config: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[
 
 
 def test_a_config_with_any_value_anywhere_loads_or_is_refused(folder, tmp_path):
-    """A quarter of the values at each place; those left out are tried at the next places."""
+    """An eighth of the values at each place; those left out are tried at the next places."""
     config, turn, refused = json.loads((folder / "config.json").read_text()), count(), 0
     for place in places(config):
-        for value in VALUES[next(turn) % 4 :: 4]:
+        for value in VALUES[next(turn) % 8 :: 8]:
             (folder / "config.json").write_text(json.dumps(mutated(config, place, value)))
             line = outcome(lambda: load_head(folder, target=tiny_target()), folder)
             refused += bool(line)
@@ -226,7 +226,7 @@ def test_a_tensor_with_any_shape_loads_or_is_refused(folder):
     ("content", "reason"),
     [
         (b"", "whole"),
-        (POINTER, "got a git-lfs pointer; fetch"),
+        (POINTER, "got a git-lfs pointer"),
         (bytes(1000), "whole"),
         ("half", "whole"),
         ("short", "whole"),
@@ -333,7 +333,7 @@ def test_a_card_that_cannot_be_written_is_refused_before_the_race(folder):
         del config["draftheads"]["training"]
         (folder / "config.json").write_text(json.dumps(config))
         record_measured(folder, [ROW])
-        assert "| 4 | 2.00 | 1.50 |" in (folder / "README.md").read_text()
+        assert "| 4 | 2 | 1.5 |" in (folder / "README.md").read_text()
     else:
         assert "layout" in line and f"draftheads convert {folder} DIR --to draftheads" in line
 
@@ -371,7 +371,7 @@ def wider(file: Path) -> None:
 
 
 ADAPTERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "cut": ("adapter_model.safetensors", cut, "expected whole safetensors"),
+    "cut": ("adapter_model.safetensors", cut, "expected whole weights"),
     "pointer": ("adapter_model.safetensors", lambda f: f.write_bytes(POINTER), "git-lfs"),
     "empty": ("adapter_model.safetensors", lambda f: f.write_bytes(b""), "got 0 bytes"),
     "fewer": ("adapter_model.safetensors", without_one, "missing tensors ['base_model"),

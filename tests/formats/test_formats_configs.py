@@ -25,17 +25,17 @@ FILES = sorted(FOLDER.rglob("*.json"))
 TARGET: Any = SimpleNamespace(layers=32, hidden_size=3072, vocab_size=256000, name="their target")
 
 REFUSED = {
-    "dspark": "expected architecture: absent, LlamaForCausalLM",
-    "dflash": "expected architecture: absent, LlamaForCausalLM",
-    "domino": "expected architecture: absent, LlamaForCausalLM",
-    "peagle": "expected architecture: absent, LlamaForCausalLM",
+    "dspark": "expected an EAGLE head with Llama layers, got ",
+    "dflash": "expected an EAGLE head with Llama layers, got ",
+    "domino": "expected an EAGLE head with Llama layers, got ",
+    "peagle": "expected an EAGLE head with Llama layers, got ",
     "_mla.": "expected kv_lora_rank: absent",
     "mrope": "expected mrope_section: absent",
     "qwen2-5-vl-7b": "expected mrope_section: absent",
     "qwen2.5-vl-32b": "expected mrope_section: absent",
     "hunyuan-": "expected use_qk_norm: absent, False; got True",
     "GRIFFIN/train__qwen2_7b": "expected qkv_bias: absent, False",
-    "cosyvoice3": "got 'CosyVoice3Eagle3LlamaForCausalLM'",
+    "cosyvoice3": "got CosyVoice3Eagle3LlamaForCausalLM",
     "ds_config": "expected a head in one of the layouts",
     "CR2_eagle_config": "expected a head in one of the layouts",
 }

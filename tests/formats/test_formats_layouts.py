@@ -348,7 +348,7 @@ REFUSED = {
     "mixed": ({"layer_types": ["full_attention", "sliding_attention"]}, "all have a window"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "change with the length"),
     "gelu": ({"hidden_act": "gelu"}, "hidden_act: absent, silu, swish; got 'gelu'"),
-    "other": ({"architectures": ["MyForCausalLM"]}, "got 'MyForCausalLM'"),
+    "other": ({"architectures": ["MyForCausalLM"]}, "got MyForCausalLM"),
 }
 
 

@@ -221,15 +221,15 @@ def test_a_file_that_is_no_state_dict_is_refused_and_not_run(tmp_path):
     trap = tmp_path / "trap"
     for content in (Code(trap), {"weight": Code(trap)}, torch.nn.Linear(2, 2)):
         message = refusal(folder_of(tmp_path / "head", content))
-        assert "got a file that is damaged or holds code" in message
+        assert "damaged, or a pickle that holds code" in message
     assert not trap.exists()
     for content in ({"state_dict": published("mlp")}, {"weight": torch.ones(1), "step": 3}):
         message = refusal(folder_of(tmp_path / "head", content))
-        assert f"writes, got {sorted(content)}" in message
+        assert f"state dict of tensors, got {sorted(content)}" in message
     assert "got list" in refusal(folder_of(tmp_path / "head", [torch.ones(1)]))
     folder = folder_of(tmp_path / "head", {})
     (folder / "hydra_lm_head.pt").write_text("no pickle at all")
-    assert "got a file that is damaged" in refusal(folder)
+    assert "bytes that are damaged" in refusal(folder)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
@@ -237,7 +237,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path, share):
     folder = folder_of(tmp_path / "head", published("mlp"))
     content = (folder / "hydra_lm_head.pt").read_bytes()
     (folder / "hydra_lm_head.pt").write_bytes(content[: int(share * len(content))])
-    assert "hydra_lm_head.pt: expected a whole, plain state dict" in refusal(folder)
+    assert "hydra_lm_head.pt: expected whole weights" in refusal(folder)
 
 
 def test_a_folder_without_weights_says_which_are_missing(tmp_path):

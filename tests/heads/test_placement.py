@@ -93,6 +93,7 @@ def by_two(made, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tied", "untied"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sharded_target_equals_a_whole_one(by_two, rank, folder):
@@ -104,6 +105,7 @@ def test_a_sharded_target_equals_a_whole_one(by_two, rank, folder):
     assert found["tokens"][0] == found["tokens"][1], "greedy text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tied", "untied"])
 def test_processes_share_the_layers_of_a_sharded_target(by_two, folder):
     ranks = [json.loads((by_two / f"rank-{n}.json").read_text())[folder] for n in (0, 1)]
@@ -116,6 +118,7 @@ def test_processes_share_the_layers_of_a_sharded_target(by_two, folder):
         assert rank["left in a storage"] == 0
 
 
+@pytest.mark.slow
 def test_a_head_learns_the_same_from_a_sharded_target(by_two):
     whole, sharded = (read_metrics(by_two / name) for name in ("whole", "sharded"))
     losses = [[line["loss"] for line in lines if "loss" in line] for lines in (whole, sharded)]
@@ -170,7 +173,7 @@ def test_a_target_beside_zero_3_is_whole(made):
     [
         ({"target_placement": "split"}, 2, "split: expected one process, .* got 2; use sharded"),
         ({"target_placement": "split"}, 1, "split: expected GPUs .* got none; use whole"),
-        ({"target_placement": "sharded"}, 1, "expected several processes .* got 1; launch one"),
+        ({"target_placement": "sharded"}, 1, "expected several processes, got 1; launch one"),
     ],
 )
 def test_a_placement_that_cannot_be_is_refused(made, monkeypatch, choices, processes, message):
@@ -265,7 +268,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "too few layers": (
         lambda folder: reconfigured(folder, num_hidden_layers=4),
-        r"got none for 18 of them \(model.layers.2.input_layernorm.weight, .*, \.\.\.\); download",
+        r"got none for 18 of them \(model.layers.2.input_layernorm.weight, .*\); download",
     ),
     "other shapes": (
         lambda folder: reconfigured(folder, intermediate_size=96),
@@ -333,6 +336,7 @@ def test_missing_weights_are_refused_with_fewer_bits(tmp_path, bits):
         Target.load(folder, bits=bits)
 
 
+@pytest.mark.slow
 def test_all_processes_refuse_a_broken_sharded_target(tmp_path):
     folder = write_llama(tmp_path / "target", num_hidden_layers=1)
     reconfigured(folder, num_hidden_layers=2)

@@ -34,7 +34,7 @@ def test_turns_stand_together_as_the_template_writes_them(target: Target) -> Non
     renderer = Renderer(target, {})
     asked = ({"role": "system", "content": "S"}, {"role": "user", "content": "A"})
     asked += ({"role": "user", "content": "B"},)
-    conversation = Conversation(Prompt(0, messages=asked), renderer, CONTEXT, None)
+    conversation = Conversation(Prompt(0, messages=asked), renderer, CONTEXT)
     answers = [[*target.tokenizer("yes")["input_ids"], END], target.tokenizer("no")["input_ids"]]
     for ids in answers:  # the first one ended by itself, the second one was cut
         assert conversation.ask()
@@ -67,7 +67,7 @@ def test_real_templates(target: Target, template: str, answer: str, documents: i
     asking = Target(target.model, tokenizer, name="qwen")
     asking.eos_ids = (end,)
     messages = tuple({"role": "user", "content": content} for content in ("Hello.", "And now?"))
-    conversation = Conversation(Prompt(0, messages=messages), Renderer(asking, {}), 10_000, None)
+    conversation = Conversation(Prompt(0, messages=messages), Renderer(asking, {}), 10_000)
     while conversation.ask():
         conversation.answer([*tokenizer(answer)["input_ids"], end])
     record = conversation.record()
@@ -90,7 +90,7 @@ def told(template: str, *answers: str, **choices: Any) -> tuple[dict[str, Any], 
     side = TextSide("t", byte_tokenizer(template), (END,))
     messages = tuple({"role": "user", "content": f"Q{n}"} for n in range(len(answers)))
     asking = Prompt(0, messages=messages)
-    conversation = Conversation(asking, Renderer(side, {}), 10_000, None, **choices)
+    conversation = Conversation(asking, Renderer(side, {}), 10_000, **choices)
     for answer in answers:
         assert conversation.ask()
         conversation.answer([*side.tokenizer(answer)["input_ids"], END])
@@ -164,7 +164,7 @@ def test_thoughts_are_learned_or_stay_as_context() -> None:
 def test_without_chat_template_contents_are_joined_by_newlines() -> None:
     target = llama(template=None)
     messages = tuple({"role": role, "content": role} for role in ("system", "user", "user"))
-    conversation = Conversation(Prompt(0, messages=messages), Renderer(target, {}), CONTEXT, None)
+    conversation = Conversation(Prompt(0, messages=messages), Renderer(target, {}), CONTEXT)
     assert conversation.ask()
     assert target.tokenizer.decode(conversation.tokens) == "system\nuser"
     conversation.answer(target.tokenizer("yes")["input_ids"])
@@ -179,6 +179,6 @@ def test_end_token_that_the_tokenizer_adds_is_left_out() -> None:
         single="<s> $A <|im_end|>", special_tokens=[("<s>", 256), ("<|im_end|>", END)]
     )
     for text in ("some text", "ends with an end token: <|im_end|>"):
-        conversation = Conversation(Prompt(0, text=text), Renderer(target, {}), CONTEXT, None)
+        conversation = Conversation(Prompt(0, text=text), Renderer(target, {}), CONTEXT)
         assert conversation.ask()
         assert target.tokenizer.decode(conversation.tokens) == "<s>" + text

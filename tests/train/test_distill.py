@@ -26,8 +26,9 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from draftheads.heads.target import Target
 from draftheads.infer.accept import filtered_logits
+from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import TOO_LONG
-from draftheads.train.data.distill import Sampling, distill, generate, read_answers, read_manifest
+from draftheads.train.data.distill import Sampling, distill, generate
 from draftheads.train.data.prompts import Prompt
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from tiny_chat import files, llama, on_call, options, prompts, records
 
+from draftheads.heads import files as files_module
 from draftheads.heads.target import Target
 from draftheads.scripts import cli
-from draftheads.train.data import answers
-from draftheads.train.data.answers import MANIFEST, Journal, read_manifest
-from draftheads.train.data.distill import distill, read_answers
+from draftheads.train.data.answers import MANIFEST, Journal, read_answers, read_manifest
+from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import Prompt, read_conversations, read_prompts
 
 Texts = list[str]
@@ -228,8 +228,8 @@ def test_full_disk_leaves_no_half_written_manifest(
     distill(target, prompts(4), options(tmp_path / "o"))
     before = files(tmp_path / "o")
     with monkeypatch.context() as patch:
-        patch.setattr(answers.os, "fsync", full)
-        with pytest.raises(ValueError, match="No space left on device"):
+        patch.setattr(files_module.os, "replace", full)
+        with pytest.raises(OSError, match="No space left on device"):
             distill(target, prompts(5), options(tmp_path / "o"))
     assert files(tmp_path / "o") == before
     distill(target, prompts(5), options(tmp_path / "o"))

@@ -21,7 +21,8 @@ from tiny_chat import (
 
 from draftheads.heads.target import Target
 from draftheads.train.data import distill as distill_module
-from draftheads.train.data.distill import distill, read_answers, read_manifest
+from draftheads.train.data.answers import read_answers, read_manifest
+from draftheads.train.data.distill import distill
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +116,6 @@ def test_other_number_of_processes_finishes_the_work(
     assert list(read_answers(out)) == list(read_answers(whole))
 
 
-def test_rank_must_be_in_the_world(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"RANK: expected 0 to WORLD_SIZE - 1 = 1, got 2; let"):
-        distill(target, prompts(1), options(tmp_path / "o"))
-
-
 # ---------------------------------------------------------------- what is refused
 
 
@@ -147,14 +139,14 @@ def test_folder_that_cannot_be_written_is_refused_before_generation(
 ) -> None:
     calls = on_call(target, lambda call, rows: None)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="expected a folder that can be written, .*another --out"):
+    with pytest.raises(OSError, match="file"):
         distill(target, prompts(1), options(tmp_path / "file" / "o"))
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(distill_module, "write_manifest", full)
-    with pytest.raises(ValueError, match="No space left on device"):
+    with pytest.raises(OSError, match="No space left on device"):
         distill(target, prompts(1), options(tmp_path / "o"))
     assert not calls
 

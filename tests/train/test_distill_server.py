@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -23,11 +24,11 @@ from transformers import PreTrainedTokenizerFast
 
 from draftheads.heads.target import Target
 from draftheads.scripts import cli
-from draftheads.train.data import server as server_module
+from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import LOSSY, TOO_LONG, Renderer
-from draftheads.train.data.distill import Sampling, distill, generate, read_answers, read_manifest
+from draftheads.train.data.distill import Sampling, distill, generate
 from draftheads.train.data.prompts import Prompt
-from draftheads.train.data.server import ServedTarget, ServerError, ServerGone, ServerOptions
+from draftheads.train.data.server import ServedTarget, ServerError, ServerOptions
 from draftheads.train.data.tokenizer import TextSide
 
 
@@ -407,7 +408,7 @@ def test_server_that_goes_away_ends_the_run(
     server = start()
     target = served(folder, server, tries=2)
     server.close()
-    with pytest.raises(ServerGone, match=r"[Rr]efused, tried 2 times; start the server, then run"):
+    with pytest.raises(ServerError, match="tried 2 times; check the server, then run"):
         distill(target, prompts(4), options(tmp_path / "o"))
     assert records(tmp_path / "o") == []
 
@@ -425,7 +426,6 @@ def test_ctrl_c_cuts_requests_under_way(
     server.fault = fault
     with pytest.raises(KeyboardInterrupt):
         distill(served(folder, server, concurrency=2), prompts(40), options(tmp_path / "o"))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("distill")]
     assert 6 <= len(records(tmp_path / "o")) <= 8  # all but those that were under way
     assert not read_manifest(tmp_path / "o")["complete"]
 
@@ -465,12 +465,19 @@ def test_killed_run_goes_on_without_asking_again(
     assert len(server.asked) == calls
 
 
-@pytest.mark.parametrize(
-    ("said", "seconds"),
-    [("3", 3), ("0", 0), ("99999", 600), ("soon", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
-)
-def test_retry_after_is_a_number_or_a_date(said: str, seconds: float) -> None:
-    assert server_module._seconds(said) == seconds
+@pytest.mark.parametrize(("said", "seconds"), [("1", 1), ("soon", 0)])
+def test_server_says_when_to_ask_again(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, said: str, seconds: float
+) -> None:
+    server, times = start(), []
+
+    def fault(number: int, request: Json) -> Fault | None:
+        times.append(time.monotonic())
+        return (503, {"Retry-After": said}, b"") if number == 0 else None
+
+    server.fault = fault
+    assert distill(served(folder, server), prompts(1), options(tmp_path / "o")).complete
+    assert seconds <= times[1] - times[0] < seconds + 0.9
 
 
 # ---------------------------------------------------------------- what is refused
@@ -484,7 +491,8 @@ def typed(
     capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., tuple[int, str]]:
     """Type `draftheads distill` for three prompts; gives exit code and error line."""
-    monkeypatch.setattr(server_module.Server, "_pause", lambda self, number: 0.01)
+    impatient = functools.partial(ServerOptions, pause=0.01)
+    monkeypatch.setattr("draftheads.train.data.server.ServerOptions", impatient)
     asked = tmp_path / "prompts.jsonl"
     asked.write_text("".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(3)))
     where = ["--target", folder, "--prompts", asked, "--out", tmp_path / "o"]
@@ -527,7 +535,6 @@ def test_mistakes_are_named(
         (("--server", "me:secret@host:80"), "expected no password in the address"),
         (("--server", "http://me:sec/ret@host"), "expected no password in the address"),
         (("--server", "http://host:port"), "expected http://HOST:PORT, got 'http://host:port'"),
-        (("--server", "http://host:99999"), "expected http://HOST:PORT, got"),
         (("--server", "http://[::1"), "expected http://HOST:PORT, got"),
         (("--server-model", "x"), "--server: expected http://HOST:PORT, got none"),
     ):
@@ -546,7 +553,7 @@ def test_key_is_sent_and_never_written(
     server.key = "sk-very-secret"
     assert "got HTTP 401: Unauthorized; set --api-key-env" in typed("--server", server.url)[1]
     complaint = typed("--server", server.url, "--api-key-env", "MY_KEY")[1]
-    assert "expected a key in $MY_KEY, found nothing" in complaint
+    assert "expected the name of an environment variable that holds a key" in complaint
     monkeypatch.setenv("MY_KEY", server.key)
     assert typed("--server", server.url + "/v1/", "--api-key-env", "MY_KEY") == (0, "")
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-very-secret"}
@@ -556,6 +563,7 @@ def test_key_is_sent_and_never_written(
 
 @pytest.mark.parametrize("status", [200, 400, 401, 422, 500])
 def test_key_that_the_server_echoes_is_hidden(
+    folder: Path,
     typed: Callable[..., tuple[int, str]],
     start: Callable[..., LocalServer],
     tmp_path: Path,
@@ -582,7 +590,7 @@ def test_key_that_the_server_echoes_is_hidden(
     with pytest.raises(ServerError) as raised:
         server.fault = lambda number, request: (401, {}, body)
         options_ = ServerOptions(url=server.url, api_key_env="MY_KEY")
-        server_module.Server(options_).complete({"max_tokens": 1})
+        distill(ServedTarget(str(folder), options_), prompts(1), options(tmp_path / "p"))
     assert key not in "".join(traceback.format_exception(raised.value))
 
 
@@ -598,12 +606,12 @@ def test_key_that_no_header_can_hold_is_one_line_without_it(
     server = start()
     monkeypatch.setenv("MY_KEY", key)
     code, error = typed("--server", server.url, "--api-key-env", "MY_KEY")
-    assert code == 2 and "expected a key of printable ASCII characters in $MY_KEY, got" in error
+    assert code == 2 and "a key of printable ASCII characters, found none" in error
     assert "cret" not in error and not server.asked
     monkeypatch.setenv("MY_KEY", "sk-very-secret\r\n")  # as `$(cat file)` of a Windows file
     assert typed("--server", server.url, "--api-key-env", "MY_KEY") == (0, "")
     code, error = typed("--server", server.url, "--api-key-env", "sk-very-secret")
-    assert code == 2 and "expected the name of an environment variable, got something" in error
+    assert code == 2 and "expected the name of an environment variable that" in error
     assert "secret" not in error
 
 

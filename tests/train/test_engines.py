@@ -28,6 +28,7 @@ from draftheads.heads.hub import HEADS, load_head
 from draftheads.train.medusa import main
 from draftheads.train.progress import read_metrics
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 LAUNCHES = {
     "ddp": ({"ACCELERATE_USE_CPU": "true"}, None),

@@ -1,4 +1,4 @@
-"""The promise: heads are judged by what decoding with them brings, training does not notice, and
+"""The promise: heads are evaluated by what decoding with them brings, training does not notice, and
 the best checkpoint and the end of a run follow from it.
 """
 
@@ -228,7 +228,7 @@ def test_patience_ends_a_run_and_says_so(made, tmp_path, monkeypatch, capsys):
     assert f"done: 10 steps, saved in {tmp_path}/run/step-000010" in said
     assert (tmp_path / "run" / "best").resolve().name == "step-000004"
     assert run(made, tmp_path / "run", *PATIENT) == 0
-    assert "raise eval.patience to go on" in capsys.readouterr().out
+    assert "raise eval.patience to resume" in capsys.readouterr().out
     assert run(made, tmp_path / "run", *PATIENT, "eval.patience=4") == 0
     assert "ended at step 12 of 20: 4 evaluations" in capsys.readouterr().out
 
@@ -335,6 +335,7 @@ def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
         check_eval(recipe_of({**values, "eval": {"best": "tokens_per_step"}}), said.append)
 
 
+@pytest.mark.slow
 def test_two_processes_judge_as_one(made, tmp_path):
     values = tiny_recipe(made, output=str(tmp_path / "run"), steps=2)
     values["eval"] = {"prompts": 3, "new_tokens": 12, "report": False}

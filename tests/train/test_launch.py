@@ -45,6 +45,7 @@ def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_know_each_other_are_refused(made, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("with a GPU accelerate joins the processes")
@@ -60,6 +61,7 @@ def test_processes_that_do_not_know_each_other_are_refused(made, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_one_launch(made, tmp_path):
     """Two launches with distinct node ranks, as on two machines, on loopback."""
     recipe = tmp_path / "recipe.yaml"
@@ -82,6 +84,7 @@ def test_two_nodes_train_as_one_launch(made, tmp_path):
     assert facts["draftheads"]["training"]["hardware"].startswith("2 x ")
 
 
+@pytest.mark.slow
 def test_processes_that_torchrun_starts_again_go_on(made, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     values = tiny_recipe(made, output=str(tmp_path / "run"), save_every=2)
@@ -159,6 +162,7 @@ def apart(made, tmp_path_factory) -> dict[str, list[list]]:
     return {name: [str(folder), *each] for name, *each in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", APART)
 def test_processes_that_see_different_things_are_refused(apart, case):
     """Each machine says so in one line, and no process waits for the other or takes a step."""

@@ -33,14 +33,11 @@ from draftheads.train.batches import Documents
 from draftheads.train.data.answers import Answer
 from draftheads.train.medusa import main
 from draftheads.train.plan import (
-    Launch,
     Shapes,
     make_plan,
     write_target,
 )
 from draftheads.train.setup import create_head
-
-ONE = Launch(1, "ddp", "cpu")
 
 
 def recipe_file(made: Path, folder: Path, kind: str = "medusa", **run_choices) -> Path:
@@ -110,19 +107,19 @@ def test_the_tensors_of_a_checkpoint_are_counted(made, tmp_path, kind):
     files = (tmp_path / "run" / "step-000001").rglob("*.safetensors")
     stored = sum(x.nbytes for path in files for x in load_file(path).values())
     values = tiny_recipe(made, kind, output=str(tmp_path / "run"))
-    plan = make_plan(recipe_of(values), ONE, probe=False)
-    assert plan.disk.checkpoint == pytest.approx(stored, rel=0.01)
+    plan = make_plan(recipe_of(values), probe=False)
+    assert plan.disk["checkpoint"] == pytest.approx(stored, rel=0.01)
 
 
 @pytest.mark.parametrize(("dtype", "per_number", "per_state"), [("bf16", 2, 0), ("fp8", 1, 4)])
 def test_cached_features_take_tokens_times_states(made, dtype, per_number, per_state):
     values = tiny_recipe(made, "eagle3")
     values["features"] = {"mode": "cached", "dtype": dtype, "disk_gb": 1e-4}
-    plan = make_plan(recipe_of(values), ONE, probe=False)
+    plan = make_plan(recipe_of(values), probe=False)
     tokens = plan.work.tokens + plan.work.heldout
     states = plan.shapes.states
     assert tokens == sum(len(answer.tokens) for answer in random_answers(60))
-    assert plan.disk.features == tokens * states * (HIDDEN * per_number + per_state)
+    assert plan.disk["features"] == tokens * states * (HIDDEN * per_number + per_state)
     assert "features.disk_gb" in remedy(plan)
 
 
@@ -138,22 +135,22 @@ def test_cached_features_take_tokens_times_states(made, dtype, per_number, per_s
 )
 def test_engines_divide_the_trained_state(made, engine, weights, gradients, optimizer):
     recipe = recipe_of(tiny_recipe(made, tokens_per_step=512))
-    plan = make_plan(recipe, Launch(4, engine, "cpu"), probe=False)
+    plan = make_plan(recipe, 4, engine, probe=False)
     size = plan.shapes.trained
-    got = plan.memory.weights, plan.memory.gradients, plan.memory.optimizer
+    got = plan.memory["weights"], plan.memory["gradients"], plan.memory["optimizer"]
     assert got == pytest.approx((weights * size, gradients * size, optimizer * size))
     assert plan.work.micro_batches == 1
-    alone = make_plan(recipe, ONE, probe=False)
+    alone = make_plan(recipe, probe=False)
     assert alone.work.micro_batches == 4
-    assert alone.memory.gradients == size
+    assert alone.memory["gradients"] == size
 
 
 def test_a_plan_of_few_data_says_what_the_run_will_do(made, tmp_path, capsys):
     choices = {"epochs": 2, "steps": None, "tokens_per_step": None}
     values = tiny_recipe(made, output=str(tmp_path / "run"), **choices)
     values["data"]["rows_per_batch"] = 8
-    plan = make_plan(recipe_of(values), ONE, probe=False)
-    assert plan.work.passes == 2
+    plan = make_plan(recipe_of(values), probe=False)
+    assert plan.work.epochs == 2
     assert plan.recipe.data.rows_per_batch == plan.work.rows_per_step == 1, (
         "memory and time are of these"
     )
@@ -169,15 +166,15 @@ def test_the_probe_trains_and_leaves_nothing(made, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("draftheads.train.plan.MOST", 4)
     values = tiny_recipe(made, output=str(tmp_path / "run"))
-    plan = make_plan(recipe_of(values), ONE)
+    plan = make_plan(recipe_of(values))
     assert plan.reason == ""
     assert plan.trial is not None and plan.trial.layers == 2
-    assert plan.time is not None
-    assert min(plan.time.step, plan.time.later, plan.time.load, plan.time.save) > 0
-    assert plan.disk.checkpoint > 3 * plan.shapes.trained
-    assert plan.time.total > 6 * plan.time.step
-    assert plan.memory.total > plan.memory.base > 0
-    assert plan.memory.activations > 0
+    assert plan.time
+    assert min(plan.time["step"], plan.time["later"], plan.time["load"], plan.time["save"]) > 0
+    assert plan.disk["checkpoint"] > 3 * plan.shapes.trained
+    assert plan.time["total"] > 6 * plan.time["step"]
+    assert plan.peak > plan.memory["libraries"] > 0
+    assert plan.memory["activations"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -189,9 +186,9 @@ def test_a_deep_target_is_extrapolated(made, tmp_path, monkeypatch):
     values = {**tiny_recipe(made, "eagle3"), "target": str(tmp_path / "deep")}
     values["data"]["path"] = str(tmp_path / "missing")
     monkeypatch.setattr("draftheads.train.plan.MOST", 4)
-    plan = make_plan(recipe_of(values), ONE)
+    plan = make_plan(recipe_of(values))
     assert plan.trial is not None and plan.trial.layers == 4, plan.reason
-    assert plan.time is not None and plan.time.later < plan.time.step
+    assert plan.time and plan.time["later"] < plan.time["step"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -210,7 +207,7 @@ def test_a_shallow_target_of_every_architecture_loads(tmp_path, name):
 
 
 def test_what_does_not_fit_is_said_in_one_line(made, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(planning, "device_memory", lambda device: (1_000_000, 1_000_000))
+    monkeypatch.setattr(planning, "device_memory", lambda: 1_000_000)
     assert command(monkeypatch, recipe_file(made, tmp_path), "--no-probe") == 0
     said = capsys.readouterr().out
     lines = [line for line in said.splitlines() if line.startswith("does not fit")]
@@ -225,7 +222,7 @@ def test_missing_data_leaves_the_number_of_steps_open(made, tmp_path, monkeypatc
     missing = f"data.path={tmp_path / 'missing'}"
     assert command(monkeypatch, recipe, missing, "--no-probe") == 0
     said = capsys.readouterr().out
-    assert "no data in" in said
+    assert "no data there" in said
     assert "steps  unknown" in said
     assert command(monkeypatch, recipe, "--no-probe") == 0
     assert "epochs of" in capsys.readouterr().out
@@ -254,7 +251,7 @@ def test_mistakes_end_with_a_line_and_exit_code_2(
     ("overrides", "message"),
     [
         (["target_placement=sharded"], "target_placement=sharded: expected several"),
-        (["target_placement=sharded", "data.cache_gb=1"], "data.cache_gb=0 with"),
+        (["target_placement=sharded", "data.cache_gb=1"], "data.cache_gb"),
         (["data.path=SMALL"], "expected token ids below 97"),
     ],
 )
@@ -283,7 +280,7 @@ def test_json_says_the_same(made, tmp_path, monkeypatch, capsys):
     assert plan["time"] is None
     assert plan["steps"]["count"] == 6
     memory = plan["memory"]
-    parts = set(memory) - {"total", "fits", "limit", "processes"}
+    parts = set(memory) - {"total", "limit"}
     assert memory["total"] == sum(memory[part] for part in parts)
     assert f"{plan['head']['parameters']:,} parameters trained" in capsys.readouterr().out
     assert [path.name for path in out.parent.iterdir()] == ["plan.json"]
@@ -292,5 +289,5 @@ def test_json_says_the_same(made, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_plan_touches_no_output(made, tmp_path, kind):
     values = tiny_recipe(made, kind, output=str(tmp_path / "run"))
-    make_plan(recipe_of(values), ONE, probe=False)
+    make_plan(recipe_of(values), probe=False)
     assert list(tmp_path.iterdir()) == []

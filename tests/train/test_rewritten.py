@@ -17,8 +17,8 @@ from tiny_chat import CONTEXT, END, TEMPLATE, files, llama, options, records
 from draftheads.heads.target import Target
 from draftheads.infer.chat import History
 from draftheads.scripts.commands import data_preview
-from draftheads.train.data.answers import MANIFEST, documents_of
-from draftheads.train.data.distill import Answerer, distill, read_answers, read_manifest
+from draftheads.train.data.answers import MANIFEST, documents_of, read_answers, read_manifest
+from draftheads.train.data.distill import Answerer, distill
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.server import ServedTarget, ServerOptions
 

@@ -8,29 +8,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_chat import byte_tokenizer
+from tiny_chat import END, byte_tokenizer
 from tokenizers import processors
 from transformers import AutoTokenizer, GPT2TokenizerFast
 
-from draftheads.scripts.benchmarks.template_table import TALK, conversation, row
-from draftheads.train.data.imports import Spans
+from draftheads.train.data.answers import Record, documents_of
+from draftheads.train.data.conversation import Renderer
+from draftheads.train.data.imports import import_answers, retell
+from draftheads.train.data.tokenizer import TextSide
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 TEMPLATES = sorted((DATA / "chat-templates").rglob("*.jinja"))
 needs_data = pytest.mark.skipif(not TEMPLATES, reason=f"no chat templates below {DATA}")
 
-TOOLS, PARTS = r"chat template refuses", r"chat template refuses|found something else"
+TALK = (("Hello there.", "Hi."), ("And 2 + 2?", " It is four.\n"), ("Bye.", "Good *bye*!"))
+SPECIAL = re.compile(r"<\|?[A-Za-z][\w▁|:-]*\|?>|<｜[^｜<>]+｜>|</s>|\[/?[A-Z_]+\]")
+TEXTUAL = re.compile(r"</?(think|tool|function|parameter|result|arg|name|desc|param|type|b)\w*>")
+
 REFUSED = {
-    "CohereForAI-c4ai-command-r-plus-tool_use": TOOLS,  # wants the tools' definitions
-    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": TOOLS,
-    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": TOOLS,
-    "fireworks-ai-llama-3-firefunction-v2": TOOLS,
-    "MiroThinker": TOOLS,  # assigns to what jinja does not let it
-    "idefics3": PARTS,  # of vision models: want lists of parts
-    "idefics3_training": PARTS,
-    "llava_next": PARTS,
-    "llava_next_training": PARTS,
+    "CohereForAI-c4ai-command-r-plus-tool_use": "not iterable",  # wants the tools' definitions
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": "not iterable",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "not iterable",
+    "fireworks-ai-llama-3-firefunction-v2": "is undefined",
+    "MiroThinker": "cannot assign",
+    "idefics3": "found other text",  # of vision models: want lists of parts
+    "idefics3_training": "found other text",
+    "llava_next": "no attribute",
+    "llava_next_training": "no attribute",
 }
+THINKING = {  # their generation prompts open the thinking
+    "GLM-4.7-Flash",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+    "llama-cpp-deepseek-r1",
+    "deepseekv3",
+    "deepseekv3_training",
+    "nemotron_3_nano",
+    "nemotron_3_nano_training",
+    "nemotron_3_super",
+    "nemotron_3_super_training",
+    "nemotron_3_ultra",
+    "nemotron_3_ultra_training",
+}
+WITH_THOUGHT = tuple((asked, f"<think>hm</think>{said}") for asked, said in TALK)
 
 
 @pytest.fixture(scope="module", params=["qwen2.5", "gpt2", "minimind-6400"])
@@ -47,7 +67,15 @@ def qwen() -> Any:
 
 
 def use(tokenizer: Any, name: str) -> Any:
-    tokenizer.chat_template = (DATA / f"chat-templates/{name}.jinja").read_text()
+    """The tokenizer with this template and the special tokens that it names."""
+    template = (DATA / f"chat-templates/{name}.jinja").read_text()
+    found = {match.group() for match in SPECIAL.finditer(template)}
+    names = sorted(name for name in found if not TEXTUAL.fullmatch(name))
+    tokenizer.chat_template = template
+    tokenizer.bos_token = tokenizer.bos_token or "<s>"
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": names}, replace_extra_special_tokens=False
+    )
     return tokenizer
 
 
@@ -57,11 +85,23 @@ def talk(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
     return [*([{"role": "system", "content": system}] if system else []), *messages]
 
 
-def learned(tokenizer: Any, documents: Any) -> list[str]:
+def told(tokenizer: Any, messages: Any, eos: Any = None, **template_args: Any) -> Record:
+    """The record of a conversation; by default all special tokens may end an answer."""
+    specials = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    ends = tuple(tokenizer.convert_tokens_to_ids(sorted(specials) if eos is None else eos))
+    renderer = Renderer(TextSide("t", tokenizer, ends), template_args)
+    return retell(renderer, 0, tuple(messages))
+
+
+def reason(record: Record) -> str:
+    return record.get("skipped") or record.get("stopped") or ""
+
+
+def learned(tokenizer: Any, record: Record) -> list[str]:
     return [
-        tokenizer.decode(document.tokens[slice(*span)])
-        for document in documents
-        for span in document.learn
+        tokenizer.decode(document["tokens"][slice(*span)], clean_up_tokenization_spaces=False)
+        for document in documents_of(record)
+        for span in document["learn"]
     ]
 
 
@@ -71,60 +111,69 @@ def learned(tokenizer: Any, documents: Any) -> list[str]:
 @needs_data
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_answers_and_their_ends_are_learned_and_nothing_else(path: Path, tokenizer: Any) -> None:
-    found = row(path, tokenizer, conversation(), {})
+    use(tokenizer, f"{path.parent.name}/{path.stem}")
+    messages = talk(*[text for turn in TALK for text in turn])
+    record = told(tokenizer, messages)
     if path.stem in REFUSED:
-        assert re.search(REFUSED[path.stem], found.error)
+        assert REFUSED[path.stem] in reason(record) and not documents_of(record)
         return
-    assert found.error == ""
-    assert len(found.learned) == len(TALK)
+    opened = ""
+    if path.stem in THINKING:
+        assert "expected reasoning" in reason(record) and not documents_of(record)
+        record = told(tokenizer, talk(*[text for turn in WITH_THOUGHT for text in turn]))
+        opened = "hm</think>"
+    assert reason(record) == ""
+    found = learned(tokenizer, record)
+    assert len(found) == len(TALK)
     ends = [
-        text.lstrip().removeprefix(answer.strip()).strip()
-        for text, (_, answer) in zip(found.learned, TALK, strict=True)
+        text.lstrip().removeprefix(opened).lstrip().removeprefix(answer.strip())
+        for text, (_, answer) in zip(found, TALK, strict=True)
     ]
     specials = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens, ""}
     assert set(ends) <= specials
-    assert len(set(ends) - {""}) <= 1, "one token ends all answers"
+    assert len(set(ends)) == 1, "one token ends all answers"
+
+
+@needs_data
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_target_sees_what_a_chat_would_show_it(path: Path, qwen: Any) -> None:
+    """Before each answer stands the conversation with its generation prompt, and no more than what
+    the template itself writes before an answer.
+    """
+    use(qwen, f"{path.parent.name}/{path.stem}")
+    turns = WITH_THOUGHT if path.stem in THINKING else TALK
+    messages = talk(*[text.strip() for turn in turns for text in turn])
+    record = told(qwen, messages)
+    if path.stem in REFUSED:
+        return
+    place = 1
+    for document in documents_of(record):
+        for start, _ in document["learn"]:
+            seen = qwen.decode(document["tokens"][:start])
+            seen = seen.replace("<|return|><|end|>", "<|end|>")  # gpt-oss: it writes one of them
+            chat = qwen.apply_chat_template(
+                messages[:place], tokenize=False, add_generation_prompt=True
+            )
+            assert "".join(seen.split()).startswith("".join(chat.split()))
+            place += 2
 
 
 # ---------------------------------------------------------------- traps, one by one
 
 
 @needs_data
-@pytest.mark.parametrize(
-    ("name", "masked", "ours"),
-    [
-        ("trl/qwen2_5_training", "\nYes.<|im_end|>\n", "Yes.<|im_end|>"),
-        ("trl/phi3_training", "Yes.<|end|>\n<|im_end|>", "Yes.<|end|>"),
-    ],
-)
-def test_what_a_generation_mask_holds_too_much(
-    qwen: Any, name: str, masked: str, ours: str
-) -> None:
-    qwen.add_tokens(["<|end|>"], special_tokens=True)
-    tokenizer, messages = use(qwen, name), talk("Is it?", "Yes.")
-    marked = tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True
-    )
-    pairs = zip(marked["input_ids"], marked["assistant_masks"], strict=True)
-    assert tokenizer.decode([token for token, one in pairs if one]) == masked
-    [document] = Spans(tokenizer).documents(messages)
-    assert (document.method, document.ended) == ("generation", True)
-    assert learned(tokenizer, [document]) == [ours]
-
-
-@needs_data
 def test_system_message_that_the_template_adds_is_there_and_not_learned(qwen: Any) -> None:
-    [document] = Spans(use(qwen, "trl/qwen2_5")).documents(talk("a", "b"))
-    assert "You are Qwen" in qwen.decode(document.tokens)
-    assert learned(qwen, [document]) == ["b<|im_end|>"]
+    record = told(use(qwen, "trl/qwen2_5"), talk("a", "b"))
+    assert "You are Qwen" in qwen.decode(record["tokens"])
+    assert learned(qwen, record) == ["b<|im_end|>"]
 
 
 @needs_data
 def test_empty_thinking_block_is_context(qwen: Any) -> None:
     for name in ("trl/qwen3", "trl/qwen3_training", "llama.cpp/Qwen3.5-4B"):
-        [document] = Spans(use(qwen, name)).documents(talk("a", "b"))
-        assert "<think>\n\n</think>" in qwen.decode(document.tokens)
-        assert learned(qwen, [document]) == ["b<|im_end|>"]
+        record = told(use(qwen, name), talk("a", "b"))
+        assert "<think>\n\n</think>" in qwen.decode(record["tokens"])
+        assert learned(qwen, record) == ["b<|im_end|>"]
 
 
 @needs_data
@@ -139,34 +188,27 @@ def test_empty_thinking_block_is_context(qwen: Any) -> None:
 def test_dropped_thinking_makes_each_answer_a_document(qwen: Any, name: str, opened: str) -> None:
     tokenizer = use(qwen, name)
     messages = talk("a", "<think>\none\n</think>\n\nA", "b", "<think>\ntwo\n</think>\n\nB")
-    thinking = {"enable_thinking": True}
-    documents = Spans(tokenizer, template_args=thinking).documents(messages)
-    assert [document.method for document in documents] == ["turns", "turns"]
-    for document, place in zip(documents, (1, 3), strict=True):
+    record = told(tokenizer, messages, enable_thinking=True)
+    for document, place in zip(record["documents"], (1, 3), strict=True):
         asked = tokenizer.apply_chat_template(
-            messages[:place], add_generation_prompt=True, **thinking
+            messages[:place], add_generation_prompt=True, enable_thinking=True
         )
-        start = document.learn[0][0]
-        assert document.tokens[:start] == asked["input_ids"], "behind just what the target saw"
+        start = document["learn"][0][0]
+        assert document["tokens"][:start] == asked["input_ids"], "after just what the target saw"
         said = messages[place]["content"].removeprefix(opened)
-        assert learned(tokenizer, [document]) == [f"{said}<|im_end|>"]
-    assert "one" not in tokenizer.decode(documents[1].tokens)
+        assert learned(tokenizer, document) == [f"{said}<|im_end|>"]
+    assert "one" not in tokenizer.decode(record["documents"][1]["tokens"])
 
 
 @needs_data
-def test_prompt_that_opens_the_thinking_wants_reasoning(qwen: Any) -> None:
-    tokenizer = use(qwen, "trl/qwen3_5_think")
-    messages = talk("a", "A", "b", "<think>\ntwo\n</think>\n\nB", "c", "C")
-    with pytest.raises(ValueError, match=r"turn 2: expected reasoning, .* template arguments"):
-        Spans(tokenizer).documents(messages)
-
-
-@needs_data
-def test_prompt_that_closes_the_thinking_wants_none(qwen: Any) -> None:
-    tokenizer = use(qwen, "llama.cpp/Qwen-QwQ-32B")  # unless enable_thinking is true
-    messages = talk("a", "<think>\none\n</think>\n\nA", "b", "<think>\ntwo\n</think>\n\nB")
-    with pytest.raises(ValueError, match=r"turn 2: expected no reasoning, .* drop the reasoning"):
-        Spans(tokenizer).documents(messages)
+def test_thinking_and_generation_prompt_must_fit(qwen: Any) -> None:
+    tokenizer = use(qwen, "llama.cpp/Qwen-QwQ-32B")  # it thinks if enable_thinking is true
+    messages = talk("a", "A", "b", "<think>\ntwo\n</think>\n\nB")
+    record = told(tokenizer, messages)
+    assert learned(tokenizer, record) == ["A<|im_end|>"]
+    assert re.match("turn 2: expected no reasoning, .* drop the reasoning", record["stopped"])
+    record = told(use(qwen, "trl/deepseekv3"), messages)
+    assert re.match("turn 1: expected reasoning, .* template arguments", record["skipped"])
 
 
 @needs_data
@@ -179,8 +221,8 @@ def test_prompt_that_closes_the_thinking_wants_none(qwen: Any) -> None:
     ],
 )
 def test_refusal_of_the_template_is_said(qwen: Any, name: str, messages: Any) -> None:
-    with pytest.raises(ValueError, match="template refuses the messages: .*(support|alternate)"):
-        Spans(use(qwen, name)).documents(messages)
+    record = told(use(qwen, name), messages)
+    assert re.match("chat template refuses the messages: .*(support|alternate)", reason(record))
 
 
 @needs_data
@@ -191,22 +233,20 @@ def test_beginning_token_stands_once(qwen: Any) -> None:
     )
     assert qwen("a")["input_ids"][0] == bos
     for name in ("trl/llama3", "trl/llama3_training", "chujiezheng/chatml"):
-        [document] = Spans(use(qwen, name)).documents(talk("a", "b", "c", "d"))
-        assert document.tokens.count(bos) == 1
+        record = told(use(qwen, name), talk("a", "b", "c", "d"))
+        for document in documents_of(record):
+            assert document["tokens"].count(bos) == 1
 
 
 @needs_data
-def test_end_that_the_target_does_not_write_is_not_learned(qwen: Any) -> None:
-    ends = ["<|end|>", "<|return|>"]
-    qwen.add_tokens([*ends, "<|start|>", "<|message|>", "<|channel|>"], special_tokens=True)
-    tokenizer = use(qwen, "trl/gptoss")
-    eos_ids = [tokenizer.convert_tokens_to_ids("<|return|>")]
-    documents = Spans(tokenizer, eos_ids).documents(talk("a", "b", "c", "d"))
-    assert learned(tokenizer, documents) == ["b", "d<|return|>"]
+def test_end_that_the_target_writes_is_learned(qwen: Any) -> None:
+    """gpt-oss ends answers with <|return|>, which its template replaces in later turns."""
+    record = told(use(qwen, "trl/gptoss"), talk("a", "b", "c", "d"), eos=["<|return|>"])
+    assert learned(qwen, record) == ["b<|return|>", "d<|return|>"]
 
 
 @needs_data
-def test_token_over_the_edge_is_cut(tokenizer: Any) -> None:
+def test_no_token_reaches_over_the_edge(tokenizer: Any) -> None:
     """Byte-pair tokenizers join the header's last blank with the answer's first letters."""
     header, answer = "A: ", "the cat"
     tokenizer.chat_template = (
@@ -216,26 +256,24 @@ def test_token_over_the_edge_is_cut(tokenizer: Any) -> None:
     whole = tokenizer(header + answer, add_special_tokens=False)["input_ids"]
     parts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (header, answer)]
     assert whole != parts[0] + parts[1], "the trap is there"
-    [document] = Spans(tokenizer).documents(talk("a dog?", answer, "a dog?", answer))
-    assert learned(tokenizer, [document]) == [answer + tokenizer.eos_token] * 2
-    for start, _ in document.learn:
-        assert document.tokens[:start][-len(parts[0]) :] == parts[0]
+    record = told(tokenizer, talk("a dog?", answer, "a dog?", answer))
+    assert learned(tokenizer, record) == [answer + tokenizer.eos_token] * 2
+    for start, _ in record["learn"]:
+        assert record["tokens"][:start][-len(parts[0]) :] == parts[0]
 
 
 @needs_data
 def test_tokenizer_that_joins_blanks_with_words_gets_no_second_one() -> None:
     """SentencePiece's way: a text begins with a blank that decoding hides."""
     tokenizer = AutoTokenizer.from_pretrained(DATA / "stories260K")
-    for name in ("chujiezheng/vicuna", "trl/llama3", "trl/deepseekv3", "llama.cpp/Reka-Edge"):
-        path = DATA / f"chat-templates/{name}.jinja"
-        found = row(path, tokenizer, conversation(), {})
-        assert found.error == ""
-        said = [re.split("<[|｜/s]", text)[0].strip() for text in found.learned]
-        assert said == [answer.strip() for _, answer in TALK]
-        [document] = found.documents
-        text = tokenizer.apply_chat_template(conversation(), tokenize=False)
-        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert document.tokens == whole[: len(document.tokens)]
+    for name in ("chujiezheng/vicuna", "trl/llama3", "llama.cpp/Reka-Edge"):
+        use(tokenizer, name)
+        record = told(tokenizer, talk(*[text for turn in TALK for text in turn]))
+        assert reason(record) == ""
+        said = [re.split("<[|｜/s]", text)[0] for text in learned(tokenizer, record)]
+        assert [text.strip() for text in said] == [answer.strip() for _, answer in TALK]
+        for start, _ in record.get("learn", []):
+            assert not tokenizer.decode(record["tokens"][start - 1 :]).startswith("  ")
 
 
 @needs_data
@@ -249,8 +287,7 @@ def test_tool_calls_are_the_assistants_and_results_are_not(qwen: Any, name: str)
         {"role": "assistant", "content": "It is 3."},
     ]
     tokenizer = use(qwen, name)
-    documents = Spans(tokenizer).documents(messages)
-    called, said = learned(tokenizer, documents)
+    called, said = learned(tokenizer, told(tokenizer, messages))
     assert json.loads(called.split("<tool_call>")[1].split("</tool_call>")[0]) == call["function"]
     assert called.endswith("</tool_call><|im_end|>")
     assert "think" not in called
@@ -262,30 +299,28 @@ def test_tool_calls_are_the_assistants_and_results_are_not(qwen: Any, name: str)
 
 def test_answers_that_repeat_each_other_and_the_question() -> None:
     tokenizer = byte_tokenizer()
-    messages = talk("yes", "yes", "assistant", "yes", "yes", "assistant")
-    [document] = Spans(tokenizer).documents(messages)
-    places = [tokenizer.decode(document.tokens[:start]) for start, _ in document.learn]
+    record = told(tokenizer, talk("yes", "yes", "assistant", "yes", "yes", "assistant"))
+    places = [tokenizer.decode(record["tokens"][:start]) for start, _ in record["learn"]]
     assert all(place.endswith("<|im_start|>assistant\n") for place in places)
-    assert learned(tokenizer, [document]) == [
+    assert learned(tokenizer, record) == [
         f"{said}<|im_end|>" for said in ("yes", "yes", "assistant")
     ]
 
 
 def test_silence_is_not_learned_and_an_open_question_is_left_out() -> None:
     tokenizer = byte_tokenizer()
-    [document] = Spans(tokenizer).documents(talk("a", "", "b", "B", "c"))
-    assert learned(tokenizer, [document]) == ["B<|im_end|>"]
-    assert document.learn[-1][1] == len(document.tokens)
+    record = told(tokenizer, talk("a", "", "b", "B", "c"))
+    assert learned(tokenizer, record) == ["B<|im_end|>"]
+    assert record["learn"][-1][1] == len(record["tokens"])
 
 
 def test_template_that_writes_something_else_is_refused() -> None:
     shouting = byte_tokenizer("{% for m in messages %}<s>{{ m.content | lower }}{% endfor %}")
-    with pytest.raises(ValueError, match=r"turn 2: expected the answer in what .* leave the conv"):
-        Spans(shouting).documents(talk("a", "b"))
+    assert "expected the answer in what" in told(shouting, talk("a", "b"))["skipped"]
 
 
-def test_nothing_to_learn_or_to_render_with() -> None:
-    with pytest.raises(ValueError, match="expected an assistant turn that says something"):
-        Spans(byte_tokenizer()).documents(talk("a"))
+def test_nothing_to_learn_or_to_render_with(tmp_path: Path) -> None:
+    assert "expected an assistant turn that says" in told(byte_tokenizer(), talk("a"))["skipped"]
+    side = TextSide("t", byte_tokenizer(None), (END,))
     with pytest.raises(ValueError, match="expected a chat template, found none"):
-        Spans(byte_tokenizer(None))
+        import_answers(side, [tuple(talk("a", "b"))], tmp_path / "o")

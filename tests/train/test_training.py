@@ -157,6 +157,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
 
 # the compiler looks at the gradients of its inputs
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
@@ -215,9 +216,6 @@ def test_only_the_head_is_trained(made, tmp_path, monkeypatch, capsys, kind):
     assert all(torch.equal(before[name], after[name]) for name in before.keys() - released)
     said = capsys.readouterr().out
     assert f"parameters of the {kind} head; the target's" in said
-    blocks = "3 x blocks.*.layers.*.weight [32, 32]"
-    expected = {"medusa": blocks, "sequential": blocks}
-    assert expected.get(kind, "1 x fc.weight [32, ") in said
     assert set(weights(tmp_path / "run", 6)) == set(seen[0].head.state_dict())
 
 
@@ -247,6 +245,7 @@ def test_data_that_teaches_nothing_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_heads_trained_on_a_conversation_are_right_about_it(tmp_path, kind):
     """Training and decoding obey one alignment law: what was learned by heart is accepted whole."""
     target = Target.load(write_target(tmp_path / "target"))

@@ -87,7 +87,7 @@ def test_target_answers_behind_the_results(tmp_path: Path) -> None:
     check_tools(tokenizer, {})
     [prompt] = read_prompts(write(tmp_path, SHAREGPT), tools="keep")
     side = TextSide("tiny", tokenizer, (END,))
-    conversation = Conversation(prompt, Renderer(side, {}), CONTEXT, None)
+    conversation = Conversation(prompt, Renderer(side, {}), CONTEXT)
     for answer in ("three", "welcome"):
         assert conversation.ask()
         conversation.answer([*tokenizer(answer)["input_ids"], END])

@@ -1,33 +1,33 @@
 """The folder that distillation writes and training reads.
 
-    manifest.json                   which target answered which prompts, how, and how far it got
-    prompts-0123456789ab.txt        the ids of these prompts in their order, one a line
+    manifest.json                   which target answered which prompts, how, and how many so far
+    prompts-0123456789ab.txt        the ids of these prompts in order, one a line
     answers-00000-of-00002.jsonl    one line per prompt, one file per process
 
 A line is one of
     {"id": "7f3a...", "tokens": [...], "learn": [[start, end), ...], "turns": 2, "finish": "eos"}
     {"id": "80c1...", "skipped": reason}        {"id": "94d2...", "failed": reason}
-or, where a chat template rewrites earlier turns, of several documents
+or, if the chat template rewrites earlier turns, holds several documents
     {"id": "a5e0...", "documents": [{"tokens", "learn", "turns", "finish"}, ...]}
-`learn` spans what the target wrote, its end token included; position 0 is never in it. `finish`
-is how the document's last answer ended, "eos" or "length"; "stopped" is added when later turns
-could not be asked, and says why; "retokenized" counts answers that a server gave as text alone.
+`learn` spans what the target wrote, end token included; position 0 is never in it. `finish` is how
+the document's last answer ended, "eos" or "length"; "stopped" says why later turns were not asked;
+"retokenized" counts answers that a server gave as text alone.
 
-An id is a hash of what the prompt says, so prompts can be added, mended, moved or left out while
-the answers of the others are kept. Lines of prompts that are no longer asked stay, and are not
-read. In folders of format 1 (older distillations, imported answers) ids are the numbers 0, 1, ...
-
-A line without its end, of a process that was killed, is ignored and cut off by the next run.
+An id is a hash of the prompt, so answers stay valid when other prompts are added or removed; lines
+of prompts that are no longer asked are kept and not read. In folders of format 1 (old
+distillations, imported answers) ids are the numbers 0, 1, ... A line without its newline, written
+by a killed process, is ignored, and cut off by the next run.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import logging
 import os
+import platform
 import re
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -35,12 +35,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from draftheads.heads.files import write_text
+
 FORMAT, BY_CONTENT = 1, 2
-"""Formats of a manifest: prompts are known by their numbers, or by what they say."""
+"""Formats of a folder: ids are numbers, or hashes."""
 MANIFEST = "manifest.json"
 ID = re.compile(rb'\{\s*"id":\s*(?:"([^"\\]+)"|([0-9]+))\s*[,}]')
 OUTAGE = re.compile(rb'\{"id": [0-9]+, "failed": "(HTTP 40[13]\b|.*tried [0-9]+ times"\}$)')
-"""Earlier versions blamed the prompt for what was the server's fault: not answered, therefore."""
+"""Early versions blamed the prompt when the server had failed; such a line is no answer."""
+PACKAGES = ("draftheads", "torch", "transformers", "tokenizers")
+
 Record = dict[str, Any]
 Id = str | int
 
@@ -49,9 +55,9 @@ logger = logging.getLogger("draftheads")
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids of one document and the half-open spans of them that are learned: what the target
-    wrote. A conversation is one, or several where its chat template rewrites earlier turns.
-    follows: it is of the same conversation as the document before it.
+    """Token ids of one document, and the half-open spans of them to learn: what the target wrote.
+
+    follows: part of the same conversation as the document before it.
     """
 
     tokens: list[int]
@@ -61,25 +67,18 @@ class Answer:
 
 @dataclass
 class Counts:
-    """What a folder holds. done: prompts answered, in so many documents; learned_tokens: the
-    target's; turns: answers; cut: documents whose last answer ended by length; retokenized: answers
-    whose ids were made from text.
-    """
+    """What a folder holds."""
 
-    done: int = 0
+    done: int = 0  # prompts answered
     documents: int = 0
     skipped: int = 0
     failed: int = 0
     tokens: int = 0
     learned_tokens: int = 0
-    turns: int = 0
-    cut: int = 0
-    retokenized: int = 0
+    turns: int = 0  # answers
+    cut: int = 0  # documents whose last answer ended by length
+    retokenized: int = 0  # answers whose ids were made from text
     reasons: Counter[str] = field(default_factory=Counter)
-
-    def numbers(self) -> dict[str, Any]:
-        """For the manifest."""
-        return vars(self) | {"reasons": dict(self.reasons)}
 
     def add(self, record: Record) -> None:
         """Count one line."""
@@ -102,13 +101,13 @@ class Counts:
 
 
 def documents_of(record: Record) -> list[Record]:
-    """Of a line: the line itself where it is one, none where nothing was answered."""
+    """The documents of a line, none where nothing was answered."""
     documents: list[Record] = record.get("documents", [record] if "tokens" in record else [])
     return documents
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a folder; ValueError when there is none or it is of another format."""
+    """The manifest of a folder. Raises ValueError if there is none that this version reads."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise ValueError(
@@ -117,52 +116,79 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         )
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
-        found = manifest["format"]
-        if found in (FORMAT, BY_CONTENT):
-            range(manifest["prompts"]["count"]), manifest["complete"]
-            return manifest
+        known = manifest["format"] in (FORMAT, BY_CONTENT)
+        range(manifest["prompts"]["count"]), manifest["complete"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected what `draftheads distill` wrote, got a damaged file; copy the "
             "folder again, or distill into another one"
         ) from error
-    raise ValueError(
-        f"{path}: expected format {FORMAT} or {BY_CONTENT}, got {found}; "
-        "distill again with this version of draftheads"
-    )
+    if not known:
+        raise ValueError(
+            f"{path}: expected format {FORMAT} or {BY_CONTENT}, got {manifest['format']}; "
+            "distill again with this version of draftheads"
+        )
+    return manifest
+
+
+def new_manifest(
+    target: dict[str, Any], sampling: dict[str, Any], prompts: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """A manifest of answers that begin. prompts: source, count, sha256. more: further entries."""
+    versions = {"python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {
+        "format": BY_CONTENT,
+        "target": target,
+        "sampling": sampling,
+        "prompts": prompts,
+        "complete": False,
+        "counts": {},
+        "threads": torch.get_num_threads(),
+        "versions": versions,
+        **more,
+    }
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Replace the manifest; at every moment a whole one is there."""
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def read_answers(folder: str | Path) -> Iterator[Answer]:
-    """Yield a folder's answers in the order of their prompts, however many processes wrote it.
+    """Yield a folder's answers in the order of their prompts.
 
-    Raises ValueError for a folder without a manifest; a distillation that did not end only logs a
-    warning.
+    Raises ValueError for a damaged folder; one that is incomplete only logs a warning.
     """
     manifest = read_manifest(folder)
+    seen = answered = 0
+    for record in _records(folder, manifest):
+        documents = documents_of(record)
+        seen += 1
+        answered += bool(documents)
+        for place, document in enumerate(documents):
+            learn = [(start, end) for start, end in document["learn"]]
+            yield Answer(document["tokens"], learn, follows=place > 0)
     prompts = manifest["prompts"]["count"]
     if not manifest["complete"]:
-        seen = len(locate(folder, read_ids(folder, manifest)))
         logger.warning(
             "%s is incomplete: %d of %d prompts (%.0f%%) are done; "
             "run the same `draftheads distill` again to resume, or train on what is there",
             *(folder, seen, prompts, 100 * seen / prompts),
         )
-    return _answers(Path(folder), manifest)
-
-
-def _answers(folder: Path, manifest: dict[str, Any]) -> Iterator[Answer]:
-    found = 0
-    for record in _records(folder, manifest):
-        documents = documents_of(record)
-        found += bool(documents)
-        for place, document in enumerate(documents):
-            learn = [(start, end) for start, end in document["learn"]]
-            yield Answer(document["tokens"], learn, follows=place > 0)
-    if manifest["complete"] and found != manifest["counts"]["done"]:
+    elif answered != manifest["counts"]["done"]:
         raise ValueError(
-            f"{folder}: expected {manifest['counts']['done']} answered prompts, got {found}; an "
+            f"{folder}: expected {manifest['counts']['done']} answered prompts, got {answered}; an "
             "answer file is missing or cut: copy it again, or distill again to fill the gap"
         )
+
+
+def count(folder: str | Path, manifest: dict[str, Any]) -> Counts:
+    """Count what the answer files of a folder hold."""
+    counts = Counts()
+    for record in _records(folder, manifest):
+        counts.add(record)
+    return counts
 
 
 def journals(folder: str | Path) -> list[Path]:
@@ -185,34 +211,38 @@ def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[Id]:
     return ids
 
 
+def write_ids(folder: Path, manifest: dict[str, Any], ids: Sequence[Id]) -> None:
+    """Write the ids of the prompts that a manifest of format 2 counts; call it before the manifest
+    is written.
+    """
+    path = _ids_file(folder, manifest)
+    if manifest["format"] == BY_CONTENT and not path.is_file():
+        write_text(path, "".join(f"{name}\n" for name in ids))
+
+
 def _ids_file(folder: Path, manifest: dict[str, Any]) -> Path:
     return folder / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
 
 
-def locate(folder: str | Path, ids: Sequence[Id]) -> dict[int, tuple[Path, int, int]]:
-    """Where the answers are: place of the prompt among `ids` -> (file, line, offset in bytes)."""
-    places = {name: place for place, name in enumerate(ids)}
-    found: dict[int, tuple[Path, int, int]] = {}
+def locate(folder: str | Path, ids: Sequence[Id]) -> dict[int, tuple[Path, int]]:
+    """Where the answers are: index of the prompt in `ids` -> (file, offset in bytes)."""
+    indices = {name: index for index, name in enumerate(ids)}
+    found: dict[int, tuple[Path, int]] = {}
     for path in journals(folder):
-        end = 0
+        offset = 0
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
                     break  # the process was killed while it wrote this line
-                place = places.get(_id(path, number, line))
+                start = ID.match(line)  # much faster than to parse all of the line
+                if start is None:
+                    raise _damaged(f"{path} line {number}", line)
+                name, index = start.groups()
+                place = indices.get(name.decode() if name else int(index))
                 if place is not None and not OUTAGE.match(line):
-                    found.setdefault(place, (path, number, end))
-                end += len(line)
+                    found.setdefault(place, (path, offset))
+                offset += len(line)
     return found
-
-
-def _id(path: Path, number: int, line: bytes) -> Id:
-    """The id of a line, without parsing all of it."""
-    start = ID.match(line)
-    if start is None:
-        raise _damaged(path, number, line)
-    name, index = start.groups()
-    return name.decode() if name else int(index)
 
 
 def _records(folder: str | Path, manifest: dict[str, Any]) -> Iterator[Record]:
@@ -220,59 +250,27 @@ def _records(folder: str | Path, manifest: dict[str, Any]) -> Iterator[Record]:
     found = locate(folder, read_ids(folder, manifest))
     with ExitStack() as stack:
         files = {path: stack.enter_context(path.open("rb")) for path in journals(folder)}
-        for _, (path, number, offset) in sorted(found.items()):
+        for _, (path, offset) in sorted(found.items()):
             files[path].seek(offset)
             line = files[path].readline()
             try:
                 record: Record = json.loads(line)
-            except ValueError as error:  # it does not know which file it is in
-                raise _damaged(path, number, line) from error
+            except ValueError as error:
+                raise _damaged(f"{path} byte {offset}", line) from error
             yield record
 
 
-def _damaged(path: Path, number: int, line: bytes) -> ValueError:
+def _damaged(where: str, line: bytes) -> ValueError:
     return ValueError(
-        f"{path} line {number}: expected an answer as JSON, got {line[:40]!r}; "
+        f"{where}: expected an answer as JSON, got {line[:40]!r}; "
         "delete this line and run the same `draftheads distill` again"
     )
-
-
-def count(folder: str | Path, manifest: dict[str, Any]) -> Counts:
-    """Count what the answer files of a folder hold."""
-    counts = Counts()
-    for record in _records(folder, manifest):
-        counts.add(record)
-    return counts
-
-
-def write_ids(folder: Path, manifest: dict[str, Any], ids: Sequence[Id]) -> None:
-    """Write the ids that a manifest of format 2 counts; before it, as it names their file."""
-    path = _ids_file(folder, manifest)
-    if manifest["format"] == BY_CONTENT and not path.is_file():
-        _replace(path, "".join(f"{name}\n" for name in ids))
-
-
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest so that at every moment a whole one, old or new, is there."""
-    _replace(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # other processes write, too
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)  # gone already when all went well
 
 
 class Journal:
     """One process's answer file, open for appending; a context manager.
 
-    Raises ValueError when another launch writes into the folder.
+    Raises ValueError if another launch writes into the folder.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
@@ -302,21 +300,17 @@ class Journal:
         return self._file.tell()
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write lines in one go and see them onto the disk."""
+        """Write lines and flush them to the disk."""
         try:
             self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
             self._file.flush()
             os.fsync(self._file.fileno())
-        except OSError as error:  # it does not say of which file it speaks
+        except OSError as error:  # it does not name the file
             reason = f"{error.strerror}; free space and run the same command again"
             raise OSError(error.errno, f"{self._file.name}: {reason}") from error
 
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self._file.close()
-        except OSError:  # it tries once more to write what could not be written
-            if kind is None:
-                raise
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

@@ -1,7 +1,10 @@
-"""Batches of conversations answered by the target's own `generate`, repeatable from seeds.
+"""The target answers prompts; its own tokens become the training set.
 
-Each row draws from a seed of its own, so what is drawn for a prompt does not depend on the prompts
-that it is answered with.
+`distill` fills a folder (its files: `draftheads.train.data.answers`). What is drawn for a prompt
+depends on the prompt and the seed alone. Prompts are answered in batches of consecutive ones; an
+interrupted batch is answered again as a whole, so neither the number of processes nor an
+interruption changes a token. With RANK and WORLD_SIZE in the environment (torchrun, accelerate
+launch) each process answers its share.
 
 Legend: B batch, T tokens, V vocabulary.
 """
@@ -9,16 +12,15 @@ Legend: B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+import itertools
 import json
 import logging
 import os
-import platform
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,27 +34,37 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from draftheads.infer.accept import filtered_logits
 from draftheads.infer.engine import without_defaults
 from draftheads.train.data.answers import (
-    BY_CONTENT,
     FORMAT,
     MANIFEST,
-    Answer,
     Counts,
     Id,
     Journal,
     count,
     journals,
     locate,
-    read_answers,
+    new_manifest,
     read_manifest,
     write_ids,
     write_manifest,
 )
-from draftheads.train.data.conversation import Conversation, Renderer
+from draftheads.train.data.conversation import Conversation, Renderer, turns_of
 from draftheads.train.data.prompts import Prompt, check_tools, with_tools
+from draftheads.train.data.tokenizer import TextSide
 from draftheads.train.launch import check_environment
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
+
+MANY_CUT = 0.2
+"""Share of documents cut by length above which the user is warned."""
+MAX_LOST_BATCHES = 3
+"""Batches of prompts in a row without any answer after which the cause is not the prompts."""
+UNRECORDED = {"out", "batch_size", "seed", "source"}
+"""Options that a manifest has elsewhere, or not at all."""
+
+logger = logging.getLogger("draftheads")
+
+Answered = tuple[list[Conversation], Exception | None]
 
 
 class Sampling(BaseModel):
@@ -66,20 +78,64 @@ class Sampling(BaseModel):
     max_new_tokens: int = Field(512, ge=1, description="tokens per answer, end token included")
 
 
-Answered = tuple[list[Conversation], Exception | None]
+class DistillOptions(Sampling):
+    """What `draftheads distill` takes, beside the target and the prompts."""
+
+    out: Path = Field(description="folder to write; an unfinished one is continued")
+    batch_size: int = Field(32, ge=1, description="prompts answered together")
+    seed: int = Field(0, description="of all draws")
+    max_turns: int | None = Field(None, ge=1, description="user turns asked per conversation")
+    template_args: dict[str, Any] = Field(
+        default_factory=dict, description='chat template variables, e.g. {"enable_thinking": false}'
+    )
+    reasoning: Literal["keep", "drop"] = Field(
+        "keep", description="<think> ... </think> that opens answers: learned, or context alone"
+    )
+    source: str = Field("", description="where the prompts came from; for the manifest")
+
+
+@dataclass(frozen=True)
+class DistillReport:
+    """What the folder holds when this process ends."""
+
+    out: Path
+    prompts: int
+    counts: Counts
+    missing: int  # prompts of this process's share that its server failed to answer
+    complete: bool  # every prompt of all processes was answered or refused
+    seconds: float
+
+    def __str__(self) -> str:
+        counts = self.counts
+        rest = self.prompts - counts.done - counts.skipped - counts.failed
+        left = f" + {rest} not answered yet, by other processes" if rest else ""
+        if self.missing:
+            why = "as the server failed; run the same command again to ask them again"
+            left = f" + {rest} not answered, {why}"
+        mean = counts.learned_tokens / max(1, counts.turns)
+        lines = [
+            f"{self.out}: {self.prompts} prompts = {counts.done} done + {counts.skipped} skipped "
+            f"+ {counts.failed} failed{left}",
+            f"{counts.learned_tokens} tokens to learn in {counts.turns} answers, {mean:.1f} on "
+            f"average; {counts.cut} cut by length; {self.seconds:.1f} s",
+        ]
+        if counts.documents > counts.done:
+            why = "as the chat template rewrites earlier turns"
+            lines.append(f"{counts.done} conversations became {counts.documents} documents, {why}")
+        if counts.retokenized:
+            lines.append(f"{counts.retokenized} answers came as text and were tokenised here")
+        return "\n".join(lines + [f"  {number} {why}" for why, number in counts.reasons.items()])
 
 
 class Answerer(ABC):
-    """Who answers. eos_ids: what ends an answer; context: tokens that fit; together: answers of one
-    batch are computed together, so rounding may make one depend on another.
+    """Who answers. together: answers of one batch are computed together, so rounding may make one
+    depend on another. context: tokens that fit.
     """
 
     together = True
 
-    def __init__(self, name: str, tokenizer: Any, eos_ids: tuple[int, ...], context: int) -> None:
-        self.name = name
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
+    def __init__(self, side: Target | TextSide, context: int) -> None:
+        self.side = side
         self.context = context
 
     @abstractmethod
@@ -93,8 +149,8 @@ class Answerer(ABC):
         """Ask and answer all turns of the batches' conversations, in place.
 
         seeds: by the prompts' indices. Yields conversations when they are done, with the last error
-        of a prompt that could not be answered, or None. Those that nobody could be asked are left
-        out.
+        of a prompt that could not be answered, or None. Conversations that failed for no fault of
+        theirs are not yielded.
         """
 
 
@@ -102,13 +158,13 @@ class LocalAnswerer(Answerer):
     """The target, in this process."""
 
     def __init__(self, target: Target) -> None:
-        super().__init__(str(target.name), target.tokenizer, target.eos_ids, target.context)
+        super().__init__(target, target.context)
         self._target = target
 
     def origin(self) -> dict[str, Any]:
         """Name, and what tells these weights from others."""
         return {
-            "name": self.name,
+            "name": str(self._target.name),
             "revision": self._target.revision,
             "fingerprint": self._target.fingerprint(),
             "dtype": str(self._target.model.dtype).removeprefix("torch."),
@@ -118,53 +174,35 @@ class LocalAnswerer(Answerer):
         self, batches: Iterable[list[Conversation]], sampling: Sampling, seeds: Sequence[str]
     ) -> Generator[Answered]:
         """One batch after the other."""
-        for rows in batches:
-            yield rows, answer_batch(self._target, rows, sampling, seeds)
+        for batch in batches:
+            error: RuntimeError | None = None
+            while rows := [row for row in batch if row.ask()]:
+                try:
+                    self._answer_turn(rows, sampling, seeds)
+                except RuntimeError:  # out of memory, most often from one long prompt
+                    for row in rows:
+                        error = self._answer_alone(row, sampling, seeds) or error
+            yield batch, error
 
-
-def answer_batch(
-    target: Target, conversations: Sequence[Conversation], sampling: Sampling, seeds: Sequence[str]
-) -> RuntimeError | None:
-    """Ask and answer all turns of the conversations, in place.
-
-    seeds: as of `Answerer.answer`; the same seeds, conversations and machine give the same tokens.
-    Returns the last error of a prompt that could not be answered even alone, or None.
-    """
-    error: RuntimeError | None = None
-    turn = 0
-    while rows := [row for row in conversations if row.ask()]:
-        drawn = [f"{seeds[row.prompt.index]}/{turn}" for row in rows]
-        try:
-            answers = generate(target, [row.tokens for row in rows], sampling, drawn)
-        except RuntimeError:  # out of memory, most often from one long prompt: spare the others
-            _free_memory()
-            error = _answer_alone(target, rows, sampling, drawn) or error
-        else:
-            for row, ids in zip(rows, answers, strict=True):
-                row.answer(ids)
-        turn += 1
-    return error
-
-
-def _answer_alone(
-    target: Target, rows: Sequence[Conversation], sampling: Sampling, seeds: Sequence[str]
-) -> RuntimeError | None:
-    last: RuntimeError | None = None
-    for row, seed in zip(rows, seeds, strict=True):
-        try:
-            [ids] = generate(target, [row.tokens], sampling, [seed])
-        except RuntimeError as error:  # the second time: this prompt is lost, the run is not
-            _free_memory()
-            row.end("failed", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            last = error
-        else:
+    def _answer_turn(
+        self, rows: Sequence[Conversation], sampling: Sampling, seeds: Sequence[str]
+    ) -> None:
+        drawn = [f"{seeds[row.prompt.index]}/{len(row.answers)}" for row in rows]
+        answers = generate(self._target, [row.tokens for row in rows], sampling, drawn)
+        for row, ids in zip(rows, answers, strict=True):
             row.answer(ids)
-    return last
 
-
-def _free_memory() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    def _answer_alone(
+        self, row: Conversation, sampling: Sampling, seeds: Sequence[str]
+    ) -> RuntimeError | None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            self._answer_turn([row], sampling, seeds)
+        except RuntimeError as error:  # this prompt is lost, the run is not
+            row.end("failed", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            return error
+        return None
 
 
 def generate(
@@ -193,21 +231,18 @@ def generate(
 
 class _Draws(LogitsProcessor):  # type: ignore[misc]
     """Draws each row's next tokens by numbers of its own: only the drawn token keeps its logit, so
-    that `generate`'s argmax takes it. Raises RuntimeError for logits that are not numbers.
+    that `generate`'s argmax takes it. Raises RuntimeError for logits that are not finite.
     """
 
     def __init__(self, sampling: Sampling, seeds: Sequence[str], limit: int) -> None:
         self._sampling = sampling
         self._step = 0
-        generators = [
-            torch.Generator().manual_seed(
-                int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
-            )
-            for seed in seeds
-        ]
-        self._uniform_BT = torch.stack(
-            [torch.rand(limit, generator=one, dtype=torch.float64) for one in generators]
-        )
+        rows = []
+        for seed in seeds:
+            number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
+            generator = torch.Generator().manual_seed(number)
+            rows.append(torch.rand(limit, generator=generator, dtype=torch.float64))
+        self._uniform_BT = torch.stack(rows)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
@@ -257,15 +292,74 @@ def until_end(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
     return ids[: end + 1]
 
 
-# What a distillation was begun with, and whether a call resumes just that.
+def distill(
+    target: Target | Answerer, prompts: Sequence[Prompt], options: DistillOptions
+) -> DistillReport:
+    """Let the target answer the prompts and store its tokens in `options.out`, or resume that.
+
+    target: in this process, or a `ServedTarget`. Raises ValueError when the folder belongs to other
+    options or another process, and for prompts with tool calls that the chat template does not
+    show; OSError when the folder cannot be written or a server goes away. After these and a
+    KeyboardInterrupt everything answered so far is kept.
+    """
+    started = time.monotonic()
+    check_environment(os.environ, has_gpu=torch.cuda.is_available())
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    answerer = target if isinstance(target, Answerer) else LocalAnswerer(target)
+    renderer = Renderer(answerer.side, options.template_args)
+    if any(with_tools(prompt.messages or ()) for prompt in prompts):
+        check_tools(renderer.tokenizer, options.template_args)
+    manifest = _describe(answerer.origin(), prompts, options)
+    names = _identify(prompts)
+    ids: Sequence[Id] = range(len(prompts)) if manifest["format"] == FORMAT else names
+
+    def conversation(place: int) -> Conversation:
+        turns = turns_of(prompts[place])[: options.max_turns]
+        context, reasoning = answerer.context, options.reasoning
+        return Conversation(prompts[place], renderer, context, turns, reasoning)
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    with Journal(options.out, rank, world) as journal:
+        _begin(options.out, manifest, ids)
+        size, there = options.batch_size, locate(options.out, ids).keys()
+        starts = range(rank * size, len(prompts), world * size)
+        batches = [range(start, min(start + size, len(prompts))) for start in starts]
+        total = sum(map(len, batches))
+        asked = [[place for place in batch if place not in there] for batch in batches]
+        missing = set(itertools.chain.from_iterable(asked))
+        if answerer.together:  # what is there is computed again, so that rounding is equal
+            asked = [list(batch) for batch in batches if not missing.isdisjoint(batch)]
+        patience = MAX_LOST_BATCHES * size if there else min(MAX_LOST_BATCHES * size, len(missing))
+        rows = ([conversation(place) for place in batch] for batch in asked)
+        answers = answerer.answer(rows, options, [f"{options.seed}/{name}" for name in names])
+        done = total - len(missing)
+        bar = tqdm(total=total, initial=done, desc="distill", unit="prompt", disable=rank > 0)
+        try:
+            with bar, closing(answers):
+                _store(answers, journal, ids, missing, patience, bar)
+        except KeyboardInterrupt:  # only to say how to resume
+            logger.warning("%s: interrupted; run the same command again to resume", options.out)
+            raise
+        counts = _finish(options.out, manifest, ids)
+    seconds = time.monotonic() - started
+    complete = manifest["complete"]
+    report = DistillReport(options.out, len(prompts), counts, len(missing), complete, seconds)
+    print(report)
+    if counts.cut > MANY_CUT * max(1, counts.documents):
+        logger.warning(
+            "%d of %d documents were cut at %d tokens or at the context's end and teach no ending; "
+            "raise --max-new-tokens (and use another --out)",
+            *(counts.cut, counts.documents, options.max_new_tokens),
+        )
+    return report
 
 
-BEFORE = {"reasoning": "keep"}
-"""What folders that do not record these options were made with."""
+def _said(prompt: Prompt) -> bytes:
+    return json.dumps([prompt.messages, prompt.text]).encode()
 
 
-def identify(prompts: Sequence[Prompt]) -> list[str]:
-    """An id for each prompt: a hash of what it says, numbered where several are equal."""
+def _identify(prompts: Sequence[Prompt]) -> list[str]:
+    """An id for each prompt: a hash of its content, numbered where several are equal."""
     seen: Counter[str] = Counter()
     ids = []
     for prompt in prompts:
@@ -275,60 +369,45 @@ def identify(prompts: Sequence[Prompt]) -> list[str]:
     return ids
 
 
-def _said(prompt: Prompt) -> bytes:
-    return json.dumps([prompt.messages, prompt.text]).encode()
-
-
-def describe(
+def _describe(
     origin: dict[str, Any], prompts: Sequence[Prompt], options: DistillOptions
 ) -> dict[str, Any]:
-    """The manifest of a distillation that begins. origin: of who answers, see `Answerer.origin`.
+    """The manifest of a distillation that begins or, if it belongs to this one, resumes a folder's.
 
-    Raises ValueError for no prompts, or prompts that are not numbered from 0.
+    Raises ValueError without prompts, and for a folder that was begun with other options.
     """
     if not prompts:
         raise ValueError("prompts: expected at least one, got none; check --prompts")
-    if [prompt.index for prompt in prompts] != list(range(len(prompts))):
-        raise ValueError("prompts: expected the indices 0, 1, 2, ...; use read_prompts")
+    assert [prompt.index for prompt in prompts] == list(range(len(prompts)))
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(_said(prompt) + b"\n")
-    packages = ("draftheads", "torch", "transformers", "tokenizers")
-    sampling = {"temperature", "top_p", "top_k", "max_new_tokens", "max_turns", "template_args"}
-    sampling |= set(BEFORE)
-    return {
-        "format": BY_CONTENT,
-        "target": origin,
-        "sampling": options.model_dump(mode="json", include=sampling),
-        "seed": options.seed,
-        "batch_size": options.batch_size,
-        "prompts": {
-            "source": options.source,
-            "count": len(prompts),
-            "sha256": digest.hexdigest(),
-        },
-        "complete": False,
-        "counts": {},
-        "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in packages},
-    }
+    manifest = new_manifest(
+        origin,
+        options.model_dump(mode="json", exclude=UNRECORDED),
+        {"source": options.source, "count": len(prompts), "sha256": digest.hexdigest()},
+        seed=options.seed,
+        batch_size=options.batch_size,
+    )
+    if (options.out / MANIFEST).is_file():
+        old = read_manifest(options.out)
+        _refuse_other(options.out, old, manifest)
+        manifest["format"] = old["format"]
+    return manifest
 
 
-def refuse_other(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+def _refuse_other(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raises ValueError, naming each difference between two manifests that would change answers.
 
     Prompts may differ, except in folders of format 1, which know them by their numbers.
     """
-    was_by, now_by = _answered_by(old["target"]), _answered_by(new["target"])
-    pairs = [("answers come from", was_by, now_by), ("seed", old["seed"], new["seed"])]
-    was = BEFORE | old["sampling"]
-    pairs += [(key, was.get(key), value) for key, value in new["sampling"].items()]
-    if was_by == now_by:
-        pairs += _differing(old, new, "target", ("fingerprint", "dtype"))
-    if old["format"] == FORMAT:
-        pairs += _differing(old, new, "prompts", ("count", "sha256"))
-    different = [f"{key}: expected {was!r}, got {now!r}" for key, was, now in pairs if was != now]
+    by_number = old["format"] == FORMAT
+    was, now = _identity(old, by_number), _identity(new, by_number)
+    different = [
+        f"{key}: expected {was.get(key)!r}, got {value!r}"
+        for key, value in now.items()
+        if was.get(key) != value
+    ]
     if different:
         raise ValueError(
             f"{out} was begun with other options (target {old['target']['name']}, prompts "
@@ -337,275 +416,43 @@ def refuse_other(out: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
         )
 
 
-def _answered_by(target: dict[str, Any]) -> str:
-    """A server's address is left out: it may move, its model may not."""
-    server = target.get("server")
-    if server is None:
-        return "this process"
-    return (
-        f"a server with model {server['model']}, context {server['context']}, target "
-        f"{target['name']}"
-    )
-
-
-def _differing(
-    old: dict[str, Any], new: dict[str, Any], part: str, keys: tuple[str, ...]
-) -> list[tuple[str, Any, Any]]:
-    return [(f"{part} {key}", old[part][key], new[part][key]) for key in keys]
-
-
-# The target answers prompts; its own tokens become the training set.
-#
-# `distill` fills a folder (see `draftheads.train.data.answers` for what is in it). Prompts are
-# known by what they say, and what is drawn for one depends on that and the seed alone. They are
-# answered in batches of consecutive ones; a batch that an interruption left unfinished is answered
-# again as a whole, so neither the number of processes nor an interruption changes a single token.
-# With RANK and WORLD_SIZE in the environment (torchrun, accelerate launch) each process answers
-# its share.
-
-
-__all__ = ["Answer", "DistillOptions", "DistillReport", "distill", "read_answers", "read_manifest"]
-
-MANY_CUT = 0.2
-"""Share of answers ended by length above which the report warns."""
-MAX_LOST_BATCHES = 3
-"""Batches of prompts in a row without any answer after which the cause is not the prompts."""
-
-logger = logging.getLogger("draftheads")
-
-
-class DistillOptions(Sampling):
-    """What `draftheads distill` takes, beside the target and the prompts."""
-
-    out: Path = Field(description="folder to write; an unfinished one is continued")
-    batch_size: int = Field(32, ge=1, description="prompts answered together")
-    seed: int = Field(0, description="of all draws")
-    max_turns: int | None = Field(None, ge=1, description="user turns asked per conversation")
-    template_args: dict[str, Any] = Field(
-        default_factory=dict, description='chat template variables, e.g. {"enable_thinking": false}'
-    )
-    reasoning: Literal["keep", "drop"] = Field(
-        "keep",
-        description="thoughts, <think> ... </think>, that open the target's answers: learned, or "
-        "kept where they are as context alone",
-    )
-    source: str = Field("", description="where the prompts came from; for the manifest")
-
-
-@dataclass(frozen=True)
-class DistillReport:
-    """What the folder holds when this process ends.
-
-    missing: of this process's share, prompts that its server failed to answer. complete: every
-    prompt of all processes was answered, or refused for its own fault. seconds: wall time.
-    """
-
-    out: Path
-    prompts: int
-    counts: Counts
-    missing: int
-    complete: bool
-    seconds: float
-
-    def __str__(self) -> str:
-        counts = self.counts
-        mean = counts.learned_tokens / max(1, counts.turns)
-        lines = [
-            f"{self.out}: {self.prompts} prompts = {counts.done} done + {counts.skipped} skipped "
-            f"+ {counts.failed} failed{self._rest()}",
-            f"{counts.learned_tokens} tokens to learn in {counts.turns} answers, {mean:.1f} on "
-            f"average; {counts.cut} cut by length; {self.seconds:.1f} s",
-        ]
-        if counts.documents > counts.done:
-            why = "as the chat template rewrites earlier turns"
-            lines.append(f"{counts.done} conversations became {counts.documents} documents, {why}")
-        if counts.retokenized:
-            lines.append(f"{counts.retokenized} answers came as text and were tokenised here")
-        return "\n".join(lines + [f"  {number} {why}" for why, number in counts.reasons.items()])
-
-    def _rest(self) -> str:
-        rest = self.prompts - self.counts.done - self.counts.skipped - self.counts.failed
-        if self.missing:
-            why = "as the server failed; run the same command again to ask them again"
-            return f" + {rest} not answered, {why}"
-        return f" + {rest} not answered yet, by other processes" if rest else ""
-
-
-def distill(
-    target: Target | Answerer, prompts: Sequence[Prompt], options: DistillOptions
-) -> DistillReport:
-    """Let the target answer the prompts and store its tokens in `options.out`, or resume that.
-
-    Learned is what the target writes, thoughts included unless `options.reasoning` says otherwise;
-    tool calls and results of the prompts are context. target: in this process, or a
-    `ServedTarget`. Raises ValueError when the folder belongs to other options or another process,
-    or cannot be written, and for prompts with tool calls that the chat template does not show;
-    OSError when a server goes away. After these and a KeyboardInterrupt everything answered so far
-    is kept.
-    """
-    started = time.monotonic()
-    rank, world = _place()
-    answerer = target if isinstance(target, Answerer) else LocalAnswerer(target)
-    renderer = Renderer(answerer, options.template_args)
-    if any(with_tools(prompt.messages or ()) for prompt in prompts):
-        check_tools(renderer.tokenizer, options.template_args)
-    manifest = describe(answerer.origin(), prompts, options)
-    names = identify(prompts)
-    ids: Sequence[Id] = names
-    if (options.out / MANIFEST).is_file():
-        old = read_manifest(options.out)
-        refuse_other(options.out, old, manifest)
-        if old["format"] == FORMAT:  # of an older version, with the same prompts
-            manifest["format"], ids = FORMAT, range(len(prompts))
-    with _open(options.out, rank, world) as journal:
-        _begin(options.out, manifest, ids)
-        seeds = [f"{options.seed}/{name}" for name in names]
-        work = _Work(answerer, renderer, prompts, options, ids, seeds)
-        try:
-            missing = _answer_missing(work, journal, rank, world)
-        except KeyboardInterrupt:  # only to say how to resume
-            logger.warning("%s: interrupted; run the same command again to resume", options.out)
-            raise
-        counts, complete = _finish(options.out, manifest, ids)
-    seconds = time.monotonic() - started
-    report = DistillReport(options.out, len(prompts), counts, missing, complete, seconds)
-    print(report)
-    _warn(report, options)
-    return report
-
-
-@dataclass(frozen=True)
-class _Work:
-    answerer: Answerer
-    renderer: Renderer
-    prompts: Sequence[Prompt]
-    options: DistillOptions
-    ids: Sequence[Id]
-    seeds: Sequence[str]
-
-    def conversation(self, place: int) -> Conversation:
-        choices = self.options.max_turns, self.options.reasoning
-        prompt, context = self.prompts[place], self.answerer.context
-        return Conversation(prompt, self.renderer, context, *choices)
-
-
-def _answer_missing(work: _Work, journal: Journal, rank: int, world: int) -> int:
-    """Answer this process's share; returns how many of it the answerer left out."""
-    size, answerer = work.options.batch_size, work.answerer
-    starts = range(rank * size, len(work.prompts), world * size)
-    batches = [list(range(len(work.prompts))[start : start + size]) for start in starts]
-    there = locate(work.options.out, work.ids).keys()
-    missing = {place for batch in batches for place in batch if place not in there}
-    asked = [batch for batch in batches if not missing.isdisjoint(batch)]
-    if not answerer.together:
-        asked = [[place for place in batch if place in missing] for batch in asked]
-    rows = ([work.conversation(place) for place in batch] for batch in asked)
-    answers = answerer.answer(rows, work.options, work.seeds)
-    enough = MAX_LOST_BATCHES * size if there else min(MAX_LOST_BATCHES * size, len(missing))
-    lost, kept = 0, journal.tell()
-    total = sum(map(len, batches))
-    with _Progress(total, total - len(missing), rank, world) as progress, closing(answers):
-        for conversations, error in answers:
-            if error is None or any(row.answered for row in conversations):
-                lost = 0
-            else:
-                kept = kept if lost else journal.tell()
-                lost += len(conversations)
-            if error is not None and lost >= enough:
-                journal.cut(kept)  # what broke is not these prompts: ask them again next time
-                raise error
-            new = [row for row in conversations if row.prompt.index in missing]
-            missing -= {row.prompt.index for row in new}
-            records = [row.record() | {"id": work.ids[row.prompt.index]} for row in new]
-            journal.append(records)
-            progress.add(records)
-    return len(missing)
-
-
-class _Progress:
-    """A progress bar of prompts, with tokens per second and the mean length of an answer."""
-
-    def __init__(self, total: int, done: int, rank: int, world: int) -> None:
-        name = "distill" if world == 1 else f"distill {rank}/{world}"
-        self._bar = tqdm(total=total, initial=done, desc=name, unit="prompt", disable=rank > 0)
-        self._counts = Counts()
-        self._started = time.monotonic()
-
-    def add(self, records: Sequence[dict[str, Any]]) -> None:
-        for record in records:
-            self._counts.add(record)
-        tokens = self._counts.learned_tokens
-        speed = tokens / (time.monotonic() - self._started)
-        mean = tokens / max(1, self._counts.turns)
-        self._bar.set_postfix_str(f"{speed:.0f} tokens/s, {mean:.0f} tokens/answer", refresh=False)
-        self._bar.update(len(records))
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-
-def _place() -> tuple[int, int]:
-    check_environment(os.environ, has_gpu=torch.cuda.is_available())
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if not 0 <= rank < world:
-        raise ValueError(
-            f"RANK: expected 0 to WORLD_SIZE - 1 = {world - 1}, got {rank}; "
-            "let torchrun or accelerate launch set both"
-        )
-    return rank, world
-
-
-@contextmanager
-def _open(out: Path, rank: int, world: int) -> Iterator[Journal]:
-    """Make the folder and open this process's file, before anything is generated."""
-    with _writable(out):
-        out.mkdir(parents=True, exist_ok=True)
-        journal = Journal(out, rank, world)
-    with journal:
-        yield journal
-
-
-@contextmanager
-def _writable(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:  # a bare OSError does not say what the folder was wanted for
-        raise ValueError(
-            f"{out}: expected a folder that can be written, got {error}; choose another --out"
-        ) from error
+def _identity(manifest: dict[str, Any], by_number: bool) -> dict[str, Any]:
+    target, source = manifest["target"], "this process"
+    if server := target.get("server"):  # its address may change, its model may not
+        model, context = server["model"], server["context"]
+        source = f"a server with model {model}, context {context}, target {target['name']}"
+    made: dict[str, Any] = {"answers come from": source, "seed": manifest["seed"]}
+    made |= {"reasoning": "keep"} | manifest["sampling"]  # early manifests do not name reasoning
+    parts = [("target", "fingerprint"), ("target", "dtype")]
+    if by_number:
+        parts += [("prompts", "count"), ("prompts", "sha256")]
+    return made | {f"{part} {key}": manifest[part][key] for part, key in parts}
 
 
 def _begin(out: Path, manifest: dict[str, Any], ids: Sequence[Id]) -> None:
     """Record which prompts are asked.
 
-    Raises ValueError where the folder has answers to none of them: another --out was meant.
+    Raises ValueError if the folder has answers to none of them: another --out was meant.
     """
     old = read_manifest(out) if (out / MANIFEST).is_file() else None
-    if old is not None:
-        refuse_other(out, old, manifest)  # once more: another process may have been faster
-        was, now = old["prompts"]["count"], len(ids)
-        if old["prompts"]["sha256"] != manifest["prompts"]["sha256"]:
-            kept = len(locate(out, ids))
-            if not kept and any(path.stat().st_size for path in journals(out)):
-                raise ValueError(
-                    f"{out}: expected some of the {was} prompts that it was begun with, got {now} "
-                    "others; use another --out, or check --prompts"
-                )
-            logger.warning(
-                "%s: the prompts have changed, from %d to %d; %d of them are answered already",
-                *(out, was, now, kept),
+    if old and old["prompts"]["sha256"] != manifest["prompts"]["sha256"]:
+        was, now, kept = old["prompts"]["count"], len(ids), len(locate(out, ids))
+        if not kept and any(path.stat().st_size for path in journals(out)):
+            raise ValueError(
+                f"{out}: expected some of the {was} prompts that it was begun with, got {now} "
+                "others; use another --out, or check --prompts"
             )
-            old = None
-    with _writable(out):
-        write_ids(out, manifest, ids)
-        if old is None:
-            write_manifest(out, manifest)
+        logger.warning(
+            "%s: the prompts have changed, from %d to %d; %d of them are answered already",
+            *(out, was, now, kept),
+        )
+        old = None
+    write_ids(out, manifest, ids)
+    if old is None:
+        write_manifest(out, manifest)
 
 
-def _finish(out: Path, manifest: dict[str, Any], ids: Sequence[Id]) -> tuple[Counts, bool]:
+def _finish(out: Path, manifest: dict[str, Any], ids: Sequence[Id]) -> Counts:
     """Write the manifest with what all processes have done; the last one to end finds it complete.
 
     Counted again after writing: another process may have ended in between, and the last manifest
@@ -613,21 +460,43 @@ def _finish(out: Path, manifest: dict[str, Any], ids: Sequence[Id]) -> tuple[Cou
     """
     written: Counts | None = None
     while (counts := count(out, manifest)) != written:
-        seen = counts.done + counts.skipped + counts.failed
-        manifest["complete"] = seen == len(ids)
-        manifest["counts"] = counts.numbers()
+        manifest["complete"] = counts.done + counts.skipped + counts.failed == len(ids)
+        manifest["counts"] = vars(counts) | {"reasons": dict(counts.reasons)}
         write_manifest(out, manifest)
         written = counts
-    return counts, manifest["complete"]
+    return counts
 
 
-def _warn(report: DistillReport, options: DistillOptions) -> None:
-    counts = report.counts
-    if counts.cut > MANY_CUT * max(1, counts.documents):
-        logger.warning(
-            "%d of %d documents were cut at %d tokens or at the context's end and teach no ending; "
-            "raise --max-new-tokens (and use another --out)",
-            *(counts.cut, counts.documents, options.max_new_tokens),
-        )
-    if report.complete and not counts.done:
-        logger.warning("no prompt was answered; the reasons are listed above")
+def _store(
+    answers: Iterable[Answered],
+    journal: Journal,
+    ids: Sequence[Id],
+    missing: set[int],
+    patience: int,
+    bar: tqdm[None],
+) -> None:
+    """Append answers as they come, and remove their prompts from `missing`.
+
+    Raises the answerer's error after `patience` prompts in a row without an answer; their lines are
+    taken back, as the cause is not these prompts.
+    """
+    counts, started = Counts(), time.monotonic()
+    lost, kept = 0, journal.tell()
+    for conversations, error in answers:
+        if error is None or any(row.answers for row in conversations):
+            lost = 0
+        else:
+            kept = kept if lost else journal.tell()
+            lost += len(conversations)
+        if error is not None and lost >= patience:
+            journal.cut(kept)
+            raise error
+        new = [row for row in conversations if row.prompt.index in missing]
+        records = [row.record() | {"id": ids[row.prompt.index]} for row in new]
+        journal.append(records)
+        missing.difference_update(row.prompt.index for row in new)
+        for record in records:
+            counts.add(record)
+        speed = counts.learned_tokens / (time.monotonic() - started)
+        bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+        bar.update(len(records))

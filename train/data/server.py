@@ -1,31 +1,26 @@
-"""An OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) that continues token ids.
+"""A target whose tokens come from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...).
 
-Plain HTTP from the standard library, one connection per request and no proxy, called from many
-threads: requests can be cut from outside, and have a time limit as a whole. The server's faults
-(busy, restarting, cut, silent or garbled) are tried again a bounded number of times; what another
-try cannot change is said at once.
+Only its tokenizer, template and end tokens are here. Prompts are sent as token ids, rendered as for
+a target in this process. If the server tells the ids that it wrote (vLLM: `return_token_ids`),
+those are learned; else its text is tokenized, and learned only if the ids decode to the same text.
+
+The server's faults (busy, restarting, cut, silent or garbled) are tried again a bounded number of
+times; what another try cannot change is said at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import http.client
-import json
 import logging
 import os
 import random
 import re
-import socket
-import threading
-import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from email.utils import parsedate_to_datetime
+from collections.abc import Generator, Iterable, Sequence
 from itertools import chain, islice
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, TypeVar
 
+from huggingface_hub.utils import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig
 
@@ -34,25 +29,24 @@ from draftheads.train.data.distill import Answered, Answerer, Sampling, until_en
 from draftheads.train.data.tokenizer import TextSide
 
 CONNECT_SECONDS = 10.0
-BUSY = frozenset({408, 425, 429})
+BUSY = {408, 425, 429}
 """HTTP statuses below 500 that another try may change."""
-REFUSED = frozenset({400, 413, 422})
-"""HTTP statuses that speak of this prompt; all others below 500 speak of all prompts."""
-LARGEST = 1 << 26
-"""Bytes of an answer that are read; more is no answer."""
-LONGEST_PAUSE = 60.0
-"""Seconds between two tries, except where the server asks for more."""
-LONGEST_RETRY_AFTER = 600.0
+REFUSED = {400, 413, 422}
+"""HTTP statuses about this prompt; all others below 500 are about all prompts."""
+LONGEST_PAUSE, LONGEST_RETRY_AFTER = 60.0, 600.0
+"""Seconds between two tries: our own, and asked for by the server."""
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
+GIVE_UP = 10
+"""Prompts in a row that the server failed to answer after which it counts as down."""
 
 Json = dict[str, Any]
 
+logger = logging.getLogger("draftheads")
+
 
 class ServerError(OSError):
-    """A request that failed, and any other would; says why in words that do not depend on the
-    prompt.
-    """
+    """A request that failed as any other would."""
 
 
 class PromptRefused(ServerError):
@@ -60,17 +54,7 @@ class PromptRefused(ServerError):
 
 
 class ServerFault(ServerError):
-    """No prompt's fault; another try may end better, `retry_after` seconds later if the server said
-    so.
-    """
-
-    def __init__(self, reason: str, retry_after: float = 0.0) -> None:
-        super().__init__(reason)
-        self.retry_after = retry_after
-
-
-class ServerGone(ServerFault):
-    """No connection could be made."""
+    """Not the prompt's fault; another try may succeed."""
 
 
 class ServerOptions(BaseModel):
@@ -89,19 +73,14 @@ class ServerOptions(BaseModel):
     pause: float = Field(0.5, ge=0, description="seconds before the second try; then doubled")
 
 
-TokenId = Annotated[int, Field(strict=True, ge=0)]
-
-
 class Completion(BaseModel):
-    """What a server wrote, as text or `token_ids` or both. stop_reason, matched_stop (SGLang's name
-    for it): may be the end token's id.
-    """
+    """What a server wrote: text, token ids or both."""
 
     text: str | None = None
-    token_ids: list[TokenId] | None = None
+    token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
     finish_reason: Literal["stop", "length"]  # "abort": the server gave up
-    stop_reason: Any = None
-    matched_stop: Any = None
+    stop_reason: Any = None  # may be the end token's id
+    matched_stop: Any = None  # SGLang's name for it
 
 
 class _Completions(BaseModel):
@@ -117,305 +96,49 @@ class _Models(BaseModel):
     data: list[_Model]
 
 
-class Server:
-    """A server that was there when this was made. Its model and context stand in `model` and
-    `context` (tokens; None where it does not say). Leaving it as a context manager cuts all
-    requests under way, which also tells the server to stop; it can be entered again.
-
-    Raises ValueError for an address, key or model name that cannot be right, ServerError when
-    nobody answers. The key is in no message: what the server echoes is shown with *** for it.
-    """
-
-    def __init__(self, options: ServerOptions) -> None:
-        self.options = options
-        self._address = urlsplit(_normal(options.url))
-        self.url = self._address.geturl()
-        self._key = _key(options.api_key_env) if options.api_key_env else ""
-        self._headers = {"Content-Type": "application/json"}
-        if self._key:
-            self._headers["Authorization"] = f"Bearer {self._key}"
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._jitter = random.Random()  # the caller's random numbers are none of ours
-        entry = self._choose(self._models())
-        context = entry.max_model_len
-        self.model = entry.id
-        self.context = context if isinstance(context, int) and context > 1 else None
-
-    def complete(self, request: Json) -> Completion:
-        """POST /v1/completions with the model's name added; tries again where that may help.
-
-        request: must have max_tokens. Raises ServerError; PromptRefused, ServerFault or ServerGone
-        where that is known.
-        """
-        body = json.dumps({"model": self.model, **request}).encode()
-        patience = self.options.timeout or 60 + request["max_tokens"] / SLOWEST
-        number = 0
-        while True:
-            number += 1
-            try:
-                return self._complete_once(body, patience, request["max_tokens"])
-            except ServerFault as error:
-                last = number == self.options.tries
-                if last or self._closed.wait(self._pause(number) + error.retry_after):
-                    raise type(error)(f"{error}, tried {number} times") from None
-
-    def __enter__(self) -> Server:
-        self._closed.clear()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._closed.set()
-            for connection in self._open:
-                _shut(connection)
-
-    def _complete_once(self, body: bytes, patience: float, most: int) -> Completion:
-        status, headers, answer = self._request("POST", "/completions", body, patience)
-        if status >= 500 or status in BUSY:
-            retry_after = _seconds(headers.get("retry-after", "0"))
-            raise ServerFault(self._refusal(status, answer), retry_after)
-        if status in REFUSED:
-            raise PromptRefused(self._refusal(status, answer))
-        if status != 200:
-            raise ServerError(self._refusal(status, answer) + _hint(status))
-        try:
-            [completion] = _Completions.model_validate_json(answer).choices
-        except ValidationError as error:  # cut by a proxy, most likely
-            raise ServerFault(f"expected a completion, got another answer{_where(error)}") from None
-        if completion.text is None and completion.token_ids is None:
-            raise ServerFault("expected a completion, got one without text and token ids")
-        if (count := len(completion.token_ids or ())) > most:
-            raise ServerFault(
-                f"expected no more tokens than were asked for, got {count - most} more"
-            )
-        return completion
-
-    def _models(self) -> list[_Model]:
-        try:
-            status, _, answer = self._request("GET", "/models", None, CONNECT_SECONDS)
-        except ServerError as error:
-            raise ServerError(
-                f"{self.url}: expected an OpenAI-compatible server, got {error}; "
-                "start it, or give another --server"
-            ) from None
-        try:
-            if status == 200:
-                return _Models.model_validate_json(answer).data
-            found = self._refusal(status, answer) + (_hint(status) or "; is --server its address?")
-        except ValidationError as error:  # some other kind of server
-            found = f"another answer{_where(error)}; is --server its address?"
-        raise ServerError(f"{self.url}/models: expected a list of models, got {found}")
-
-    def _choose(self, models: list[_Model]) -> _Model:
-        if self.options.model is None and len(models) == 1:
-            return models[0]
-        for model in models:
-            if model.id == self.options.model:
-                return model
-        wish = "one model" if self.options.model is None else f"model {self.options.model!r}"
-        names = self._hide(", ".join(model.id for model in models)) or "none"
-        raise ValueError(f"{self.url}: expected {wish}, got {names}; set --server-model")
-
-    def _request(
-        self, method: str, path: str, body: bytes | None, patience: float
-    ) -> tuple[int, dict[str, str], bytes]:
-        secure = self._address.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        host, port = self._address.hostname or "", self._address.port
-        connection = kind(host, port, timeout=min(patience, CONNECT_SECONDS))
-        try:
-            connection.connect()
-        except OSError as error:
-            raise ServerGone(self._describe(error)) from None
-        late = threading.Event()
-        try:
-            with self._registered(connection.sock), _limit(patience, connection.sock, late):
-                connection.sock.settimeout(None)
-                connection.request(method, self._address.path + path, body, self._headers)
-                response = connection.getresponse()
-                headers = {name.lower(): value for name, value in response.getheaders()}
-                return response.status, headers, response.read(LARGEST)
-        except ServerError:
-            raise
-        except (OSError, http.client.HTTPException) as error:  # cut, silent, or not HTTP
-            found = "no whole answer in time" if late.is_set() else self._describe(error)
-            raise ServerFault(found) from None
-        finally:
-            connection.close()
-
-    @contextmanager
-    def _registered(self, connection: socket.socket) -> Iterator[None]:
-        """So that it can be cut."""
-        with self._lock:
-            if self._closed.is_set():
-                raise ServerError("closed")
-            self._open.add(connection)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open.discard(connection)
-
-    def _pause(self, number: int) -> float:
-        """Seconds to wait after a try that failed; number: of that try, from 1."""
-        pause: float = min(LONGEST_PAUSE, self.options.pause * 2 ** (number - 1))
-        return pause * self._jitter.uniform(0.5, 1.0)  # so that all do not come back at once
-
-    def _refusal(self, status: int, answer: bytes) -> str:
-        """The status, and what the server says beside it: OpenAI's error layout, or FastAPI's."""
-        try:
-            said = json.loads(answer)
-            said = said.get("error", said)
-            message = str(said["message"] if "message" in said else said["detail"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a page of HTML
-            return f"HTTP {status} {http.client.responses.get(status, '')}".strip()
-        message = self._hide(" ".join(message.split()))  # before digits of the key are replaced
-        # prompts of other lengths are refused for one reason
-        return f"HTTP {status}: {re.sub(r'[0-9]+', 'N', message)[:200]}"
-
-    def _describe(self, error: Exception) -> str:
-        words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        words = "no answer in time" if isinstance(error, TimeoutError) else words
-        return self._hide(" ".join(str(words).split()))[:200]
-
-    def _hide(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
-
-
-def _normal(url: str) -> str:
-    if "@" in url:
-        raise ValueError("--server: expected no password in the address; use --api-key-env")
-    try:
-        parts = urlsplit(url.strip().rstrip("/"))
-        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is no number, or half an IPv6 address
-        right = False
-    if not right:
-        raise ValueError(f"--server: expected http://HOST:PORT, got {url!r}; give such an address")
-    path = parts.path if parts.path.endswith("/v1") else f"{parts.path}/v1"
-    return parts._replace(path=path, query="", fragment="").geturl()
-
-
-def _key(variable: str) -> str:
-    if not variable.isidentifier():
-        raise ValueError(
-            "--api-key-env: expected the name of an environment variable, got something else (the "
-            "key itself?); export it, and give the variable's name"
-        )
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ValueError(
-            f"--api-key-env: expected a key in ${variable}, found nothing; export {variable}=..."
-        )
-    if not re.fullmatch("[!-~]+", key):
-        raise ValueError(
-            f"--api-key-env: expected a key of printable ASCII characters in ${variable}, got "
-            "others in it (a line break, a blank?); export it again"
-        )
-    return key
-
-
-def _hint(status: int) -> str:
-    if status in (401, 403):
-        return "; set --api-key-env to a variable whose key may ask this server"
-    return "; give the address it has moved to" if 300 <= status < 400 else ""
-
-
-def _where(error: ValidationError) -> str:
-    """What is wrong in an answer, without its words."""
-    first = error.errors(include_input=False, include_url=False)[0]
-    return f" ({': '.join(filter(None, ['.'.join(map(str, first['loc'])), first['msg']]))})"
-
-
-@contextmanager
-def _limit(seconds: float, connection: socket.socket, late: threading.Event) -> Iterator[None]:
-    """A time limit for a whole answer: a socket's own is one for each piece of it."""
-
-    def end() -> None:
-        late.set()
-        _shut(connection)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _seconds(retry_after: str) -> float:
-    """Of a Retry-After header: a number, or a date."""
-    try:
-        if retry_after.strip().isdecimal():
-            seconds = float(retry_after)
-        else:
-            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
-    except ValueError:  # neither: our own pause will do
-        return 0.0
-    return min(max(0.0, seconds), LONGEST_RETRY_AFTER)
-
-
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the server was faster
-        return
-
-
-# Answers of a target that a server runs; only its tokenizer, template and end tokens are here.
-#
-# Prompts go out as token ids, rendered as for a target in this process. Where the server tells the
-# ids that it wrote (vLLM: `return_token_ids`), those are what is learned. Else its text is
-# tokenised, and learned only if the ids decode to the same text.
-
-
-AHEAD = 2
-"""Conversations handed out at a time, per request at a time, so that no request waits for one."""
-GIVE_UP = 10
-"""Prompts in a row that the server failed to answer, each asked several times, after which it
-counts as down."""
-
-logger = logging.getLogger("draftheads")
-
-NEUTRAL: Json = {
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""Said aloud, as servers else take a model's own defaults, which stay out here as everywhere."""
+Body = TypeVar("Body", _Completions, _Models)
 
 
 class ServedTarget(Answerer):
-    """A target whose tokens come from a server. name: the same model's folder or Hub id."""
+    """A target at a server. name: the same model's folder or Hub id, for its tokenizer.
+
+    Raises ValueError for an address, key or model name that cannot be right, ServerError if no
+    server answers. The key is in no message: *** replaces it in what the server says.
+    """
 
     together = False
 
     def __init__(self, name: str, options: ServerOptions, revision: str | None = None) -> None:
-        self._server = Server(options)  # before anything is downloaded
+        self.url = _base_url(options.url)
+        self._options = options
+        self._key = _key(options.api_key_env) if options.api_key_env else ""
+        self._random = random.Random()  # the caller's random numbers stay as they are
+        self._client = {
+            "base_url": self.url,
+            "headers": {"Authorization": f"Bearer {self._key}"} if self._key else {},
+            "timeout": httpx.Timeout(None, connect=CONNECT_SECONDS),
+            "trust_env": False,  # no proxy
+        }
+        served = self._choose()  # before anything is downloaded
         config = AutoConfig.from_pretrained(name, revision=revision)
         text = config.get_text_config(decoder=True)
         context = getattr(text, "max_position_embeddings", None) or 1 << 30
-        side = TextSide.load(name, revision)
-        context = min(context, self._server.context or context)
-        super().__init__(name, side.tokenizer, side.eos_ids, context)
+        if isinstance(served.max_model_len, int) and served.max_model_len > 1:
+            context = min(context, served.max_model_len)
+        super().__init__(TextSide.load(name, revision), context)
+        self.model = served.id
         self._revision = revision or getattr(config, "_commit_hash", None)
         self._vocabulary: int = text.vocab_size
-        self._renderer = Renderer(self, {})
-        self._one_at_a_time = threading.Lock()  # tokenizers refuse two threads ("Already borrowed")
+        self._renderer = Renderer(self.side, {})
 
     def origin(self) -> dict[str, Any]:
-        """As of a local target; weights nobody here has seen have no fingerprint."""
-        server = {"url": self._server.url, "model": self._server.model, "context": self.context}
+        """As of a local target; the server's weights have no fingerprint."""
         return {
-            "name": self.name,
+            "name": self.side.name,
             "revision": self._revision,
             "fingerprint": None,
             "dtype": None,
-            "server": server,
+            "server": {"url": self.url, "model": self.model, "context": self.context},
         }
 
     def answer(
@@ -423,56 +146,55 @@ class ServedTarget(Answerer):
     ) -> Generator[Answered]:
         """Many conversations at a time, yielded as soon as they are done.
 
-        Left out are those that the server failed to answer. Raises ServerError when that happens
-        many times in a row, nobody listens any more or all requests are refused, after what is done
-        was yielded. Whatever ends this early cuts all requests.
+        Raises ServerError, after what is done was yielded, if many in a row fail, the server is
+        gone, or it refuses all requests. Whatever ends this early cuts all requests.
         """
-        width = self._server.options.concurrency
-        rows, failed = chain.from_iterable(batches), 0
-        reasons: set[str] = set()
-        pending: set[Future[tuple[Conversation, ServerError | None]]] = set()
-        with ThreadPoolExecutor(width, "distill") as pool, self._server:
-            while True:
-                for row in islice(rows, AHEAD * width - len(pending)):
-                    pending.add(pool.submit(self._converse, row, sampling, seeds))
-                if not pending:
-                    return
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                results = [future.result() for future in done]
-                refused = [error for _, error in results if isinstance(error, PromptRefused)]
-                faults = [error for _, error in results if error and error not in refused]
-                finished = [row for row, error in results if error not in faults]
-                if refused or any(row.answered for row in finished):
-                    failed = 0
-                if finished:
-                    yield finished, self._last_word(refused[-1]) if refused else None
-                for error in faults:
-                    failed += 1
-                    if failed >= GIVE_UP or type(error) is not ServerFault:
-                        raise self._last_word(error)
-                    if str(error) not in reasons:
-                        reasons.add(str(error))
-                        logger.warning("%s; the prompt is left for the next launch", error)
+        rows, failed, reasons = chain.from_iterable(batches), 0, set[str]()
+        pending = set[asyncio.Task[tuple[Conversation, ServerError | None]]]()
+        with asyncio.Runner() as runner:
+            client = httpx.AsyncClient(**self._client)
+            try:
+                while True:
+                    for row in islice(rows, self._options.concurrency - len(pending)):
+                        talk = self._converse(client, row, sampling, seeds)
+                        pending.add(runner.get_loop().create_task(talk))
+                    if not pending:
+                        return
+                    waiting = asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    done, pending = runner.run(waiting)
+                    faults = []
+                    for row, error in [task.result() for task in done]:
+                        if error is None or isinstance(error, PromptRefused):
+                            failed = 0
+                            yield [row], self._last_word(error) if error else None
+                        else:
+                            faults.append(error)
+                    for error in faults:
+                        failed += 1
+                        if failed >= GIVE_UP or not isinstance(error, ServerFault):
+                            raise self._last_word(error)
+                        if str(error) not in reasons:
+                            reasons.add(str(error))
+                            logger.warning("%s; the prompt is left for the next launch", error)
+            finally:
+                for task in pending:
+                    task.cancel()
+                runner.run(client.aclose())
 
     def _last_word(self, error: ServerError) -> ServerError:
-        step = "put that right"
-        if isinstance(error, ServerGone):
-            step = "start the server"
-        elif isinstance(error, ServerFault):
-            step = "see the server's log"
         return type(error)(
-            f"{self._server.url}: {error}; {step}, then run the same command again to resume"
+            f"{self.url}: {error}; check the server, then run the same command again to resume"
         )
 
-    def _converse(
-        self, row: Conversation, sampling: Sampling, seeds: Sequence[str]
+    async def _converse(
+        self, client: Any, row: Conversation, sampling: Sampling, seeds: Sequence[str]
     ) -> tuple[Conversation, ServerError | None]:
         """All turns of one conversation, and what made it fail."""
         try:
-            while self._ask(row):
-                completion = self._server.complete(self._request(row, sampling, seeds))
-                with self._one_at_a_time:
-                    self._take(row, completion, sampling)
+            while row.ask():
+                seed = f"{seeds[row.prompt.index]}/{len(row.answers)}"
+                request = self._request(row, sampling, seed)
+                self._take(row, await self._complete(client, request), sampling)
         except PromptRefused as error:  # this prompt is lost, the run is not
             row.end("failed", str(error))
             return row, error
@@ -480,51 +202,153 @@ class ServedTarget(Answerer):
             return row, error
         return row, None
 
-    def _ask(self, row: Conversation) -> bool:
-        with self._one_at_a_time:
-            return row.ask()
-
-    def _request(self, row: Conversation, sampling: Sampling, seeds: Sequence[str]) -> Json:
-        drawn = hashlib.sha256(f"{seeds[row.prompt.index]}/{row.answered}".encode()).digest()
+    def _request(self, row: Conversation, sampling: Sampling, seed: str) -> Json:
         return {
+            "model": self.model,
             "prompt": row.tokens,
             "max_tokens": min(sampling.max_new_tokens, self.context - len(row.tokens)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "seed": int.from_bytes(drawn[:4]) >> 1,  # servers take 31 bits
-            "stop_token_ids": list(self.eos_ids),
+            "seed": int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4]) >> 1,  # 31 bits
+            "stop_token_ids": list(self.side.eos_ids),
             "skip_special_tokens": False,
             "return_token_ids": True,
-            **NEUTRAL,
+            "min_p": 0.0,  # this and the rest: else servers take the model's own defaults
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
         }
 
     def _take(self, row: Conversation, completion: Completion, sampling: Sampling) -> None:
         """Put an answer after its question, its end token included."""
-        ids = completion.token_ids
+        eos_ids, ids = self.side.eos_ids, completion.token_ids
         if ids is None:
             ids = self._renderer.written(completion.text or "", row.tokens)
             if ids is None or len(ids) > sampling.max_new_tokens:  # not those that were written
                 row.end("skipped", LOSSY)
                 return
             row.retokenized += 1
-        ids = until_end(ids, self.eos_ids)
-        ended = completion.finish_reason == "stop"
-        if ended and self.eos_ids and (not ids or ids[-1] not in self.eos_ids):
-            ids = [*ids, self._end(completion)]
+        ids = until_end(ids, eos_ids)
+        ended = completion.finish_reason == "stop" and eos_ids
+        if ended and (not ids or ids[-1] not in eos_ids):  # the server left the end token out
+            told = (completion.stop_reason, completion.matched_stop)
+            known = (*told, self.side.tokenizer.eos_token_id, eos_ids[0])
+            ids = [*ids, next(token for token in known if token in eos_ids)]
         if not ids:
             raise ServerFault("answer without tokens")
         if max(ids) >= self._vocabulary:
             raise ServerError(
-                f"expected token ids below {self._vocabulary}, the vocabulary of {self.name}, got "
-                f"greater ones from {self._server.model}: is it the same model"
+                f"expected token ids below {self._vocabulary}, the vocabulary of {self.side.name}, "
+                f"got greater ones from {self.model}: is it the same model"
             )
         row.answer(ids)
 
-    def _end(self, completion: Completion) -> int:
-        """The end token that a server left out: the one it names, else the tokenizer's own."""
-        told = (completion.stop_reason, completion.matched_stop, self.tokenizer.eos_token_id)
-        for token in told:
-            if isinstance(token, int) and token in self.eos_ids:
-                return token
-        return self.eos_ids[0]
+    async def _complete(self, client: Any, request: Json) -> Completion:
+        """One completion, asked for again where that may help."""
+        patience = self._options.timeout or 60 + request["max_tokens"] / SLOWEST
+        number = 0
+        while True:
+            number += 1
+            wait, gone = 0.0, False
+            try:
+                async with asyncio.timeout(patience):  # for the whole answer
+                    response = await client.post("/completions", json=request)
+                if (asked := response.headers.get("retry-after", "")).isdecimal():
+                    wait = min(float(asked), LONGEST_RETRY_AFTER)
+                [completion] = self._read(response, _Completions).choices
+                if completion.text is None and completion.token_ids is None:
+                    raise ServerFault("expected text or token ids, got neither")
+                if len(completion.token_ids or ()) > request["max_tokens"]:
+                    raise ServerFault("expected no more tokens than were asked for, got more")
+                return completion
+            except TimeoutError:
+                reason = "no whole answer in time"
+            except ServerFault as error:
+                reason = str(error)
+            except httpx.HTTPError as error:
+                reason = self._hide(str(error) or type(error).__name__)
+                gone = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            if number == self._options.tries:
+                kind = ServerError if gone else ServerFault
+                raise kind(f"{reason}, tried {number} times")
+            pause = min(LONGEST_PAUSE, self._options.pause * 2 ** (number - 1))
+            await asyncio.sleep(wait + pause * self._random.uniform(0.5, 1.0))
+
+    def _choose(self) -> _Model:
+        """The model that the options name, or the only one. Raises ServerError without a server."""
+        try:
+            with httpx.Client(**self._client) as client:
+                response = client.get("/models", timeout=CONNECT_SECONDS)
+            models = self._read(response, _Models).data
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"{self.url}: expected an OpenAI-compatible server, got {self._hide(str(error))}; "
+                "start it, or give another --server"
+            ) from None
+        except ServerError as error:
+            hint = "" if "--api-key-env" in str(error) else "; is --server its address?"
+            raise ServerError(
+                f"{self.url}/models: expected a list of models, got {error}{hint}"
+            ) from None
+        wanted = self._options.model
+        for model in models:
+            if model.id == wanted or (wanted is None and len(models) == 1):
+                return model
+        names = self._hide(", ".join(model.id for model in models)) or "none"
+        wish = "one model" if wanted is None else f"model {wanted!r}"
+        raise ValueError(f"{self.url}: expected {wish}, got {names}; set --server-model")
+
+    def _read(self, response: Any, kind: type[Body]) -> Body:
+        """The body of a response. Raises the ServerError that its status or its body means."""
+        status = response.status_code
+        if status != 200:
+            error = ServerFault if status >= 500 or status in BUSY else ServerError
+            raise (PromptRefused if status in REFUSED else error)(self._refusal(response))
+        try:
+            return kind.model_validate_json(response.content)
+        except ValidationError as error:  # cut by a proxy, or some other kind of server
+            first = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ServerFault(f"another answer ({where} {first['msg']})") from None
+
+    def _refusal(self, response: Any) -> str:
+        """The status, and what the server says about it in OpenAI's or FastAPI's layout."""
+        try:
+            said = response.json()
+            said = said.get("error", said)
+            message = str(said["message"] if "message" in said else said["detail"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a page of HTML
+            message = response.reason_phrase
+        message = self._hide(" ".join(message.split()))[:200]
+        # without numbers, as prompts of other lengths are refused for one reason
+        reason = f"HTTP {response.status_code}: {re.sub(r'[0-9]+', 'N', message)}"
+        if response.status_code in (401, 403):
+            reason += "; set --api-key-env to a variable whose key may ask this server"
+        return reason
+
+    def _hide(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _base_url(url: str) -> str:
+    if "@" in url:
+        raise ValueError("--server: expected no password in the address; use --api-key-env")
+    try:
+        parts = httpx.URL(url.strip().rstrip("/"))
+        right = parts.scheme in ("http", "https") and parts.host
+    except (httpx.InvalidURL, ValueError):
+        right = False
+    if not right:
+        raise ValueError(f"--server: expected http://HOST:PORT, got {url!r}; give such an address")
+    return str(parts).removesuffix("/").removesuffix("/v1") + "/v1"
+
+
+def _key(variable: str) -> str:
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch("[!-~]+", key):  # the name is not shown: it may be the key itself
+        raise ValueError(
+            "--api-key-env: expected the name of an environment variable that holds a key of "
+            "printable ASCII characters, found none; export it, and give the variable's name"
+        )
+    return key

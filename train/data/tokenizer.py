@@ -8,10 +8,12 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+OPEN, CLOSE = "<think>", "</think>"
+
 
 @dataclass(frozen=True)
 class TextSide:
-    """What is needed to read and write for a target. eos_ids: tokens that end its answers."""
+    """The text side of a target. eos_ids: tokens that end its answers."""
 
     name: str
     tokenizer: Any
@@ -20,19 +22,18 @@ class TextSide:
 
     @classmethod
     def load(cls, name: str, revision: str | None = None) -> TextSide:
-        """Of a folder or a Hub id. Raises ValueError where no tokenizer is found."""
+        """Read from a folder or a Hub id. Raises ValueError if no tokenizer is found."""
         path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-            ends = _eos_ids(path, revision) or [tokenizer.eos_token_id]
-        # what a damaged file leads to has many types; others speak of Hub and config files
-        except Exception as error:
+            eos_ids = _eos_ids(path, revision) or [tokenizer.eos_token_id]
+        except Exception as error:  # a damaged file raises errors of many types
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
                 f"{name}: expected a target's folder or Hub id with a tokenizer, found none that "
                 f"can be read ({reason}); give one with --target, or download it again"
             ) from error
-        return cls(name, tokenizer, tuple(one for one in ends if one is not None), revision)
+        return cls(name, tokenizer, tuple(one for one in eos_ids if one is not None), revision)
 
 
 def _eos_ids(path: str, revision: str | None) -> list[int]:
@@ -40,8 +41,8 @@ def _eos_ids(path: str, revision: str | None) -> list[int]:
         try:
             found = config.from_pretrained(path, revision=revision).eos_token_id
         except (OSError, ValueError, AttributeError):  # a folder may hold a tokenizer alone
-            if config is GenerationConfig and (Path(path) / "generation_config.json").is_file():
-                raise  # other end tokens would be learned in silence
+            if (Path(path) / "generation_config.json").is_file():
+                raise  # without it, other end tokens would be learned
             continue
         if found is not None:
             return list(found) if isinstance(found, list) else [found]

@@ -1,6 +1,6 @@
-"""Why is my acceptance low? One row per check, and what they find sorted by what it explains.
+"""Why is my acceptance low? One function per check, and findings sorted by what they explain.
 
-A check measures something and prices it in tokens per step. What cannot be priced by itself (other
+A check measures something and prices it in tokens per step. What has no price of its own (other
 weights, data without tokens) is charged with what is left: how far the head falls short of what
 training recorded, less what is already explained.
 
@@ -10,21 +10,20 @@ Legend: M learned positions, K draft depth, v draft vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations
 from os.path import commonprefix
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftheads.heads.eagle import AutoregressiveHead
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import StaticTree
 from draftheads.heads.weights import same_weights
 from draftheads.train.doctor.measurements import (
-    ORDINARY,
+    SURE,
     Case,
     Evidence,
     Variant,
@@ -35,6 +34,7 @@ from draftheads.train.doctor.measurements import (
     runs,
     truth,
 )
+from draftheads.train.evaluate import calibrate
 from draftheads.train.setup import LOW_SHARE
 
 WORTH = 0.05
@@ -46,8 +46,6 @@ WARMER = 0.5
 PROMPTS = 64
 """Documents whose prompts are compared with the chat template."""
 SENTINEL = "Prompt42"
-MOST_ORDERS = 3
-"""Feature layers of which every order is tried; of more, only the reverse."""
 
 Result = tuple[float | None, str] | None
 """(tokens per step, None: what is left; the numbers), or None where nothing is wrong."""
@@ -70,7 +68,7 @@ CHECKS: list[Check] = []
 """In the order in which they are made."""
 
 
-def check(name: str, normal: str, advice: str, *, alone: bool = False) -> Callable[..., Any]:
+def check(name: str, normal: str, advice: str, alone: bool = False) -> Callable[..., Any]:
     """Make a function a check, after those above it."""
 
     def add(measure: Callable[[Evidence], Result]) -> Callable[[Evidence], Result]:
@@ -94,65 +92,48 @@ class Finding:
 @dataclass(frozen=True)
 class Diagnosis:
     """findings: sorted, the one that explains most first; remarks: cost nothing that can be
-    noticed. measured: tokens per step of greedy decoding in `steps` steps. predicted: by the
-    observed `positions`, for the best fixed tree. expected: what training recorded for that.
+    noticed. Tokens per step: measured: of greedy decoding; predicted: for the best fixed tree;
+    expected: what training recorded for that.
     """
 
     findings: list[Finding]
     remarks: list[Finding]
     measured: float
-    steps: int
     predicted: float
-    positions: int
     expected: float | None
 
 
 def diagnose(case: Case) -> Diagnosis:
     """Examine a head. Raises ValueError where nothing can be decoded."""
-    evidence, found = Evidence(case), list[Finding]()
-    expected = case.training.get("predicted_tokens_per_step")
-    finite = not _not_finite(evidence)
-    missing = evidence.missing if finite else (expected or ORDINARY) - 1.0
-    for each in CHECKS if finite else CHECKS[:1]:  # else not even ranks can be had
+    evidence = Evidence(case)
+    found: list[Finding] = []
+    for each in CHECKS if evidence.finite else CHECKS[:1]:  # ranks of NaN say nothing
         if each.alone and any(finding.explains >= WORTH for finding in found):
             continue
         result = each.measure(evidence)
         if result:
-            left = max(0.0, missing - sum(finding.explains for finding in found))
-            price = result[0] if result[0] is not None else left
+            left = max(0.0, evidence.missing - sum(finding.explains for finding in found))
+            price = left if result[0] is None else result[0]
             found.append(Finding(each.name, price, result[1], each.normal, each.advice))
     found.sort(key=lambda finding: -finding.explains)
-    ranks_MK = evidence.observed_MK if finite else torch.zeros(0, 1)
     return Diagnosis(
         findings=[finding for finding in found if finding.explains >= WORTH],
         remarks=[finding for finding in found if finding.explains < WORTH],
         measured=evidence.decoded.tokens_per_step,
-        steps=len(evidence.decoded.accepted),
-        predicted=evidence.predicted(ranks_MK) if finite else 1.0,
-        positions=len(ranks_MK),
-        expected=expected,
+        predicted=evidence.predicted(evidence.observed_MK) if evidence.finite else 1.0,
+        expected=case.training.get("predicted_tokens_per_step"),
     )
 
 
-@check(
-    "weights",
-    "none",
-    "take an earlier checkpoint, or train this part",
-)
+@check("weights", "none", "take an earlier checkpoint, or train this part")
 def unfit_weights(evidence: Evidence) -> Result:
     """Numbers that are not finite, and matrices that are zero as they were before training."""
-    state = {k: x for k, x in evidence.head.state_dict().items() if x.is_floating_point()}
-    empty = [name for name, x in state.items() if x.ndim > 1 and not bool(x.any())]
-    if broken := _not_finite(evidence):
-        return None, f"{len(broken)} of {len(state)} tensors hold NaN or infinity: {broken[:3]}"
-    return (
-        (None, f"{len(empty)} of {len(state)} tensors are all zero: {empty[:3]}") if empty else None
-    )
-
-
-def _not_finite(evidence: Evidence) -> list[str]:
-    state = evidence.head.state_dict()
-    return [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]
+    state = evidence.head.state_dict().items()
+    bad = [name for name, tensor in state if not bool(tensor.isfinite().all())]
+    bad += [name for name, x in state if x.dtype.is_floating_point and x.ndim > 1 and not x.any()]
+    if not bad:
+        return None
+    return None, f"{len(bad)} of {len(state)} tensors are all zero or not finite: {bad[:3]}"
 
 
 @check(
@@ -160,7 +141,7 @@ def _not_finite(evidence: Evidence) -> list[str]:
     f"{LOW_SHARE:.0%} of the tokens or more, and some in every document",
     "look at `learn` in answers-*.jsonl, and distill again: it spans what the target wrote",
 )
-def empty_data(evidence: Evidence) -> Result:
+def little_data(evidence: Evidence) -> Result:
     """How much of the data is learned."""
     documents = evidence.case.documents
     if documents is None:
@@ -169,32 +150,29 @@ def empty_data(evidence: Evidence) -> Result:
     empty = sum(not bool(documents.learn_N[slice(*span)].any()) for span in documents.spans)
     if learned >= LOW_SHARE * total and empty <= 0.5 * len(documents.spans):
         return None
-    return None, (
-        f"{learned} of {total} tokens are learned; {empty} of {len(documents.spans)} documents "
-        "have none"
-    )
+    documents_empty = f"{empty} of {len(documents.spans)} documents have none"
+    return None, f"{learned} of {total} tokens are learned; {documents_empty}"
 
 
 @check(
     "features",
     "no other layers are better than those of the head's config.json",
-    "set draftheads.feature_layers there to these layers (0 = embeddings; SGLang's numbers are "
-    "one lower), or train again with the layers it has now",
+    "set draftheads.feature_layers there to these layers (0 = embeddings; SGLang's numbers are one "
+    "lower), or train again with the layers it has now",
     alone=True,
 )
 def other_layers(evidence: Evidence) -> Result:
     """Features one layer lower or higher, each and all, and in another order."""
-    layers, last = evidence.layers, evidence.target.layers
-    orders = permutations(layers) if len(layers) <= MOST_ORDERS else [layers[::-1]]
-    changed = list(orders)
+    layers = evidence.layers
+    changed = list(permutations(layers)) if len(layers) <= 3 else [layers[::-1]]
     for step in (-1, 1):
         changed.append(tuple(layer + step for layer in layers))
         for place in range(len(layers)):
             changed.append((*layers[:place], layers[place] + step, *layers[place + 1 :]))
-    possible = [each for each in changed if min(each) >= 0 and max(each) <= last]
-    variants = [(each, 0) for each in dict.fromkeys(possible) if each != layers]
-    names = [f"states of layers {list(each)} instead of {list(layers)}" for each, _ in variants]
-    return _best_of(evidence, variants, names)
+    last = evidence.target.layers
+    possible = [each for each in dict.fromkeys(changed) if min(each) >= 0 and max(each) <= last]
+    names = {(each, 0): f"the states of layers {list(each)}" for each in possible if each != layers}
+    return _best_of(evidence, names)
 
 
 @check(
@@ -205,25 +183,25 @@ def other_layers(evidence: Evidence) -> Result:
 )
 def other_places(evidence: Evidence) -> Result:
     """Features one token late or early."""
-    names = ["for each token the feature of the token before it", "... of the token after it"]
-    return _best_of(evidence, [(evidence.layers, 1), (evidence.layers, -1)], names)
+    layers = evidence.layers
+    names = {(layers, 1): "features one token late", (layers, -1): "features one token early"}
+    return _best_of(evidence, names)
 
 
-def _best_of(evidence: Evidence, variants: Sequence[Variant], names: Sequence[str]) -> Result:
+def _best_of(evidence: Evidence, names: dict[Variant, str]) -> Result:
     """Whether one of the variants is clearly better than what the head's config says."""
-    plain_MK = evidence.ranks_MK
-    found = evidence.ranks_along(evidence.rows, variants) if variants else []
-    best_MK, name = max(
-        zip(found, names, strict=True),
-        key=lambda pair: float(runs(pair[0]).mean()),
-        default=(plain_MK, ""),
-    )
+    found = evidence.ranks_along(evidence.rows, list(names)) if names else []
+    scores = [float(runs(ranks_MK).mean()) for ranks_MK in found]
+    if not scores:
+        return None
+    best = scores.index(max(scores))
+    plain_MK, best_MK = evidence.ranks_MK, found[best]
     if not is_above(runs(best_MK) - runs(plain_MK), WORTH):
         return None
     right, now = (float((ranks_MK[:, 0] == 0).float().mean()) for ranks_MK in (best_MK, plain_MK))
     return evidence.predicted(best_MK) - evidence.predicted(plain_MK), (
-        f"with {name}, the head's first guess is right {right:.1%} of the time, as it is {now:.1%} "
-        f"({len(plain_MK)} positions)"
+        f"with {list(names.values())[best]}, the head's first guess is right {right:.1%} of the "
+        f"time, as it is {now:.1%} ({len(plain_MK)} positions)"
     )
 
 
@@ -234,13 +212,12 @@ def _best_of(evidence: Evidence, variants: Sequence[Variant], names: Sequence[st
 )
 def target_changed(evidence: Evidence) -> Result:
     """The target's weights against those that the head was trained on."""
-    recorded = evidence.case.facts.get("target", {})
-    known, now = recorded.get("fingerprint"), evidence.target.fingerprint()
-    if same_weights(known, now):
+    recorded, now = evidence.case.facts.get("target", {}), evidence.target.fingerprint()
+    if same_weights(recorded.get("fingerprint"), now):
         return None
     return None, (
-        f"trained on {recorded.get('name')} with fingerprint {known} (revision "
-        f"{recorded.get('revision')}); {evidence.target.name} has {now}"
+        f"trained on {recorded.get('name')} with fingerprint {recorded.get('fingerprint')} "
+        f"(revision {recorded.get('revision')}); {evidence.target.name} has {now}"
     )
 
 
@@ -254,9 +231,7 @@ def adapter_missing(evidence: Evidence) -> Result:
     recorded, adapter = evidence.case.facts.get("adapter"), evidence.target.adapter
     expected = recorded["fingerprint"] if recorded else "none"
     got = adapter.fingerprint() if adapter else "none"
-    if expected == got:
-        return None
-    return None, f"trained with adapter {expected} on the target, which has {got}"
+    return None if expected == got else (None, f"trained with adapter {expected}, there is {got}")
 
 
 @check(
@@ -269,47 +244,31 @@ def other_template(evidence: Evidence) -> Result:
     case, tokenizer = evidence.case, evidence.target.tokenizer
     if case.documents is None or tokenizer is None:
         return None
+    now = tokenizer.decode(tokenizer(SENTINEL)["input_ids"])
+    if tokenizer.chat_template:
+        variables = case.manifest.get("sampling", {}).get("template_args") or {}
+        variables |= {"add_generation_prompt": True, "tokenize": False}
+        message = {"role": "user", "content": SENTINEL}
+        now = tokenizer.apply_chat_template([message], **variables)
+    before, _, after = now.partition(SENTINEL)
+    before = before.rstrip(" ")
     openings = openings_of(case.documents, case.documents.spans[:PROMPTS])
     texts = [tokenizer.decode(opening) for opening in openings]
-    before, after = _frame(case, tokenizer)
-    wrong = [text for text in texts if not _is_framed(text, before, after)]
-    if len(wrong) <= 0.5 * len(texts):
+    other = [text for text in texts if not (text.startswith(before) and text.endswith(after))]
+    if len(other) <= 0.5 * len(texts):
         return None
     used = texts[: len(case.openings)]
     start = commonprefix(used) if len(used) > 1 else ""
     end = commonprefix([text[::-1] for text in used])[::-1] if len(used) > 1 else ""
-    cores = [text.removeprefix(start).removesuffix(end) for text in used]
-    current = [f"{before}{core}{after}" for core in cores]
-    ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in current]
-    stored, now = decode(case, openings[: len(used)]), decode(case, ids)
-    less = is_above(stored.accepted.float(), now.accepted.float())
-    return stored.tokens_per_step - now.tokens_per_step if less else 0.0, (
-        f"{len(wrong)} of {len(texts)} prompts of the data are framed otherwise than the target's "
-        f"tokenizer does it now: {wrong[0][:40]!r} ... {wrong[0][-20:]!r} instead of "
-        f"{before!r} ... {after!r}; {stored.tokens_per_step:.2f} tokens per step in the data's "
-        f"form, {now.tokens_per_step:.2f} in the present one"
+    prompts = [f"{before}{text.removeprefix(start).removesuffix(end)}{after}" for text in used]
+    ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    stored, current = decode(case, openings[: len(used)]), decode(case, ids)
+    lost = stored.tokens_per_step - current.tokens_per_step
+    return lost if is_above(stored.accepted.float(), current.accepted.float()) else 0.0, (
+        f"{len(other)} of {len(texts)} prompts of the data are not what the tokenizer makes now: "
+        f"{other[0][:40]!r} ... {other[0][-20:]!r}, not {before[:40]!r} ... {after[-20:]!r}; "
+        f"{stored.tokens_per_step:.2f} tokens per step then, {current.tokens_per_step:.2f} now"
     )
-
-
-def _frame(case: Case, tokenizer: Any) -> tuple[str, str]:
-    """The text before and after a prompt, as the tokenizer makes it."""
-    if tokenizer.chat_template:
-        variables = case.manifest.get("sampling", {}).get("template_args") or {}
-        messages = [{"role": "user", "content": SENTINEL}]
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **variables
-        )
-    else:
-        text = tokenizer.decode(tokenizer(SENTINEL)["input_ids"])
-    before, _, after = text.partition(SENTINEL)
-    return before.rstrip(" "), after
-
-
-def _is_framed(text: str, before: str, after: str) -> bool:
-    """Whether a prompt stands in this frame, and not in two beginnings at once."""
-    rest = text.removeprefix(before)
-    twice = bool(before) and rest.lstrip().startswith(before.strip())
-    return text.startswith(before) and text.endswith(after) and not twice
 
 
 @check(
@@ -318,19 +277,17 @@ def _is_framed(text: str, before: str, after: str) -> bool:
     "distill with this target at the temperature of use, and train on that",
 )
 def other_writer(evidence: Evidence) -> Result:
-    """Who wrote the data, and how warm."""
-    manifest, target = evidence.case.manifest, evidence.target
-    writer, now = manifest.get("target", {}), target.fingerprint()
+    """Who wrote the data, and at which temperature."""
+    manifest, now = evidence.case.manifest, evidence.target.fingerprint()
+    writer = manifest.get("target", {})
     if not same_weights(writer.get("fingerprint"), now):
-        return evidence.lost_in_use or None, (
-            f"the data was written by {writer.get('name')} with fingerprint "
-            f"{writer.get('fingerprint')}; {target.name} has {now}"
-        )
+        written = f"{writer.get('name')} with fingerprint {writer.get('fingerprint')}"
+        return evidence.lost_in_use or None, f"written by {written}; this target has {now}"
     drawn = manifest.get("sampling", {}).get("temperature")
     asked = getattr(evidence.case.sampling, "temperature", 0.0)
     if drawn is None or abs(drawn - asked) <= WARMER:
         return None
-    return 0.0, f"the data was drawn at temperature {drawn}, decoding is at {asked}"
+    return 0.0, f"drawn at temperature {drawn}, decoding is at {asked}"
 
 
 @check(
@@ -338,17 +295,17 @@ def other_writer(evidence: Evidence) -> Result:
     "a little less than greedy",
     "distill at this temperature and train with head.labels=soft, or decode colder",
 )
-def warm(evidence: Evidence) -> Result:
+def temperature(evidence: Evidence) -> Result:
     """Acceptance at the temperature that was asked for."""
-    case, cold = evidence.case, evidence.decoded
+    case, greedy = evidence.case, evidence.decoded
     if case.sampling is None:
         return None
     drawn = decode(case, case.openings, case.sampling)
-    if not is_above(cold.accepted.float(), drawn.accepted.float()):
+    if not is_above(greedy.accepted.float(), drawn.accepted.float()):
         return None
-    return cold.tokens_per_step - drawn.tokens_per_step, (
+    return greedy.tokens_per_step - drawn.tokens_per_step, (
         f"{drawn.tokens_per_step:.2f} tokens per step with {case.sampling} ({len(drawn.accepted)} "
-        f"steps), {cold.tokens_per_step:.2f} greedy ({len(cold.accepted)})"
+        f"steps), {greedy.tokens_per_step:.2f} greedy ({len(greedy.accepted)})"
     )
 
 
@@ -362,26 +319,15 @@ def wrong_tree(evidence: Evidence) -> Result:
     tree, ranks_MK = evidence.head.tree, evidence.ranks_MK
     if not isinstance(tree, StaticTree) or not tree.paths:
         return None
-    half, gains = len(ranks_MK) // 2, []
-    for fit_MK, test_MK in [(ranks_MK[half:], ranks_MK[:half]), (ranks_MK[:half], ranks_MK[half:])]:
-        best = tree.fitted(fit_MK, tree.draft_nodes)
-        gains.append(_caught(best, test_MK) - _caught(tree, test_MK))
-    gain_M = torch.cat(gains)
-    if not is_above(gain_M, WORTH):
+    best = calibrate(ranks_MK, tree.draft_nodes, tree)
+    gain = best.tokens_per_step - tree.expected_tokens(ranks_MK)
+    if gain <= WORTH + SURE * error(runs(ranks_MK)):
         return None
-    paths = json.dumps(tree.fitted(ranks_MK, tree.draft_nodes).to_json(), separators=(",", ":"))
-    return float(gain_M.mean()), (
-        f"its {tree.draft_nodes} nodes catch {float(gain_M.mean()):.2f} tokens per step less than "
-        f"the best ones would ({len(ranks_MK)} positions): {paths}"
+    paths = json.dumps(best.tree.to_json(), separators=(",", ":"))
+    return gain, (
+        f"its {tree.draft_nodes} nodes catch {gain:.2f} tokens per step less than the best ones "
+        f"would ({len(ranks_MK)} positions): {paths}"
     )
-
-
-def _caught(tree: StaticTree, ranks_MK: Tensor) -> Tensor:
-    """float (M,): how many nodes of the tree are on each observed path."""
-    known = set(tree.paths)
-    paths = [tuple(path) for path in ranks_MK.tolist()]
-    caught = [sum(path[:d] in known for d in range(1, len(path) + 1)) for path in paths]
-    return torch.tensor(caught, dtype=torch.float32)
 
 
 @check(
@@ -400,8 +346,8 @@ def small_vocabulary(evidence: Evidence) -> Result:
     if not is_above(unknown_MK[:, 0].float(), MANY_UNKNOWN):
         return None
     share = float(unknown_MK[:, 0].float().mean())
-    gain = runs(torch.where(unknown_MK, 0, ranks_MK)).mean() - runs(ranks_MK).mean()
     right = float((ranks_MK[:, 0] == 0).float().mean()) / max(1 - share, 1e-6)
+    gain = runs(torch.where(unknown_MK, 0, ranks_MK)).mean() - runs(ranks_MK).mean()
     return float(gain) * right, (
         f"{share:.1%} of the target's tokens are outside the {len(ids_v)} that the head can guess "
         f"({len(ranks_MK)} positions); of the others it guesses {right:.1%} right"
@@ -417,15 +363,15 @@ def small_vocabulary(evidence: Evidence) -> Result:
 def at_chance(evidence: Evidence) -> Result:
     """The head against the token that is most frequent."""
     first_M = truth(evidence.rows, 1)[:, 0]
-    first_M = first_M[first_M >= 0]
+    counts_V = torch.bincount(first_M[first_M >= 0], minlength=1)
+    chance = float(counts_V.max()) / max(1, int(counts_V.sum()))
     hits_M = (evidence.ranks_MK[:, 0] == 0).float()
-    chance = float(torch.bincount(first_M).max()) / len(first_M) if len(first_M) else 1.0
     right = float(hits_M.mean())
     if not evidence.missing or right > 1.5 * chance + 2 * error(hits_M):
         return None
     return None, (
-        f"the first guess is right {right:.3f} of the time ({len(hits_M)} positions); the most "
-        f"frequent token alone would be {chance:.3f} of the time"
+        f"the first guess is right {right:.1%} of the time ({len(hits_M)} positions), the most "
+        f"frequent token would be {chance:.1%}"
     )
 
 
@@ -454,9 +400,6 @@ def other_use(evidence: Evidence) -> Result:
 )
 def fallen_short(evidence: Evidence) -> Result:
     """The prediction against the one that training recorded."""
-    if not evidence.missing or not evidence.case.training.get("predicted_tokens_per_step"):
+    if not evidence.missing or "predicted_tokens_per_step" not in evidence.case.training:
         return None
-    return (
-        None,
-        f"{evidence.missing:.2f} tokens per step fewer are predicted than training recorded",
-    )
+    return None, f"{evidence.missing:.2f} tokens per step fewer than training recorded"

@@ -144,12 +144,20 @@ class Evidence:
         return self.ranks_MK if self.on_data else self.used_MK
 
     @cached_property
+    def finite(self) -> bool:
+        """Whether all of the head's numbers are."""
+        return all(bool(tensor.isfinite().all()) for tensor in self.head.state_dict().values())
+
+    @cached_property
     def missing(self) -> float:
         """Tokens per step by which the prediction falls short of training's own, or of an ordinary
         head's where there is none; 0 within chance.
         """
-        training, ranks_MK = self.case.training, self.observed_MK
+        training = self.case.training
         recorded = training.get("predicted_tokens_per_step")
+        if not self.finite:
+            return (recorded or ORDINARY) - 1.0
+        ranks_MK = self.observed_MK
         hits_M, expected = runs(ranks_MK), ORDINARY - 1
         if recorded:
             shares: list[float] = training.get("heldout_top1", [])[: ranks_MK.shape[1]]
