@@ -226,7 +226,7 @@ def test_target_with_a_recurrent_state(run, tmp_path):
     random_model("mamba").save_pretrained(tmp_path / "mamba")
     answer = run("distill", "--target", tmp_path / "mamba", "--prompts", questions(tmp_path),
                  "--out", tmp_path / "data")  # fmt: skip
-    failed(answer, "recurrent state")
+    failed(answer, "recurrent")
 
 
 def test_prompts_longer_than_the_context(run, target, tmp_path):
