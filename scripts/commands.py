@@ -214,8 +214,8 @@ def distill(
         reasoning=reasoning,
         template_args=template_variables(template_args),
     )
-    words, hub = {"prompt_words": prompt_words, "skip_empty": skip_empty}, Hub(split, streaming)
-    texts = read_prompts(prompts, hub=hub, limit=limit, tools=tools, **words)
+    reading: dict[str, Any] = {"prompt_words": prompt_words, "skip_empty": skip_empty}
+    texts = read_prompts(prompts, hub=Hub(split, streaming), limit=limit, tools=tools, **reading)
     if server or server_model or api_key_env:
         served = {"url": server, "model": server_model, "api_key_env": api_key_env}
         there = connect(target, {**served, "concurrency": concurrency}, revision)

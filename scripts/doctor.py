@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from draftheads.heads.files import write_text
 from draftheads.scripts.commands import (
     Device,
     Dtype,
@@ -56,6 +55,7 @@ def doctor(
 
     Exit code 0: healthy. 1: something was found.
     """
+    from draftheads.heads.files import write_text
     from draftheads.heads.hub import open_head
     from draftheads.scripts.journey import opening_ids
     from draftheads.train.doctor.checks import diagnose
