@@ -321,21 +321,6 @@ def _download(repo_id: str, revision: str | None) -> Path:
     return folder
 
 
-def find_head(source: str | Path, *, revision: str | None = None) -> Path:
-    """`open_head(source).path`."""
-    return open_head(source, revision=revision).path
-
-
-def head_target(source: str | Path, *, revision: str | None = None) -> tuple[str, str | None]:
-    """`open_head(source).target`."""
-    return open_head(source, revision=revision).target
-
-
-def head_adapter(source: str | Path, *, revision: str | None = None) -> Path | None:
-    """`open_head(source).adapter`."""
-    return open_head(source, revision=revision).adapter
-
-
 def check_target(head: DraftHead, target: Target, facts: dict[str, Any]) -> None:
     """Raise ValueError, naming both, when head and target differ in width or vocabulary or the head
     reads layers that the target has not; warn when the target's weights or adapter are not those

@@ -68,16 +68,18 @@ def slot_limit(config: Any) -> int | None:
     """From how many cache slots on a model's attention depends on their number, which in a tree or
     in a batch is not that of the text's tokens. None: never.
     """
+    limit: int | None = None
     if config.model_type == "gpt_neo":
-        ends = config.max_position_embeddings
-        return min(ends, config.window_size) if "local" in config.attention_layers else ends
-    if config.model_type == "doge":
-        return config.keep_window_size
-    if config.model_type == "moshi":
-        return config.sliding_window
-    if config.model_type == "llama4_text" and config.attn_temperature_tuning:
-        return config.floor_scale - 1
-    return None
+        limit = config.max_position_embeddings
+        if "local" in config.attention_layers:
+            limit = min(config.max_position_embeddings, config.window_size)
+    elif config.model_type == "doge":
+        limit = config.keep_window_size
+    elif config.model_type == "moshi":
+        limit = config.sliding_window
+    elif config.model_type == "llama4_text" and config.attn_temperature_tuning:
+        limit = config.floor_scale - 1
+    return limit
 
 
 def usable_context(model: PreTrainedModel) -> int:

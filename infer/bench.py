@@ -459,9 +459,9 @@ def write_json(report: BenchReport, path: str | Path) -> None:
 def measured_facts(report: BenchReport, name: str) -> dict[str, Any]:
     """What a head's config.json and model card say about the result called `name`."""
     result, settings = asdict(report.result(name)), report.settings
-    shown = ("nodes", "lossless", "tokens_per_step", "acceptance_by_depth", "speedup")
-    shown += ("speedup_ci95", "speedup_over_best", "tokens_per_second")
-    shown += ("baseline_tokens_per_second", "plain_tokens_per_second")
+    shown = ["nodes", "lossless", "tokens_per_step", "acceptance_by_depth", "speedup"]
+    shown += ["speedup_ci95", "speedup_over_best", "tokens_per_second"]
+    shown += ["baseline_tokens_per_second", "plain_tokens_per_second"]
     return {
         **{key: result[key] for key in shown},
         "speedup_ci95": list(result["speedup_ci95"]),

@@ -230,6 +230,10 @@ def _check_asked(
             "(assistant_model, prompt_lookup_num_tokens)",
         ),
         (
+            config.cache_implementation == "quantized",
+            "no cache_implementation, got quantized; draft heads keep a cache of their own",
+        ),
+        (
             wanted,
             f"a wish for sequences alone, got {', '.join(wanted)}; leave it out, and run the model "
             "once over the sequences",

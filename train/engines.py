@@ -208,7 +208,7 @@ class Engine(ABC):
     called as the learner itself.
     """
 
-    model: nn.Module
+    model: Any  # as DDP, FSDP2 and DeepSpeed wrap a module
 
     def __init__(self, learner: Learner, choices: OptimChoices, world: int) -> None:
         self.learner, self.choices, self.world = learner, choices, world
@@ -337,7 +337,7 @@ class DeepSpeedEngine(Engine):
         )
         self.model, _ = accelerator.prepare(learner, learner.optimizer(choices))
         self._named = learner.trained()
-        self._zero = self.model.optimizer
+        self._zero: Any = self.model.optimizer
         if plugin.zero_stage == 3:  # losses read matrices without calling the module they are in
             from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 

@@ -6,6 +6,7 @@ Legend: M learned positions, K draft depth, C positions of a chunk, D feature wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -221,10 +222,11 @@ def tau_error(counts: Sequence[tuple[int, int]]) -> float:
     """Standard error of tau, a ratio of sums, over prompts; 0 of a single one. counts: tokens and
     steps of each prompt.
     """
-    tokens, steps = (sum(column) for column in zip(*counts, strict=True))
+    tokens = sum(count for count, _ in counts)
+    steps = sum(count for _, count in counts)
     tau = tokens / max(1, steps)
-    squares = sum((tokens - tau * steps) ** 2 for tokens, steps in counts)
-    return float((squares * len(counts) / max(1, len(counts) - 1)) ** 0.5) / max(1, steps)
+    squares = sum((count - tau * of) ** 2 for count, of in counts)
+    return math.sqrt(squares * len(counts) / max(1, len(counts) - 1)) / max(1, steps)
 
 
 @dataclass(frozen=True)

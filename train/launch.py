@@ -136,19 +136,19 @@ def agreeing(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
     everyone = [(said, str(fault or ""))]
     if accelerator.num_processes > 1:
         everyone = gather_object(everyone)
-    if fault and all(error == str(fault) for _, error in everyone):
+    if fault and all(reason == str(fault) for _, reason in everyone):
         raise fault
     first = everyone[0][0]
-    for rank, (each, error) in enumerate(everyone):
+    for rank, (each, reason) in enumerate(everyone):
         other = [
             f"{key} {each.get(key)} where process 0 has {first.get(key)}"
             for key in {**first, **each}
             if each.get(key) != first.get(key)
         ]
-        if error or other:
+        if reason or other:
             raise ValueError(
                 f"of {len(everyone)} processes expected all to see the same, got process {rank}: "
-                f"{error or ', '.join(other)}; give all of them one recipe, and run.output, data "
+                f"{reason or ', '.join(other)}; give all of them one recipe, and run.output, data "
                 "and target on disks that they share"
             ) from fault
 

@@ -527,10 +527,10 @@ def _device() -> str:
 def device_memory() -> int:
     """Bytes of this machine's device, or what this process may have of it."""
     if _device() == "cuda":
-        return torch.cuda.mem_get_info()[1]
+        return int(torch.cuda.mem_get_info()[1])
     group = Path("/sys/fs/cgroup/memory.max")
     allowed = group.read_text().strip() if group.exists() else "max"
-    total = psutil.virtual_memory().total
+    total: int = psutil.virtual_memory().total
     return min(total, int(allowed)) if allowed.isdigit() else total
 
 

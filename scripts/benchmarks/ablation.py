@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import find_head, load_head, read_config
+from draftheads.heads.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.bench import (
@@ -230,9 +230,9 @@ class Ablation:
         self._write()
 
     def _row(self, plan: Plan, recipe: dict[str, Any]) -> dict[str, Any]:
-        folder = find_head(plan.recipe.run.output)
-        training = read_config(folder)["draftheads"]["training"]
-        head = load_head(folder, target=self.target)
+        folder = open_head(plan.recipe.run.output)
+        training = folder.facts["training"]
+        head = folder.load(self.target)
         measured = self.meter.measure(head)
         # None when sampling, and where bfloat16 forbids to ask
         verdicts = [row["lossless"] for row in measured if row["lossless"] is not None]

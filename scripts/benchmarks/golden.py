@@ -37,7 +37,7 @@ KINDS = {
     "eagle3": {},
     "eagle": {},
 }
-READERS = ("draftheads", "vllm", "sglang", "tgi", "speculators", "fasterdecoding", "eagle")
+READERS = ("draftheads", "vllm", "sglang", "tgi", "speculators")
 STEPS, NEW_TOKENS = 20, 48
 PROMPTS = ("What does os.path.join do?", "Show me json.dumps.", "How do I sort a list?")
 

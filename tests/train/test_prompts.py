@@ -312,26 +312,18 @@ def test_content_parts(tmp_path: Path, content: Any, text: str) -> None:
     assert read_prompts(lines(tmp_path / "p.jsonl", record))[0].messages == user(text)
 
 
-PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
-
-
-@pytest.mark.parametrize(
-    ("record", "complaint"),
-    [
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, PICTURE]}]},
-            "messages, turn 1: expected text alone, got 'image_url'; remove",
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "and this?"}], "image": "a.png"},
-            "line 2: expected text alone, got 'image'; remove",
-        ),
-    ],
-)
-def test_what_is_not_text_is_refused(tmp_path: Path, record: Any, complaint: str) -> None:
-    path = lines(tmp_path / "p.jsonl", {"prompt": "hi", "image": None}, record)
-    with pytest.raises(ValueError, match=complaint):
-        read_prompts(path)
+def test_what_is_not_text_is_counted_and_said_once(tmp_path: Path, caplog: Any) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "x"}}
+    content = [picture, {"type": "input_audio"}, picture, {"type": "text", "text": "what?"}]
+    talk = {"messages": [{"role": "user", "content": content}]}
+    llava = {"conversations": [{"from": "human", "value": "and this?"}], "image": "a.png"}
+    path = lines(tmp_path / "p.jsonl", talk, llava, {"prompt": "hi", "image": None})
+    assert len(read_prompts(path)) == 3
+    (said,) = caplog.messages
+    assert said == f"{path}: text alone is kept; left out: 2 image_url, 1 input_audio, 1 image"
+    caplog.clear()
+    read_prompts(lines(path, {"prompt": "hi"}))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

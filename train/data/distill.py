@@ -473,7 +473,7 @@ def _store(
     ids: Sequence[Id],
     missing: set[int],
     patience: int,
-    bar: tqdm[None],
+    bar: tqdm[Any],
 ) -> None:
     """Append answers as they come, and remove their prompts from `missing`.
 

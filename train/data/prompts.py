@@ -22,11 +22,13 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import logging
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +36,8 @@ from jinja2.exceptions import TemplateError
 
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".parquet", ".txt", ".md")
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text")
+logger = logging.getLogger("draftheads")
+
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 ROLES = {  # names that data sets give them
     "user": ("user", "human", "prompter"),
@@ -85,6 +89,13 @@ class _Kept:
     tools: bool
     answers: bool = False
     reasoning: bool = True
+    left_out: Counter[str] = field(default_factory=Counter)  # what is not text, by its kind
+
+    def warn(self, source: str | Path) -> None:
+        """Say once what is not text."""
+        if self.left_out:
+            counts = ", ".join(f"{count} {kind}" for kind, count in self.left_out.items())
+            logger.warning("%s: text alone is kept; left out: %s", source, counts)
 
 
 def read_prompts(
@@ -106,7 +117,8 @@ def read_prompts(
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
-    found = _parsed(records, _Kept(tools == "keep"), skip_empty)
+    kept = _Kept(tools == "keep")
+    found = _parsed(records, kept, skip_empty)
     prompts = []
     for index, (where, messages, text) in enumerate(itertools.islice(found, limit)):
         if prompt_words is not None:
@@ -118,6 +130,7 @@ def read_prompts(
             words = itertools.islice(re.finditer(r"\S+", text), prompt_words)
             text = text[: max(word.end() for word in words)]
         prompts.append(Prompt(index, messages, text))
+    kept.warn(source)
     if not prompts:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
@@ -145,6 +158,7 @@ def read_conversations(
         if messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
         conversations.append(messages)
+    kept.warn(source)
     if not conversations:
         raise ValueError(f"{source}: expected at least one answer in a conversation, found none")
     return conversations
@@ -341,10 +355,10 @@ def _parse(where: str, record: Any, kept: _Kept) -> tuple[Messages | None, str |
             f"{where}: expected an object with one of the keys {', '.join(LAYOUTS)}, "
             f"got {_describe(record)}; rename the key"
         )
-    for key in MEDIA:
-        if record.get(key):
-            raise ValueError(f"{where}: expected text alone, got {key!r}; remove the record")
+    kept.left_out.update(key for key in MEDIA if record.get(key))
     value, where = record[layout], f"{where}, {layout}"
+    if isinstance(value, list):
+        kept.left_out.update(_other_parts(value))
     if layout == "text":
         return None, _asked(where, value)
     if layout == "instruction":
@@ -477,10 +491,18 @@ def _text(where: str, value: Any) -> str:
 def _part(where: str, part: Any) -> str:
     if not isinstance(part, dict):
         return _text(where, part)
-    kind = str(part.get("type", "text"))
-    if "text" not in kind:
-        raise ValueError(f"{where}: expected text alone, got {kind!r}; remove the record")
-    return "" if part.get("text") is None else _text(where, part["text"])
+    if "text" not in str(part.get("type", "text")) or part.get("text") is None:
+        return ""
+    return _text(where, part["text"])
+
+
+def _other_parts(turns: list[Any]) -> Iterator[str]:
+    """Kinds of the content parts that are not text."""
+    for turn in turns:
+        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+        if isinstance(content, list):
+            kinds = [str(part.get("type", "text")) for part in content if isinstance(part, dict)]
+            yield from (kind for kind in kinds if "text" not in kind)
 
 
 def _describe(value: Any) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Generator, Iterable, Sequence
 from itertools import chain, islice
 from typing import Annotated, Any, Literal, TypeVar
 
-from huggingface_hub.utils import httpx
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # kept for others
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig
 
@@ -113,7 +113,7 @@ class ServedTarget(Answerer):
         self._options = options
         self._key = _key(options.api_key_env) if options.api_key_env else ""
         self._random = random.Random()  # the caller's random numbers stay as they are
-        self._client = {
+        self._client: dict[str, Any] = {
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {self._key}"} if self._key else {},
             "timeout": httpx.Timeout(None, connect=CONNECT_SECONDS),
