@@ -33,16 +33,20 @@ from draftheads.heads.layers import (
     RMSNorm,
     Rope,
     check_embeddings,
+    check_map,
+    d2t,
     default_rope,
+    draft_index,
     read_rope,
     refresh,
+    t2d,
+    token_map,
 )
 from draftheads.heads.losses import Objective, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import Unrolled, unroll
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
 from draftheads.heads.tree_drafting import Angles, DraftCache, gather_nodes, tree_builder
-from draftheads.heads.vocabulary import check_map, d2t, draft_index, t2d, token_map
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 TRAINING = ("steps", "decay", "noise", "labels", "loss", "regression", "classification")

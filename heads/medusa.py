@@ -21,7 +21,15 @@ from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.stored import count_of, integers, matrix
-from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, refresh
+from draftheads.heads.layers import (
+    Cached,
+    ResidualBlock,
+    StackedHeads,
+    check_distinct,
+    draft_index,
+    refresh,
+    token_map,
+)
 from draftheads.heads.losses import (
     LowRank,
     Teacher,
@@ -31,7 +39,6 @@ from draftheads.heads.losses import (
 )
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
-from draftheads.heads.vocabulary import check_distinct, draft_index, token_map
 
 STACK_BYTES = 1 << 26
 """Smaller heads are stacked for drafting: there the number of kernels is what it costs."""

@@ -16,9 +16,8 @@ import typer
 from rich.logging import RichHandler
 
 from draftheads.scripts import commands
-from draftheads.scripts.convert import convert
+from draftheads.scripts.convert import convert, merge
 from draftheads.scripts.doctor import doctor
-from draftheads.scripts.merge import merge
 from draftheads.train.entry import mistakes_in_one_line, spin_briefly
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

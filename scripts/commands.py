@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
+
+from draftheads.train.entry import choose_threads, set_threads
 
 if TYPE_CHECKING:
     from draftheads.heads.hub import HeadFolder
@@ -115,39 +115,6 @@ def template_variables(text: str) -> dict[str, Any]:
             "which is set anyway; leave it out"
         )
     return value
-
-
-def set_threads(threads: int | None) -> None:
-    """Limit torch to so many CPU threads."""
-    if threads:
-        import torch
-
-        torch.set_num_threads(threads)
-
-
-def choose_threads(threads: int | None, target: Target, rows: int = 1) -> None:
-    """As many CPU threads as the user has chosen (`--threads`, OMP_NUM_THREADS). Otherwise one,
-    where forwards of `rows` tokens, measured here, gain less than 15 % by more: they would only
-    take cores from others. Models that take 0.2 s and longer keep all threads.
-    """
-    import torch
-
-    set_threads(threads)
-    available = torch.get_num_threads()
-    if threads or available == 1 or "OMP_NUM_THREADS" in os.environ or target.device.type != "cpu":
-        return
-    tokens_B1 = torch.zeros(rows, 1, dtype=torch.long)
-    seconds: dict[int, list[float]] = {1: [], available: []}
-    with torch.inference_mode():
-        while len(seconds[1]) < 7 and (not seconds[1] or seconds[available][-1] < 0.2):
-            for count, measured in seconds.items():
-                torch.set_num_threads(count)
-                began = time.perf_counter()
-                target.model(tokens_B1, use_cache=False)
-                measured.append(time.perf_counter() - began)
-    gain = median(seconds[1]) / median(seconds[available])
-    is_fast = seconds[available][-1] < 0.2
-    torch.set_num_threads(1 if is_fast and gain < 1.15 else available)
 
 
 def recorded_threads(out: Path) -> int | None:

@@ -20,11 +20,10 @@ from draftheads.heads.target import Target
 from draftheads.infer.bench import BenchOptions, BenchReport, bench, print_report, write_json
 from draftheads.infer.chat import sample_chat
 from draftheads.infer.engine import Speculator
-from draftheads.scripts.commands import choose_threads
 from draftheads.scripts.journey import opening_ids
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
-from draftheads.train.entry import INTERRUPTED
+from draftheads.train.entry import INTERRUPTED, choose_threads
 from draftheads.train.loop import fit
 from draftheads.train.recipe import load_recipe
 

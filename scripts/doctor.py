@@ -19,16 +19,15 @@ from draftheads.scripts.commands import (
     TargetName,
     Temperature,
     Threads,
-    choose_threads,
     load_target,
     rule,
 )
+from draftheads.train.entry import choose_threads
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
-    from draftheads.train.doctor.checks import Diagnosis
-    from draftheads.train.doctor.measurements import Evidence
+    from draftheads.train.doctor import Diagnosis, Evidence
 
 
 def doctor(
@@ -58,8 +57,7 @@ def doctor(
     from draftheads.heads.files import write_text
     from draftheads.heads.hub import open_head
     from draftheads.scripts.journey import opening_ids
-    from draftheads.train.doctor.checks import diagnose
-    from draftheads.train.doctor.measurements import Evidence, openings_of, unseen
+    from draftheads.train.doctor import Evidence, diagnose, openings_of, unseen
 
     folder = open_head(head)
     model = load_target(target, dtype, device, heads=[folder])

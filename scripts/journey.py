@@ -10,8 +10,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HeadFolder, open_head, record_measured
 from draftheads.heads.target import Target
 from draftheads.heads.tree import parse_tree
-from draftheads.infer.bench import BenchReport, Entry, measured_facts, write_json
-from draftheads.infer.plot import new_figure, plot
+from draftheads.infer.bench import BenchReport, Entry, measured_facts, new_figure, plot, write_json
 from draftheads.infer.text import encode_prompt
 from draftheads.train.data.prompts import read_prompts
 

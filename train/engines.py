@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -276,7 +276,7 @@ class TorchEngine(Engine):
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
         elif self.world > 1 and not last:
-            return self.model.no_sync()  # type: ignore[operator, no-any-return]
+            return cast(AbstractContextManager[Any], self.model.no_sync())
         return nullcontext()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from draftheads.heads.files import write_text
 from draftheads.heads.hub import read_config, step_folders
-from draftheads.infer.plot import MUTED, new_figure, tidy
+from draftheads.infer.bench import MUTED, new_figure, tidy
 from draftheads.train.checkpoint import BEST, STATE, TRAINER, RunState, read_state
 from draftheads.train.evaluate import Drift
 from draftheads.train.progress import METRICS, read_metrics

@@ -19,9 +19,9 @@ from draftheads.heads.eagle import SWITCHES, default_features
 from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.reading import check_values, renamed, require, vocabulary_of
 from draftheads.heads.formats.stored import Stored, integers, matrix, target_name
+from draftheads.heads.layers import t2d
 from draftheads.heads.target import Target
 from draftheads.heads.tree import tree_from_json
-from draftheads.heads.vocabulary import t2d
 
 RENAMES = [
     (r"^model\.", ""),

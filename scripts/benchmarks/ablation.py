@@ -45,9 +45,9 @@ from draftheads.infer.bench import (
     race,
 )
 from draftheads.infer.engine import Speculator, Statistics
-from draftheads.scripts.commands import load_target, set_threads
+from draftheads.scripts.commands import load_target
 from draftheads.scripts.journey import check_outputs, opening_ids
-from draftheads.train.entry import mistakes_in_one_line
+from draftheads.train.entry import mistakes_in_one_line, set_threads
 from draftheads.train.evaluate import tau_error
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe, load_recipe

@@ -38,8 +38,7 @@ from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
 from draftheads.infer.bench import describe_machine, machine_line
 from draftheads.scripts.benchmarks.step_time import CLOCKS
 from draftheads.scripts.benchmarks.step_trial import option
-from draftheads.scripts.commands import set_threads
-from draftheads.train.entry import mistakes_in_one_line
+from draftheads.train.entry import mistakes_in_one_line, set_threads
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {}),

@@ -19,7 +19,8 @@ from tiny_targets import random_model
 from draftheads.heads.hub import HEADS as KINDS
 from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
-from draftheads.scripts import cli, commands
+from draftheads.scripts import cli
+from draftheads.train import entry
 from draftheads.train.recipe import HEAD_MODELS, AdapterChoices, Recipe
 
 
@@ -413,13 +414,13 @@ def test_one_thread_decodes_where_more_gain_nothing(monkeypatch, given, seconds,
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
-    monkeypatch.setattr(commands.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(entry.time, "perf_counter", lambda: clock[0])
     target = SimpleNamespace(model=forward, device=torch.device("cpu"))
-    commands.choose_threads(given, target)
+    entry.choose_threads(given, target)
     assert threads == [chosen]
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     threads[0] = 4
-    commands.choose_threads(None, target)
+    entry.choose_threads(None, target)
     assert threads == [4], "the user has chosen"
 
 

@@ -23,13 +23,13 @@ from draftheads.infer.bench import (
     bench,
     footnotes,
     measured_facts,
+    plot,
     print_report,
     speedup_interval,
     top2_margin,
     write_json,
 )
 from draftheads.infer.engine import Baseline, Oracle, Speculator, without_defaults
-from draftheads.infer.plot import plot
 
 NEW = 21  # one token from the prefill and four steps of an oracle of depth 4
 CHAIN = StaticTree.from_widths((1, 1, 1, 1))

@@ -29,8 +29,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.files import staged
 from draftheads.heads.hub import open_head
 from draftheads.heads.target import Target
-from draftheads.scripts.convert import converted
-from draftheads.scripts.merge import merged
+from draftheads.scripts.convert import converted, merged
 from draftheads.train import checkpoint, loop
 from draftheads.train.launch import STOP_FILE
 from draftheads.train.progress import Progress, read_metrics
