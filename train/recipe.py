@@ -521,9 +521,10 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
     key = ".".join(names)
     where = "command line" if any(f"{key}.".startswith(f"{x}.") for x in overridden) else path
     said = fault["msg"].removeprefix("Value error, ")
-    if not isinstance(fault["input"], dict):
+    if fault["type"] != "extra_forbidden" and not isinstance(fault["input"], dict):
         said += f", got {textwrap.shorten(repr(fault['input']), 80)}"
     if fault["type"] == "extra_forbidden":
+        said = "unknown key"
         keys = {kind: dict(recipe_keys(kind)) for kind in HEAD_MODELS}
         owners = [kind for kind in keys if key in keys[kind]]
         near = difflib.get_close_matches(key, keys[kind], n=1)

@@ -243,7 +243,7 @@ class Ablation:
             "trained": {key: training[key] for key in TRAINED},
             "measured": measured,
             "lossless": all(verdicts) if verdicts else None,
-            "checkpoint": str(folder.resolve()),
+            "checkpoint": str(folder.path.resolve()),
             "recipe": recipe,
         }
 

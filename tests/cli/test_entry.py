@@ -166,4 +166,4 @@ def test_a_script_runs_by_path(path, tmp_path, script, key):
         timeout=120,
     )
     assert result.returncode == 2
-    assert result.stderr == (f"error: command line: unknown key '{key}z'; did you mean '{key}'?\n")
+    assert result.stderr == (f"error: command line: {key}z: unknown key; did you mean '{key}'?\n")
