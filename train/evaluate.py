@@ -23,8 +23,8 @@ from draftheads.heads.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
-from draftheads.infer.bench import PLAIN, BenchPrompt, Candidate, timed
-from draftheads.infer.engine import Speculator, Statistics, Step
+from draftheads.infer.bench import PLAIN, BenchPrompt, Candidate, engine_candidate, timed
+from draftheads.infer.engine import Speculator, Statistics
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
 from draftheads.train.features import FeatureSource
@@ -285,16 +285,17 @@ class Evaluator:
         """Continue the held-out prompts; the processes share them."""
         temperature, accelerator = self.recipe.eval.temperature, self.accelerator
         rule = Sampled(temperature) if temperature else Greedy()
+        decoded = Speculator(self.target, as_decoded(head, self.target))
         candidates = [
-            _candidate(PLAIN, Speculator(self.target), rule),
-            _candidate(HEADED, Speculator(self.target, as_decoded(head, self.target)), rule),
+            engine_candidate(PLAIN, 0, Speculator(self.target), rule),
+            engine_candidate(HEADED, head.tree.draft_nodes, decoded, rule),
         ]
         mine = self.prompts[accelerator.process_index :: accelerator.num_processes]
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             if mine:
                 for candidate in candidates:
-                    candidate.generate(mine[0].prompt, min(WARM_UP, mine[0].limit))
+                    list(candidate.generate(mine[0].prompt, min(WARM_UP, mine[0].limit)))
             found = [_continue(candidates, prompt, rule) for prompt in mine]
         return Measured.of(sorted(gather_object(found), key=lambda part: part.prompt))
 
@@ -339,13 +340,6 @@ def as_decoded(head: DraftHead, target: Target) -> DraftHead:
     copy.load_state_dict(head.state_dict())
     copy.tree = head.tree
     return copy.to(target.device, target.dtype).requires_grad_(False).eval()
-
-
-def _candidate(name: str, engine: Speculator, rule: Acceptance) -> Candidate:
-    def generate(prompt: Sequence[int], limit: int) -> list[Step]:
-        return list(engine.generate(prompt, sampling=rule, max_new_tokens=limit))
-
-    return Candidate(name, engine.tree.draft_nodes, generate, engine)
 
 
 def _continue(candidates: Sequence[Candidate], prompt: BenchPrompt, rule: Acceptance) -> Continued:
