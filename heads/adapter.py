@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from draftheads.heads.formats.config import read_json
 from draftheads.heads.formats.stored import opened
-from draftheads.heads.weights import decoder_layers, hash_tensor, same_weights
+from draftheads.heads.pretrained import decoder_layers, hash_tensor, same_weights
 
 if TYPE_CHECKING:  # slow to import, and needed by few
     from peft import PeftModel

@@ -44,10 +44,10 @@ from draftheads.heads.formats.stored import (
 )
 from draftheads.heads.formats.table import as_ours, translated
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.pretrained import same_weights
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import tree_from_json
-from draftheads.heads.weights import same_weights
 
 HEADS: dict[str, type[DraftHead]] = {
     kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head)

@@ -1,7 +1,7 @@
 """Small modules that draft heads are made of.
 
 Legend: B batch, Q positions that ask, M tokens, K heads, D width, E width of a layer's input, H
-query heads, G key/value heads, W head width, V vocabulary.
+query heads, G key/value heads, W head width, V vocabulary, v draft vocabulary.
 """
 
 from __future__ import annotations
@@ -383,11 +383,6 @@ def check_embeddings(target: Target) -> None:
             f"{target.name} embeds tokens in {width} dimensions and has hidden states of "
             f"{target.hidden_size}; heads that read tokens need them equal, use Medusa heads"
         )
-
-
-# A draft vocabulary: the target ids that a head can guess, in rising order.
-#
-# Legend: M tokens, V target vocabulary, v draft vocabulary.
 
 
 def token_map(vocabulary: Sequence[int] | None, vocab_size: int) -> Tensor | None:

@@ -29,8 +29,7 @@ from transformers import (
 from transformers.integrations import deepspeed as zero
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from draftheads.heads.supported import MASKED
-from draftheads.heads.weights import decoder, decoder_layers, fingerprint
+from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerprint
 
 Placement = Literal["whole", "split", "sharded"]
 Bits = Literal[4, 8]

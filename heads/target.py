@@ -20,19 +20,20 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
-from draftheads.heads.cache import SlotCache
-from draftheads.heads.longrope import LongRope, document_lengths
+from draftheads.heads.cache import LongRope, SlotCache, document_lengths
 from draftheads.heads.placement import Bits, Placement, load_model, reading
-from draftheads.heads.supported import (
+from draftheads.heads.pretrained import (
     ADVICE,
+    decoder,
     describe,
+    fingerprint,
     plain_model,
     refuse_unsupported,
+    release,
     slot_limit,
     usable_context,
 )
 from draftheads.heads.tree import TokenTree, Topology
-from draftheads.heads.weights import decoder, fingerprint, release
 
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward: bounds the (T, S) mask of a long prompt."""

@@ -538,9 +538,6 @@ def footnotes(report: BenchReport) -> list[str]:
     return [*notes, f"machine: {machine_line(report.machine)}."]
 
 
-# A picture of a benchmark: speedup per candidate, tokens per step by tree size.
-
-
 COLOURS = ("#2f6fb0", "#d9822b", "#3a9a5b", "#a23b72", "#7a5fb5", "#6b6b2f")
 GREY, MUTED = "#8a8f98", "#444444"
 

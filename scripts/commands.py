@@ -215,7 +215,7 @@ def plan(
     """
     import transformers
 
-    from draftheads.scripts.plan_table import print_plan, write_plan
+    from draftheads.scripts.printing import print_plan, write_plan
     from draftheads.train.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
@@ -252,7 +252,7 @@ def report(
     run: Annotated[Path, Argument(help="a run's output folder, e.g. out/demo-medusa")],
 ) -> None:
     """Write a run's report.md and its curves again, from its metrics and checkpoints."""
-    from draftheads.train.report import write_report
+    from draftheads.train.progress import write_report
 
     print(write_report(run))
 
@@ -406,7 +406,7 @@ def data_preview(
     """
     from rich.console import Console
 
-    from draftheads.scripts.preview import Pen, show_answers, show_prompts, text_side
+    from draftheads.scripts.printing import Pen, show_answers, show_prompts, text_side
     from draftheads.train.data.answers import MANIFEST
     from draftheads.train.data.conversation import Renderer
     from draftheads.train.data.prompts import Hub, check_tools, read_prompts, with_tools
@@ -443,9 +443,9 @@ def import_answers(
     Learned is what the assistant says: reasoning and calls of tools, unless dropped, and the end of
     each answer. Loads a tokenizer, no weights, so that the target wrote it is not checked.
     """
+    from draftheads.train.data.conversation import TextSide
     from draftheads.train.data.imports import import_answers as run
     from draftheads.train.data.prompts import Hub, check_tools, read_conversations, with_tools
-    from draftheads.train.data.tokenizer import TextSide
 
     side = TextSide.load(target)
     arguments = template_variables(template_args)

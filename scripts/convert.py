@@ -1,4 +1,6 @@
-"""`draftheads convert`: a head folder in the layout of another program."""
+"""`draftheads convert`: heads for a serving engine, and published heads for us. `draftheads merge`: a
+target and the adapter of its heads, as one model of its own.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,6 @@ def converted(source: str | Path, folder: Path, to: str, target: Target | None =
         if to == "draftheads":
             write_remote_code(staging)
     return folder
-
-
-# `draftheads merge`: a target and the adapter of its heads, as one model of its own.
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -16,7 +16,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-LINES = {"heads": 7_600, "infer": 2_450, "train": 10_800, "scripts": 2_000}
+LINES = {"heads": 5_930, "infer": 2_030, "train": 7_040, "scripts": 1_405}
 """Packaged lines per folder. These numbers only shrink; who must raise one says in the commit what
 the lines bring.
 """

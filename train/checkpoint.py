@@ -32,8 +32,8 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.card import flat
 from draftheads.heads.files import staged
 from draftheads.heads.hub import CONFIG, WEIGHTS, step_folders, write_head
+from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
-from draftheads.heads.weights import same_weights
 from draftheads.train.recipe import Recipe, differences, recorded_recipe
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"

@@ -1,6 +1,10 @@
-"""What is measured of a head: its ranks along texts, and decoding with it.
+"""Why is my acceptance low? One function per check, and findings sorted by what they explain.
 
-Legend: M learned positions, K draft depth, T tokens, D feature width.
+A check measures something and prices it in tokens per step. What has no price of its own (other
+weights, data without tokens) is charged with what is left: how far the head falls short of what
+training recorded, less what is already explained.
+
+Legend: M learned positions, K draft depth, v draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.eagle import AutoregressiveHead
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.heads.weights import same_weights
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import Speculator
 from draftheads.train.batches import Documents, Rows, Span
@@ -280,15 +284,6 @@ def openings_of(documents: Documents, spans: Sequence[Span]) -> list[list[int]]:
         end = int(learned[0]) if len(learned) else (stop - start) // 4
         openings.append(documents.tokens_N[start : start + max(1, end)].tolist())
     return openings
-
-
-# Why is my acceptance low? One function per check, and findings sorted by what they explain.
-#
-# A check measures something and prices it in tokens per step. What has no price of its own (other
-# weights, data without tokens) is charged with what is left: how far the head falls short of what
-# training recorded, less what is already explained.
-#
-# Legend: M learned positions, K draft depth, v draft vocabulary.
 
 
 WORTH = 0.05

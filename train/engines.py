@@ -32,8 +32,8 @@ from draftheads.heads.adapter import Adapter
 from draftheads.heads.base import DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
 from draftheads.heads.losses import Teacher, linear_cross_entropy
+from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
-from draftheads.heads.weights import decoder_layers
 from draftheads.train.launch import asked_for_fsdp
 from draftheads.train.recipe import AdapterChoices, OptimChoices, Precision, Recipe
 

@@ -41,9 +41,8 @@ from draftheads.train.engines import Engine, make_engine, make_learner
 from draftheads.train.evaluate import Evaluator, check_eval
 from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.launch import StopRequest, agreeing, launched, main_process_log
-from draftheads.train.progress import Progress, check_trackers
+from draftheads.train.progress import Progress, check_trackers, write_report
 from draftheads.train.recipe import Recipe
-from draftheads.train.report import write_report
 from draftheads.train.setup import (
     TrainingData,
     create_head,

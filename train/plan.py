@@ -37,8 +37,8 @@ from draftheads.heads.adapter import Adapter
 from draftheads.heads.hub import HEADS
 from draftheads.heads.losses import CHUNK_LOGITS, CHUNK_ROWS
 from draftheads.heads.placement import check_path, check_placement, read_config, reading
+from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
-from draftheads.heads.weights import decoder_layers
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading
 from draftheads.train.data.answers import MANIFEST
 from draftheads.train.loop import fit

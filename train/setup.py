@@ -14,8 +14,8 @@ from accelerate import Accelerator
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS
+from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
-from draftheads.heads.weights import same_weights
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.recipe import Recipe

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.hub import HEADS, load_head, load_pair, open_head, shared_adapter
+from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
-from draftheads.heads.weights import same_weights
 from draftheads.infer.engine import Speculator
 from draftheads.scripts.cli import app
 from draftheads.train import engines
@@ -33,9 +33,8 @@ from draftheads.train.checkpoint import read_state
 from draftheads.train.data.answers import read_answers
 from draftheads.train.engines import JointLearner, Learner
 from draftheads.train.evaluate import Share, measure_drift
-from draftheads.train.progress import read_metrics
+from draftheads.train.progress import read_metrics, write_report
 from draftheads.train.recipe import AdapterChoices
-from draftheads.train.report import write_report
 
 JOINT = ["adapter.rank=4", "adapter.lr=0.02", "run.save_every=3"]
 

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS, load_head, open_head, record_measured, save_head
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
-from draftheads.heads.weights import same_weights
 
 ROOT = Path(__file__).parents[2]
 SCALED = {

@@ -18,9 +18,8 @@ from transformers import AutoTokenizer
 
 from draftheads.heads.target import Target
 from draftheads.train.data.answers import documents_of
-from draftheads.train.data.conversation import ONLY_THOUGHTS, Conversation, Renderer
+from draftheads.train.data.conversation import ONLY_THOUGHTS, Conversation, Renderer, TextSide
 from draftheads.train.data.prompts import Prompt
-from draftheads.train.data.tokenizer import TextSide
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 

@@ -25,11 +25,10 @@ from transformers import PreTrainedTokenizerFast
 from draftheads.heads.target import Target
 from draftheads.scripts import cli
 from draftheads.train.data.answers import read_answers, read_manifest
-from draftheads.train.data.conversation import LOSSY, TOO_LONG, Renderer
+from draftheads.train.data.conversation import LOSSY, TOO_LONG, Renderer, TextSide
 from draftheads.train.data.distill import Sampling, distill, generate
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.server import ServedTarget, ServerError, ServerOptions
-from draftheads.train.data.tokenizer import TextSide
 
 
 def saved(target: Target, folder: Path) -> Path:

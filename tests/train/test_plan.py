@@ -27,7 +27,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 from draftheads.heads.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.scripts import cli
-from draftheads.scripts.plan_table import remedy
+from draftheads.scripts.printing import remedy
 from draftheads.train import plan as planning
 from draftheads.train.batches import Documents
 from draftheads.train.data.answers import Answer

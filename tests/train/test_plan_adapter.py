@@ -18,7 +18,7 @@ from tiny_training import (
     tiny_target,
 )
 
-from draftheads.scripts.plan_table import print_plan
+from draftheads.scripts.printing import print_plan
 from draftheads.train.plan import Shapes, activation_bytes, make_plan
 from draftheads.train.recipe import Recipe
 

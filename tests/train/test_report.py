@@ -15,8 +15,7 @@ from tiny_training import run
 from typer.testing import CliRunner
 
 from draftheads.scripts.cli import app
-from draftheads.train.progress import read_metrics
-from draftheads.train.report import CURVES, REPORT, write_report
+from draftheads.train.progress import CURVES, REPORT, read_metrics, write_report
 
 EVALUATIONS = "Evaluations on held-out documents"
 SECTIONS = [EVALUATIONS, "Skipped steps", "Use", "Recipe"]

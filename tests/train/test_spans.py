@@ -13,9 +13,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer, GPT2TokenizerFast
 
 from draftheads.train.data.answers import Record, documents_of
-from draftheads.train.data.conversation import Renderer
+from draftheads.train.data.conversation import Renderer, TextSide
 from draftheads.train.data.imports import import_answers, retell
-from draftheads.train.data.tokenizer import TextSide
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 TEMPLATES = sorted((DATA / "chat-templates").rglob("*.jinja"))

@@ -10,9 +10,8 @@ import pytest
 from tiny_chat import CONTEXT, END, byte_tokenizer
 from transformers import AutoTokenizer
 
-from draftheads.train.data.conversation import Conversation, Renderer
+from draftheads.train.data.conversation import Conversation, Renderer, TextSide
 from draftheads.train.data.prompts import Prompt, check_tools, read_conversations, read_prompts
-from draftheads.train.data.tokenizer import TextSide
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")

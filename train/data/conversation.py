@@ -3,9 +3,9 @@
 The target's answers keep the ids that it wrote. A later turn adds only the text that the chat
 template puts between the answer and the next generation prompt; it is found by rendering the
 conversation with a sentinel in the answer's place. If a template rewrites earlier turns (drops
-their thinking, inserts an empty thinking block), there is no such text: the document is closed, and
-the next answer opens another one, after the history as the template now renders it. So the target
-sees in training what it sees in a chat, and every answer is learned once.
+their thinking, inserts an empty thinking block), there is no such text: the document is closed,
+and the next answer opens another one, after the history as the template now renders it. So the
+target sees in training what it sees in a chat, and every answer is learned once.
 
 Tool calls and results of a prompt are context; the target is asked after the last result.
 """
@@ -14,18 +14,61 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2.exceptions import TemplateError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from draftheads.infer.text import REPLACEMENT
 from draftheads.train.data.answers import Record
 from draftheads.train.data.prompts import Message, Prompt
-from draftheads.train.data.tokenizer import CLOSE, OPEN, TextSide
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """The text side of a target. eos_ids: tokens that end its answers."""
+
+    name: str
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    revision: str | None = None
+
+    @classmethod
+    def load(cls, name: str, revision: str | None = None) -> TextSide:
+        """Read from a folder or a Hub id. Raises ValueError if no tokenizer is found."""
+        path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+            eos_ids = _eos_ids(path, revision) or [tokenizer.eos_token_id]
+        except Exception as error:  # a damaged file raises errors of many types
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"{name}: expected a target's folder or Hub id with a tokenizer, found none that "
+                f"can be read ({reason}); give one with --target, or download it again"
+            ) from error
+        return cls(name, tokenizer, tuple(one for one in eos_ids if one is not None), revision)
+
+
+def _eos_ids(path: str, revision: str | None) -> list[int]:
+    for config in (GenerationConfig, AutoConfig):
+        try:
+            found = config.from_pretrained(path, revision=revision).eos_token_id
+        except (OSError, ValueError, AttributeError):  # a folder may hold a tokenizer alone
+            if (Path(path) / "generation_config.json").is_file():
+                raise  # without it, other end tokens would be learned
+            continue
+        if found is not None:
+            return list(found) if isinstance(found, list) else [found]
+    return []
+
 
 SENTINEL = "DRAFTHEADS-ANSWER-STANDS-HERE"
 TOO_LONG = "prompt does not fit into the target's context"

@@ -47,9 +47,8 @@ from draftheads.train.data.answers import (
     write_ids,
     write_manifest,
 )
-from draftheads.train.data.conversation import Conversation, Renderer, turns_of
+from draftheads.train.data.conversation import Conversation, Renderer, TextSide, turns_of
 from draftheads.train.data.prompts import Prompt, check_tools, with_tools
-from draftheads.train.data.tokenizer import TextSide
 from draftheads.train.launch import check_environment
 
 if TYPE_CHECKING:

@@ -27,15 +27,17 @@ from draftheads.train.data.answers import (
     write_manifest,
 )
 from draftheads.train.data.conversation import (
+    CLOSE,
     LOSSY,
+    OPEN,
     SENTINEL,
     Conversation,
     Renderer,
+    TextSide,
     Turn,
     said,
 )
 from draftheads.train.data.prompts import Message, Messages, Prompt
-from draftheads.train.data.tokenizer import CLOSE, OPEN, TextSide
 
 EMPTY_THOUGHT = re.compile(rf"\s*{OPEN}\s*{CLOSE}\s*")
 UNBOUNDED = 1 << 30

@@ -24,9 +24,8 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # kept fo
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig
 
-from draftheads.train.data.conversation import LOSSY, Conversation, Renderer
+from draftheads.train.data.conversation import LOSSY, Conversation, Renderer, TextSide
 from draftheads.train.data.distill import Answered, Answerer, Sampling, until_end
-from draftheads.train.data.tokenizer import TextSide
 
 CONNECT_SECONDS = 10.0
 BUSY = {408, 425, 429}
