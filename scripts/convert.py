@@ -1,5 +1,5 @@
-"""`draftheads convert`: heads for a serving engine, and published heads for us. `draftheads merge`: a
-target and the adapter of its heads, as one model of its own.
+"""`draftheads convert` brings heads into the layout of another program, or into ours; `draftheads
+merge` makes one model of a target and the adapter of its heads.
 """
 
 from __future__ import annotations

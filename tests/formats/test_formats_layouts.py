@@ -344,7 +344,7 @@ def test_speculators(tmp_path):
 
 REFUSED = {
     "no-heads": ({"num_attention_heads": None}, "num_attention_heads in config.json"),
-    "wrong-count": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "expected fc.weight of"),
+    "wrong-count": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "fc.weight: expected"),
     "mixed": ({"layer_types": ["full_attention", "sliding_attention"]}, "all have a window"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "change with the length"),
     "gelu": ({"hidden_act": "gelu"}, "hidden_act: absent, silu, swish; got 'gelu'"),
