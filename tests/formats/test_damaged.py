@@ -128,6 +128,7 @@ def mutated(config: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[
     return changed
 
 
+@pytest.mark.slow
 def test_a_config_with_any_value_anywhere_loads_or_is_refused(folder, tmp_path):
     """A quarter of the values at each place; those left out are tried at the next places."""
     config, turn, refused = json.loads((folder / "config.json").read_text()), count(), 0

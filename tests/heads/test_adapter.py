@@ -238,6 +238,7 @@ def test_rates_and_weights_follow_the_recipe(made):
     assert [rate["heads"] for rate in rates] == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice", ["run.gradient_checkpointing=true", "features.mode=cached", "data.cache_gb=1"]
 )

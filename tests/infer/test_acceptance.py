@@ -134,6 +134,7 @@ def small_head(kind: str, target: Target, vocabulary: list[int] | None = None) -
     return random_head(kind, target, depth=3, nodes=6, top_k=2, vocabulary=vocabulary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS)
 def test_sampled_output_of_the_whole_engine_has_the_targets_law(small_target, kind):
     head, fixed = small_head(kind, small_target, [0, 2, 3, 5]), StaticTree.from_widths((3, 2))

@@ -286,6 +286,7 @@ def test_sample_chat_prints_questions_answers_and_numbers(target):
     assert "Four." in speculator.prompts[1]
 
 
+@pytest.mark.slow
 def test_a_pipe_is_read_to_its_end():
     program = (
         "import sys; sys.path.insert(0, 'tests')\n"

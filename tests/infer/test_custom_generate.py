@@ -506,6 +506,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 def test_without_draftheads_the_error_says_where_to_get_it(saved, tmp_path):
     environment = {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "PATH": ""}
     done = subprocess.run(

@@ -183,6 +183,7 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
 save = loop.save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("measure", "best"),
     [
