@@ -282,7 +282,8 @@ def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Acc
         for store in stores:
             store.folder.mkdir(parents=True, exist_ok=True)
             sweep(store.folder, "shard-*")
-            write_text(store.folder / MANIFEST, json.dumps(store.manifest, indent=2) + "\n")
+            if accelerator.is_main_process:
+                write_text(store.folder / MANIFEST, json.dumps(store.manifest, indent=2) + "\n")
     accelerator.wait_for_everyone()  # nobody writes before all have seen the same shards missing
     for store, shards in zip(stores, missing, strict=True):
         store.write(shards, accelerator)
