@@ -6,6 +6,7 @@ python scripts/benchmarks/picture.py out/demo/sequential docs/chat.svg
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def main() -> None:
     console = Console(record=True, width=88, force_terminal=True)
     sample_chat(Speculator(target, head, tree=tree), QUESTIONS, console=console)
     svg = console.export_svg(title="draftheads chat --show-accepted")
-    write_text(Path(out), svg)
+    write_text(
+        Path(out), re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    )  # no fonts from afar
 
 
 if __name__ == "__main__":
