@@ -17,7 +17,11 @@ from draftheads.heads.files import write_text
 from draftheads.infer import Speculator
 from draftheads.infer.chat import sample_chat
 
-QUESTIONS = ("What does os.path.join do?", "How do I import itertools.chain?")
+QUESTIONS = (
+    "What is the signature of os.path.join?",
+    "What does str.upper do?",
+    "How do I import itertools.chain?",
+)  # whose answers fit on a line each
 NODES = 16
 
 
