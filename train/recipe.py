@@ -404,7 +404,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "m
         raise ValueError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
     values = {key: value for key, value in values.items() if value is not None}
     if "judge" in values or any(text.startswith("judge.") for text in overrides):
-        logger.warning("warning: judge: is now eval:")
+        logger.warning("the recipe section judge: is now called eval:; rename it")
         values = {"eval" if key == "judge" else key: value for key, value in values.items()}
         overrides = [re.sub(r"^judge\.", "eval.", text) for text in overrides]
     head = values.setdefault("head", {})

@@ -272,6 +272,6 @@ def test_the_old_name_of_the_evaluation_section_is_read_with_a_warning(path, cap
     assert (recipe.eval.prompts, recipe.eval.every, recipe.eval.patience) == (5, 0, 3)
     path.write_text(MINIMAL)
     assert load_recipe(path, ["judge.every=0"]).eval.every == 0
-    assert caplog.messages == ["warning: judge: is now eval:"] * 2
+    assert caplog.messages == ["the recipe section judge: is now called eval:; rename it"] * 2
     load_recipe(path, ["eval.every=0"])
     assert len(caplog.messages) == 2
