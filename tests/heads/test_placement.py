@@ -342,8 +342,7 @@ def test_all_processes_refuse_a_broken_sharded_target(tmp_path):
     reconfigured(folder, num_hidden_layers=2)
     result = torchrun(str(ROOT / "tests" / "broken_worker.py"), str(folder))
     assert result.returncode == 0, result.stderr[-2000:]
-    refusals = [line for line in result.stdout.splitlines() if "got none for 9 of them" in line]
-    assert len(refusals) == 2
+    assert result.stdout.count("got none for 9 of them") == 2  # two processes may share a line
 
 
 def test_a_bert_is_refused(tmp_path):
