@@ -157,7 +157,7 @@ class Meter:
         ]
         options = replace(self.options, sampling=rule)
         runs = race(candidates, self.jobs, options)
-        # a bench compares with `generate`; here the plain engine stands in its place
+        # a bench compares with `generate`; here the plain engine replaces it
         results = {**runs, GENERATE: self.plain, PLAIN: self.plain}
         summary = Summary(self.target, self.jobs, results, options)
         rows = [asdict(summary.result(each)) for each in candidates]
@@ -327,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number, each in enumerate(plans, start=1):
         console.rule(f"{number} of {len(plans)}: {each.name}")
         if not ablation.run(each):
-            raise SystemExit("interrupted and saved; run the same command again to go on")
+            raise SystemExit("interrupted and saved; run the same command again to resume")
     console.print(table(ablation.report))
     console.print(
         "@N: tokens per step with N draft nodes, ± their standard error over "

@@ -71,7 +71,7 @@ GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 class Setup:
     """The choices of one run. hidden, vocab, layers: the target's; attention heads and the MLP are
     in Llama 3's proportions. nodes, depth: of all trees. top_k: of the dynamic ones. draft_vocab:
-    tokens that the heads can guess, 0: all. rank: of the sequential heads, 0: their default.
+    tokens that the heads can draft, 0: all. rank: of the sequential heads, 0: their default.
     context: committed tokens before the first tree; accepted: before each further one. clock: as in
     `step_trial`. together_gb: heads that take no more are timed in turns.
     """
@@ -353,7 +353,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     setup = report["setup"]
     return [
         f"medians of {setup['repetitions']} drafts after {setup['warmup']}, each after "
-        f"{setup['accepted']} new tokens behind a text of {setup['context']}; "
+        f"{setup['accepted']} new tokens after a text of {setup['context']}; "
         f"{setup['clock']} time, Python's share in it.",
         "weights: the head's own. read: weights and what is kept of them, once for each time that "
         "an operator reads them; GB/s: read by time.",

@@ -1,7 +1,9 @@
 """The picture of README.md: a chat with the demo target, accepted draft tokens in colour.
 
-draftheads demo --out out/demo
-python scripts/benchmarks/picture.py out/demo/sequential docs/chat.svg
+    draftheads demo --out out/demo
+    python scripts/benchmarks/picture.py out/demo/sequential docs/chat.svg
+
+The questions are ones whose answers fit on a line.
 """
 
 from __future__ import annotations

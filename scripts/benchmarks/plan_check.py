@@ -46,7 +46,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Watched:
-    """A training process. peak: bytes. windows: (first step, step behind it, seconds) of lines in
+    """A training process. peak: bytes. windows: (first step, end step, seconds) of lines in
     metrics.jsonl, without the first and those in which a checkpoint was written.
     """
 
@@ -171,7 +171,7 @@ def _windows(times: Sequence[float], recipe: Recipe) -> list[tuple[int, int, flo
     return [
         (start, stop, after - before)
         for (start, stop), (before, after) in zip(spans, pairwise(times), strict=True)
-        if -(-start // save) * save >= stop  # the next save is behind it
+        if -(-start // save) * save >= stop  # the next save is after it
     ]
 
 

@@ -1,7 +1,9 @@
 """The results table of README.md and docs/results.md, from what `bench --json` wrote.
 
-draftheads demo --out out/demo && cp out/demo/bench.json docs/results.json
-python scripts/benchmarks/results.py docs/results.json README.md docs/results.md
+    draftheads demo --out out/demo && cp out/demo/bench.json docs/results.json
+    python scripts/benchmarks/results.py docs/results.json README.md docs/results.md
+
+Each file has a place for the table, between two HTML comments.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ def table(report: dict[str, Any]) -> str:
         )
         lines.append("| " + " | ".join(cells) + " |")
     machine, prompts = report["machine"], report["settings"]["prompts"]
+    threads = machine["torch_threads"]
     measured = (
         f"The demo target, {prompts} questions, greedy, {machine['dtype']}; {machine['cpu']}, "
-        f"{machine['torch_threads']} threads, torch {machine['torch']}, {machine['date'][:10]} "
-        "(`draftheads demo`)."
+        f"{threads} {'thread' if threads == 1 else 'threads'}, torch {machine['torch']}, "
+        f"{machine['date'][:10]} (`draftheads demo`)."
     )
     return "\n".join(lines) + f"\n\n{measured}\n"
 

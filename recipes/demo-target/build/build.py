@@ -3,7 +3,7 @@
     python recipes/demo-target/build/build.py --out recipes/demo-target
 
 One command gathers the text from the running Python, trains the tokenizer and the model, and
-writes the model folder and the two prompt files beside it. Where other work runs on the same
+writes the model folder and the two prompt files next to it. Where other work runs on the same
 cores, set OMP_WAIT_POLICY=PASSIVE: threads that spin at barriers waste half the time there.
 Shapes: B conversations, T tokens, D model width, N learned tokens, V vocabulary.
 """
@@ -173,7 +173,7 @@ def learning_rate(step: int, plan: Plan) -> float:
 
 
 def train(plan: Plan) -> None:
-    """Run the whole plan; every `save_every` steps a usable folder stands at `plan.out`."""
+    """Run the whole plan; every `save_every` steps `plan.out` is a usable folder."""
     torch.manual_seed(plan.seed)
     torch.set_num_threads(plan.threads)
     corpus = gather()

@@ -60,7 +60,7 @@ code that builds the model is Apache-2.0. Nothing else was used.
 
     python recipes/demo-target/build/build.py --out recipes/demo-target
 
-writes this folder and, beside it, `demo-prompts.jsonl` (to distill from) and `demo-heldout.jsonl`
+writes this folder and, next to it, `demo-prompts.jsonl` (to distill from) and `demo-heldout.jsonl`
 (other questions about the same functions, to measure with). The same seed and Python version give
 the same prompts and tokenizer; another machine or Python version gives slightly different weights.
 
@@ -78,7 +78,7 @@ Greedy decoding, copied by the build from the stored weights.
   (`os.makedirs` answered as `os.removedirs`).
 * A name that it does not know, or an unusual way of asking, often gets the docstring of another
   function. It does not reliably say that it does not know.
-* Its next token is far easier to guess than a real model's, so draft heads look better on it than
+* Its next token is far easier to predict than a real model's, so draft heads look better on it than
   they will on your model. Use it to see that everything works, never to compare methods.
 """
 

@@ -249,7 +249,7 @@ def epochs(corpus: Corpus, rng: random.Random) -> Iterator[list[Message]]:
 def prompt_sets(corpus: Corpus, seed: int, held_out: int) -> tuple[list[str], list[str]]:
     """Opening questions to distil from, and `held_out` others that are not among them.
 
-    Both ask about the same entries, in other words: a model this small knows its entries by heart
+    Both ask about the same entries, in other words: a model this small memorises its entries
     and little else, so heads for it are of use on what it knows.
     """
     rng = random.Random(seed)
