@@ -1,9 +1,10 @@
 """The promise: every combination is trained once and measured as a bench would; an interrupted
-ablation goes on.
+ablation is resumed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from io import StringIO
 from pathlib import Path
@@ -234,3 +235,11 @@ def test_mistakes_are_explained(recipe, finished, tmp_path):
         main([*arguments(recipe, tmp_path, *MEDUSA), "--temperature", "-1"])
     with pytest.raises(SystemExit):
         main(arguments(recipe, finished))
+
+
+@pytest.mark.parametrize(
+    "name", ["ablation", "draft_time", "kill_test", "plan_check", "step_memory", "step_time"]
+)
+def test_benchmarks_run_under_their_earlier_names(name):
+    found = importlib.util.find_spec(f"draftheads.scripts.{name}")
+    assert found and Path(str(found.origin)).parent.name == "benchmarks"
