@@ -18,10 +18,10 @@ demo: $(VENV)/.installed
 	$(BIN)/draftheads demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

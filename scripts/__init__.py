@@ -1,4 +1,4 @@
-"""The command line. In a clone, `python -m draftheads.scripts.NAME` also runs benchmarks/NAME.py."""
+"""The command line; in a clone, `python -m draftheads.scripts.NAME` also runs benchmarks/NAME."""
 
 from pathlib import Path
 
