@@ -108,11 +108,6 @@ class SequentialHead(MedusaHead):
         if "down.0.weight" in tensors:
             rank, width = matrix(tensors, "down.0.weight").shape
             kind = MarkovHead if width == design.hidden_size else RecurrentHead
-        if kind is RecurrentHead and design.depth > 1 and "carry.0.weight" not in tensors:
-            raise ValueError(
-                f"expected conditioning {', '.join(CONDITIONINGS)}, got state, which is no longer "
-                "supported; use an earlier version of draftheads, or retrain with recurrent"
-            )
         prefix = None
         if "prefix.norm.weight" in tensors:
             (sizes,) = needed(config, "prefix_layer")

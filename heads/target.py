@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedModel
 
 from draftheads.heads.adapter import Adapter
@@ -171,10 +172,8 @@ class Target:
         meaningless.
         """
         lengths = [len(prompt) for prompt in prompts]
-        tokens_BT = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
-        tokens_BT = tokens_BT.to(self.device)
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        tokens_BT = pad_sequence(rows, batch_first=True).to(self.device)
         lengths_B1 = torch.tensor(lengths, device=self.device)[:, None]
         logits: dict[int, Tensor] = {}
         features: list[Tensor] = []
@@ -302,9 +301,7 @@ class Target:
         table, nodes = cache.table, tokens_BN.shape[1]
         table.reserve(nodes)
         positions_BN = table.lengths_B[:, None] + depths_BN
-        mask = (
-            None  # a chain after rows of equal length needs none, which gives the fastest kernels
-        )
+        mask = None  # models add their own for a chain after equal rows, with the fastest kernels
         if ancestors_BNN is not None or not table.uniform:
             if ancestors_BNN is None:
                 ancestors_BNN = torch.ones(1, nodes, nodes, device=self.device).tril_() > 0
@@ -315,7 +312,7 @@ class Target:
                     f"expected text and tree to fit into {self._slots} cache slots of this target, "
                     f"got {visible_BNS.shape[2]}; use a smaller tree"
                 )
-        if table.span > self.context:  # beyond it are only nodes that are never committed
+        if table.span > self.context:  # only by nodes that are never committed
             positions_BN = positions_BN.clamp(max=self.context - 1)
         arguments: dict[str, Any] = {}
         if layers:
