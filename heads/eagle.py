@@ -7,7 +7,7 @@ and forms no pair.
 
 Legend: B batch, T tokens, P positions of a flattened batch or expanded nodes, Q queries, R unrolled
 rows (one root at one step), F nodes expanded together, D feature width of the target, H hidden
-width of the head (= D), v draft vocabulary.
+width of the head (= D), K steps or depths, V target vocabulary, v draft vocabulary.
 """
 
 from __future__ import annotations

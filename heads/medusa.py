@@ -67,7 +67,7 @@ class MedusaDesign:
 
     @classmethod
     def read(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaDesign:
-        """The shape of the tensors; the config only tells a vocabulary size that they do not."""
+        """The shape of the tensors, and the vocabulary size of the config if they lack it."""
         names = [*tensors, "blocks.0.layers.0.weight"]  # the first one that exists
         block = next(name for name in names if re.fullmatch(r"blocks\.\d+\.layers.*\.weight", name))
         lm_heads = [name for name in tensors if name.startswith("lm_heads.")]

@@ -6,8 +6,8 @@ reads token i + j and the head's own output of step j - 1, at position i + j. It
 would see there: the target's features up to i, and its own entries of steps 1..j, but not those of
 other roots.
 
-Legend: B batch, T tokens, Q roots of a row (positions with a loss), R rows of the result, H query
-heads (in states: hidden width), G key/value heads, W head width, J steps so far.
+Legend: B batch, T tokens, Q roots of a row (positions with a loss), R rows of the result, D width,
+H query heads (in states: hidden width), G key/value heads, W head width, J steps so far.
 """
 
 from __future__ import annotations

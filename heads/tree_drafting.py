@@ -2,8 +2,9 @@
 the key/value cache of a draft head's own layers.
 
 Legend: B batch, F nodes of a level that are expanded (the frontier), C candidates of a level,
-N tree nodes, v draft vocabulary, A newly committed pairs, Q queries, S slots, P draft nodes after
-the text, D feature width, H hidden width. Level 0 is the root alone.
+k children of a node, N tree nodes, v draft vocabulary, A newly committed pairs, Q queries, S slots,
+P draft nodes after the text, D feature width, H hidden width (before W: query heads), G key/value
+heads, W head width, X any width. Level 0 is the root alone.
 """
 
 from __future__ import annotations
