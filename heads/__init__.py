@@ -1,4 +1,4 @@
-"""Draft heads and the frozen target that they read: kinds, trees, saving and loading."""
+"""Draft heads, their trees and files, and the frozen target that they read."""
 
 from draftheads.heads.base import Committed, Drafter, DraftHead, HeadLoss
 from draftheads.heads.batch import Batch

@@ -1,12 +1,13 @@
-"""What every draft head is: the types that training and inference share.
+"""The interface of a draft head: the types that training and inference share.
 
 The alignment law, obeyed everywhere in this project:
 
     features[i] is the target state from which tokens[i] was predicted.
 
-So a hidden state that the target computed *at* position i is the feature of token i + 1, and the
-first token of a sequence has no feature (zeros take its place). Head k of a Medusa head (k = 1..K)
-reads features[i] and guesses tokens[i + k]; tokens[i] itself is the tree's root, already committed.
+So the hidden state that the target computed *at* position i is the feature of token i + 1, and the
+first token of a sequence has no feature (zeros take its place). Head k = 1..K of a Medusa head
+reads features[i] and predicts tokens[i + k]; tokens[i] itself is already committed: it is the root
+of the tree.
 
 Legend: B batch, T tokens, A newly committed tokens, D feature width, K draft depth, R ranks, M
 positions with a loss.
@@ -30,35 +31,34 @@ from draftheads.heads.tree import TokenTree, Tree
 Result = TypeVar("Result")
 
 RANKS = 10
-"""How many ranks of the right token training statistics tell apart."""
+"""Ranks of the true token that training statistics distinguish."""
 
 
 class HeadLoss(NamedTuple):
-    """What `DraftHead.forward` returns; a tuple, as DeepSpeed and FSDP find tensors only in those.
-
-    loss: scalar, *summed* over learned tokens; the loop divides by the global number of them.
-    ranks_KR: int64, how often the right token had rank r at each depth that the loss looks at; the
-    last of RANKS + 1 columns counts all worse ranks.
+    """The result of `DraftHead.forward`. A tuple, because DeepSpeed and FSDP only find tensors in
+    tuples.
     """
 
     loss: Tensor
+    """Scalar, *summed* over tokens with a loss; the training loop divides by their global count."""
     ranks_KR: Tensor
+    """int64 (K, RANKS + 1): how often the true token had rank r at each depth with a loss. The last
+    column counts all worse ranks.
+    """
 
 
 @dataclass(frozen=True)
 class Committed:
-    """The tokens that a decoding step added to each row; the only thing a drafter ever sees.
-
-    tokens_BA: int64; row b's new tokens are `tokens_BA[b, :count_B[b]]`, the rest is padding.
-    features_BAD: by the alignment law, the target state from which each of them was predicted.
-    count_B: int64, at least 1 for a running row, 0 for a finished one (whose root is then
-    meaningless). counts: the same on the host, so that no drafter has to wait for the device.
-    """
+    """The tokens that a decoding step added to each row: all that a drafter ever sees."""
 
     tokens_BA: Tensor
+    """int64; the new tokens of row b are `tokens_BA[b, :count_B[b]]`, the rest is padding."""
     features_BAD: Tensor
+    """The target state from which each token was predicted."""
     count_B: Tensor
+    """int64, at least 1 for a running row, 0 for a finished one, whose root is meaningless."""
     counts: list[int]
+    """`count_B` on the host, so that no drafter has to wait for the device."""
 
     def last_tokens_B(self) -> Tensor:
         """The newest committed token of each row: the root of the next tree."""
@@ -76,42 +76,42 @@ class Committed:
 
 
 class Drafter(Protocol):
-    """Proposes a token tree for each step of one generation, and is thrown away with it."""
+    """Proposes a token tree for each step of one generation."""
 
     feature_layers: tuple[int, ...]
     """The hidden states of the target that `Committed.features_BAD` concatenates."""
 
     def propose(self, committed: Committed) -> TokenTree:
-        """A tree whose node 0 is each row's newest committed token."""
+        """A tree whose root is the newest committed token of each row."""
         ...
 
 
 class Stateless(nn.Module):
-    """A module whose result depends on its tensors and weights alone, as compilers like it."""
+    """A module whose output depends only on its inputs and weights, so it can be compiled."""
 
 
 class DraftHead(nn.Module, ABC):
-    """A head kind: its configuration and weights, how it is trained, how it drafts.
+    """The weights of a head, how it is trained and how it drafts.
 
-    The frozen target is handed to the methods that need it and never becomes a submodule, so it
-    cannot leak into the head's state_dict, optimizer or DDP wrapper.
+    The frozen target is passed to the methods that need it. It is never a submodule, so it cannot
+    leak into the head's state_dict, optimizer or DDP wrapper.
     """
 
     kind: ClassVar[str]
     architecture: ClassVar[str]
-    """The `architectures` entry that serving engines look for in config.json."""
+    """The `architectures` entry of config.json, by which serving engines choose a class."""
 
     tree: Tree
-    """The tree that `drafter` uses when it is not given one."""
+    """The default tree of `drafter`."""
     hidden_size: int
     vocab_size: int
     recompute: bool = False
-    """Gradient checkpointing: the backward pass computes layers again. Never saved."""
+    """Gradient checkpointing: layers are computed again in the backward pass. Never saved."""
 
     @property
     @abstractmethod
     def depth(self) -> int:
-        """How many tokens ahead of the newest committed one the head guesses (K)."""
+        """K, the number of tokens that the head predicts after the newest committed one."""
 
     @property
     @abstractmethod
@@ -120,17 +120,17 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def training_layers(self) -> tuple[int, ...]:
-        """The states that `forward` and `token_ranks` read: features, then those of labels."""
+        """The states that `forward` and `token_ranks` read: features, then states for labels."""
         return self.feature_layers
 
     @property
     @abstractmethod
     def needs_unembed(self) -> bool:
-        """Whether `forward` or `token_ranks` ask the target for logits or its last matrix."""
+        """Whether `forward` or `token_ranks` use the target's lm_head."""
 
     @abstractmethod
     def check_tree(self, tree: Tree) -> None:
-        """Raise ValueError, with the reason, for a tree that this head cannot fill."""
+        """Raise ValueError for a tree that this head cannot fill."""
 
     @abstractmethod
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
@@ -138,22 +138,26 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        """ranks_MK, int64: at each position with a loss, the rank at each depth of the token that
-        really came; -1 where it is RANKS or worse or the document has ended. Trees are built of it.
+        """The observations from which trees are built.
+
+        Returns ranks_MK, int64: for each position with a loss, the rank of the true token at each
+        depth; -1 if it is RANKS or worse, or after the end of the document.
         """
 
     @abstractmethod
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        """A fresh drafter for one generation."""
+        """A new drafter, for one generation."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The architecture as config.json keys, as serving engines name them."""
+        """The architecture as config.json keys, named as serving engines expect them."""
 
     @classmethod
     @abstractmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> DraftHead:
-        """A head without weights, its shape read from the tensors first: configs may lie."""
+        """A head without weights. Its shape is that of the tensors where they show it, because
+        configs may be wrong.
+        """
 
     @classmethod
     @abstractmethod
@@ -161,15 +165,15 @@ class DraftHead(nn.Module, ABC):
         """A new head for `target`, ready to be trained; choices: the recipe's `head.*` keys."""
 
     def compile_layers(self, **options: Any) -> None:
-        """Compile all `Stateless` layers in place; no name in `state_dict` changes. options: of
-        `torch.compile`.
+        """Compile all `Stateless` layers in place with `torch.compile` options. Names in
+        `state_dict` stay the same.
         """
         for module in self.modules():
             if isinstance(module, Stateless):
                 module.compile(dynamic=True, **options)
 
     def checkpointed(self, part: Callable[..., Result], *arguments: Any) -> Result:
-        """part(*arguments); with `recompute`, the backward pass calls it again, so it must be
+        """part(*arguments). With `recompute`, the backward pass calls it again, so it must be
         deterministic.
         """
         if not (self.recompute and torch.is_grad_enabled()):

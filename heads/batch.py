@@ -15,26 +15,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Training tokens, several documents packed into each row."""
+    """Training tokens, with several documents packed into each row."""
 
     tokens_BT: Tensor
     """int64 token ids."""
     loss_mask_BT: Tensor
-    """bool, True where the target wrote the token."""
+    """bool, True for tokens that the target generated."""
     positions_BT: Tensor
     """int64, 0 at the start of each document."""
     documents_BT: Tensor
-    """int64, which document of the row a token belongs to; -1 marks padding."""
+    """int64, the document of the row that each token belongs to; -1 is padding."""
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
         return Batch(*(tensor.to(device) for tensor in vars(self).values()))
 
     def roots(self, depth: int) -> Iterator[Tensor]:
-        """For each k = 1..depth: bool (B, T), the positions i from which tokens[i + k] is learned.
+        """For each k = 1..depth, bool (B, T): the positions i from which tokens[i + k] is learned.
 
-        The target must have written everything from i to i + k, in one document, as it does when
-        heads are used: tokens[i] is then the root of a tree.
+        As in decoding, tokens[i] is the root of a tree: the target must have generated all tokens
+        from i to i + k, in one document.
         """
         here_BT = self.loss_mask_BT
         for k in range(1, depth + 1):

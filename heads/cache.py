@@ -1,11 +1,11 @@
 """A key/value cache that is allocated once, written in place and compacted in place.
 
 Slot s of a row holds the token at position s of that row. Each row has its own length, so rows may
-accept different numbers of tokens: a tree of N nodes is written after each row's length, the
-accepted path is moved to the front of that place, and everything after the new length is free
-again. There are no holes, no padding slots and no concatenation.
+accept different numbers of tokens: a tree is written after each row's length, the accepted path is
+moved to the front of these slots, and everything after the new length is free again. There are no
+holes, no padding slots and no concatenation.
 
-Legend: B batch, H key/value heads, S slots, Q nodes that ask, N pending nodes, A accepted nodes, D
+Legend: B batch, H key/value heads, S slots, Q query nodes, N pending nodes, A accepted nodes, D
 head width, T tokens.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,16 +23,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 ROOM = 1024
-"""Slots for new tokens where nobody knows how many there will be."""
+"""Slots reserved for new tokens if their number is not limited."""
 GROWTH = 1.5
-"""A cache that turns out too small grows by this factor."""
+"""Factor by which a full cache grows."""
 
 
 class SlotTable:
-    """Which slots are in use, shared by all layers of a cache.
+    """The slots in use, shared by all layers of a cache.
 
-    lengths_B: int64, committed tokens of each row; `lengths`, `longest` and `uniform` say the same
-    without asking the device.
+    lengths_B: int64, committed tokens of each row. `lengths`, `longest` and `uniform` (all rows are
+    equally long) are the same on the host.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str) -> None:
@@ -46,8 +46,8 @@ class SlotTable:
         self.start = self.pending = 0
 
     def reserve(self, tokens: int, *, after: int = 0) -> None:
-        """Announce that the next forward writes `tokens` tokens after each row's length, and after
-        `after` pending tokens that were written there before.
+        """Prepare for a forward pass that writes `tokens` tokens after each row's length and the
+        `after` pending tokens there.
         """
         self.start, self.pending = after, after + tokens
         if self.span > self.capacity:
@@ -56,19 +56,15 @@ class SlotTable:
 
     @property
     def span(self) -> int:
-        """How many slots the next forward can see, over all rows."""
+        """Number of slots that the next forward pass can see, over all rows."""
         return self.longest + self.pending
 
-    def slots_BA(self, offsets_BA: Tensor) -> Tensor:
-        """The slots `offsets` after each row's length."""
-        return self.lengths_B[:, None] + offsets_BA
-
     def advance(self, counts: list[int]) -> None:
-        """Row b keeps its first `counts[b]` pending tokens."""
+        """Commit the first `counts[b]` pending tokens of each row b."""
         self.set_lengths([old + new for old, new in zip(self.lengths, counts, strict=True)])
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Set every row's number of committed tokens, and forget the pending ones."""
+        """Set the number of committed tokens of each row; discard the pending ones."""
         self.lengths = lengths
         self.lengths_B.copy_(torch.tensor(lengths))
         self.longest = max(lengths)
@@ -76,23 +72,23 @@ class SlotTable:
         self.start = self.pending = 0
 
     def visible(self, ancestors_BQN: Tensor) -> Tensor:
-        """bool (B, Q, S): what the Q newest of N pending nodes see, every committed slot of their
-        row, and of the pending ones their ancestors and themselves.
+        """bool (B, Q, S): the slots that the Q newest of N pending nodes see: all committed ones of
+        their row, their ancestors and themselves.
         """
-        asking, nodes = ancestors_BQN.shape[1:]
-        if self.uniform:  # one topology after one length: two blocks side by side, no gather
-            committed = ancestors_BQN.new_ones(()).expand(len(ancestors_BQN), asking, self.longest)
+        queries, nodes = ancestors_BQN.shape[1:]
+        if self.uniform:  # two blocks side by side, no gather
+            committed = ancestors_BQN.new_ones(()).expand(len(ancestors_BQN), queries, self.longest)
             return torch.cat([committed, ancestors_BQN], dim=2)
         node_BS, index_BS = self._nodes(nodes)
         ancestors_BQS = ancestors_BQN.expand(len(node_BS), -1, -1).gather(
-            2, index_BS[:, None, :].expand(-1, asking, -1)
+            2, index_BS[:, None, :].expand(-1, queries, -1)
         )
         in_tree_BS = (node_BS >= 0) & (node_BS < nodes)
         return (node_BS < 0)[:, None, :] | (ancestors_BQS & in_tree_BS[:, None, :])
 
     def positions(self, depths_BN: Tensor) -> Tensor:
-        """int64 (B, S): the position that each slot holds; pending nodes are `depths` after the
-        committed ones.
+        """int64 (B, S): the position in each slot; pending nodes are `depths` after the committed
+        ones.
         """
         slots_S = self._slots_S[: self.span]
         if self.uniform:
@@ -103,13 +99,13 @@ class SlotTable:
         return torch.where(node_BS < 0, slots_S, self.lengths_B[:, None] + depths_BS)
 
     def _nodes(self, nodes: int) -> tuple[Tensor, Tensor]:
-        """Each slot's node number (negative: committed; `nodes` or more: free), raw and clamped."""
+        """The node number of each slot (negative: committed; >= `nodes`: free), raw and clamped."""
         node_BS = self._slots_S[: self.span] - self.lengths_B[:, None]
         return node_BS, node_BS.clamp(0, nodes - 1)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values, (B, H, capacity, D), allocated at the first write."""
+    """Keys and values of one layer, (B, H, capacity, D), allocated at the first write."""
 
     is_sliding = False
     is_croppable = False
@@ -120,7 +116,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self._stores: list[Tensor] = []  # each (keys and/or values, B, H, capacity, D)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate, keys and values in one store where they are alike: one copy moves both."""
+        """Allocate; keys and values of one shape share a store, so that one copy moves both."""
         self.dtype, self.device = key_states.dtype, key_states.device
         if key_states.shape == value_states.shape:
             self._stores = [self._allocate(2, key_states)]
@@ -132,7 +128,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write N tokens after each row's length; return a view of all that they may see."""
+        """Write tokens after each row's length; returns views of all slots that they may see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif self.keys.shape[2] < self.table.capacity:
@@ -144,7 +140,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             self.values[:, :, start : start + tokens] = value_states
         else:
             offsets_1N = table.start + torch.arange(tokens, device=table.lengths_B.device)[None]
-            slots_BN = table.slots_BA(offsets_1N).to(self.device)
+            slots_BN = (table.lengths_B[:, None] + offsets_1N).to(self.device)
             rows_B1 = table.rows_B1.to(self.device)
             self.keys[rows_B1, :, slots_BN] = key_states.transpose(1, 2)
             self.values[rows_B1, :, slots_BN] = value_states.transpose(1, 2)
@@ -169,7 +165,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.table.longest
 
     def get_max_length(self) -> int:
-        return -1  # it grows if it must
+        return -1  # it grows
 
     def _allocate(self, count: int, states: Tensor) -> Tensor:
         batch, heads, _, width = states.shape
@@ -183,10 +179,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The preallocated cache that `Target` and autoregressive heads write into.
+    """The preallocated cache of a target or of a head's own layers.
 
-    layers: attention layers. batch: rows. capacity: slots per row; prompt + new tokens + one tree
-    is enough, and a cache that turns out too small grows.
+    layers: attention layers. batch: rows. capacity: slots per row, enough for prompt, new tokens
+    and one tree; otherwise the cache grows.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device | str) -> None:
@@ -194,23 +190,22 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlotLayer(self.table) for _ in range(layers)])
 
     def keep(self, path_BA: Tensor, counts: list[int], *, in_place: bool = False) -> None:
-        """Commit, of the pending nodes, row b's `path_BA[b, :counts[b]]` (in depth order); forget
-        the others.
+        """Commit the pending nodes `path_BA[b, :counts[b]]` of each row b; discard the others.
 
-        path_BA: int64 node numbers, padded with anything valid. in_place: every row's path is 0, 1,
-        2, ..., so the nodes are already where they belong.
+        path_BA: int64 node numbers in depth order, padded with any valid ones. in_place: the path
+        of each row is 0, 1, 2, ..., so nothing has to move.
         """
         if not in_place:
             offsets_1A = torch.arange(path_BA.shape[1], device=path_BA.device)[None]
-            source_BA = self.table.slots_BA(path_BA)
-            target_BA = self.table.slots_BA(offsets_1A)
+            source_BA = self.table.lengths_B[:, None] + path_BA
+            target_BA = self.table.lengths_B[:, None] + offsets_1A
             for layer in self.layers:
                 if layer.is_initialized:
                     layer.move(source_BA.to(layer.device), target_BA.to(layer.device))
         self.table.advance(counts)
 
     def copy_row(self, row: int, other: SlotCache) -> None:
-        """Take what this row holds from the one row of `other`, which has the same text."""
+        """Replace this row by the only row of `other`, which has the same text."""
         length = self.table.lengths[row]
         for layer, source in zip(self.layers, other.layers, strict=True):
             for store, copied in zip(layer._stores, source._stores, strict=True):
@@ -218,39 +213,33 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 
 class LongRope:
-    """Targets (Phi-3 to Phi-4-mini) of which texts beyond a limit have RoPE factors of their own.
+    """RoPE factors of targets (Phi-3 to Phi-4-mini) that change when a text exceeds a limit.
 
-    transformers chooses the factors of a whole forward by its greatest position. A forward of ours
-    may hold rows, chunks and tree nodes on both sides of the limit, so each token has a choice.
+    transformers chooses the factors of a whole forward pass by its greatest position. Our passes
+    may mix rows, chunks and tree nodes on both sides of the limit, so the choice is per token.
 
-    limit: texts of more tokens have long factors; None where the model knows no such limit.
-    crossing: the same where `generate` computes a text anew when it grows over the limit; None
-    where it keeps what it has computed with short factors.
+    limit: longer texts have long factors; 0 for models without LongRoPE. crossing: the limit, if
+    `generate` then computes the text again; 0 if it keeps what it computed with short factors.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
-        parameters = parameters or {}  # of the model, or of each type of layer
-        limits = [
-            each["original_max_position_embeddings"]
-            for each in (parameters, *parameters.values())
-            if isinstance(each, dict) and each.get("rope_type") == "longrope"
-        ]
-        self.limit: int | None = limits[0] if limits else None
-        self.crossing = self.limit if limits and _drops_its_cache(model, limits[0]) else None
+        parameters = parameters or {}  # of the model, or for each layer type
+        self.limit = 0
+        for each in (parameters, *parameters.values()):
+            if isinstance(each, dict) and each.get("rope_type") == "longrope":
+                self.limit = each["original_max_position_embeddings"]
+        self.crossing = self.limit if _drops_its_cache(model, self.limit) else 0
         self._ropes = [
             module
             for module in model.modules()
-            if limits and "longrope" in str(getattr(module, "rope_type", ""))
+            if self.limit and "longrope" in str(getattr(module, "rope_type", ""))
         ]
 
-    def factors(self, texts_B1: Tensor, more_BT: Tensor | int = 0) -> AbstractContextManager[None]:
-        """Inside, each token gets the factors of a text of so many tokens and so many more."""
-        return self._chosen(texts_B1 + more_BT) if self._ropes else nullcontext()
-
     @contextmanager
-    def _chosen(self, texts_BT: Tensor) -> Iterator[None]:
-        limit = self.limit or 0
+    def factors(self, lengths_BT: Tensor) -> Iterator[None]:
+        """A context in which each token has the factors of a text of the given length."""
+        limit = self.limit
 
         def choose(rope: nn.Module, args: Any, kwargs: Any, output: Any) -> tuple[Tensor, ...]:
             given = inspect.signature(rope.forward).bind(*args, **kwargs).arguments
@@ -258,7 +247,7 @@ class LongRope:
             beyond_B1 = torch.full_like(positions_BT[:, :1], limit)
             short = rope.forward(position_ids=positions_BT.clamp(max=limit - 1), **given)
             long = rope.forward(position_ids=torch.cat([positions_BT, beyond_B1], 1), **given)
-            is_long_BT1 = (texts_BT > limit).to(positions_BT.device)[:, :, None]
+            is_long_BT1 = (lengths_BT > limit).to(positions_BT.device)[:, :, None]
             pairs = zip(long, short, strict=True)
             return tuple(torch.where(is_long_BT1, a[:, :-1], b) for a, b in pairs)
 
@@ -270,15 +259,17 @@ class LongRope:
 
 
 def document_lengths(positions_BT: Tensor) -> Tensor:
-    """int64 (B, T): of each token of packed rows, how many tokens its document has."""
+    """int64 (B, T): the length of the document of each token in packed rows."""
     numbers_BT = (positions_BT == 0).cumsum(1)
-    lengths_BD = F.pad(torch.zeros_like(positions_BT), (0, 1))  # no row has more documents
-    lengths_BD.scatter_reduce_(1, numbers_BT, positions_BT + 1, "amax")
-    return lengths_BD.gather(1, numbers_BT)
+    by_document = F.pad(torch.zeros_like(positions_BT), (0, 1))  # at most T documents
+    by_document.scatter_reduce_(1, numbers_BT, positions_BT + 1, "amax")
+    return by_document.gather(1, numbers_BT)
 
 
 def _drops_its_cache(model: PreTrainedModel, limit: int) -> bool:
-    """Whether `generate` does, when a text grows beyond the limit."""
+    """Whether `generate` computes a text again when it grows beyond the limit."""
+    if not limit:
+        return False
     cache = SlotCache(1, 1, 1, "cpu")
     cache.table.set_lengths([limit])
     prepared = model.prepare_inputs_for_generation(

@@ -1,13 +1,13 @@
-"""EAGLE-1 and EAGLE-3: heads of decoder layers that draft from their own output, token by token.
+"""EAGLE-1 and EAGLE-3: heads of decoder layers that draft token by token from their own output.
 
-Legend: B batch, T tokens, P places of a flattened batch, Q queries, R rows that are trained on,
-F nodes expanded together, D feature width of the target, H hidden width of the head (= D),
-v draft vocabulary.
+By the alignment law, each position of such a head is a pair (token i, feature i): what the target
+generated, and the state from which it did. The pair predicts token i + 1. Where the target has not
+been yet, the head's own output replaces the feature. The first token of a document has no feature
+and forms no pair.
 
-A position of such a head is a pair (token i, feature i), by the alignment law: what the target
-wrote, and the state that it wrote it from. The pair predicts token i + 1, and the head's own output
-takes the place of feature i + 1 where the target has not been yet. The first token of a document
-has no feature and makes no pair.
+Legend: B batch, T tokens, P positions of a flattened batch or expanded nodes, Q queries, R unrolled
+rows (one root at one step), F nodes expanded together, D feature width of the target, H hidden
+width of the head (= D), K steps or depths, V target vocabulary, v draft vocabulary.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.stored import count_of, integers, matrix
 from draftheads.heads.layers import (
+    Angles,
     DecoderLayer,
     FusingLayer,
     LayerShape,
@@ -33,11 +34,7 @@ from draftheads.heads.layers import (
     RMSNorm,
     Rope,
     check_embeddings,
-    check_map,
-    d2t,
-    default_rope,
     draft_index,
-    read_rope,
     refresh,
     t2d,
     token_map,
@@ -45,18 +42,18 @@ from draftheads.heads.layers import (
 from draftheads.heads.losses import Objective, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import Unrolled, unroll
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
-from draftheads.heads.tree_drafting import Angles, DraftCache, gather_nodes, tree_builder
+from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 TRAINING = ("steps", "decay", "noise", "labels", "loss", "regression", "classification")
-"""Choices of a recipe that say how a head is trained."""
+"""Choices of a recipe for training."""
 
 
 @dataclass(frozen=True)
 class EagleDesign:
-    """What an EAGLE head is, without its weights. The fields from feature_layers on are EAGLE-3's;
-    the norms are EAGLE-3.1's.
+    """The architecture of an EAGLE head. Fields from `feature_layers` on only vary in EAGLE-3; the
+    norms are those of EAGLE-3.1.
     """
 
     shape: LayerShape
@@ -64,22 +61,22 @@ class EagleDesign:
     vocab_size: int  # of the target
     layers: int
     window: int | None  # positions that a layer sees, itself included; None: all
+    draft_vocab_size: int
     feature_layers: tuple[int, ...] = (-1,)
-    """Indices into the target's hidden states, 0 = embeddings. The last state is taken after the
-    final norm here and before it by serving engines, so only our engine can use it in EAGLE-3.
+    """Indices into the target's hidden states, 0 = embeddings. We read the last state after the
+    final norm, serving engines before it, so an EAGLE-3 head that reads it is for our engine only.
     """
-    draft_vocab_size: int = 0
-    fc_norm: bool = False  # norm each feature before `fc`
-    norm_before_fc: bool = False  # norm them together
+    fc_norm: bool = False  # norm each feature before fc
+    norm_before_fc: bool = False  # norm the concatenated features
     norm_before_residual: bool = False  # the residual stream starts from the normed feature
-    norm_output: bool = False  # the head feeds on its normed output
+    norm_output: bool = False  # the next step reads the normed output
 
     @classmethod
     def of(cls, target: Target, choices: dict[str, Any], **more: Any) -> EagleDesign:
-        """What a recipe chooses."""
+        """The choices of a recipe."""
         check_embeddings(target)
         shape = LayerShape.of(target, choices)
-        rope = Rope(shape.head_dim, *default_rope(target, choices))
+        rope = Rope.of(target, choices, shape.head_dim)
         layers, window = choices.get("layers", 1), choices.get("sliding_window")
         more |= {name: bool(choices.get(name)) for name in SWITCHES}
         return cls(shape, rope, target.vocab_size, layers, window, **more)
@@ -88,40 +85,42 @@ class EagleDesign:
     def read(
         cls, config: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int, **more: Any
     ) -> EagleDesign:
-        """The number of layers that the tensors have; heads, window and RoPE as the config says."""
+        """The number of layers in the tensors; heads, window, RoPE and norms of the config."""
         layers = max(1, count_of(tensors, r"layers\.(\d+)\."))
-        shape, rope = LayerShape.read(config), read_rope(config)
+        shape = LayerShape.read(config)
+        rope = Rope.read(config, shape.head_dim)
         more |= {name: bool(config.get(name)) for name in SWITCHES}
         return cls(shape, rope, vocab_size, layers, config.get("sliding_window"), **more)
 
-    def config(self, **vocabulary: int) -> dict[str, Any]:
+    def config(self, **more: int) -> dict[str, Any]:
         """The keys of config.json that EAGLE-1 and EAGLE-3 share."""
-        layer_types = {"layer_types": ["sliding_attention"] * self.layers}
-        return {
+        config = {
             "model_type": "llama",
             **self.shape.config(),
             "num_hidden_layers": self.layers,
             "vocab_size": self.vocab_size,
-            **vocabulary,
+            **more,
             "tie_word_embeddings": False,
             "rope_theta": self.rope.theta,
             "rope_scaling": self.rope.scaling,
             "sliding_window": self.window,
-            **(layer_types if self.window else {}),
         }
+        if self.window:
+            config["layer_types"] = ["sliding_attention"] * self.layers
+        return config
 
 
 class AutoregressiveHead(DraftHead):
-    """What EAGLE-1 and EAGLE-3 share; what EAGLE-1 does not have is overridden by EAGLE-3."""
+    """The common part of EAGLE-1 and EAGLE-3."""
 
     feature_layers: tuple[int, ...] = ()
     steps: int  # of training-time test
     decay = 0.8  # step k weighs decay^k, divided by the sum of these weights
     noise: float  # width of the uniform noise on features in training
-    labels = "soft"  # the target's distribution; "hard": the token that came
+    labels = "soft"  # the target's distribution; "hard": the true token
     loss: Objective = "ce"  # for soft labels
     regression: float | None = None  # weight of EAGLE-1's SmoothL1 loss on features
-    classification = 1.0  # beside it, weight of the loss on tokens
+    classification = 1.0  # weight of the loss on tokens, if there is a regression
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class AutoregressiveHead(DraftHead):
         self.feature_layers, self.tree = design.feature_layers, DynamicTree()
 
     def prepare(self, choices: dict[str, Any]) -> None:
-        """Take a recipe's choices for training, and its tree."""
+        """Set a recipe's choices for training and its tree."""
         for name in TRAINING:
             if name in choices and getattr(self, name) is not None:
                 setattr(self, name, choices[name])
@@ -145,40 +144,38 @@ class AutoregressiveHead(DraftHead):
     @property
     @abstractmethod
     def token_map(self) -> Tensor | None:
-        """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
+        """int64 (v,): rising target ids of the draft vocabulary; None: all."""
 
     def fuse(self, features_BQD: Tensor) -> Tensor:
-        """The hidden states (B, Q, H) that represent the target's features."""
+        """Hidden states (B, Q, H) from the target's features (B, Q, D * number of layers)."""
         return features_BQD
 
     @abstractmethod
     def advance(
         self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
     ) -> Tensor:
-        """One step: from embedded tokens and hidden states to the next hidden states."""
+        """One step: the next hidden states, from embedded tokens and hidden states."""
 
     def states(self, hidden_BQH: Tensor) -> Tensor:
-        """What the last matrix multiplies (B, Q, D), of hidden states that `advance` returned."""
+        """The input of the lm_head, from the output of `advance`."""
         return hidden_BQH
 
     def unembed_weight(self, target: Target) -> Tensor:
-        """The last matrix, (v, D)."""
+        """The lm_head weight (v, D)."""
         return target.unembed_weight()
 
     def check_tree(self, tree: Tree) -> None:
-        if isinstance(tree, StaticTree):
-            tree.check_width(self.vocab_size if self.token_map is None else len(self.token_map))
+        check_fits(tree, self.design.draft_vocab_size)
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         return EagleDrafter(self, target, tree or self.tree)
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
-        """Sum over steps and learned tokens of the weighted loss."""
+        """The weighted loss, summed over steps and learned tokens."""
         inputs_BTD = self._inputs(features_BTD)
         unrolled = self._unroll(batch, self.noisy(inputs_BTD), target, self.steps)
-        weights_K = self.decay ** torch.arange(self.steps, dtype=torch.float32)
-        weights_K = (weights_K / weights_K.sum()).to(inputs_BTD.device)
-        weights_R = weights_K[unrolled.steps_R]
+        weights = self.decay ** torch.arange(self.steps, dtype=torch.float32)
+        weights_R = (weights / weights.sum()).to(inputs_BTD.device)[unrolled.steps_R]
         loss, ranks_R = linear_cross_entropy(
             *self._predictions(batch, unrolled, target),
             weights_R=weights_R,
@@ -207,14 +204,14 @@ class AutoregressiveHead(DraftHead):
         return ranks_PK[batch.loss_mask_BT.flatten()]
 
     def noisy(self, features_BTD: Tensor) -> Tensor:
-        """In training, features with EAGLE's uniform noise: (u - 0.5) noise 512 / T."""
+        """In training, features plus the uniform noise of EAGLE: (u - 0.5) noise 512 / T."""
         if not self.training or not self.noise:
             return features_BTD
         width = self.noise * 512 / features_BTD.shape[1]
         return features_BTD + (torch.rand_like(features_BTD) - 0.5) * width
 
     def _inputs(self, features_BTD: Tensor) -> Tensor:
-        """The features that the head reads, without the states that labels are made of."""
+        """The features that the head reads, without the states for labels."""
         width = len(self.feature_layers) * self.hidden_size
         return features_BTD[..., :width].to(next(self.parameters()).dtype)
 
@@ -226,7 +223,7 @@ class AutoregressiveHead(DraftHead):
     def _predictions(
         self, batch: Batch, unrolled: Unrolled, target: Target
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """States (R, D), last matrix (v, D) and labels (R,)."""
+        """Arguments of `linear_cross_entropy`: states (R, D), lm_head (v, D), labels (R,)."""
         labels_R = draft_index(batch.tokens_BT.flatten()[unrolled.places_R], self.token_map)
         return self.states(unrolled.hidden_RH), self.unembed_weight(target), labels_R
 
@@ -242,9 +239,9 @@ class AutoregressiveHead(DraftHead):
 
 
 class EagleHead(AutoregressiveHead):
-    """EAGLE-1 (arXiv 2401.15077): predicts the target's next last-layer feature, which the target's
-    own last matrix turns into tokens. With steps > 1 it is unrolled over its own features (HASS,
-    arXiv 2408.15766).
+    """EAGLE-1 (arXiv 2401.15077): predicts the next last-layer feature, which the target's own
+    lm_head turns into tokens. With steps > 1 it is trained on its own features (HASS, arXiv
+    2408.15766).
     """
 
     kind = "eagle"
@@ -259,8 +256,8 @@ class EagleHead(AutoregressiveHead):
         super().__init__(design)
         width = self.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=False)
-        del self.fc.bias  # it is None, and its name is taken
-        # no parameter: ours stays zero, published heads may have one. SGLang wants it stored.
+        # a buffer: ours stays zero, published heads may have one, and SGLang needs it stored
+        del self.fc.bias  # it is None
         self.fc.register_buffer("bias", torch.zeros(width))
         self.layers = nn.ModuleList(
             DecoderLayer(design.shape, input_norm=number > 0) for number in range(design.layers)
@@ -268,39 +265,39 @@ class EagleHead(AutoregressiveHead):
 
     @classmethod
     def create(cls, target: Target, **choices: Any) -> EagleHead:
-        """A new head for `target`. choices: the keys of a recipe's head section, all with defaults.
+        """A new head for `target`; choices: keys of a recipe's head section, all optional.
 
         Raises ValueError for a target whose logits are not lm_head(last state).
         """
-        head = cls(EagleDesign.of(target, choices))
-        target.unembed_weight()  # raise here, with the reason, rather than in the first step
+        head = cls(EagleDesign.of(target, choices, draft_vocab_size=target.vocab_size))
+        target.unembed_weight()  # raises here rather than in the first step
         head.prepare(choices)
         return head
 
     def advance(
         self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
     ) -> Tensor:
-        dtype = hidden_BQH.dtype  # of the residual stream, which autocast must not narrow
+        dtype = hidden_BQH.dtype  # autocast must not narrow the residual stream
         hidden_BQH = self.fc(torch.cat([embedded_BQD, hidden_BQH], dim=-1)).to(dtype)
         for layer, memory in zip(self.layers, memories, strict=True):
             hidden_BQH = layer(hidden_BQH, angles, memory)
         return hidden_BQH
 
     def config(self) -> dict[str, Any]:
-        """config.json as SGLang reads it; other engines differ in `architectures` alone. There is
-        no key `bias`: vLLM and SGLang take it for one of the attention, EAGLE's code for one of fc.
+        """config.json for SGLang; other engines differ in `architectures` only. There is no key
+        `bias`: vLLM and SGLang apply it to the attention, EAGLE's code to fc.
         """
         return self.design.config()
 
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> EagleHead:
         (vocab_size,) = needed(config, "vocab_size")
-        return cls(EagleDesign.read(config, tensors, vocab_size))
+        return cls(EagleDesign.read(config, tensors, vocab_size, draft_vocab_size=vocab_size))
 
 
 class Eagle3Head(AutoregressiveHead):
     """EAGLE-3 (arXiv 2503.01840): fuses low, middle and high features, predicts tokens directly and
-    is trained as it is used. EAGLE-3.1's norms are switches of the design.
+    is trained on its own output. The norms of EAGLE-3.1 are switches of the design.
     """
 
     kind = "eagle3"
@@ -319,7 +316,7 @@ class Eagle3Head(AutoregressiveHead):
         if design.norm_before_fc:
             self.input_norm = RMSNorm(count * width, shape.eps)
         first = FusingLayer(shape, norm_before_residual=design.norm_before_residual)
-        if design.layers == 1:  # the name that single-layer checkpoints have in the field
+        if design.layers == 1:  # the name in published single-layer checkpoints
             self.midlayer = first
         else:
             others = [DecoderLayer(shape) for _ in range(design.layers - 1)]
@@ -327,39 +324,38 @@ class Eagle3Head(AutoregressiveHead):
         self.norm = RMSNorm(width, shape.eps)
         self.lm_head = nn.Linear(width, design.draft_vocab_size, bias=False)
         if design.draft_vocab_size < design.vocab_size:
-            ids = torch.arange(design.draft_vocab_size)
-            self.register_buffer("d2t", d2t(ids))
-            self.register_buffer("t2d", t2d(ids, design.vocab_size))
+            ids_v = torch.arange(design.draft_vocab_size)
+            self.register_buffer("d2t", torch.zeros_like(ids_v))  # target id minus draft index
+            self.register_buffer("t2d", t2d(ids_v, design.vocab_size))
 
     @classmethod
     def create(cls, target: Target, **choices: Any) -> Eagle3Head:
-        """A new head for `target`; its last matrix starts as the target's.
+        """A new head for `target`, whose lm_head it starts from.
 
-        choices: the keys of a recipe's head section, all with defaults; vocabulary: target ids of
-        the draft vocabulary, default all.
+        choices: keys of a recipe's head section, all optional; vocabulary: target ids of the draft
+        vocabulary, default all.
         """
-        ids = token_map(choices.get("vocabulary"), target.vocab_size)
+        ids_v = token_map(choices.get("vocabulary"), target.vocab_size)
         layers = tuple(choices.get("feature_layers") or default_features(target.layers))
         if not all(0 <= layer <= target.layers for layer in layers):
             raise ValueError(
                 f"head.feature_layers: expected indices from 0 (embeddings) to {target.layers} "
                 f"(the last state of {target.name}), got {list(layers)}"
             )
-        words = target.vocab_size if ids is None else len(ids)
+        words = target.vocab_size if ids_v is None else len(ids_v)
         head = cls(EagleDesign.of(target, choices, feature_layers=layers, draft_vocab_size=words))
         head.prepare(choices)
-        if head.labels == "soft":  # raise here, with the reason, rather than in the first step
+        if head.labels == "soft":  # raises here rather than in the first step
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
         weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
-        head.lm_head.weight.data.copy_(weight_VD if ids is None else weight_VD[ids])
-        if ids is not None:
-            head.d2t.copy_(d2t(ids))
-            head.t2d.copy_(t2d(ids, target.vocab_size))
+        head.lm_head.weight.data.copy_(weight_VD if ids_v is None else weight_VD[ids_v])
+        if ids_v is not None:
+            head.d2t.copy_(ids_v - torch.arange(len(ids_v)))
+            head.t2d.copy_(t2d(ids_v, target.vocab_size))
         return head
 
     @property
     def training_layers(self) -> tuple[int, ...]:
-        """The features, and for soft labels the last state."""
         return (*self.feature_layers, -1) if self.labels == "soft" else self.feature_layers
 
     @property
@@ -399,8 +395,8 @@ class Eagle3Head(AutoregressiveHead):
         return self.lm_head.weight
 
     def config(self) -> dict[str, Any]:
-        """config.json as vLLM and SGLang read it; layers are HF's indices, `eagle_config` has
-        SGLang's, which count outputs.
+        """config.json for vLLM and SGLang. Layers are indices into hidden states, except in
+        `eagle_config`, where SGLang counts outputs of layers.
         """
         design, layers = self.design, list(self.feature_layers)
         return {
@@ -418,13 +414,19 @@ class Eagle3Head(AutoregressiveHead):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
-        """Layers and vocabularies as the tensors have them; the rest as the config says."""
+        """Layers and vocabularies of the tensors; the rest of the config."""
         layers = (config.get("draftheads") or {}).get("feature_layers")
         if not layers:
             (layers,) = needed(config, "eagle_aux_hidden_state_layer_ids")
         offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
-        if offsets_v is not None and known_V is not None:  # one alone is refused as missing
-            check_map(offsets_v, known_V)
+        if offsets_v is not None and known_V is not None:  # if one is missing, loading fails
+            ids_v = offsets_v + torch.arange(len(offsets_v), device=offsets_v.device)
+            if ids_v.sort().values.tolist() != known_V.nonzero()[:, 0].tolist():
+                raise ValueError(
+                    "expected d2t to hold target id minus draft index for each token in t2d, got "
+                    f"{len(ids_v)} ids from {int(ids_v.min())} to {int(ids_v.max())} for "
+                    f"{int(known_V.sum())} tokens; were absolute ids stored?"
+                )
         words = len(matrix(tensors, "lm_head.weight"))
         vocab_size = words if known_V is None else len(known_V)
         more = {"feature_layers": tuple(layers), "draft_vocab_size": words}
@@ -432,8 +434,8 @@ class Eagle3Head(AutoregressiveHead):
 
 
 def default_features(layers: int) -> tuple[int, ...]:
-    """Low, middle and high: [2, n // 2, n - 3] of the n layers, as all engines assume; where these
-    do not differ (n < 8), states that do.
+    """Low, middle and high: [2, n // 2, n - 3] of n layers, as all engines assume; distinct states
+    if these coincide (n < 8).
     """
     low, middle, high = 2, layers // 2, layers - 3
     if low < middle < high:
@@ -442,8 +444,8 @@ def default_features(layers: int) -> tuple[int, ...]:
 
 
 class EagleDrafter:
-    """A drafter for one generation: the head's own output takes the place of the features that the
-    target has not computed yet.
+    """Grows a tree level by level: the head's own output replaces the features that the target has
+    not computed yet.
     """
 
     def __init__(self, head: AutoregressiveHead, target: Target, tree: Tree) -> None:
@@ -461,15 +463,15 @@ class EagleDrafter:
         builder.start()
         cos, sin = cache.angles(self.depth)
         level, device = 0, hidden_BFH.device
-        # of all nodes expanded so far: how far each is after the newest pair, and which of them the
-        # newest level sees
+        # of all P nodes expanded so far: their distances from the newest pair, and which of them
+        # each node of the newest level sees
         depths_1P = torch.zeros(1, 0, dtype=torch.long, device=device)
         seen_BFP = torch.zeros(len(hidden_BFH), 1, 0, dtype=torch.bool, device=device)
         while builder.add(self._logits(hidden_BFH)):
             tokens_BF, parents_BF = builder.tokens_BF, builder.parents_BF
             rows, nodes = parents_BF.shape
             own_FF = torch.eye(nodes, dtype=torch.bool, device=device)
-            seen_BFP = gather_nodes(seen_BFP, parents_BF)  # what the parent sees, and itself
+            seen_BFP = gather_nodes(seen_BFP, parents_BF)  # those of the parent, and itself
             seen_BFP = torch.cat([seen_BFP, own_FF.expand(rows, -1, -1)], dim=2)
             depths_1P = F.pad(depths_1P, (0, nodes), value=level)
             angles = cos[:, :, level : level + 1], sin[:, :, level : level + 1]

@@ -1,7 +1,7 @@
-"""Small modules that draft heads are made of.
+"""The modules that draft heads consist of, and the maps of their draft vocabularies.
 
-Legend: B batch, Q positions that ask, M tokens, K heads, D width, E width of a layer's input, H
-query heads, G key/value heads, W head width, V vocabulary, v draft vocabulary.
+Legend: B batch, Q query positions, M tokens, K heads, D width, E input width of a layer, H query
+heads, G key/value heads, W head width, V vocabulary, v draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from draftheads.heads.target import Target
 
 T = TypeVar("T")
 Angles = tuple[Tensor, Tensor]
-"""Cosines and signed sines, each float32 (B, 1, Q, W)."""
+"""Cosines and signed sines, float32 (B, 1, Q, W) each."""
 
 KEYS = {
     "hidden_size": "hidden_size",
@@ -33,16 +33,16 @@ KEYS = {
     "eps": "rms_norm_eps",
     "context": "max_position_embeddings",
 }
-"""The sizes of a `LayerShape` as a Llama config names them."""
+"""The fields of `LayerShape` by their names in a Llama config."""
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of RoPE scaling whose angles do not depend on how long the sequence has become."""
+"""RoPE scalings whose angles do not depend on the length of the text."""
 
 
 class Cached(Generic[T]):
-    """Something computed from parameters, and computed again when one of them has changed.
+    """A value computed from parameters, and computed again when one of them has changed.
 
-    `get` looks at storages and version counters alone. A write through `.data` changes neither:
-    `refresh`, called once per generation, compares checksums of all numbers.
+    `get` compares storages and version counters, which a write through `.data` leaves unchanged.
+    `refresh`, called once per generation, therefore compares checksums of the parameters.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Cached(Generic[T]):
     def get(
         self, parameters: Iterable[Tensor], make: Callable[[], T], frozen: Iterable[Tensor] = ()
     ) -> T:
-        """What `make` returns for these parameters. frozen: others, without checksums."""
+        """The result of `make` for these parameters; frozen: others, compared without checksums."""
         self._parameters = tuple(parameters)
         read = (*self._parameters, *frozen)
         versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in read]
@@ -64,13 +64,13 @@ class Cached(Generic[T]):
         return self._value
 
     def refresh(self) -> None:
-        """Forget what is no longer what `make` would return."""
+        """Discard the value if a parameter has changed."""
         if self._versions is not None and _checksums(self._parameters) != self._checksums:
             self._versions = None
 
 
 def refresh(head: nn.Module) -> None:
-    """Refresh everything that a head has `Cached`; for the beginning of a generation."""
+    """Refresh all `Cached` values of a head, at the start of a generation."""
     for module in head.modules():
         for value in vars(module).values():
             if isinstance(value, Cached):
@@ -78,24 +78,23 @@ def refresh(head: nn.Module) -> None:
 
 
 def _checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """A number for the bits of each tensor: the sums of its rows, weighted by their places."""
+    """A hash of the bits of each tensor: the sum of its rows, weighted by odd numbers."""
     sums = []
     for tensor in tensors:
-        rows = len(tensor) if tensor.ndim and tensor.numel() else 1
-        bits = tensor.detach().reshape(rows, -1).view(torch.uint8)
-        if bits.numel() and bits.shape[1] % 8 == 0:
+        bits = tensor.detach().reshape(len(tensor), -1).view(torch.uint8)
+        if bits.shape[1] % 8 == 0:
             bits = bits.view(torch.int64)  # eight times as fast
-        odd = torch.arange(1, 2 * rows, 2, device=bits.device)
+        odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)
         sums.append((bits.sum(1, dtype=torch.int64) * odd).sum())
-    return torch.stack(sums).tolist() if sums else []
+    return torch.stack(sums).tolist()
 
 
 class ResidualBlock(Stateless):
-    """x + SiLU(W x + b), L times, each with its own W and b; all zero at first, so that it starts
-    as the identity.
+    """x + SiLU(W x + b), repeated with `layers` different W and b, which are zero at first: a new
+    block is the identity.
 
-    in_width: of a wider input; the first layer then narrows it and adds to a linear map of it,
-    which starts as the input's first `width` numbers (Hydra's first block). The tensor names
+    in_width: width of a wider input, as in Hydra. The first layer then narrows it, and x in the sum
+    is a linear map of it, at first its leading `width` numbers. The tensor names
     `layers.{j}.weight` and `layers.{j}.bias` are those that vLLM loads.
     """
 
@@ -120,7 +119,7 @@ class ResidualBlock(Stateless):
 
 
 class StackedHeads:
-    """Copies of small heads' weights, side by side: all depths in a handful of kernels."""
+    """Stacked copies of the weights of small heads: all depths in a handful of kernels."""
 
     def __init__(self, blocks: nn.ModuleList, lm_heads: nn.ModuleList) -> None:
         stacks = [
@@ -134,7 +133,7 @@ class StackedHeads:
         self.unembed_KDV = torch.stack(unembed).transpose(1, 2)
 
     def hidden(self, x_BD: Tensor, depth: int) -> Tensor:
-        """What the first `depth` blocks make of their common input: (depth, B, D)."""
+        """The outputs (depth, B, D) of the first `depth` blocks for their common input."""
         x_KBD = x_BD.expand(depth, -1, -1)
         for weight_KDD, bias_K1D in self.layers:
             x_KBD = x_KBD + F.silu(torch.baddbmm(bias_K1D[:depth], x_KBD, weight_KDD[:depth]))
@@ -146,21 +145,21 @@ class StackedHeads:
 
 
 def linear(layers: nn.ModuleList, number: int) -> nn.Linear:
-    """One of several matrices, for the type checker."""
+    """One layer, typed."""
     return cast(nn.Linear, layers[number])
 
 
 class Memory(Protocol):
-    """What a layer's queries attend to: another one in training than in decoding."""
+    """Attention of one layer. Training and decoding keep different keys and values."""
 
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
-        """Remember these keys and values; (B, H, Q, W), the attention's output."""
+        """Store these keys and values; returns the attention's output (B, H, Q, W)."""
         ...
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a decoder layer. context: the target's, which other engines want to know."""
+    """Sizes of a decoder layer. context: the target's, which serving engines need."""
 
     hidden_size: int
     heads: int
@@ -182,7 +181,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, target: Target, choices: dict[str, Any]) -> LayerShape:
-        """The recipe's sizes; where it leaves them open, those of the target's first layer."""
+        """The recipe's sizes; by default those of the target's first layer."""
         config, width = target.config.per_layer_config[0], target.hidden_size
 
         def size(choice: str, default: int) -> int:
@@ -202,14 +201,12 @@ class LayerShape:
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> LayerShape:
-        """The shape that a head's config.json states."""
+        """The shape in a head's config.json."""
         width, heads, _ = needed(config, "hidden_size", "num_attention_heads", "intermediate_size")
-        stated = {name: config.get(key) for name, key in KEYS.items()}
         default = {"kv_heads": heads, "head_dim": width // heads, "eps": 1e-5, "context": 2048}
-        return cls(**{name: value or default[name] for name, value in stated.items()})
+        return cls(**{name: config.get(key) or default[name] for name, key in KEYS.items()})
 
     def config(self) -> dict[str, Any]:
-        """config.json keys."""
         sizes = {key: getattr(self, name) for name, key in KEYS.items()}
         return {**sizes, "hidden_act": "silu", "attention_bias": False}
 
@@ -217,8 +214,8 @@ class LayerShape:
 class Rope:
     """Rotary position embedding. Not a module: its angles stay float32 when the head is cast.
 
-    theta: base. scaling: as `rope_scaling` in a config, or None. Raises ValueError for a scaling
-    that is not one of STATIC_ROPES or lacks keys.
+    theta: base. scaling: `rope_scaling` of a config, or None. Raises ValueError for a scaling that
+    is not one of STATIC_ROPES or lacks keys.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
@@ -228,7 +225,7 @@ class Rope:
         if kind not in STATIC_ROPES:
             raise ValueError(
                 f"rope_scaling {kind!r}: expected one of {', '.join(STATIC_ROPES)}; others change "
-                "with the length of the text, which a draft head's cache cannot follow"
+                "with the length of the text, which a draft head's cache does not support"
             )
         if kind == "default":
             powers_W = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -240,13 +237,30 @@ class Rope:
                     hidden_size=head_dim, num_attention_heads=1, rope_parameters=parameters
                 )
                 frequencies, self.attention_factor = ROPE_INIT_FUNCTIONS[kind](config, None)
-            except Exception as error:  # transformers raises anything for keys that are missing
+            except Exception as error:  # whatever transformers raises for missing keys
                 reason = " ".join(str(error.args[0] if error.args else error).split())
                 raise ValueError(f"rope_scaling {parameters}: {reason}") from error
         self.frequencies = torch.cat([frequencies, frequencies])
 
+    @classmethod
+    def of(cls, target: Target, choices: dict[str, Any], head_dim: int) -> Rope:
+        """The recipe's RoPE; the base is the target's by default."""
+        parameters = getattr(target.config, "rope_parameters", None) or {}
+        parameters = parameters.get("full_attention") or parameters  # one set per layer type
+        theta = choices.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+        return cls(head_dim, theta, choices.get("rope_scaling"))
+
+    @classmethod
+    def read(cls, config: dict[str, Any], head_dim: int) -> Rope:
+        """The RoPE in a head's config.json."""
+        new = config.get("rope_parameters") or {}
+        scaling = config.get("rope_scaling")
+        if not scaling and new.get("rope_type", "default") != "default":
+            scaling = new
+        theta = config.get("rope_theta") or new.get("rope_theta") or 10000.0
+        return cls(head_dim, theta, scaling)
+
     def __call__(self, positions_BQ: Tensor) -> Angles:
-        """What `rotate` takes."""
         if self.frequencies.device != positions_BQ.device:
             self.frequencies = self.frequencies.to(positions_BQ.device)
         angles = positions_BQ[:, None, :, None].float() * self.frequencies
@@ -262,33 +276,15 @@ def rotate(x_BHQW: Tensor, angles: Angles) -> Tensor:
     return torch.addcmul(x_BHQW * cos, swapped, signed_sin)
 
 
-def default_rope(target: Target, choices: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling): the recipe's; where it leaves the base open, the target's own base."""
-    parameters = getattr(target.config, "rope_parameters", None) or {}
-    parameters = parameters.get("full_attention") or parameters  # one set per layer type
-    theta = choices.get("rope_theta") or parameters.get("rope_theta") or 10000.0
-    return float(theta), choices.get("rope_scaling")
-
-
-def read_rope(config: dict[str, Any]) -> Rope:
-    """The RoPE that a head's config.json states; base 10000, as elsewhere, if it states none."""
-    new = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling")
-    if not scaling and new.get("rope_type", "default") != "default":
-        scaling = new
-    theta = config.get("rope_theta") or new.get("rope_theta") or 10000.0
-    return Rope(LayerShape.read(config).head_dim, theta, scaling)
-
-
 class RMSNorm(nn.RMSNorm, Stateless):
-    """torch's, with the weight in the input's dtype: mixed ones have no fast kernel."""
+    """torch's RMSNorm with the weight cast to the input's dtype, for which it has fast kernels."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose input may be wider than its output."""
+    """Grouped-query attention; its input may be wider than its output."""
 
     def __init__(self, shape: LayerShape, in_width: int) -> None:
         super().__init__()
@@ -349,10 +345,10 @@ class DecoderLayer(nn.Module):
 
 
 class FusingLayer(nn.Module):
-    """EAGLE-3's first layer: attention reads the embedded token beside the hidden state, each under
-    a norm of its own, and adds to the hidden state alone.
+    """EAGLE-3's first layer: attention reads the embedded token and the hidden state, each with its
+    own norm, and its output is added to the hidden state.
 
-    norm_before_residual: it adds to the normed hidden state instead.
+    norm_before_residual: the output is added to the normed hidden state instead.
     """
 
     def __init__(self, shape: LayerShape, *, norm_before_residual: bool = False) -> None:
@@ -376,68 +372,50 @@ class FusingLayer(nn.Module):
 
 
 def check_embeddings(target: Target) -> None:
-    """Raise ValueError where embedded tokens are not as wide as hidden states."""
+    """Raise ValueError if embedded tokens and hidden states differ in width."""
     width = target.model.get_input_embeddings().weight.shape[1]
     if width != target.hidden_size:
         raise ValueError(
             f"{target.name} embeds tokens in {width} dimensions and has hidden states of "
-            f"{target.hidden_size}; heads that read tokens need them equal, use Medusa heads"
+            f"{target.hidden_size}; heads that read tokens need equal widths, use Medusa heads"
         )
 
 
 def token_map(vocabulary: Sequence[int] | None, vocab_size: int) -> Tensor | None:
-    """int64 (v,): the target id of each draft index; None for the full vocabulary.
+    """int64 (v,): the target id of each draft index, rising; None for the full vocabulary.
 
     Raises ValueError for ids outside the target's vocabulary.
     """
     if vocabulary is None or len(vocabulary) >= vocab_size:
         return None
-    ids = sorted(set(vocabulary))
-    if not ids or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ValueError(f"draft vocabulary: expected ids from 0 to {vocab_size - 1}, got {ids}")
-    return torch.tensor(ids)
+    ids_v = torch.tensor(sorted(set(vocabulary)))
+    check_ids(ids_v, vocab_size)
+    return ids_v
 
 
 def draft_index(tokens_M: Tensor, token_map: Tensor | None) -> Tensor:
-    """int64: the draft index of each target id, -1 where the draft vocabulary lacks it."""
+    """int64: the draft index of each target id; -1 if the draft vocabulary lacks it."""
     if token_map is None:
         return tokens_M
     place_M = torch.searchsorted(token_map, tokens_M).clamp(max=len(token_map) - 1)
     return torch.where(token_map[place_M] == tokens_M, place_M, -1)
 
 
-def d2t(token_map: Tensor) -> Tensor:
-    """int64 (v,): target id minus draft index, as published checkpoints store the map."""
-    return token_map - torch.arange(len(token_map), device=token_map.device)
-
-
 def t2d(token_map: Tensor, vocab_size: int) -> Tensor:
-    """bool (V,): which target ids the draft vocabulary has."""
+    """bool (V,): the target ids that are in the draft vocabulary."""
     known_V = torch.zeros(vocab_size, dtype=torch.bool, device=token_map.device)
     known_V[token_map] = True
     return known_V
 
 
-def check_distinct(ids_v: Tensor) -> None:
-    """Raise ValueError for an id that a draft vocabulary has twice: equal guesses after one token
-    would make sampling inexact.
+def check_ids(ids_v: Tensor, vocab_size: int) -> None:
+    """Raise ValueError for duplicate or unknown target ids of a draft vocabulary. With two equal
+    children of one node, sampling would not be exact.
     """
-    ids_v = ids_v.sort().values
-    twice = ids_v[1:][ids_v.diff() == 0]
-    if len(twice):
+    ids = ids_v.tolist()
+    distinct = sorted(set(ids))
+    if len(distinct) < len(ids) or distinct[0] < 0 or distinct[-1] >= vocab_size:
         raise ValueError(
-            f"draft vocabulary: expected each target id once, got {int(twice[0])} twice; drop one "
-            "of its rows"
+            f"draft vocabulary: expected distinct target ids from 0 to {vocab_size - 1}, got "
+            f"{len(distinct)} distinct of {len(ids)}, from {distinct[0]} to {distinct[-1]}"
         )
-
-
-def check_map(d2t_v: Tensor, t2d_V: Tensor) -> None:
-    """Raise ValueError unless offsets and mask name the same tokens."""
-    ids_v = d2t_v + torch.arange(len(d2t_v), device=d2t_v.device)
-    inside = bool(((ids_v >= 0) & (ids_v < len(t2d_V))).all())
-    if not inside or not bool(t2d_V[ids_v].all()) or int(t2d_V.sum()) != len(ids_v):
-        raise ValueError(
-            f"expected d2t to hold target id minus draft index of the {int(t2d_V.sum())} tokens in "
-            f"t2d, got ids from {int(ids_v.min())} to {int(ids_v.max())}; were absolute ids stored?"
-        )
-    check_distinct(ids_v)

@@ -1,8 +1,8 @@
-"""The last matrix and its loss in one: logits are made, judged and turned into gradients a chunk at
-a time, so that neither all logits nor a second pass over them is ever needed.
+"""lm_head and loss in one: logits are computed, scored and turned into gradients chunk by chunk. So
+neither all logits nor a second pass over them is ever needed.
 
-Legend: R rows that are judged, C rows of a chunk, U target states, D width, V target vocabulary,
-v draft vocabulary, r width of a low-rank term.
+Legend: R rows with a loss, C rows of a chunk, U target states, D width, V target vocabulary,
+v draft vocabulary, r width of a low-rank term, p target distribution, q draft distribution.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from torch import Tensor
 from draftheads.heads.base import RANKS
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
-"""Logits held at a time: 8 MiB stay in a CPU's cache, 512 MiB keep a GPU busy."""
+"""Logits per chunk: 8 MiB stay in a CPU's cache, 512 MiB keep a GPU busy."""
 CHUNK_ROWS = 256
-"""Fewer would leave matrix products too thin, however large the vocabulary is."""
+"""Minimum rows per chunk; fewer would make matrix products too thin."""
 
 LowRank = tuple[Tensor, Tensor]
-"""Rows (R, r) and a matrix (v, r) whose product is added to logits."""
-Judged = tuple[Tensor, Tensor, Tensor]
-"""For the rows of a chunk: loss (C,), its gradient by the logits (C, v), weights of both (C,)."""
+"""Rows (R, r) and a matrix (v, r) whose product is added to the logits."""
+Scored = tuple[Tensor, Tensor, Tensor]
+"""For each row of a chunk: loss (C,), its gradient by logits (C, v), the weight of both (C,)."""
 Objective = Literal["ce", "kl", "tv", "lk", "hybrid"]
-"""ce: cross-entropy. kl: the same, less the entropy of p. The others look at the acceptance a = sum
-min(p, q) of a draft distribution q by the target's p: tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s)
-tv, where s = exp(-3 a) falls as the head improves (LK losses, arXiv 2602.23881).
+"""ce: cross-entropy. kl: ce less the entropy of p. The others depend on the acceptance
+a = sum min(p, q). tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s) tv, where s = exp(-3 a) falls as
+the head improves (LK losses, arXiv 2602.23881).
 """
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's own distribution as labels. A row whose most probable token is outside the draft
-    vocabulary teaches nothing.
+    """The target's distribution as labels. Rows whose most probable token is outside the draft
+    vocabulary have no loss.
     """
 
     states_R: Tensor
-    """int64, which target state judges each row; equal ones side by side are computed once."""
+    """int64, the target state of each row; equal neighbours are computed once."""
     logits: Callable[[Tensor], Tensor]
-    """Maps states (U,) to the target's logits (U, V)."""
+    """From states (U,) to the target's logits (U, V)."""
     token_map: Tensor | None = None
-    """int64 (v,), target ids of the draft vocabulary, on which the softmax is taken; None: all."""
+    """int64 (v,), target ids of the draft vocabulary, over which p is normalised; None: all."""
     objective: Objective = "ce"
     vocab_size: int = 0
-    """V, which bounds the rows of a chunk; 0: v does."""
+    """V, which limits the rows of a chunk; 0: only v does."""
 
 
 def linear_cross_entropy(
@@ -59,12 +59,12 @@ def linear_cross_entropy(
     weights_R: Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of the logits `hidden @ weight.T`, summed over rows (scalar, float32), and the rank of
-    each row's label (int64 (R,), 0 = best, RANKS for every rank that is worse).
+    """The loss of logits `hidden @ weight.T`, summed over rows (scalar, float32), and the rank of
+    each label (int64 (R,), 0 = best, RANKS for all worse ranks).
 
-    plus: a second product, added to the logits. labels_R: int64 draft indices, -1 for tokens
-    outside the draft vocabulary: they have rank RANKS and, without a teacher, no loss. weights_R:
-    of each row's loss, default 1.
+    plus: a second product, added to the logits. labels_R: int64 draft indices; -1 for tokens
+    outside the draft vocabulary, which have rank RANKS and, without a teacher, no loss. weights_R:
+    the weight of each row's loss, default 1.
     """
     if weights_R is None:
         weights_R = hidden_RD.new_ones((), dtype=torch.float32).expand(len(labels_R))
@@ -84,13 +84,8 @@ def chunked_ranks(
     return torch.cat(ranks)
 
 
-def rank_counts(ranks_R: Tensor) -> Tensor:
-    """int64 (RANKS + 1,): how often each rank occurs."""
-    return torch.bincount(ranks_R, minlength=RANKS + 1)
-
-
 class _LinearLoss(torch.autograd.Function):
-    """Gradients are made in the forward pass, from logits that are at hand; the backward pass only
+    """Gradients are computed in the forward pass, while the logits exist; the backward pass only
     scales them by the gradient of the sum.
     """
 
@@ -110,10 +105,10 @@ class _LinearLoss(torch.autograd.Function):
             logits_Cv = _logits(factors, part)
             ranks.append(_ranks(logits_Cv, labels_R[part]))
             if teacher is None:
-                judged = _hard(logits_Cv, labels_R[part], weights_R[part])
+                scored = _hard(logits_Cv, labels_R[part], weights_R[part])
             else:
-                judged = _soft(logits_Cv, teacher, part, weights_R[part])
-            loss_C, grad_Cv, weights_C = judged
+                scored = _soft(logits_Cv, teacher, part, weights_R[part])
+            loss_C, grad_Cv, weights_C = scored
             loss += loss_C @ weights_C
             _add_gradients(gradients, factors, grad_Cv, weights_C, part)
         ctx.save_for_backward(*gradients)
@@ -123,8 +118,10 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        made = (each if each is None else each * scale.to(each.dtype) for each in ctx.saved_tensors)
-        return None, None, None, *made
+        scaled = [
+            grad if grad is None else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors
+        ]
+        return None, None, None, *scaled
 
 
 def _chunks(rows: Tensor, vocab_size: int) -> list[slice]:
@@ -133,7 +130,7 @@ def _chunks(rows: Tensor, vocab_size: int) -> list[slice]:
 
 
 def _logits(factors: Sequence[Tensor], part: slice) -> Tensor:
-    """float32 (C, v): for these rows, the sum of the products of factors 0 and 1, 2 and 3."""
+    """float32 (C, v): the products of factors 0 and 1, and of 2 and 3, for some rows."""
     rows_RD, weight_vD, *plus = factors
     logits_Cv = F.linear(rows_RD[part].to(weight_vD.dtype), weight_vD).float()
     if plus:
@@ -149,8 +146,8 @@ def _add_gradients(
     weights_C: Tensor,
     part: slice,
 ) -> None:
-    """Those of the factors, where they are wanted. The rows are weighted, not the logits' gradient:
-    they are narrow.
+    """Add the gradients of the factors. Weights are applied to rows, which are narrower than the
+    gradient of the logits.
     """
     weights_C1 = weights_C[:, None]
     for first in range(0, len(factors), 2):
@@ -161,14 +158,14 @@ def _add_gradients(
             grad_RD[part] = (grad_Cv @ weight_vD) * weights_C1
         if grad_vD is not None:
             rows_CD = (rows_RD[part] * weights_C1).to(weight_vD.dtype)
-            if torch.is_autocast_enabled(grad_vD.device.type):  # which leaves `out=` alone
+            if torch.is_autocast_enabled(grad_vD.device.type):  # which does not cover `out=`
                 grad_vD += grad_Cv.T @ rows_CD
-            else:  # without a second matrix as large as the first
+            else:  # in place
                 torch.addmm(grad_vD, grad_Cv.T, rows_CD, out=grad_vD)
 
 
-def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> Judged:
-    """With the tokens that came; the logits are overwritten."""
+def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> Scored:
+    """Cross-entropy with the true tokens; overwrites the logits."""
     weights_C = weights_C * (labels_C >= 0)
     index_C1 = labels_C.clamp(min=0)[:, None]
     label_C1 = logits_Cv.gather(1, index_C1)
@@ -178,8 +175,8 @@ def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> Judged:
     return loss_C, q_Cv.scatter_add_(1, index_C1, minus_one_C1), weights_C
 
 
-def _soft(logits_Cv: Tensor, teacher: Teacher, part: slice, weights_C: Tensor) -> Judged:
-    """With the teacher's distribution; the logits are overwritten."""
+def _soft(logits_Cv: Tensor, teacher: Teacher, part: slice, weights_C: Tensor) -> Scored:
+    """The teacher's objective; overwrites the logits."""
     p_Cv, known_C = _distribution(teacher, part)
     expected_C = torch.linalg.vecdot(p_Cv, logits_Cv)
     q_Cv, normaliser_C1 = _softmax(logits_Cv)
@@ -193,8 +190,8 @@ def _soft(logits_Cv: Tensor, teacher: Teacher, part: slice, weights_C: Tensor) -
 
 
 def _softmax(logits_Cv: Tensor) -> tuple[Tensor, Tensor]:
-    """(probabilities, made in the logits' place, as fresh memory costs more than a pass over it;
-    the logarithm of what they were divided by).
+    """Probabilities, in place because new memory costs more than a pass over it, and the log of the
+    normaliser.
     """
     top_C1 = logits_Cv.amax(1, keepdim=True)
     q_Cv = logits_Cv.sub_(top_C1).exp_()
@@ -205,11 +202,11 @@ def _softmax(logits_Cv: Tensor) -> tuple[Tensor, Tensor]:
 def _acceptance(
     q_Cv: Tensor, p_Cv: Tensor, entropy_C: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """(loss of each row, its gradient by the logits) of the objectives that look at acceptance;
-    entropy_C: cross-entropy of each row.
+    """Loss of each row and its gradient by the logits, for objectives that depend on acceptance;
+    entropy_C: the cross-entropy of each row.
     """
     accepted_C = torch.minimum(p_Cv, q_Cv).sum(1)
-    short_Cv = (q_Cv < p_Cv).float()  # where more probability would be accepted
+    short_Cv = (q_Cv < p_Cv).float()  # where more probability increases acceptance
     tv_Cv = q_Cv * (torch.linalg.vecdot(q_Cv, short_Cv)[:, None] - short_Cv)
     if objective == "tv":
         return 1 - accepted_C, tv_Cv
@@ -222,7 +219,7 @@ def _acceptance(
 
 
 def _distribution(teacher: Teacher, part: slice) -> tuple[Tensor, Tensor]:
-    """(p_Cv, bool (C,): whether the target's best token is in the draft vocabulary)."""
+    """p_Cv, and bool (C,): whether the target's best token is in the draft vocabulary."""
     states_U, row_C = torch.unique_consecutive(teacher.states_R[part], return_inverse=True)
     logits_UV = teacher.logits(states_U)
     if teacher.token_map is None:
@@ -236,7 +233,7 @@ def _distribution(teacher: Teacher, part: slice) -> tuple[Tensor, Tensor]:
 
 
 def _ranks(logits_Cv: Tensor, labels_C: Tensor) -> Tensor:
-    """How many logits come before the label's; of equal ones those of lower index do."""
+    """The number of logits above the label's; equal ones of lower index count too."""
     label_C1 = logits_Cv.gather(1, labels_C.clamp(min=0)[:, None])
     ahead_Cv = logits_Cv > label_C1
     lower_Cv = torch.arange(logits_Cv.shape[1], device=labels_C.device) < labels_C[:, None]

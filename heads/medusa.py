@@ -1,9 +1,10 @@
-"""Medusa heads: K small feed-forward heads, each predicting one position ahead from the same target
-state.
+"""Medusa (arXiv 2401.10774): K small feed-forward heads read one target state; head k predicts the
+token k positions after the root.
 
-Legend: B batch, T tokens, M learned positions, N tree nodes, K heads, R ranks, D hidden width,
-V vocabulary of the target, v draft vocabulary. Source: Medusa, arXiv 2401.10774; head k is
-softmax(W2_k (SiLU(W1_k h + b_k) + h)), the loss is sum_k decay^k CE_k.
+Head k is softmax(W2_k (h + SiLU(W1_k h + b_k))), the loss is sum_k decay^k CE_k.
+
+Legend: B batch, T tokens, M learned positions, N tree nodes, K heads, D hidden width, V vocabulary
+of the target, v draft vocabulary.
 """
 
 from __future__ import annotations
@@ -25,27 +26,20 @@ from draftheads.heads.layers import (
     Cached,
     ResidualBlock,
     StackedHeads,
-    check_distinct,
+    check_ids,
     draft_index,
     refresh,
     token_map,
 )
-from draftheads.heads.losses import (
-    LowRank,
-    Teacher,
-    chunked_ranks,
-    linear_cross_entropy,
-    rank_counts,
-)
+from draftheads.heads.losses import LowRank, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
-from draftheads.heads.tree import StaticTree, TokenTree, Tree
+from draftheads.heads.tree import StaticTree, TokenTree, Tree, check_fits
 
 STACK_BYTES = 1 << 26
-"""Smaller heads are stacked for drafting: there the number of kernels is what it costs."""
-
+"""Smaller heads are stacked for drafting, whose cost is then the number of kernels."""
 
 States = Iterator[tuple[Tensor, Tensor, LowRank | None]]
-"""Of each depth: roots, bool (B, T); what the last matrix multiplies, (M, D); a term of logits."""
+"""For each depth: roots, bool (B, T); the input of lm_head, (M, D); a term added to the logits."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +50,12 @@ class MedusaDesign:
     vocab_size: int
     depth: int  # K
     layers: int  # residual blocks of each head
-    own_lm_head: bool  # each head has its own (v, D) matrix; else all use the target's, frozen
-    token_map: Tensor | None  # int64 (v,), target ids of a reduced vocabulary
+    own_lm_head: bool  # each head has its own lm_head (v, D); otherwise all use the target's
+    token_map: Tensor | None  # int64 (v,), target ids of the draft vocabulary; None: all
 
     @classmethod
     def of(cls, target: Target, choices: dict[str, Any]) -> MedusaDesign:
-        """What a recipe chooses."""
+        """The choices of a recipe."""
         return cls(
             target.hidden_size,
             target.vocab_size,
@@ -73,10 +67,8 @@ class MedusaDesign:
 
     @classmethod
     def read(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaDesign:
-        """The shape of the tensors; of the config only the vocabulary size is used, where no tensor
-        tells it.
-        """
-        names = [*tensors, "blocks.0.layers.0.weight"]  # the first of those that are there
+        """The shape of the tensors, and the vocabulary size of the config if they lack it."""
+        names = [*tensors, "blocks.0.layers.0.weight"]  # the first one that exists
         block = next(name for name in names if re.fullmatch(r"blocks\.\d+\.layers.*\.weight", name))
         lm_heads = [name for name in tensors if name.startswith("lm_heads.")]
         width, ids_v = len(matrix(tensors, block)), integers(tensors, "token_map")
@@ -85,13 +77,7 @@ class MedusaDesign:
         else:
             (vocab_size,) = needed(config, "vocab_size")
         if ids_v is not None:
-            check_distinct(ids_v)
-            low, high = int(ids_v.min()), int(ids_v.max())
-            if not 0 <= low <= high < vocab_size:
-                raise ValueError(
-                    f"expected token_map to hold target ids from 0 to {vocab_size - 1}, got ids "
-                    f"from {low} to {high}"
-                )
+            check_ids(ids_v, vocab_size)
         depth = count_of(tensors, r"blocks\.(\d+)\.")
         layers = count_of(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
         return cls(width, vocab_size, depth, layers, bool(lm_heads), ids_v)
@@ -100,8 +86,8 @@ class MedusaDesign:
 class MedusaHead(DraftHead):
     """K heads of residual blocks; head k reads features[i] and predicts tokens[i + k].
 
-    labels: "hard" (the token that came) or "soft" (the target's distribution). decay: the weight of
-    depth k is decay^k.
+    labels: "hard" (the true token) or "soft" (the target's distribution). decay: the loss at depth
+    k has the weight decay^k.
     """
 
     kind = "medusa"
@@ -118,7 +104,7 @@ class MedusaHead(DraftHead):
         self.labels, self.decay = "hard", 0.8
         self._stack: Cached[StackedHeads] = Cached()
         self._shared_rows: Cached[Tensor] = Cached()
-        chances = [0.6**power for power in range(1, depth + RANKS)]  # until a tree is measured
+        chances = [0.6**power for power in range(1, depth + RANKS)]  # until a tree is fitted
         self.tree = StaticTree.best_first([chances[k : k + RANKS] for k in range(depth)], 16)
         self.blocks = nn.ModuleList(ResidualBlock(width, design.layers) for _ in range(depth))
         self.register_buffer("token_map", ids_v)
@@ -129,21 +115,20 @@ class MedusaHead(DraftHead):
 
     @classmethod
     def create(cls, target: Target, **choices: Any) -> MedusaHead:
-        """New heads for `target`, which compute the target's own logits until they are trained.
+        """New heads for `target`, which compute its own logits until they are trained.
 
         choices: depth (default 4), layers (1), lm_head "own" | "shared", labels "hard" | "soft",
-        decay, vocabulary (target ids of a reduced vocabulary, most frequent first; default all).
+        decay, vocabulary (target ids of a reduced vocabulary; default: all).
         """
         head = cls(MedusaDesign.of(target, choices))
         head.prepare(target, choices)
         return head
 
     def prepare(self, target: Target, choices: dict[str, Any]) -> None:
-        """Take the choices for training, and the target's last matrix as the start of our own."""
+        """Set the choices for training, and initialise own lm_heads with the target's."""
         self.labels, self.decay = choices.get("labels", "hard"), choices.get("decay", 0.8)
-        # raise here, with the reason, rather than in the first step
         if not self.own_lm_head:
-            target.unembed_weight()
+            target.unembed_weight()  # raises here rather than in the first step
         if self.labels == "soft":
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
         weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
@@ -177,7 +162,7 @@ class MedusaHead(DraftHead):
         return cls(MedusaDesign.read(config, tensors))
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
-        """Sum over depths of decay^k times the summed cross-entropy over learned tokens."""
+        """The sum over depths k of decay^k times the cross-entropy of all learned tokens."""
         loss = features_BTD.new_zeros((), dtype=torch.float32)
         counts = []
         predictions = self._predictions(batch, features_BTD, target)
@@ -187,7 +172,7 @@ class MedusaHead(DraftHead):
                 teacher = self._teacher(features_BTD[roots_BT.roll(k, dims=1)], target)
             part, ranks_M = linear_cross_entropy(*factors, teacher=teacher)
             loss = loss + self.decay**k * part
-            counts.append(rank_counts(ranks_M))
+            counts.append(torch.bincount(ranks_M, minlength=RANKS + 1))
         return HeadLoss(loss, torch.stack(counts))
 
     @torch.no_grad()
@@ -200,7 +185,7 @@ class MedusaHead(DraftHead):
         return ranks_BTK[batch.loss_mask_BT]
 
     def states(self, batch: Batch, features_BTD: Tensor, target: Target) -> States:
-        """The states of each depth along the text that the target wrote."""
+        """The states of each depth along the target's text."""
 
         def hidden(block: nn.Module, roots_BT: Tensor) -> Tensor:
             hidden_MD: Tensor = block(self.cast(features_BTD[roots_BT]))
@@ -213,44 +198,42 @@ class MedusaHead(DraftHead):
         return MedusaDrafter(self, target, tree or self.tree)
 
     def check_tree(self, tree: Tree) -> None:
-        """Refuse dynamic trees, and trees deeper than there are heads."""
         if not isinstance(tree, StaticTree):
             raise ValueError(
                 f"Medusa heads fill a fixed tree, got a dynamic one ({tree}); "
                 "give widths like 4,2,1 or a list of paths"
             )
-        tree.check_depth(self.depth)
-        tree.check_width(self.draft_vocab_size)
+        check_fits(tree, self.draft_vocab_size, self.depth)
 
     def hidden(self, x_BD: Tensor, depth: int, stack: StackedHeads | None = None) -> Tensor:
-        """The states (depth, B, D) of the first heads. stack: from `stacked`."""
+        """The states (depth, B, D) of the first heads; stack: from `stacked`."""
         if stack is not None:
             return stack.hidden(x_BD, depth)
         return torch.stack([block(x_BD) for block in self.blocks[:depth]])
 
     def unembed(self, x_KBD: Tensor, target: Target, stack: StackedHeads | None = None) -> Tensor:
-        """Logits (K, B, v) of the first K heads. stack: from `stacked`."""
+        """Logits (K, B, v) of the first K heads; stack: from `stacked`."""
         if stack is not None:
             return stack.unembed(x_KBD)
-        if not self.own_lm_head:  # one pass: reading the shared matrix is what drafting costs
+        if not self.own_lm_head:  # one product, so that the large matrix is read once
             weight_vD = self.unembed_weights(target)[0]
             return F.linear(x_KBD.to(weight_vD.dtype), weight_vD)
         heads = zip(self.lm_heads, x_KBD, strict=False)
         return torch.stack([lm_head(hidden_BD) for lm_head, hidden_BD in heads])
 
     def stacked(self) -> StackedHeads | None:
-        """The heads as one stack, for drafting; None where they are too large to be copied."""
+        """The heads as one stack, for drafting; None if they are too large to copy."""
         parameters = list(self.parameters())
         if not self.own_lm_head or sum(p.nbytes for p in parameters) > STACK_BYTES:
             return None
         return self._stack.get(parameters, lambda: StackedHeads(self.blocks, self.lm_heads))
 
     def cast(self, features: Tensor) -> Tensor:
-        """The features in the dtype of the heads."""
+        """Features in the dtype of the heads."""
         return features.to(next(self.parameters()).dtype)
 
     def unembed_weights(self, target: Target) -> list[Tensor]:
-        """The last matrix (v, D) of every head; the same one where it is shared."""
+        """The lm_head weight (v, D) of each head."""
         if self.own_lm_head:
             return list(self.lm_heads.parameters())
         weight_VD, token_map = target.unembed_weight(), self.token_map
@@ -262,7 +245,7 @@ class MedusaHead(DraftHead):
     def _predictions(
         self, batch: Batch, features_BTD: Tensor, target: Target
     ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, LowRank | None]]]:
-        """For each depth: the roots, bool (B, T), and arguments of `linear_cross_entropy`."""
+        """For each depth: roots, bool (B, T), and the arguments of `linear_cross_entropy`."""
         weights = self.unembed_weights(target)
         states = self.states(batch, features_BTD, target)
         for k, (roots_BT, hidden_MD, low_rank) in enumerate(states, start=1):

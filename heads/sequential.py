@@ -1,21 +1,23 @@
-"""Medusa heads that are conditioned on the preceding draft tokens: EAGLE's acceptance at Medusa's
-price.
+"""Medusa heads conditioned on the preceding draft tokens (as in Hydra): EAGLE's acceptance at the
+price of Medusa.
 
-Legend: B batch, T tokens, M learned positions, Q queries, F nodes expanded together, K heads,
-D hidden width, E width of a whole path, r rank, X D or v, V vocabulary of the target, v draft
-vocabulary.
-
-All heads still read one state of the target, but each also sees tokens that were drafted before
-its own. There is a class for each `conditioning`:
+All heads read one state of the target, but each also sees tokens that were drafted before its own.
+There is a class for each `conditioning`:
 
     markov       logits = lm_head(h) + up(SiLU(down(e)))
     recurrent    logits = lm_head(h + up(s)), s = SiLU(down([h; e]) + carry(s of the parent))
     hydra        h = block_k([feature; e_1; ..; e_k]), as published; e_1: the root
 
-where h = block_k(feature) as in Medusa and e is the target's own embedding of the token before.
-So markov sees one token, recurrent and hydra all since the root. Sources: Hydra, arXiv 2402.05109;
-low-rank Markov heads as in DSpark; the recurrence is ReDrafter's, arXiv 2403.09919, on separate
-heads. With `prefix`, the feature first goes through a decoder layer over the whole text (Hydra++).
+where h = block_k(feature) as in Medusa and e is the target's embedding of the preceding token. So
+markov sees one token, recurrent and hydra see all tokens since the root. With `prefix`, the feature
+first passes through a decoder layer over the whole text (Hydra++).
+
+Sources: Hydra, arXiv 2402.05109; low-rank Markov heads as in DSpark; the recurrence is that of
+ReDrafter, arXiv 2403.09919, on separate heads.
+
+Legend: B batch, T tokens, M learned positions, Q queries, F nodes expanded together, K heads,
+D hidden width, E width of a whole path, r rank, X D or v, V vocabulary of the target, v draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.stored import matrix
 from draftheads.heads.layers import (
+    Angles,
     Cached,
     DecoderLayer,
     LayerShape,
@@ -41,26 +44,24 @@ from draftheads.heads.layers import (
     RMSNorm,
     Rope,
     check_embeddings,
-    default_rope,
     linear,
-    read_rope,
     refresh,
 )
 from draftheads.heads.medusa import MedusaDesign, MedusaHead, States
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import RowMemory, visible
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
-from draftheads.heads.tree_drafting import Angles, DraftCache, gather_nodes, tree_builder
+from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 
 KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-"""Limits, by device, of each of the two large `Products`; other devices have the CPU's."""
+"""Size limits, by device, for each of the two large `Products`; default: the CPU's."""
 
 
 class SequentialHead(MedusaHead):
     """K Medusa heads, each of which sees the draft tokens before its own.
 
-    prefix: a decoder layer in front of all heads, or None. normed: embeddings are brought to unit
-    mean square first, as their scale differs a hundredfold between targets (Hydra does not do it).
+    prefix: a decoder layer in front of all heads, or None. normed: embeddings are scaled to unit
+    mean square (unlike in Hydra), because their scale differs a hundredfold between targets.
     """
 
     kind = "sequential"
@@ -75,14 +76,14 @@ class SequentialHead(MedusaHead):
 
     @classmethod
     def create(cls, target: Target, **choices: Any) -> SequentialHead:
-        """As for Medusa, with further choices: conditioning, rank, prefix and the sizes of its
-        layer; top_k: of a dynamic tree, or None for a fixed one, fitted to held-out text.
+        """As for Medusa, with more choices: conditioning, rank, prefix and the sizes of its layer;
+        top_k of a dynamic tree, or None for a fixed tree, fitted to held-out text.
         """
         check_embeddings(target)
         prefix = None
         if choices.get("prefix"):
             shape = LayerShape.of(target, choices)
-            prefix = PrefixLayer(shape, Rope(shape.head_dim, *default_rope(target, choices)))
+            prefix = PrefixLayer(shape, Rope.of(target, choices, shape.head_dim))
         kind = CONDITIONINGS[choices.get("conditioning", "recurrent")]
         head = kind(MedusaDesign.of(target, choices), choices.get("rank"), prefix)
         head.prepare(target, choices)
@@ -101,34 +102,28 @@ class SequentialHead(MedusaHead):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> SequentialHead:
-        """The shape is that of the tensors; of the config only the sizes of the prefix layer and
-        `norm_embeddings` are used.
-        """
+        """The shape of the tensors; the prefix layer and `norm_embeddings` of the config."""
         design, rank = MedusaDesign.read(config, tensors), None
         kind: type[SequentialHead] = HydraHead
         if "down.0.weight" in tensors:
             rank, width = matrix(tensors, "down.0.weight").shape
             kind = MarkovHead if width == design.hidden_size else RecurrentHead
-        if kind is RecurrentHead and design.depth > 1 and "carry.0.weight" not in tensors:
-            raise ValueError(
-                f"expected conditioning {', '.join(CONDITIONINGS)}, got state, which is no longer "
-                "supported; use an earlier version of draftheads, or retrain with recurrent"
-            )
         prefix = None
         if "prefix.norm.weight" in tensors:
             (sizes,) = needed(config, "prefix_layer")
-            prefix = PrefixLayer(LayerShape.read(sizes), read_rope(sizes))
+            shape = LayerShape.read(sizes)
+            prefix = PrefixLayer(shape, Rope.read(sizes, shape.head_dim))
         head = kind(design, rank, prefix)
         head.normed = config.get("norm_embeddings", True)
         return head
 
     @abstractmethod
     def add_conditioning(self, rank: int | None) -> None:
-        """Create the parameters of the conditioning; until trained, they change nothing."""
+        """Create the parameters of the conditioning, which change nothing until trained."""
 
     @abstractmethod
     def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
-        """As `states`, of what the heads read; the tokens before are those of the text."""
+        """`states` for the inputs of the heads; the preceding tokens are those of the text."""
 
     def states(self, batch: Batch, features_BTD: Tensor, target: Target) -> States:
         inputs_BTD = self.cast(features_BTD)
@@ -138,38 +133,30 @@ class SequentialHead(MedusaHead):
         return self.conditioned(batch, inputs_BTD, target)
 
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
-        """The target's embedding of tokens (..., D), as the heads read it."""
+        """The target's embeddings of tokens (..., D), as the heads read them."""
         embedded = self.cast(target.embed(tokens))
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.normed else embedded
 
     def check_tree(self, tree: Tree) -> None:
-        if isinstance(tree, StaticTree):
-            super().check_tree(tree)
-        elif tree.depth > self.depth:
-            raise ValueError(
-                f"the tree is {tree.depth} deep, the head guesses only {self.depth} tokens ahead; "
-                f"ask for nodes=..,depth={self.depth}, or train a head with more depth"
-            )
+        check_fits(tree, self.draft_vocab_size, self.depth)
 
 
 class Products(NamedTuple):
-    """Products of weights that drafting would otherwise compute in every step; None where they are
-    too large to keep.
-    """
+    """Products of weights, for drafting; None if they are too large to keep."""
 
-    codes_Vr: list[Tensor] | None  # of each head: `codes` of all tokens
+    codes_Vr: list[Tensor] | None  # for each head: the codes of all tokens
     mixers_KDr: Tensor | None  # from states to codes; None for markov
-    logits_rv: list[Tensor] | None  # of each head: from codes to logits
+    logits_rv: list[Tensor] | None  # for each head: from codes to logits
 
 
 class LowRankHead(SequentialHead):
-    """Heads that are conditioned through a code of r numbers."""
+    """Heads conditioned through a code of r numbers."""
 
     down: nn.ModuleList
     up: nn.ModuleList
 
     def codes(self, index: int, tokens: Tensor, target: Target) -> Tensor:
-        """The share of the tokens (...) before in the code of one head, (..., r), before SiLU."""
+        """The part of a head's code (before SiLU) due to preceding tokens (...): (..., r)."""
         down = linear(self.down, index)
         return F.linear(self.embed(tokens, target), down.weight[:, -self.hidden_size :], down.bias)
 
@@ -178,12 +165,12 @@ class LowRankHead(SequentialHead):
         """mixers_KDr and logits_rv of `Products`."""
 
     def products(self, target: Target) -> Products:
-        """The products of the weights as they are now."""
+        """The products of the current weights."""
 
         def make() -> Products:
             if not self.fits(self.vocab_size, target):
                 return Products(None, *self.state_products(target))
-            # a part at a time: embeddings of all tokens would be large
+            # in parts, because the embeddings of all tokens are large
             parts = torch.split(torch.arange(self.vocab_size, device=target.device), 1 << 13)
             codes_Vr = []
             for index in range(self.depth):
@@ -194,7 +181,7 @@ class LowRankHead(SequentialHead):
         return self._products.get(self.parameters(), make, embeddings)
 
     def fits(self, tokens: int, target: Target) -> bool:
-        """Whether r numbers per token and head may be kept."""
+        """Whether r numbers per token and head are few enough to keep."""
         weight_rE = linear(self.down, 0).weight
         size = self.depth * len(weight_rE) * weight_rE.element_size()
         return size * tokens <= KEPT_BYTES.get(target.device.type, KEPT_BYTES["cpu"])
@@ -211,7 +198,7 @@ class LowRankHead(SequentialHead):
 
 
 class MarkovHead(LowRankHead):
-    """The token before changes the logits."""
+    """The preceding token changes the logits."""
 
     conditioning = "markov"
 
@@ -221,8 +208,8 @@ class MarkovHead(LowRankHead):
     def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
         def step(index: int, roots_BT: Tensor) -> tuple[Tensor, Tensor]:
             hidden_MD = self.blocks[index](inputs_BTD[roots_BT])
-            before_M = batch.tokens_BT[roots_BT.roll(index, dims=1)]
-            return hidden_MD, F.silu(self.codes(index, before_M, target))
+            preceding_M = batch.tokens_BT[roots_BT.roll(index, dims=1)]
+            return hidden_MD, F.silu(self.codes(index, preceding_M, target))
 
         for index, roots_BT in enumerate(batch.roots(self.depth)):
             hidden_MD, codes_Mr = self.checkpointed(step, index, roots_BT)
@@ -233,7 +220,7 @@ class MarkovHead(LowRankHead):
 
 
 class RecurrentHead(LowRankHead):
-    """All tokens since the root change the state, through a recurrence over the heads."""
+    """All tokens since the root change the state, by a recurrence over the heads."""
 
     conditioning = "recurrent"
 
@@ -265,11 +252,11 @@ class RecurrentHead(LowRankHead):
             yield roots_BT, hidden_MD, None
 
     def state_products(self, target: Target) -> tuple[Tensor | None, list[Tensor] | None]:
-        """lm_head and `up` are joined where that makes a node cheaper and the result fits."""
+        """lm_head and `up` are multiplied if this makes a node cheaper and the result fits."""
         downs_rE, width = list(self.down.parameters())[::2], self.hidden_size
         mixers_KDr = torch.stack([down_rE[:, :width].T for down_rE in downs_rE])
         pays = len(downs_rE[0]) <= width
-        if self.own_lm_head:  # then no less is read, but there are fewer kernels
+        if self.own_lm_head:  # as much is read, but by fewer kernels
             pays = pays and self.stacked() is not None
         if not (pays and self.fits(self.draft_vocab_size, target)):
             return mixers_KDr, None
@@ -278,7 +265,7 @@ class RecurrentHead(LowRankHead):
 
 
 class HydraHead(SequentialHead):
-    """All tokens since the root enter the head itself."""
+    """All tokens since the root are inputs of the head."""
 
     conditioning = "hydra"
 
@@ -315,8 +302,9 @@ CONDITIONINGS: dict[str, type[SequentialHead]] = {
 
 
 class PrefixLayer(nn.Module):
-    """A decoder layer and a final norm over the target's last states, run once per step (Hydra++).
-    Its branches are zero at first: new heads read the target's states, normed.
+    """A decoder layer and a norm over the target's last states, run once per step (Hydra++).
+
+    Its branches are zero at first, so that new heads read the target's states, normed.
     """
 
     def __init__(self, shape: LayerShape, rope: Rope) -> None:
@@ -332,15 +320,13 @@ class PrefixLayer(nn.Module):
         return states_BQD
 
     def config(self) -> dict[str, Any]:
-        """Its shape, with the keys of a Llama config."""
+        """The keys of a Llama config."""
         rope = {"rope_theta": self.rope.theta, "rope_scaling": self.rope.scaling}
         return {**self.shape.config(), **rope}
 
 
 class SequentialDrafter:
-    """Reads the target's state once, then grows a tree level by level, all nodes of a level in one
-    small product.
-    """
+    """Reads the target's state once, then grows a tree level by level."""
 
     def __init__(self, head: SequentialHead, target: Target, tree: Tree) -> None:
         head.check_tree(tree)
@@ -359,7 +345,7 @@ class SequentialDrafter:
             self.cache = cache = DraftCache(1, prefix.rope, None, read, target.device)
 
     def start(self, committed: Committed) -> tuple[Tensor, Tensor]:
-        """Begin a tree: (what the heads read, (B, D); its roots, (B,))."""
+        """Begin a tree. Returns the input of the heads (B, D) and the roots (B,)."""
         self.builder.start()
         if self.cache is None:
             inputs_BD = self.cast(committed.last_features_BD())
@@ -369,9 +355,9 @@ class SequentialDrafter:
 
 
 class LowRankDrafter(SequentialDrafter):
-    """Where `Products.logits_rv` is kept, the vocabulary-wide product is computed once for all
-    heads, from the state alone; a level adds what its tokens change, a product as thin as the rank.
-    Elsewhere a level multiplies the states of its nodes by the last matrix, as training does.
+    """With `Products.logits_rv`, the vocabulary-wide product is computed once for all heads, from
+    the state alone, and each level adds a product as thin as the rank. Without it, each level
+    multiplies the states of its nodes by the lm_head, as training does.
     """
 
     def __init__(self, head: LowRankHead, target: Target, tree: Tree) -> None:
@@ -406,7 +392,7 @@ class LowRankDrafter(SequentialDrafter):
                 break
             if self.carries_rr:
                 carried_BFr = codes_BFr @ self.carries_rr[index]
-                if index:  # all nodes of the first level have the same parent
+                if index:  # nodes of the first level share their parent
                     carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
             tokens_BF = builder.tokens_BF
         return builder.tree(roots_B)
@@ -421,7 +407,7 @@ class LowRankDrafter(SequentialDrafter):
 
 
 class HydraDrafter(SequentialDrafter):
-    """The embedded path to a node enters its head."""
+    """Each head reads the embedded path to its node."""
 
     def __init__(self, head: HydraHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)

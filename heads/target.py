@@ -1,7 +1,8 @@
-"""The frozen causal LM that draft heads stand on, seen through forward / embed / unembed.
+"""The frozen causal LM that draft heads read: prompts, token trees and training rows go in; logits,
+hidden states and embeddings come out.
 
-Legend: B batch, T tokens, N tree nodes, S cache slots, D feature width, V vocabulary, R texts, L
-tokens of a text.
+Legend: B batch, T tokens, N tree nodes, S cache slots, D feature width, V vocabulary, L tokens of
+a text.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedModel
 
 from draftheads.heads.adapter import Adapter
@@ -36,29 +38,28 @@ from draftheads.heads.pretrained import (
 from draftheads.heads.tree import TokenTree, Topology
 
 PREFILL_CHUNK = 1024
-"""Prompt tokens per forward: bounds the (T, S) mask of a long prompt."""
+"""Prompt tokens per forward pass, which bounds the (T, S) mask of a long prompt."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One forward's results. logits_BNV; features_BND: the chosen hidden states, concatenated (None
-    if none).
-    """
+    """The result of one forward pass."""
 
     logits_BNV: Tensor
     features_BND: Tensor | None
+    """The requested hidden states, concatenated; None if there are none."""
 
 
 class Target:
-    """A frozen causal LM. A plain object, not an nn.Module: it cannot leak into a head's
-    parameters.
+    """A frozen causal LM. A plain object, not an nn.Module, so it cannot leak into the parameters
+    of a head.
 
-    Raises ValueError for models that cannot follow a token tree: by what their config says, and by
-    a tiny decode, unless the model has no numbers (meta).
+    Raises ValueError for models that cannot follow a token tree, judging by their config and by a
+    tiny decode (skipped on the meta device).
     """
 
     adapter: Adapter | None = None
-    """What changes its matrices since heads were trained together with it (Medusa-2)."""
+    """Changes to its matrices, if heads were trained together with it (Medusa-2)."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Target:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = Masks(model)
         self._longrope = LongRope(model)
-        self._resets = True  # whether position resets alone keep packed documents apart
+        self._resets = True  # whether position resets alone separate packed documents
         if not model.get_input_embeddings().weight.is_meta:
             _refuse_by_trial(self)
 
@@ -102,16 +103,16 @@ class Target:
         placement: Placement | dict[str, Any] = "whole",
         bits: Bits | None = None,
     ) -> Target:
-        """Load a target from a folder or a Hub id.
+        """Load a target from a folder or from the Hub.
 
         dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's own on an accelerator,
-        float32 on CPU. device: e.g. "cuda:0"; default CUDA where there is one. placement: whole, on
-        that device; split, over all GPUs of the one process, or as a transformers device map says;
-        sharded, its layers divided over all processes, which must then call `load`, and whatever
-        runs the model, equally often. bits: quantise all but embeddings, norms and lm_head.
+        float32 on CPU. device: such as "cuda:0"; default: CUDA if available. placement: "whole", on
+        that device; "split" over all GPUs of this process, or a transformers device map; "sharded":
+        layers are divided over all processes, which must then call `load`, and whatever runs the
+        model, equally often. bits: quantise all but embeddings, norms and lm_head.
 
-        Raises ValueError for a placement that cannot be had here, and for weights that are
-        incomplete or broken.
+        Raises ValueError for a placement that is not possible on this machine, and for incomplete
+        or damaged weights.
         """
         path = str(name_or_path)
         model, known = load_model(
@@ -125,17 +126,18 @@ class Target:
         return cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
 
     def adapt(self, **choices: Any) -> Adapter:
-        """Put on a new adapter, which changes nothing until it is trained; choices: of
+        """Add a new adapter, which changes nothing until it is trained; choices: arguments of
         `Adapter.create`.
         """
         self.adapter = Adapter.create(self.model, self.fingerprint(), **choices)
         return self.adapter
 
     def attach(self, folder: str | Path, *, merge: bool = True) -> Target:
-        """Put on the adapter of a head folder, and return the target. merge: into its matrices,
-        which costs nothing when decoding, but cannot be undone; quantised ones are not merged.
+        """Add the adapter of a head folder; returns the target.
 
-        Raises ValueError for another target's adapter.
+        merge: add it to the matrices, which makes decoding as fast as without, but cannot be
+        undone; quantised matrices are never merged. Raises ValueError for an adapter of another
+        target.
         """
         self.adapter = Adapter.load(self.model, self.fingerprint(), Path(folder))
         if merge and not getattr(self.model.config, "quantization_config", None):
@@ -143,12 +145,12 @@ class Target:
         return self
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Inside, the target is as it came, without an adapter that was put on."""
+        """A context in which the target works without its adapter."""
         return self.adapter.disabled() if self.adapter else nullcontext()
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go in."""
+        """The device of token ids and features."""
         device: torch.device = self.model.device
         return device
 
@@ -165,16 +167,14 @@ class Target:
     def prefill(
         self, prompts: Sequence[Sequence[int]], cache: SlotCache, layers: Sequence[int]
     ) -> Decoded:
-        """Append prompts (rows of any length) to `cache`. Returns logits_B1V after each row's last
-        token and the features at all prompt positions (B, T, D), right-padded with whatever the
-        padding computed.
+        """Append prompts of any lengths to `cache`. Returns logits_B1V after the last token of each
+        row and the features at all prompt positions (B, T, D); those of padding, on the right, are
+        meaningless.
         """
         lengths = [len(prompt) for prompt in prompts]
-        tokens_BT = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
-        tokens_BT = tokens_BT.to(self.device)
-        texts_B1 = torch.tensor(lengths, device=self.device)[:, None]
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        tokens_BT = pad_sequence(rows, batch_first=True).to(self.device)
+        lengths_B1 = torch.tensor(lengths, device=self.device)[:, None]
         logits: dict[int, Tensor] = {}
         features: list[Tensor] = []
         for start in range(0, max(lengths), PREFILL_CHUNK):
@@ -185,7 +185,7 @@ class Target:
             }
             keep = sorted(set(ends.values())) or [0]
             depths_1N = torch.arange(width, device=self.device)[None]
-            with self._longrope.factors(texts_B1):
+            with self._longrope.factors(lengths_B1):
                 out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
             for row, end in ends.items():
                 logits[row] = out.logits_BNV[row, keep.index(end)]
@@ -196,23 +196,21 @@ class Target:
         return Decoded(logits_BV[:, None], torch.cat(features, 1) if features else None)
 
     def verify(self, tree: TokenTree, cache: SlotCache, layers: Sequence[int]) -> Decoded:
-        """One forward over all nodes of a tree after what `cache` has committed; `cache.keep` must
-        follow.
+        """One forward pass over all nodes of a tree, after the tokens that `cache` has committed.
+        The caller then commits a path with `cache.keep`.
         """
         ancestors_BNN = tree.ancestors() if tree.tokens_BN.shape[1] > 1 else None
-        with self._longrope.factors(cache.table.lengths_B[:, None], tree.depths() + 1):
+        with self._longrope.factors(cache.table.lengths_B[:, None] + tree.topology.levels_BN):
             return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
 
-    def room(self, text: int) -> int:
-        """How many tokens a text of so many, the newest one included, may grow before `recompute`
-        must see it.
-        """
+    def room(self, length: int) -> int:
+        """The number of tokens that a text of `length` tokens may grow by before `recompute`."""
         crossing = self._longrope.crossing
-        return crossing + 1 - text if crossing and text <= crossing else self.context
+        return crossing + 1 - length if crossing and length <= crossing else self.context
 
     def recompute(self, texts: Mapping[int, Sequence[int]], cache: SlotCache) -> None:
-        """Compute rows of `cache` anew where `generate` does (LongRoPE, whose factors change with
-        the length of the text). texts: of each row to look at, its newest token included.
+        """Compute rows of `cache` again where `generate` does: with LongRoPE, when a text has just
+        crossed the limit. texts: row -> its tokens, the newest (not yet in `cache`) included.
         """
         for row, text in texts.items():
             if len(text) - 1 == self._longrope.crossing:
@@ -222,15 +220,14 @@ class Target:
 
     @torch.no_grad()
     def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
-        """Features of packed training tokens, (B, T, D), obeying the alignment law; no gradient.
+        """Features of packed training tokens by the alignment law, (B, T, D), without gradient.
 
-        Documents are kept apart by their position resets, which most models honour without mask and
-        cache, and by a mask in the others.
+        Most models separate documents by position resets alone; the others get a mask.
         """
         return self.states(batch, layers)
 
     def states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
-        """As `features`, with the gradients of an adapter that learns."""
+        """`features`, with gradients for an adapter in training."""
         with self._longrope.factors(document_lengths(batch.positions_BT)):
             out = decoder(self.model)(
                 batch.tokens_BT,
@@ -248,22 +245,20 @@ class Target:
         return embedded.to(tokens.device)
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """The model's own logits (..., V) of last-layer hidden states.
+        """Logits (..., V) of last-layer hidden states.
 
-        Raises ValueError where lm_head(hidden) is not what the model returns (its logits are scaled
-        or capped).
+        Raises ValueError if lm_head(hidden) is not what the model returns because it scales or caps
+        its logits.
         """
-        self._check_unembed()
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        logits: Tensor = self._checked_lm_head()(hidden)
         return logits.to(hidden.device)
 
     def unembed_weight(self) -> Tensor:
-        """The lm_head weight (V, hidden), after the same check as `unembed`.
+        """The lm_head weight (V, hidden).
 
-        Raises ValueError also where there is a bias, which the weight alone would leave out.
+        Raises ValueError where `unembed` does, and if there is a bias, which the weight leaves out.
         """
-        self._check_unembed()
-        lm_head = self.model.get_output_embeddings()
+        lm_head = self._checked_lm_head()
         if getattr(lm_head, "bias", None) is not None:
             raise ValueError(
                 f"{self.name}: its lm_head has a bias, which shared heads leave out; "
@@ -273,20 +268,20 @@ class Target:
         return weight if weight.device == self.device else self._lm_head_copy
 
     def fingerprint(self) -> str:
-        """Hex digits that name these weights (see `heads.weights.fingerprint`)."""
+        """Hex digits that identify these weights; see `pretrained.fingerprint`."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self.model)
         return self._fingerprint
 
     def release(self, *, lm_head: bool = False, layers: bool = False) -> int:
-        """Free weights that no later call needs; returns the bytes freed on this process.
+        """Free weights that are no longer needed; returns the bytes freed on this process.
 
-        lm_head: unless it is the embeddings. layers: all of them. What would need them raises
-        RuntimeError from now on; `embed`, sizes, tokenizer and fingerprint stay. A sharded target
+        lm_head: unless it is tied to the embeddings. layers: all of them. Later calls that need
+        them raise RuntimeError; `embed`, sizes, tokenizer and fingerprint stay. A sharded target
         must be released by every process.
         """
         self.fingerprint()
-        _ = self._unembed_fault  # can be found out no later
+        _ = self._unembed_fault  # computed now, while that is possible
         self.__dict__.pop("_lm_head_copy", None)
         return release(self.model, lm_head=lm_head, layers=layers)
 
@@ -300,13 +295,13 @@ class Target:
         *,
         keep: list[int] | None = None,
     ) -> Decoded:
-        """ancestors_BNN: None for a chain, in which each node follows the one before. keep: nodes
-        whose logits are wanted; None: all.
+        """One forward pass. ancestors_BNN: None for a chain. keep: nodes to return logits for;
+        None: all.
         """
         table, nodes = cache.table, tokens_BN.shape[1]
         table.reserve(nodes)
         positions_BN = table.lengths_B[:, None] + depths_BN
-        mask = None  # a chain after rows of one length is what models expect: the fastest kernels
+        mask = None  # models add their own for a chain after equal rows, with the fastest kernels
         if ancestors_BNN is not None or not table.uniform:
             if ancestors_BNN is None:
                 ancestors_BNN = torch.ones(1, nodes, nodes, device=self.device).tril_() > 0
@@ -314,10 +309,10 @@ class Target:
             mask = self._masks(visible_BNS, positions_BN, key_positions_BS)
             if self._slots and visible_BNS.shape[2] > self._slots:
                 raise ValueError(
-                    f"expected text and tree to take at most {self._slots} cache slots of this "
-                    f"target, got {visible_BNS.shape[2]}; use a smaller tree"
+                    f"expected text and tree to fit into {self._slots} cache slots of this target, "
+                    f"got {visible_BNS.shape[2]}; use a smaller tree"
                 )
-        if table.span > self.context:  # such nodes are never committed, but learned positions end
+        if table.span > self.context:  # only by nodes that are never committed
             positions_BN = positions_BN.clamp(max=self.context - 1)
         arguments: dict[str, Any] = {}
         if layers:
@@ -340,41 +335,40 @@ class Target:
         chosen = [states[layer].to(self.device) for layer in layers]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
 
-    def _check_unembed(self) -> None:
+    def _checked_lm_head(self) -> Any:
         if self._unembed_fault:
             raise ValueError(self._unembed_fault)
+        return self.model.get_output_embeddings()
 
     @cached_property
     @torch.no_grad()
     def _unembed_fault(self) -> str | None:
-        """Why lm_head(hidden) is not what the model returns; None where it is."""
-        lm_head = self.model.get_output_embeddings()
+        """Why lm_head(hidden) differs from the model's logits; None if it does not."""
         tokens = torch.arange(min(4, self.vocab_size), device=self.device)[None]
         out = self.model(tokens, use_cache=False, output_hidden_states=[-1])
-        got = lm_head(out.hidden_states[-1])
+        got = self.model.get_output_embeddings()(out.hidden_states[-1])
         if torch.allclose(got.float(), out.logits.float().to(got.device), rtol=1e-3, atol=1e-3):
             return None
-        causes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
-        found = [f"{key}={value}" for key in causes if (value := getattr(self.config, key, None))]
+        keys = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
+        causes = [f"{key}={value}" for key in keys if (value := getattr(self.config, key, None))]
         return (
             f"{self.name}: lm_head(hidden state) is not this model's logits "
-            f"({', '.join(found) or 'another layer comes between them'}); "
+            f"({', '.join(causes) or 'another layer comes between them'}); "
             "use heads with their own lm_head and hard labels"
         )
 
     @cached_property
     def _lm_head_copy(self) -> Tensor:
-        """Of an lm_head on another device than the features."""
+        """For an lm_head that is on another device than the features."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight.to(self.device)
 
 
 class Masks:
-    """Turns visibility into what a model's attention takes, one mask per layer type.
+    """Turns visibility into the masks that a model's attention takes, one per layer type.
 
-    Windows are cut by position, not by cache slot. Masks are additive (0, or the dtype's least
-    number): eager attention *adds* whatever it gets, and sdpa would turn a bool mask into this in
-    every layer again.
+    Windows count positions, not cache slots. Masks are additive (0, or the minimum of the dtype):
+    eager attention *adds* its mask, and sdpa would convert a bool mask in every layer.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -401,27 +395,24 @@ class Masks:
             hidden_B1NS = ~seen_BNS[:, None]
             zeros = torch.zeros(hidden_B1NS.shape, dtype=self.dtype, device=hidden_B1NS.device)
             mask = zeros.masked_fill_(hidden_B1NS, torch.finfo(self.dtype).min)
-            masks[kind] = mask.expand(len(positions_BN), -1, -1, -1)  # some models ask for all rows
+            masks[kind] = mask.expand(len(positions_BN), -1, -1, -1)  # some models need all rows
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def packed(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """The mask of training rows: every token sees its own document up to itself."""
+        """The mask of training rows: each token sees its own document up to itself."""
         documents_BT = batch.documents_BT
         same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
         return self(same_BTT.tril(), batch.positions_BT, batch.positions_BT)
 
 
 def _refuse_by_trial(target: Target) -> None:
-    """Raise ValueError, with the reason, for a model whose states in a tiny tree are not those of
-    plain forwards. Nothing in it is random.
-    """
+    """Raise ValueError if the model's states in a tiny tree are not those of plain text."""
     try:
         fault = _trial(target)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model's own code raises here, decoding would meet
-        line = (str(error).strip().splitlines() or [""])[0]
-        fault = f"its forward fails there with {type(error).__name__}: {line}".rstrip(": ")
+    except Exception as error:  # a model's own code may raise anything; decoding would meet it too
+        fault = f"its forward fails with {error!r:.200}"
     if fault:
         raise ValueError(
             f"{describe(target.model)} cannot follow a token tree, as a trial with a few tokens "
@@ -429,63 +420,62 @@ def _refuse_by_trial(target: Target) -> None:
         )
 
 
-@torch.no_grad()  # not inference mode: what a model remembers of it may be needed in training
+@torch.no_grad()  # not inference mode: buffers that a model creates here may be used in training
 def _trial(target: Target) -> str | None:
-    """Decode a tree after two prompts of different lengths; the fault, if there is one. Finds out
-    besides whether packed documents need a mask.
+    """Decode a tree after two prompts of different lengths. Returns the fault, if any. Also finds
+    out whether packed documents need a mask. Nothing is random.
     """
     ids = torch.linspace(target.vocab_size // 4, 3 * target.vocab_size // 4, 12).long().tolist()
     prompts, drafts, paths = [ids[:4], ids[4:7]], ids[7:], ([0, 1, 3], [0, 2, 4])
     cache = target.new_cache(2, 16)
     target.prefill(prompts, cache, [-1])
-    tree = TokenTree(
-        torch.tensor([drafts, drafts], device=target.device),
-        Topology(torch.tensor([[-1, 0, 0, 1, 2]], device=target.device)),
-    )
+    topology = Topology(torch.tensor([[-1, 0, 0, 1, 2]], device=target.device))
+    tree = TokenTree(torch.tensor([drafts, drafts], device=target.device), topology)
     nodes_BND = target.verify(tree, cache, [-1]).features_BND
     assert nodes_BND is not None
+    # the same four paths as rows of plain text, padded to 7 tokens
     texts = [prompt + [drafts[node] for node in path] for prompt in prompts for path in paths]
-    rows = torch.tensor([text + ids[: 7 - len(text)] for text in texts], device=target.device)
-    out = target.model(rows, use_cache=False, output_hidden_states=[-1])
-    plain_RLD: Tensor = out.hidden_states[-1].to(target.device)
-
-    if plain_RLD.ndim != 3 or plain_RLD.shape[2] != target.hidden_size:
-        shape = tuple(plain_RLD.shape)
+    rows_BT = torch.tensor([text + ids[: 7 - len(text)] for text in texts], device=target.device)
+    out = target.model(rows_BT, use_cache=False, output_hidden_states=[-1])
+    plain_BTD: Tensor = out.hidden_states[-1].to(target.device)
+    if plain_BTD.ndim != 3 or plain_BTD.shape[2] != target.hidden_size:
+        shape = tuple(plain_BTD.shape)
         return f"its last states are {shape}, expected texts x tokens x {target.hidden_size}"
-    if not plain_RLD.isfinite().all():
+    if not plain_BTD.isfinite().all():
         return f"its states are not finite in {target.dtype}"
-    if _apart(target, plain_RLD[1, :5], plain_RLD[0, :5]):
-        return "it is not causal, as later tokens change earlier states"
+    if _differ(target, plain_BTD[1, :5], plain_BTD[0, :5]):
+        return "it is not causal: later tokens change earlier states"
     ends = [len(text) - 1 for text in texts]
-    if _apart(target, nodes_BND[:, 3:].flatten(0, 1), plain_RLD[range(4), ends]):
+    if _differ(target, nodes_BND[:, 3:].flatten(0, 1), plain_BTD[range(4), ends]):
         return "nodes do not see their own path, or not at its positions"
 
-    # two rows of two documents each, of which the second is the same: does it see the first?
+    # two rows of two documents each, the second one the same: does it see the first?
     documents_BT = torch.tensor([[0] * 7 + [1] * 6] * 2)
     tokens_BT = torch.tensor([texts[0] + texts[2], texts[1] + texts[2]])
     positions_BT = torch.tensor([[*range(7), *range(6)]] * 2)
     batch = Batch(tokens_BT, tokens_BT >= 0, positions_BT, documents_BT).to(target.device)
-    for resets in (True, False):
-        target._resets = resets
-        first_LD, second_LD = target.states(batch, [-1])[:, 8:]
-        leaks = _apart(target, first_LD, second_LD, 0.05)
-        if not leaks and not _apart(target, first_LD, plain_RLD[2, :5]):
+    for target._resets in (True, False):
+        one_LD, other_LD = target.states(batch, [-1])[:, 8:]
+        leaks = _differ(target, one_LD, other_LD, 0.05)
+        if not leaks and not _differ(target, one_LD, plain_BTD[2, :5]):
             return None
     return "packed documents see each other in training"
 
 
-def _apart(target: Target, got_RD: Tensor, want_RD: Tensor, rounding: float = 0.25) -> bool:
-    """Whether states differ by more than rounding does, measured by how states vary. In low
-    precision, where single ones may be far off (other experts chosen), most of them must.
+def _differ(target: Target, got_LD: Tensor, expected_LD: Tensor, rounding: float = 0.25) -> bool:
+    """Whether states differ by more than rounding, relative to how much states vary.
+
+    In low precision most of them must differ, because a few may be far off (by another choice of
+    experts).
     """
     exact = (
         target.dtype == torch.float32
         and torch.get_float32_matmul_precision() == "highest"
         and not getattr(target.model.config, "quantization_config", None)
     )
-    got_RD, want_RD = got_RD.float(), want_RD.float()
-    size = want_RD.norm(dim=-1).mean()
-    spread = (want_RD - want_RD.mean(0)).norm(dim=-1).mean().clamp(min=1e-3 * size)
-    apart_R = (got_RD - want_RD).norm(dim=-1)
-    worst = apart_R.max() if exact else apart_R.median()
+    got_LD, expected_LD = got_LD.float(), expected_LD.float()
+    size = expected_LD.norm(dim=-1).mean()
+    spread = (expected_LD - expected_LD.mean(0)).norm(dim=-1).mean().clamp(min=1e-3 * size)
+    error_L = (got_LD - expected_LD).norm(dim=-1)
+    worst = error_L.max() if exact else error_L.median()
     return not bool(worst <= spread * (1e-3 if exact else rounding))

@@ -1,13 +1,13 @@
-"""Training-time test: a head is unrolled over its own output, as it will be used (EAGLE-3, arXiv
+"""Training-time test: a head is trained on its own output, as it will be used (EAGLE-3, arXiv
 2503.01840, section 3.1).
 
-Legend: B batch, T tokens, Q roots of a row (positions that learn something), R rows of the result,
-D width, H query heads (of states: hidden width), G key/value heads, W head width, J steps so far.
-
-Step 0 runs over whole rows, with the target's features. Step j runs over the roots alone: root i
+Step 0 runs over whole rows, on the target's features. Step j runs over the roots alone: root i
 reads token i + j and the head's own output of step j - 1, at position i + j. It sees what a drafter
-would see there: the target's features up to i, and its own entries of the steps 1..j, nobody
-else's.
+would see there: the target's features up to i, and its own entries of steps 1..j, but not those of
+other roots.
+
+Legend: B batch, T tokens, Q roots of a row (positions with a loss), R rows of the result, D width,
+H query heads (in states: hidden width), G key/value heads, W head width, J steps so far.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from draftheads.heads.layers import Rope
 from draftheads.heads.target import Target
 
 SPARE = 8
-"""Columns added to each head for the merge: two are used, and kernels like widths to be a multiple
-of eight.
-"""
+"""Columns added to each head for the merge. Two are used, but kernels need multiples of eight."""
 
 
 class RowMemory:
-    """Whole rows that attend to themselves, as the mask (B, T, T) allows."""
+    """Attention within rows, by a mask (B, T, T)."""
 
     def __init__(self, visible_BTT: Tensor) -> None:
         self.visible_B1TT = visible_BTT[:, None]
@@ -41,15 +39,14 @@ class RowMemory:
 
 
 class UnrolledMemory:
-    """One layer's keys and values: those of step 0, and one entry per root and later step.
+    """Keys and values of one layer: those of step 0, and one entry per root and later step.
 
-    step: the one that attends next; `unroll` sets it, also where a step is computed again because
-    its intermediate results were not kept.
+    Attention over both is one call of torch's fused attention, over the keys of step 0 and *one
+    more key*, which represents all own entries of a root. Its score is the log-sum-exp of theirs,
+    passed in through a spare column of query and key; a spare column of the values returns the
+    weight that it got. So no (T, T J) matrix is computed, and autograd does the rest.
 
-    Attention over both kinds of entry is one call of torch's fused attention, over the keys of
-    step 0 and *one key more*: it stands for all of a root's own entries. Its score is their
-    log-sum-exp, handed in through a spare column of query and key, and a spare column of the values
-    brings back the weight that it got. So no (T, T J) matrix is made, and autograd does the rest.
+    step: the next one to attend; `unroll` sets it, also when checkpointing repeats a step.
     """
 
     def __init__(self, visible_BTT: Tensor, roots_BQ: Tensor, window: int | None) -> None:
@@ -68,7 +65,7 @@ class UnrolledMemory:
             extended = self._extend(k_BHTW, v_BHTW, mask_B1TT)
             self._first = self._first or extended
             return F.scaled_dot_product_attention(q_BHQW, k_BHTW, v_BHTW, attn_mask=mask_B1TT)
-        # copies: as views they would hold on to the queries beside them
+        # copies, because views would keep the queries alive
         k_BGQW, v_BGQW = k_BGQW.contiguous(), v_BGQW.contiguous()
         if self.step > len(self.keys):
             self.keys.append(k_BGQW)
@@ -77,7 +74,7 @@ class UnrolledMemory:
         return self._merged(q_BHQW, self.keys[: self.step], self.values[: self.step])
 
     def _extend(self, k: Tensor, v: Tensor, mask_B1TT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values of step 0, the additional key before them, and what each root sees."""
+        """Keys and values of step 0 after the additional one, and the mask of each root."""
         key = F.pad(torch.zeros_like(k[:, :, :1]), (0, SPARE))
         value = key.clone()
         key[..., k.shape[-1] : k.shape[-1] + 2] = 1.0
@@ -97,7 +94,7 @@ class UnrolledMemory:
             mask_B1QT = mask_B1QT.masked_fill(gone_BQT[:, None], -torch.inf)
             keys_J, values_J = keys_J[-self.window :], values_J[-self.window :]
         own_BHQW, score_BHQ1 = _own(q_BHQW, keys_J, values_J)
-        high = score_BHQ1.to(q_BHQW.dtype)  # in two parts, so that bfloat16 keeps its digits
+        high = score_BHQ1.to(q_BHQW.dtype)  # in two parts, to keep its precision in bfloat16
         low = (score_BHQ1 - high.float()).to(q_BHQW.dtype)
         query = F.pad(torch.cat([q_BHQW, high, low], dim=-1), (0, SPARE - 2))
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask_B1QT, scale=1.0)
@@ -106,15 +103,15 @@ class UnrolledMemory:
 
 
 def _per_query_head(q_BHQW: Tensor, *of_groups_BGQW: Tensor) -> list[Tensor]:
-    """Keys and values repeated for each query head: kernels that take a mask and groups of heads
-    fall back to materialising all scores on some devices.
+    """Repeat keys and values for each query head: with grouped heads and a mask, some devices
+    materialise all scores.
     """
     times = q_BHQW.shape[1] // of_groups_BGQW[0].shape[1]
     return [each.repeat_interleave(times, dim=1) for each in of_groups_BGQW]
 
 
 def _own(q_BHQW: Tensor, keys_J: list[Tensor], values_J: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention to a root's own entries alone: (its output, the log-sum-exp of its scores)."""
+    """Attention to a root's own entries: output and log-sum-exp of the scores."""
     groups = keys_J[0].shape[1]
     grouped = q_BHQW.view(len(q_BHQW), groups, -1, *q_BHQW.shape[2:])  # (B, G, H / G, Q, W)
     scores = [(grouped * key[:, :, None]).sum(-1, dtype=torch.float32) for key in keys_J]
@@ -127,33 +124,33 @@ def _own(q_BHQW: Tensor, keys_J: list[Tensor], values_J: list[Tensor]) -> tuple[
 
 
 class Unrollable(Protocol):
-    """What `unroll` needs of a head."""
+    """The part of an EAGLE head that `unroll` needs."""
 
     layer_count: int
     rope: Rope
     window: int | None
 
     def advance(self, *arguments: Any, **named: Any) -> Tensor:
-        """(embedded_BQD, hidden_BQH, angles, memories of the layers) to the next hidden_BQH."""
+        """The next hidden_BQH, from (embedded_BQD, hidden_BQH, angles, memories)."""
 
     def checkpointed(self, part: Callable[..., Tensor], *arguments: Any) -> Tensor: ...
 
 
 class Unrolled(NamedTuple):
-    """The outputs of a head at the roots of a batch, all steps in one list of R rows. The places
-    rise, so that rows that predict the same token are contiguous.
+    """Outputs of a head at the roots of a batch, for all steps, in R rows. Rows that predict the
+    same token are contiguous, because places rise.
     """
 
     hidden_RH: Tensor
     steps_R: Tensor  # int64, from 0
-    places_R: Tensor  # int64, of the token that is predicted, in the flattened batch (B T)
+    places_R: Tensor  # int64, place of the predicted token in the flattened batch (B T)
 
 
 def unroll(
     head: Unrollable, batch: Batch, hidden_BTH: Tensor, target: Target, steps: int
 ) -> Unrolled:
-    """Unroll `head` for `steps` steps; hidden_BTH: the hidden states that represent the target's
-    features, in the dtype of the residual stream.
+    """Unroll `head` for `steps` steps; hidden_BTH: its fused features, in the dtype of the residual
+    stream.
     """
     masks = list(batch.roots(steps))
     roots_BQ, real_BQ = _packed(masks[0])
@@ -183,8 +180,8 @@ def unroll(
 
 
 def visible(batch: Batch, window: int | None) -> Tensor:
-    """bool (B, T, T): what each pair of step 0 sees. Causal within a document, without its first
-    token, which makes no pair (and sees itself alone, so that its row is not empty).
+    """bool (B, T, T), the mask of step 0: causal within a document, without its first token, which
+    forms no pair. It sees only itself, so that its row is not empty.
     """
     places_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
     distance_TT = places_T[:, None] - places_T
@@ -195,7 +192,7 @@ def visible(batch: Batch, window: int | None) -> Tensor:
 
 
 def _packed(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The true places of each row, side by side: (int64 (B, Q), which of them are real)."""
+    """The true places of each row, int64 (B, Q), and bool (B, Q): False for padding."""
     count_B = mask_BT.sum(1)
     most = max(int(count_B.max()), 1)
     order_BT = torch.sort(mask_BT, dim=1, descending=True, stable=True).indices

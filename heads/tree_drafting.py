@@ -1,9 +1,10 @@
-"""How drafters grow a tree level by level, on tensors alone (no loop over nodes, no wait for the
-device), and the key/value cache of a draft head's own layers.
+"""Growing a tree level by level, on tensors alone (no loop over nodes, no wait for the device), and
+the key/value cache of a draft head's own layers.
 
 Legend: B batch, F nodes of a level that are expanded (the frontier), C candidates of a level,
-N tree nodes, v draft vocabulary, A newly committed pairs, Q queries, S slots, P draft nodes after
-the text, D feature width, H hidden width. Level 0 is the root alone.
+k children of a node, N tree nodes, v draft vocabulary, A newly committed pairs, Q queries, S slots,
+P draft nodes after the text, D feature width, H hidden width (before W: query heads), G key/value
+heads, W head width, X any width. Level 0 is the root alone.
 """
 
 from __future__ import annotations
@@ -18,30 +19,28 @@ from torch import Tensor
 
 from draftheads.heads.base import Committed
 from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
-from draftheads.heads.layers import Rope
+from draftheads.heads.layers import Angles, Rope
 from draftheads.heads.target import PREFILL_CHUNK
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
 
-Angles = tuple[Tensor, Tensor]
-
 
 def gather_nodes(x_BFX: Tensor, nodes_BC: Tensor) -> Tensor:
-    """(B, C, X): row c of each batch entry is x[nodes[c]]."""
+    """(B, C, X): x[b, nodes[b, c]] for each b and c."""
     if x_BFX.shape[1] == 1:
         return x_BFX.expand(-1, nodes_BC.shape[1], -1)
     return x_BFX.gather(1, nodes_BC[:, :, None].expand(-1, -1, x_BFX.shape[2]))
 
 
 class DynamicTreeBuilder:
-    """EAGLE-2's expand and rerank (arXiv 2406.16858, section 4): `start`, then `add` until it
-    returns False, then `tree`. token_map: target ids of the draft vocabulary.
+    """Expansion and reranking of EAGLE-2 (arXiv 2406.16858, section 4): call `start`, then `add`
+    until it returns False, then `tree`. token_map: target ids of the draft vocabulary.
 
-    A candidate's score is the sum of the log-probabilities on its path from the root. Of equal
-    scores the earlier candidate wins, so a parent always comes before its children.
+    The score of a candidate is the sum of log-probabilities on its path from the root. Among equal
+    scores the earlier candidate wins, so a parent always precedes its children.
     """
 
     tokens_BF: Tensor  # int64, the nodes to expand next
-    parents_BF: Tensor  # int64, the place of each one's parent among the nodes expanded before
+    parents_BF: Tensor  # int64, the place of the parent of each in the previous frontier
     scores_BF: Tensor
 
     def __init__(self, limits: DynamicTree, token_map: Tensor | None) -> None:
@@ -49,20 +48,20 @@ class DynamicTreeBuilder:
         self.start()
 
     def start(self) -> None:
-        self.tokens: list[Tensor] = []  # of all candidates, a tensor (B, C) per level
+        self.tokens: list[Tensor] = []  # of candidates, (B, C) for each level
         self.scores: list[Tensor] = []
         self.parents: list[Tensor] = []  # candidate numbers; -1 is the root
         self.frontier_BF: Tensor | None = None  # candidate numbers
         self.candidates = 0
 
     def add(self, logits_BFv: Tensor) -> bool:
-        """Take what the head predicts after each node of the frontier; False when the tree is
-        complete. Each node adds its `top_k` best children as candidates, the `top_k` best of these
-        are the next frontier.
+        """Add a level from the logits after each node of the frontier; False when the tree is
+        complete. The `top_k` best children of each node are candidates, and the `top_k` best of
+        these are the next frontier.
         """
         children = min(self.limits.top_k, logits_BFv.shape[-1])
         top = torch.log_softmax(logits_BFv, dim=-1).topk(children)
-        # NaN logits predict nothing; as scores they would put children before their parents
+        # NaN scores would put children before their parents
         scores_BFk = top.values.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         if self.frontier_BF is None:
             self.parents.append(top.indices.new_full((len(logits_BFv), children), -1))
@@ -88,7 +87,7 @@ class DynamicTreeBuilder:
         nodes = min(self.limits.draft_nodes, scores_BC.shape[1])
         order_BC = scores_BC.sort(dim=1, descending=True, stable=True).indices
         kept_BN = order_BC[:, :nodes].sort(dim=1).values
-        node_BC = torch.zeros_like(order_BC)  # the node that each kept candidate becomes
+        node_BC = torch.zeros_like(order_BC)  # from candidate to node number
         numbers_N = torch.arange(1, nodes + 1, device=kept_BN.device)
         node_BC.scatter_(1, kept_BN, numbers_N.expand_as(kept_BN))
         parents_BN = torch.cat(self.parents, dim=1).gather(1, kept_BN)
@@ -102,9 +101,7 @@ class DynamicTreeBuilder:
 
 
 class StaticTreeBuilder:
-    """Fills a fixed tree of ranks; the same nodes are expanded in every step. Methods and
-    attributes are those of `DynamicTreeBuilder`.
-    """
+    """Fills a fixed tree; the interface is that of `DynamicTreeBuilder`."""
 
     tokens_BF: Tensor
     parents_BF: Tensor
@@ -114,8 +111,8 @@ class StaticTreeBuilder:
         self.start()
         paths = sorted(tree.paths, key=lambda path: (len(path), path))
         self.topology = StaticTree(tuple(paths)).topology(device)
-        # of each level: ranks needed of each expanded node; which of all these become nodes; which
-        # nodes are expanded next; the places of their parents in the frontier before
+        # for each level: ranks needed of each frontier node; which of them become nodes; which of
+        # these are the next frontier; places of their parents in this one
         self.levels: list[tuple[int, Tensor, Tensor, Tensor]] = []
         inner, frontier = {path[:-1] for path in paths}, [tuple[int, ...]()]
         for depth in range(1, tree.depth + 1):
@@ -130,7 +127,7 @@ class StaticTreeBuilder:
             self.levels.append((width, tensor(picks), tensor(expanded), tensor(parents)))
 
     def start(self) -> None:
-        self.tokens: list[Tensor] = []  # a tensor (B, C) per level
+        self.tokens: list[Tensor] = []  # (B, C) for each level
 
     def add(self, logits_BFv: Tensor) -> bool:
         if not self.levels:
@@ -155,7 +152,7 @@ TreeBuilder = DynamicTreeBuilder | StaticTreeBuilder
 
 
 def tree_builder(tree: Tree, token_map: Tensor | None, device: torch.device) -> TreeBuilder:
-    """A builder that makes one `tree` after another."""
+    """The builder for `tree`; it can build any number of them."""
     if isinstance(tree, DynamicTree):
         return DynamicTreeBuilder(tree, token_map)
     return StaticTreeBuilder(tree, token_map, device)
@@ -163,24 +160,24 @@ def tree_builder(tree: Tree, token_map: Tensor | None, device: torch.device) -> 
 
 @dataclass
 class DraftCache:
-    """Keys and values of a draft head's own layers: one entry per committed pair of token and
-    target feature, and after these, until the next commit, those of a tree's nodes.
+    """Keys and values of a draft head's own layers: an entry for each committed pair of token and
+    target feature, followed, until the next commit, by those of the nodes of a tree.
     """
 
     layers: int
     rope: Rope
     window: int | None  # positions that a layer sees, itself included; None: all
     read: Callable[[Tensor, Tensor, Angles], Tensor]
-    """From tokens_BQ, features_BQD and angles to states (B, Q, H), attending to `memories`."""
+    """From tokens_BQ, features_BQD and angles to states (B, Q, H), with attention by `memories`."""
     device: torch.device
-    memories: list[CachedMemory] = field(default_factory=list)  # of the layers
+    memories: list[CachedMemory] = field(default_factory=list)  # one for each layer
     table: SlotTable = field(init=False)
 
     def commit(self, committed: Committed) -> Tensor:
-        """Append the new pairs; (B, 1, H), the state after each row's newest one."""
+        """Append the new pairs; returns the state after the newest one of each row, (B, 1, H)."""
         tokens_BA, features_BAD = committed.tokens_BA, committed.features_BAD
         counts = committed.counts
-        if not self.memories:  # the first token of a text has no feature and makes no pair
+        if not self.memories:  # the first token of a text has no feature and forms no pair
             tokens_BA, features_BAD = tokens_BA[:, 1:], features_BAD[:, 1:]
             counts = [count - 1 for count in counts]
             rows, length = tokens_BA.shape
@@ -198,9 +195,8 @@ class DraftCache:
         return gather_nodes(hidden_BAH, last_B[:, None])
 
     def extend(self, seen_BQP: Tensor, depths_1P: Tensor) -> None:
-        """Let the memories take entries of Q positions, after the text and the P - Q nodes written
-        before. seen_BQP: which of the P each of the Q sees; depths_1P: how far each of the P is
-        after the newest pair.
+        """Prepare the memories for Q new nodes, after the text and P - Q earlier nodes. seen_BQP:
+        the nodes that each new one sees. depths_1P: distances of all nodes from the newest pair.
         """
         table, (queries, nodes) = self.table, seen_BQP.shape[1:]
         table.reserve(queries, after=nodes - queries)
@@ -213,12 +209,12 @@ class DraftCache:
             memory.visible_B1QS = visible_BQS[:, None]
 
     def angles(self, count: int) -> Angles:
-        """RoPE of the `count` positions after each row's newest pair."""
+        """RoPE angles of the `count` positions after the newest pair of each row."""
         lengths_B1 = self.table.lengths_B[:, None]
         return self.rope(lengths_B1 + torch.arange(count, device=lengths_B1.device))
 
     def _append(self, tokens_BA: Tensor, features_BAD: Tensor, counts: list[int]) -> Tensor:
-        """One chunk of pairs, of which `counts` are real in each row; the states after them."""
+        """Append a chunk, with `counts` real pairs in each row; returns the states after them."""
         length = tokens_BA.shape[1]
         chain_1AA = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril_()
         self.extend(chain_1AA, torch.arange(length, device=self.device)[None])
@@ -228,7 +224,7 @@ class DraftCache:
 
 
 class CachedMemory:
-    """One layer's committed keys and values, and those of the tree after them."""
+    """Attention of one layer to the text and the tree after it."""
 
     visible_B1QS: Tensor
 

@@ -91,7 +91,7 @@ def test_drafting_says_what_training_says(name, shape):
     kind, choices = HEADS[name]
     head = awake(kind.create(TARGET, **{**SIZES, **choices})).eval()
     names = torch.arange(VOCABULARY) if head.token_map is None else head.token_map
-    parents = shape.parents()
+    parents = shape.topology().parents_BN[0].tolist()
     for (done, tree, logits), counts in zip(drafted(head, shape), COMMITS, strict=True):
         for row in (row for row in (0, 1) if counts[row]):
             tokens = tree.tokens_BN[row].tolist()

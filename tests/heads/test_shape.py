@@ -33,7 +33,7 @@ def test_dynamic_trees_from_the_command_line():
 
 @pytest.mark.parametrize("text", ["nodes=", "nodes=x", "width=3", "nodes=16,4", "nodes=-1"])
 def test_what_is_no_dynamic_tree_is_refused(text):
-    with pytest.raises(ValueError, match="nodes=16,depth=5,top_k=4|top_k, whole|1 or more of each"):
+    with pytest.raises(ValueError, match="nodes=16,depth=5,top_k=4|1 or more of each"):
         parse_tree(text)
 
 
@@ -54,13 +54,13 @@ def test_what_is_no_tree_is_refused_in_one_line(text):
     "value", [None, 3, "4,2", [0], [[0.5]], [None], {"nodes": 3}, {"depth": 2.5}]
 )
 def test_what_no_tree_was_written_as_is_refused(value):
-    with pytest.raises(ValueError, match="expected paths of ranks"):
+    with pytest.raises(ValueError, match="expected widths like 4,2,1, paths"):
         tree_from_json(value)
 
 
 @pytest.mark.parametrize("text", ["1000,1000,1000,1000", "5000", "nodes=99999,depth=99,top_k=400"])
 def test_trees_that_no_machine_would_verify_are_refused_at_once(text):
-    with pytest.raises(ValueError, match="draft nodes: expected 4096 at the most"):
+    with pytest.raises(ValueError, match="at most 4096 draft nodes, got"):
         parse_tree(text)
 
 
@@ -72,7 +72,7 @@ def test_empty_searches_are_refused(limits):
 
 def test_a_search_has_as_many_candidates_as_it_verifies():
     assert DynamicTree(4 + 2 * 16, 3, 4).nodes == 37
-    with pytest.raises(ValueError, match="has 36 candidates, got 37 draft nodes; ask for fewer"):
+    with pytest.raises(ValueError, match="has 36 candidates, got 37 draft nodes; use fewer"):
         DynamicTree(37, 3, 4)
 
 
@@ -86,7 +86,7 @@ def test_every_smaller_tree_of_a_search_exists():
 def test_the_tree_of_the_root_alone():
     nothing = StaticTree(())
     assert (nothing.depth, nothing.width, nothing.draft_nodes, nothing.nodes) == (0, 0, 0, 1)
-    assert nothing.parents() == [-1]
+    assert nothing.topology().parents_BN.tolist() == [[-1]]
     assert nothing.topology().ancestors_BNN.tolist() == [[[True]]]
     assert nothing.topology().depths_BN.tolist() == [[0]]
     assert StaticTree.from_widths((4, 2)).head(0) == nothing

@@ -100,14 +100,14 @@ TRIED: dict[str, tuple[str, dict[str, Any], str]] = {
     "openai-gpt": (
         "openai-gpt",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 128},
-        "its forward fails there with RuntimeError",
+        "its forward fails with RuntimeError",
     ),
     "xlm": (
         "xlm",
         {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": VOCABULARY, "pad_index": 0},
-        "its forward fails there with AssertionError",
+        "its forward fails with AssertionError",
     ),
-    "bert": ("bert", BERT, "not causal, as later tokens change earlier states"),
+    "bert": ("bert", BERT, "not causal: later tokens change earlier states"),
     "roberta": ("roberta", BERT, "not causal"),
     "electra": ("electra", BERT, "not causal"),
     "gemma4-encoder": (
@@ -316,7 +316,7 @@ def test_where_a_model_counts_slots_texts_end_before_that(name):
     oracle = lambda: Oracle(wide, longer, vocab_size=VOCABULARY, noise=0.3)  # noqa: E731
     assert decode(target, oracle, prompts, max_new_tokens=20)[0] == truth
     huge = StaticTree.from_widths((16, 8))
-    with pytest.raises(ValueError, match=f"at most {SLOTS} cache slots .* use a smaller tree"):
+    with pytest.raises(ValueError, match=f"into {SLOTS} cache slots .* use a smaller tree"):
         decode(target, lambda: Oracle(huge, longer, vocab_size=VOCABULARY), prompts)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftheads.heads.cache import SlotTable
-from draftheads.heads.tree import StaticTree, Topology, parse_tree
+from draftheads.heads.tree import StaticTree, Topology, check_fits, parse_tree
 
 #       0
 #      / \
@@ -79,7 +79,7 @@ def test_expansion():
         (0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)
     }  # fmt: skip
     assert (shape.depth, shape.width, shape.nodes) == (3, 2, 9)
-    assert shape.parents() == [-1, 0, 0, 1, 2, 3, 3, 4, 4]
+    assert shape.topology().parents_BN.tolist() == [[-1, 0, 0, 1, 2, 3, 3, 4, 4]]
 
 
 def test_best_first_takes_the_likeliest_nodes():
@@ -114,7 +114,7 @@ def test_most_frequent_is_the_best_tree_for_what_was_observed():
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (((0,), (0,)), "given twice"),
+        (((0,), (0,)), "got one twice"),
         (((0,), (1, 0)), r"no parent; add \[1\]"),
         (((),), "one or more ranks"),
         (((-1,),), "ranks from 0 on"),
@@ -126,8 +126,10 @@ def test_bad_trees_are_refused(paths, message):
 
 
 def test_a_tree_deeper_than_the_head_is_refused():
-    with pytest.raises(ValueError, match="3 deep, the head guesses only 2"):
-        StaticTree.from_widths((1, 1, 1)).check_depth(2)
+    with pytest.raises(ValueError, match="3 deep, the head predicts only 2"):
+        check_fits(StaticTree.from_widths((1, 1, 1)), 9, 2)
+    with pytest.raises(ValueError, match="the 9 best tokens, the head knows only 8"):
+        check_fits(StaticTree.from_widths((9,)), 8)
 
 
 def test_trees_from_the_command_line():
