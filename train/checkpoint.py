@@ -180,14 +180,10 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        output: Path,
-        keep: int,
-        accelerator: Accelerator,
-        last: Path | None,
-        size: int,
+        self, recipe: Recipe, accelerator: Accelerator, last: Path | None, size: int
     ) -> None:
-        self.output, self.keep, self.accelerator = output, keep, accelerator
+        output = recipe.run.output
+        self.output, self.keep, self.accelerator = output, recipe.run.keep, accelerator
         self._lock = None
         with agreeing(accelerator):
             if accelerator.is_main_process:

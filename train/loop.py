@@ -54,8 +54,6 @@ from draftheads.train.setup import (
 
 SHOWN = 8
 """Documents listed in the line about a skipped step."""
-LOCAL = ("target", "data.path", "data.cache_gb", "features.path", "run.output")
-"""Choices that may differ between the processes of one launch."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +121,12 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
         saved = _resume_point(recipe, accelerator)
         if saved:
             step, planned = saved.state.step, saved.state.planned_steps(recipe)
-            now = replace(saved.state, recipe=recipe)
             is_done = planned is not None and step >= planned
-            if now.exhausted and not is_done:
-                line = f"{_early_end(now)}; raise eval.patience to resume"
+            state = replace(saved.state, recipe=recipe)
+            if state.exhausted and not is_done:
+                line = f"{_early_end(state)}; raise eval.patience to resume"
                 main_process_log(accelerator)(line)
-            if now.exhausted or is_done:
+            if state.exhausted or is_done:
                 return Outcome(saved.folder, step, step, trained=False)
         run = start(recipe, accelerator, saved)
         ends.callback(delattr, run, "engine")  # a DDP that outlives its process group hangs
@@ -289,8 +287,7 @@ def start(recipe: Recipe, accelerator: Accelerator, saved: Saved | None) -> Run:
         log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
     evaluator = Evaluator(recipe, accelerator, target, data, heldout)
     size = 12 * trained  # weights and two moments, float32
-    last = saved.folder if saved else None
-    checkpoints = Checkpoints(recipe.run.output, recipe.run.keep, accelerator, last, size)
+    checkpoints = Checkpoints(recipe, accelerator, saved.folder if saved else None, size)
     parts = recipe, accelerator, target, data, order, head, engine, features
     return Run(*parts, evaluator, checkpoints, state)
 
@@ -349,8 +346,9 @@ def _resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
         if saved:
             refuse_changes(saved, "choices", differences(saved.state.recipe, recipe))
         values["checkpoint"] = saved.folder.name if saved else "none"
-        choices = flat(recipe.model_dump(mode="json"))
-        values.update({key: value for key, value in choices.items() if key not in LOCAL})
+        values.update(flat(recipe.model_dump(mode="json")))
+        for key in ("target", "data.path", "data.cache_gb", "features.path", "run.output"):
+            values.pop(key, None)  # paths and memory may differ between machines
     for fault in damaged:
         line = f"warning: skipped and set aside {recipe.run.output}/{fault}"
         main_process_log(accelerator)(line)

@@ -268,7 +268,7 @@ class EvalChoices(Section):
     @model_validator(mode="after")
     def _check_measure(self) -> EvalChoices:
         if self.every == 0 and self.best in DECODED:
-            raise ValueError(f"best: {self.best} needs decoding; set every to more than 0")
+            raise ValueError(f"best: {self.best} needs decoding, and every: 0 turns it off")
         return self
 
 
