@@ -162,7 +162,7 @@ def check_inputs(saved: Saved, new: RunState) -> None:
 
 
 def refuse_changes(saved: Saved, what: str, changes: list[str]) -> None:
-    """Raise ValueError if there are any."""
+    """Raise ValueError if there are `changes` since the run began."""
     if changes:
         raise ValueError(
             f"{saved.folder.parent} holds a run with other {what} ({'; '.join(changes)}); restore "
@@ -192,12 +192,12 @@ class Checkpoints:
                 self._lock = (output / LOCK).open("w")
                 try:
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    self._tidy(last)
                 except BlockingIOError:
                     self.close()
                     raise ValueError(
                         f"{output}: another process trains into it; set another run.output"
                     ) from None
+                self._tidy(last)
 
     def folder(self, step: int) -> Path:
         """The checkpoint after `step` steps."""

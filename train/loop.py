@@ -117,7 +117,7 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
         if accelerator is None:
             accelerator = make_accelerator(recipe)
             ends.callback(accelerator.end_training)
-            ends.callback(gc.collect)  # first FSDP2 must let go of the process group
+            ends.callback(gc.collect)  # FSDP2 must release the process group first
         saved = _resume_point(recipe, accelerator)
         if saved:
             step, planned = saved.state.step, saved.state.planned_steps(recipe)
@@ -131,7 +131,7 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
         run = start(recipe, accelerator, saved)
         ends.callback(delattr, run, "engine")  # a DDP that outlives its process group hangs
         ends.callback(run.checkpoints.close)
-        stop = ends.enter_context(StopRequest(recipe.run.output))  # before, nothing is to be saved
+        stop = ends.enter_context(StopRequest(recipe.run.output))  # nothing to save before
         progress = Progress(accelerator, recipe, run.state.step, run.state.steps)
         ends.enter_context(closing(progress))
         return _train(run, progress, stop)
@@ -257,7 +257,7 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
 
 
 def start(recipe: Recipe, accelerator: Accelerator, saved: Saved | None) -> Run:
-    """Load and build everything for a run, as it was in the checkpoint `saved`."""
+    """Load and build all parts of a run, restored from the checkpoint `saved` if there is one."""
     log = main_process_log(accelerator)
     check_eval(recipe, log)
     with agreeing(accelerator) as values:
@@ -340,7 +340,7 @@ def _plan(
 
 
 def _resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
-    """The newest intact checkpoint, if any, which all processes must see alike."""
+    """The newest intact checkpoint, if any; the same on all processes, as is the recipe."""
     with agreeing(accelerator) as values:
         saved, damaged = newest(recipe.run.output)
         if saved:
