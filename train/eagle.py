@@ -1,17 +1,11 @@
 """Train an EAGLE head: accelerate launch train/eagle.py RECIPE.yaml [key.path=value ...]"""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from draftheads.train import entry
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a recipe; returns the exit code."""
-    return entry.main(argv, "eagle", "eagle3")
-
+main = partial(entry.main, script="eagle", kind="eagle3")
 
 if __name__ == "__main__":
     sys.exit(main())

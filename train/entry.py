@@ -1,7 +1,7 @@
-"""How every command and training script starts and ends: one error line and an exit code.
+"""Start and end of every command and training script: one error line and an exit code.
 
-0: done. 2: a mistake of the user's, by this project's convention a ValueError or OSError. 130:
-interrupted. Nothing slow is imported before signals are heard.
+0: done. 2: a mistake of the user, by this project's convention a ValueError or OSError. 130:
+interrupted. Nothing slow is imported before signals are handled.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ saved. DRAFTHEADS_DEBUG=1 shows tracebacks.
 usage: train/{script}.py RECIPE.yaml [key.path=value ...]"""
 
 
-def main(argv: Sequence[str] | None, script: str, kind: Kind) -> int:
-    """Run the recipe that `argv` (None: the process's arguments) names; returns the exit code.
+def main(argv: Sequence[str] | None = None, *, script: str, kind: Kind) -> int:
+    """Run the recipe named in `argv` (None: the arguments of the process); returns the exit code.
 
-    kind: of the head, where the recipe does not say it.
+    kind: of the head, if the recipe has no `head.kind`.
     """
     spin_briefly()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        _say(HELP.format(kind=kind, script=script))
+        _print(HELP.format(kind=kind, script=script))
         return 0 if arguments else 2
     try:
         with mistakes_in_one_line():
@@ -51,28 +51,23 @@ def main(argv: Sequence[str] | None, script: str, kind: Kind) -> int:
 
 
 def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
-    """Train as a recipe says; returns 0, or 130 where it was interrupted and saved."""
+    """Train from a recipe; returns 0, or 130 if the run was interrupted and saved."""
     from draftheads.train.loop import fit  # slow
     from draftheads.train.recipe import load_recipe
 
-    logger = logging.getLogger("draftheads")
-    level = logger.level
-    logger.setLevel(level if _is_first() else logging.ERROR)
-    try:  # the level is the caller's
-        outcome = fit(load_recipe(recipe, overrides, kind))
-    finally:
-        logger.setLevel(level)
+    logging.getLogger("draftheads").disabled = not _is_first()
+    outcome = fit(load_recipe(recipe, overrides, kind))
     if not outcome.finished:
-        _say(
+        _print(
             f"interrupted by {outcome.stopped_by} at step {outcome.step} of {outcome.steps}, saved "
             f"in {outcome.checkpoint}; run the same command again to resume"
         )
         return INTERRUPTED
     if outcome.trained:
-        _say(f"done: {outcome.steps} steps, saved in {outcome.checkpoint}")
+        _print(f"done: {outcome.steps} steps, saved in {outcome.checkpoint}")
     else:
-        _say(
-            f"{outcome.checkpoint}: this run is finished; raise run.steps to continue it, or give "
+        _print(
+            f"{outcome.checkpoint}: this run is finished; raise run.steps to continue it, or set "
             "another run.output"
         )
     return 0
@@ -80,9 +75,9 @@ def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
 
 @contextmanager
 def mistakes_in_one_line() -> Iterator[None]:
-    """End the process with a line and an exit code: 2 after a mistake of the user's (with a
-    traceback where DRAFTHEADS_DEBUG is set), 130 after Ctrl-C or SIGTERM, which raises SystemExit
-    so that what is open is closed and removed.
+    """End the process with one line and an exit code: 2 after a mistake of the user (with
+    DRAFTHEADS_DEBUG set, its traceback), 130 after Ctrl-C or SIGTERM. SIGTERM raises SystemExit, so
+    that open files are closed and temporary ones removed.
     """
     old = signal.signal(signal.SIGTERM, _end)
     try:
@@ -92,10 +87,10 @@ def mistakes_in_one_line() -> Iterator[None]:
     except (ValueError, OSError) as error:
         if os.environ.get("DRAFTHEADS_DEBUG"):
             raise
-        # processes of one machine make the same mistakes; a disk may fail one of them alone
-        alone = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        # processes of one machine make the same mistakes, but a disk may fail only one of them
+        is_disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         rank = os.environ.get("RANK", "0")
-        if alone or os.environ.get("LOCAL_RANK", rank) == "0":
+        if is_disk or os.environ.get("LOCAL_RANK", rank) == "0":
             where = "" if _is_first() else f" on process {rank}"
             print(f"error{where}: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
@@ -104,7 +99,7 @@ def mistakes_in_one_line() -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """An error's message without its line breaks; of pydantic's, the first fault."""
+    """An error message without line breaks; of several by pydantic, the first."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
@@ -114,9 +109,9 @@ def one_line(error: Exception) -> str:
 
 
 def spin_briefly() -> None:
-    """Let OpenMP's threads spin for microseconds before they sleep, unless the user has chosen:
-    with the default, all get several times slower once another process wants a core, and without
-    spinning training takes 1.8 times as long. To be called before torch loads.
+    """Make OpenMP threads spin for microseconds before they sleep, unless the user has configured
+    it. By default they spin for long, which slows all of them down once another process needs a
+    core; without spinning, training takes 1.8 times as long. Call this before torch is loaded.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -124,11 +119,11 @@ def spin_briefly() -> None:
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    _say(f"interrupted by {by}; run the same command again to resume", sys.stderr)
+    _print(f"interrupted by {by}; run the same command again to resume", sys.stderr)
     sys.exit(INTERRUPTED)
 
 
-def _say(text: str, file: TextIO | None = None) -> None:
+def _print(text: str, file: TextIO | None = None) -> None:
     if _is_first():
         print(text, file=file)
 
@@ -138,7 +133,7 @@ def _is_first() -> bool:
 
 
 def set_threads(threads: int | None) -> None:
-    """Limit torch to so many CPU threads."""
+    """Limit torch to `threads` CPU threads."""
     if threads:
         import torch
 
@@ -146,9 +141,9 @@ def set_threads(threads: int | None) -> None:
 
 
 def choose_threads(threads: int | None, target: Target, rows: int = 1) -> None:
-    """As many CPU threads as the user has chosen (`--threads`, OMP_NUM_THREADS). Otherwise one,
-    where forwards of `rows` tokens, measured here, gain less than 15 % by more: they would only
-    take cores from others. Models that take 0.2 s and longer keep all threads.
+    """Use the number of CPU threads that the user has set (`--threads`, OMP_NUM_THREADS). Otherwise
+    a single one, if more speed up forwards of `rows` tokens by less than 15 %: they would only take
+    cores from other processes. Targets whose forward takes 0.2 s or longer keep all threads.
     """
     import torch
 
@@ -157,14 +152,15 @@ def choose_threads(threads: int | None, target: Target, rows: int = 1) -> None:
     if threads or available == 1 or "OMP_NUM_THREADS" in os.environ or target.device.type != "cpu":
         return
     tokens_B1 = torch.zeros(rows, 1, dtype=torch.long)
-    seconds: dict[int, list[float]] = {1: [], available: []}
+
+    def seconds(count: int) -> float:
+        torch.set_num_threads(count)
+        began = time.perf_counter()
+        target.model(tokens_B1, use_cache=False)
+        return time.perf_counter() - began
+
     with torch.inference_mode():
-        while len(seconds[1]) < 7 and (not seconds[1] or seconds[available][-1] < 0.2):
-            for count, measured in seconds.items():
-                torch.set_num_threads(count)
-                began = time.perf_counter()
-                target.model(tokens_B1, use_cache=False)
-                measured.append(time.perf_counter() - began)
-    gain = median(seconds[1]) / median(seconds[available])
-    is_fast = seconds[available][-1] < 0.2
-    torch.set_num_threads(1 if is_fast and gain < 1.15 else available)
+        if seconds(available) >= 0.2:
+            return
+        alone, together = zip(*((seconds(1), seconds(available)) for _ in range(7)), strict=True)
+    torch.set_num_threads(1 if median(alone) < 1.15 * median(together) else available)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shlex
 import signal
@@ -28,38 +27,27 @@ from accelerate.utils import (
 from draftheads.train.recipe import Recipe
 
 PATIENCE = timedelta(minutes=30)
-"""How long processes wait for one another; the first may be downloading the target."""
+"""Time-out of collectives; the first process may be downloading the target."""
 STOP_FILE = "checkpoint-now"
 """A file of this name in run.output is a request to save and stop."""
 
 
-@contextmanager
-def launched(recipe: Recipe) -> Iterator[Accelerator]:
-    """The Accelerator of this process; the process group ends with the block."""
-    accelerator = make_accelerator(recipe)
-    try:
-        yield accelerator
-    finally:
-        gc.collect()  # what FSDP2 holds of the process group, before that is torn down
-        accelerator.end_training()
-
-
 def make_accelerator(recipe: Recipe) -> Accelerator:
-    """The Accelerator of this process. Raises ValueError for a launch whose processes would not
+    """The Accelerator of this process. Raises ValueError if the processes of this launch would not
     train together.
     """
     has_gpu = torch.cuda.is_available()
     check_environment(os.environ, has_gpu=has_gpu)
     _join_restarted(os.environ, "nccl" if has_gpu else "gloo")
-    # accelerate sees one process, DeepSpeed several, when nobody names a backend that a CPU has
+    # DeepSpeed on CPU: without a backend accelerate would see a single process
     gloo = not has_gpu and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     output = str(recipe.run.output)
     accelerator = Accelerator(
-        mixed_precision="no",  # the engines see to run.precision, all in the same way
+        mixed_precision="no",  # the learner applies run.precision, the same for all engines
         log_with=list(recipe.run.trackers) or None,
         project_config=ProjectConfiguration(project_dir=output, logging_dir=f"{output}/logs"),
         kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # sent from where they are
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # without a copy
             InitProcessGroupKwargs(backend="gloo" if gloo else None, timeout=PATIENCE),
         ],
     )
@@ -77,33 +65,29 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:
-    """Raise ValueError for launches of several processes that would not know of each other.
+    """Raise ValueError for launches whose processes would each train on their own, and for FSDP1.
 
-    `accelerate launch --cpu --num_processes N` starts one process, with a master address and no
-    WORLD_SIZE. `srun` starts several that know only Slurm's variables.
+    `srun` starts processes that know only Slurm's variables. `accelerate launch --cpu
+    --num_processes N` starts one process, with a master address but no WORLD_SIZE.
     """
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks > 1 and environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1"):
         raise ValueError(
             f"srun started {tasks} tasks, but each would train on its own; start one task per node "
-            "and in it `torchrun --nnodes N --node-rank $SLURM_NODEID --master-addr HOST "
-            f"--nproc-per-node G {shlex.join(sys.argv)}`"
+            "that runs torchrun --nnodes N --node-rank $SLURM_NODEID --master-addr HOST"
         )
     if asked_for_fsdp(environ) and environ.get("FSDP_VERSION") != "2":
-        raise ValueError(
-            f"expected fsdp_version: 2, got {environ.get('FSDP_VERSION', 1)}; "
-            "use recipes/accelerate-fsdp2.yaml"
-        )
+        raise ValueError("expected fsdp_version: 2, got 1; use recipes/accelerate-fsdp2.yaml")
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in environ
     if by_accelerate and "MASTER_ADDR" in environ and "WORLD_SIZE" not in environ:
         raise ValueError(
-            "`accelerate launch --cpu --num_processes N` starts only one process; for N processes "
-            f"on CPU use `{right_command(has_gpu, 'N')}`, for one leave --num_processes out"
+            "accelerate launch started only one of the --num_processes; use "
+            f"`{right_command(has_gpu, 'N')}`, or leave --num_processes out"
         )
 
 
 def right_command(has_gpu: bool, world: str) -> str:
-    """The command that starts what runs here as `world` processes that train together."""
+    """The command that starts `world` processes of this program that train together."""
     started = shlex.join(sys.argv)
     if has_gpu:
         return f"accelerate launch --multi_gpu --num_processes {world} {started}"
@@ -111,51 +95,53 @@ def right_command(has_gpu: bool, world: str) -> str:
 
 
 def asked_for_fsdp(environ: Mapping[str, str]) -> bool:
-    """Whether the accelerate config says `distributed_type: FSDP`."""
+    """Whether the accelerate config has `distributed_type: FSDP`."""
     return environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def main_process_log(accelerator: Accelerator) -> Callable[[str], None]:
-    """Prints a line, once for all processes of all nodes."""
+    """A function that prints a line, on the main process only."""
     return print if accelerator.is_main_process else lambda _: None
 
 
 @contextmanager
 def agreeing(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
-    """What is put into the dictionary inside must be what the first process puts there; a
-    ValueError or OSError that one process raises inside is raised on all of them.
+    """Compare processes: the values that each puts into the dictionary must be equal. A ValueError
+    or OSError of one process in the block is raised on all of them.
 
-    Raises ValueError that names a process that differs, else what was raised inside.
+    Raises ValueError naming the first process that fails or differs; if all fail alike, their own
+    error.
     """
-    said: dict[str, Any] = {}
-    fault: Exception | None = None
+    values: dict[str, Any] = {}
+    error: Exception | None = None
     try:
-        yield said
-    except (ValueError, OSError) as error:
-        fault = error
-    everyone = [(said, str(fault or ""))]
+        yield values
+    except (ValueError, OSError) as caught:
+        error = caught
+    everyone = [(values, str(error or ""))]
     if accelerator.num_processes > 1:
         everyone = gather_object(everyone)
-    if fault and all(reason == str(fault) for _, reason in everyone):
-        raise fault
+    if error and all(reason == str(error) for _, reason in everyone):
+        raise error
     first = everyone[0][0]
-    for rank, (each, reason) in enumerate(everyone):
-        other = [
-            f"{key} {each.get(key)} where process 0 has {first.get(key)}"
-            for key in {**first, **each}
-            if each.get(key) != first.get(key)
+    for rank, (other, reason) in enumerate(everyone):
+        if reason:
+            raise ValueError(f"process {rank}: {reason}") from error
+        differing = [
+            f"{key} {other.get(key)} instead of {first.get(key)}"
+            for key in {**first, **other}
+            if other.get(key) != first.get(key)
         ]
-        if reason or other:
+        if differing:
             raise ValueError(
-                f"of {len(everyone)} processes expected all to see the same, got process {rank}: "
-                f"{reason or ', '.join(other)}; give all of them one recipe, and run.output, data "
-                "and target on disks that they share"
-            ) from fault
+                f"process {rank} differs from process 0: {', '.join(differing)}; give all of them "
+                "one recipe, and keep run.output, data and target on disks that they share"
+            )
 
 
 def _join_restarted(environ: Mapping[str, str], backend: str) -> None:
-    """Let processes that torchrun has restarted (`--max-restarts`) meet under a prefix of their
-    own: under the usual one they would find the addresses of those that are gone.
+    """Start the process group of processes that torchrun has restarted (`--max-restarts`) under a
+    prefix of its own: the default one still has the addresses of the dead processes.
     """
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -174,27 +160,26 @@ def _join_restarted(environ: Mapping[str, str], backend: str) -> None:
 
 
 class StopRequest:
-    """Notes Ctrl-C, SIGTERM and a file `checkpoint-now`, so that the loop can finish its step and
-    save; a second Ctrl-C is immediate.
+    """Records Ctrl-C, SIGTERM or a file `checkpoint-now`, so that the loop can finish its step and
+    save. A second Ctrl-C is immediate.
 
-    torchrun sends SIGTERM after the terminal sent SIGINT: that counts as one request.
+    torchrun sends SIGTERM after the terminal's SIGINT: both are one request.
     """
 
     def __init__(self, output: Path) -> None:
-        self.by = ""
-        """Who asked, or ""."""
+        self.by = ""  # the signal or file, once there is one
         self._file = output / STOP_FILE
 
-    def heard(self) -> bool:
+    def pending(self) -> bool:
         """Whether this process was asked to stop."""
         if not self.by and self._file.exists():
             self.by = STOP_FILE
         return bool(self.by)
 
     def __enter__(self) -> StopRequest:
-        self._file.unlink(missing_ok=True)  # meant for a launch that is gone
+        self._file.unlink(missing_ok=True)  # left from an earlier launch
         signals = (signal.SIGINT, signal.SIGTERM)
-        self._old = {number: signal.signal(number, self._note) for number in signals}
+        self._old = {number: signal.signal(number, self._record) for number in signals}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -202,7 +187,7 @@ class StopRequest:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.by and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.by = signal.Signals(number).name

@@ -1,16 +1,17 @@
 """The training loop: the target's features, the head's loss, one optimizer step over all processes.
 
 A step's rows, micro batches and random numbers are functions of (seed, step), and its learning rate
-one of the step: to resume is to continue at step n.
+of the step: resuming is continuing at step n.
 
 Legend: B batch, T tokens, D feature width, K draft depth, R ranks.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,49 +19,47 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
+from draftheads.heads.card import flat
+from draftheads.heads.hub import WEIGHTS
 from draftheads.heads.target import Target
 from draftheads.train.batches import Order, Reading, share
 from draftheads.train.checkpoint import (
     Checkpoints,
     RunState,
-    check_same_parts,
-    check_same_run,
-    continuing,
+    Saved,
+    check_inputs,
     load_optimizer_state,
-    load_weights,
     newest,
-    read_state,
-    same_length,
-    shared_choices,
+    refuse_changes,
 )
 from draftheads.train.engines import Engine, make_engine, make_learner
 from draftheads.train.evaluate import Evaluator, check_eval
 from draftheads.train.features import FeatureSource, make_features
-from draftheads.train.launch import StopRequest, agreeing, launched, main_process_log
+from draftheads.train.launch import StopRequest, agreeing, main_process_log, make_accelerator
 from draftheads.train.progress import Progress, check_trackers, write_report
-from draftheads.train.recipe import Recipe
+from draftheads.train.recipe import Recipe, differences
 from draftheads.train.setup import (
     TrainingData,
     create_head,
-    describe_trained,
-    facts,
     load_data,
     load_target,
+    training_facts,
     versions,
 )
 
 SHOWN = 8
-"""Documents that a line about a skipped step names."""
+"""Documents listed in the line about a skipped step."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. checkpoint: its newest. step, steps: done and planned. trained: False when
-    it had ended before. stopped_by: who interrupted it, or "".
+    """How a run ended. checkpoint: the newest. step, steps: done and planned. trained: False if the
+    run had already ended. stopped_by: the signal or file that interrupted it, or "".
     """
 
     checkpoint: Path
@@ -71,13 +70,13 @@ class Outcome:
 
     @property
     def finished(self) -> bool:
-        """False when the run was interrupted."""
+        """False if the run was interrupted."""
         return self.step >= self.steps
 
 
 @dataclass
 class Run:
-    """One process's part of one run. state: as of the last step done."""
+    """One process's part of a run. state: after the last step done."""
 
     recipe: Recipe
     accelerator: Accelerator
@@ -93,9 +92,9 @@ class Run:
 
 
 class StepResult(NamedTuple):
-    """What a step came to. loss: mean over the learned tokens of all processes. norm: of the
-    gradient before clipping; not finite where nothing was changed. lr: of the heads. ranks_KR: of
-    this process. stop: whether any process was asked to. documents: of losses that are not finite.
+    """Result of a step. loss: mean over the learned tokens of all processes. norm: of the gradient
+    before clipping; if it is not finite, no weights were updated. lr: of the heads. ranks_KR: of
+    this process. stop: whether any process was asked to. documents: those with non-finite losses.
     """
 
     loss: float
@@ -107,55 +106,62 @@ class StepResult(NamedTuple):
 
 
 def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
-    """Train as the recipe says, from the newest intact checkpoint in `run.output`, and save.
+    """Train, starting from the newest intact checkpoint in `run.output` if there is one, and save.
 
-    accelerator: of processes that are together already, and stay so. Raises ValueError for a
-    recipe, data or launch that cannot work, and when the loss stays non-finite; OSError when a
+    accelerator: of processes that have already joined; left running. Raises ValueError for a
+    recipe, data or launch that cannot work, and if the loss stays non-finite; OSError if a
     checkpoint cannot be written.
     """
     check_trackers(recipe.run.trackers)
     with ExitStack() as ends:
-        accelerator = ends.enter_context(
-            nullcontext(accelerator) if accelerator else launched(recipe)
-        )
-        log = main_process_log(accelerator)
-        saved, old = _resumed(recipe, accelerator)
-        if saved and old:
-            planned = old.steps if same_length(old, recipe) else recipe.run.steps or math.inf
-            now = replace(old, recipe=recipe)
-            if old.step < planned and now.exhausted:
-                log(f"{now.early()}; raise eval.patience to resume")
-            if old.step >= planned or now.exhausted:
-                return Outcome(saved, old.step, old.step, trained=False)
-        run = start(recipe, accelerator, saved, old)
+        if accelerator is None:
+            accelerator = make_accelerator(recipe)
+            ends.callback(accelerator.end_training)
+            ends.callback(gc.collect)  # FSDP2 must release the process group first
+        saved = _resume_point(recipe, accelerator)
+        if saved:
+            step, planned = saved.state.step, saved.state.planned_steps(recipe)
+            is_done = planned is not None and step >= planned
+            state = replace(saved.state, recipe=recipe)
+            if state.exhausted and not is_done:
+                line = f"{_early_end(state)}; raise eval.patience to resume"
+                main_process_log(accelerator)(line)
+            if state.exhausted or is_done:
+                return Outcome(saved.folder, step, step, trained=False)
+        run = start(recipe, accelerator, saved)
         ends.callback(delattr, run, "engine")  # a DDP that outlives its process group hangs
         ends.callback(run.checkpoints.close)
-        stop = ends.enter_context(StopRequest(recipe.run.output))  # before, nothing is to be saved
+        stop = ends.enter_context(StopRequest(recipe.run.output))  # nothing to save before
         progress = Progress(accelerator, recipe, run.state.step, run.state.steps)
         ends.enter_context(closing(progress))
-        started, by = time.monotonic() - run.state.seconds, ""
-        while run.state.step < run.state.steps and not by and not run.state.exhausted:
-            result = train_step(run, stop.heard())
-            _record(run, result, progress)
-            run.state = replace(run.state, seconds=time.monotonic() - started)
-            by = (stop.by or "another process") if result.stop else ""
-            due = run.evaluator.due(run.state.step, run.state.steps)
-            if by or due or run.state.step % recipe.run.save_every == 0:
-                with progress.paused():
-                    saved = save(run, progress, scheduled=due)
-        assert saved, "a run has at least one step, and its last step is saved"
-        step, steps = run.state.step, run.state.steps
-        if run.state.exhausted and step < steps:
-            log(run.state.early())
-            steps = step
-        if step == steps and recipe.eval.report and accelerator.is_main_process:
-            log(f"report: {write_report(recipe.run.output)}")
-        return Outcome(saved, step, steps, trained=True, stopped_by=by)
+        return _train(run, progress, stop)
+
+
+def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
+    """Take steps until the run ends or is asked to stop; the last step is always saved."""
+    recipe, log = run.recipe, main_process_log(run.accelerator)
+    started, by = time.monotonic() - run.state.seconds, ""
+    while run.state.step < run.state.steps and not by and not run.state.exhausted:
+        result = train_step(run, stop.pending())
+        _record(run, result, progress)
+        run.state = replace(run.state, seconds=time.monotonic() - started)
+        by = (stop.by or "another process") if result.stop else ""
+        due = run.evaluator.due(run.state.step, run.state.steps)
+        if by or due or run.state.step % recipe.run.save_every == 0:
+            with progress.paused():
+                save(run, progress, scheduled=due)
+    step, steps = run.state.step, run.state.steps
+    if run.state.exhausted and step < steps:
+        log(_early_end(run.state))
+        steps = step
+    if step == steps and recipe.eval.report and run.accelerator.is_main_process:
+        log(f"report: {write_report(recipe.run.output)}")
+    return Outcome(run.checkpoints.folder(step), step, steps, trained=True, stopped_by=by)
 
 
 def train_step(run: Run, stop: bool) -> StepResult:
-    """One optimizer step over all processes, unless its gradient is not finite. stop: whether this
-    process was asked to stop.
+    """One optimizer step over all processes; skipped if the gradient is not finite. stop: whether
+    this process was asked to stop.
 
     The loss is one mean over all learned tokens of the step.
     """
@@ -170,12 +176,12 @@ def train_step(run: Run, stop: bool) -> StepResult:
         last = number == batches[-1][0]
         batch = run.data.train.batch(rows).to(device)
         features_BTD = run.features(rows, batch)
-        # random numbers belong to the micro batch, whoever computes it
+        # seeded by micro batch, so the number of processes does not matter
         torch.manual_seed(hash((recipe.run.seed, step, number)) % (1 << 63))
         with run.engine.accumulating(last=last):
             out = run.engine.model(batch, features_BTD, run.target, step / run.state.steps)
             loss = out.loss / learned
-            # a loss that is not finite shall make gradients that are not, on every engine
+            # a non-finite loss must give non-finite gradients on every engine
             poison = torch.where(loss.detach().isfinite(), 1.0, math.nan)
             run.engine.backward(loss * poison, last=last)
         losses.append(loss.detach())
@@ -195,27 +201,20 @@ def train_step(run: Run, stop: bool) -> StepResult:
 
 
 def _record(run: Run, result: StepResult, progress: Progress) -> None:
-    """Count a step. Raises ValueError after too many in a row that were not finite."""
+    """Count a step. Raises ValueError after too many consecutive non-finite ones."""
     state, recipe = run.state, run.recipe
     rows = run.order.step(state.step)
     tokens = sum(run.data.train.sizes[row] for row in rows)
-    is_finite = math.isfinite(result.norm)
-    run.state = replace(
-        state,
-        step=state.step + 1,
-        tokens=state.tokens + tokens,
-        loss=result.loss if is_finite else state.loss,
-        skipped=0 if is_finite else state.skipped + 1,
-    )
-    if is_finite:
+    run.state = replace(state, step=state.step + 1, tokens=state.tokens + tokens)
+    if math.isfinite(result.norm):
+        run.state = replace(run.state, loss=result.loss, skipped=0)
         numbers = result.loss, result.norm, result.ranks_KR, tokens, result.lr
         progress.step(run.state.step, *numbers)
         return
+    run.state = replace(run.state, skipped=state.skipped + 1)
     documents = result.documents or sorted(set(run.data.train.document_numbers(rows)))
-    named = ", ".join(map(str, documents[:SHOWN]))
-    if len(documents) > SHOWN:
-        named = f"{named} and {len(documents) - SHOWN} more"
-    cause = f"loss {result.loss}, gradient norm {result.norm} in documents {named}"
+    listed = ", ".join(map(str, documents[:SHOWN])) + (" ..." if documents[SHOWN:] else "")
+    cause = f"loss {result.loss}, gradient norm {result.norm} in documents {listed}"
     progress.skipped(run.state.step, cause)
     if run.state.skipped >= recipe.run.max_skipped:
         raise ValueError(
@@ -225,9 +224,9 @@ def _record(run: Run, result: StepResult, progress: Progress) -> None:
         )
 
 
-def save(run: Run, progress: Progress, *, scheduled: bool) -> Path:
-    """Evaluate the heads on held-out documents, give them the tree that follows, and write a
-    checkpoint. scheduled: as the recipe says, not because the run was interrupted.
+def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
+    """Evaluate the heads on held-out documents, fit their tree to the result, and write a
+    checkpoint. scheduled: False if the run was interrupted.
     """
     head, step = run.engine.full_head(), run.state.step
     found = run.evaluator(head, decode=scheduled)
@@ -241,8 +240,8 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> Path:
         drift=found.drift.facts() if found.drift else None,
     )
     if scheduled:
-        run.state = run.state.judged()
-    published = {
+        run.state = run.state.evaluated()
+    facts = {
         "steps": step,
         "tokens": run.state.tokens,
         "seconds": run.state.seconds,
@@ -251,82 +250,73 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> Path:
         "heldout_top1": found.calibration.top1,
         "heldout_top5": found.calibration.top5,
         **({"decoding": measured} if measured else {}),
-        **facts(run.recipe, run.data, run.accelerator),
+        **training_facts(run.recipe, run.data, run.accelerator),
     }
     optimizer_state = run.engine.optimizer_state(keep=run.accelerator.is_main_process)
-    return run.checkpoints.save(head, optimizer_state, run.state, run.target, published)
+    run.checkpoints.save(head, optimizer_state, run.state, run.target, facts)
 
 
-def start(
-    recipe: Recipe, accelerator: Accelerator, checkpoint: Path | None, old: RunState | None
-) -> Run:
-    """Everything that a run needs, as it was in `checkpoint`, whose state is `old`."""
+def start(recipe: Recipe, accelerator: Accelerator, saved: Saved | None) -> Run:
+    """Load and build all parts of a run, restored from the checkpoint `saved` if there is one."""
     log = main_process_log(accelerator)
     check_eval(recipe, log)
-    with agreeing(accelerator) as said:
+    with agreeing(accelerator) as values:
         target = load_target(recipe, accelerator)
         data = load_data(recipe, target, log)
-        said["target"], said["data"] = target.fingerprint(), data.counts["digest"]
-    order, state = _planned(recipe, accelerator, target, data, old)
+        values["target"], values["data"] = target.fingerprint(), data.counts["digest"]
+    order, state = _plan(recipe, accelerator, target, data, saved)
     head = create_head(recipe, target, data.documents)
-    describe_trained(head, target, log)
-    if checkpoint and old:
-        check_same_parts(checkpoint, old, state)
-        state = replace(old, recipe=recipe, steps=state.steps, versions=state.versions)
-        head.load_state_dict(load_weights(checkpoint))
+    if saved:
+        head.load_state_dict(load_file(saved.folder / WEIGHTS))
         if target.adapter:
-            target.adapter.restore(checkpoint / ADAPTER)
+            target.adapter.restore(saved.folder / ADAPTER)
     head.recompute = recipe.run.gradient_checkpointing
     if recipe.run.compile:
         head.compile_layers()
     learner = make_learner(recipe, head, target)
-    parameters = sum(parameter.numel() for parameter in learner.trained().values())
+    trained = sum(parameter.numel() for parameter in learner.trained().values())
+    log(f"training {trained:,} parameters of the {head.kind} head; the target is frozen")
     engine = make_engine(learner, recipe.optim, accelerator)
-    if checkpoint and old:
-        engine.restore(load_optimizer_state(checkpoint))
-        log(continuing(checkpoint, old, state))
+    if saved:
+        engine.restore(load_optimizer_state(saved.folder))
     rows = data.train, data.heldout
     features, heldout = make_features(recipe, target, rows, head.training_layers, accelerator)
-    is_cached = recipe.features.mode == "cached"
     if not (recipe.decodes or target.adapter):
+        is_cached = recipe.features.mode == "cached"
         freed = target.release(lm_head=not head.needs_unembed, layers=is_cached)
         log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
-    elif is_cached and not target.adapter:
-        log("the target stays in memory, to decode with; eval.every=0 frees it")
     evaluator = Evaluator(recipe, accelerator, target, data, heldout)
-    size = 12 * parameters  # weights and two moments, float32
-    places = recipe.run.output, recipe.run.keep
-    checkpoints = Checkpoints(*places, accelerator, checkpoint, size)
+    size = 12 * trained  # weights and two moments, float32
+    checkpoints = Checkpoints(recipe, accelerator, saved.folder if saved else None, size)
     parts = recipe, accelerator, target, data, order, head, engine, features
     return Run(*parts, evaluator, checkpoints, state)
 
 
-def _planned(
+def _plan(
     recipe: Recipe,
     accelerator: Accelerator,
     target: Target,
     data: TrainingData,
-    old: RunState | None,
+    saved: Saved | None,
 ) -> tuple[Order, RunState]:
-    """Which rows each step has, and the state of a run that begins. A resumed run keeps its rows
-    per step, and its length where the recipe's has not changed.
+    """The rows of each step, and the state to start from. A resumed run keeps its rows per step,
+    and its length unless the recipe's has changed.
     """
     world, log = accelerator.num_processes, main_process_log(accelerator)
     reading = Reading(len(data.train), data.train.length, recipe.run.epochs, world)
     per_batch, note = recipe.data.rows_per_batch, ""
-    if old:
-        rows_per_step = old.rows_per_step
+    if saved:
+        rows_per_step, planned = saved.state.rows_per_step, saved.state.planned_steps(recipe)
     else:
         rows_per_step, note = reading.rows_per_step(recipe.run.tokens_per_step, per_batch)
+        planned = recipe.run.steps
     order = Order(len(data.train), rows_per_step, recipe.run.seed)
-    share(order.step(0), per_batch, 0, world)  # refuses processes that cannot share a step
-    steps = recipe.run.steps or order.steps(recipe.run.epochs or 1)
-    if old and same_length(old, recipe):
-        steps = old.steps
+    share(order.step(0), per_batch, 0, world)  # raises if processes cannot share a step
+    steps = planned or order.steps(recipe.run.epochs or 1)
     for line in (note, reading.warning(steps, rows_per_step)):
         if line:
             log(line)
-    return order, RunState(
+    state = RunState(
         step=0,
         steps=steps,
         tokens=0,
@@ -340,19 +330,33 @@ def _planned(
         data=data.counts,
         versions=versions(),
     )
+    if saved is None:
+        return order, state
+    check_inputs(saved, state)
+    log(f"resuming {saved.folder} at step {saved.state.step} of {steps}")
+    if saved.state.versions != state.versions:
+        log(f"not bit for bit: saved with {saved.state.versions}, now {state.versions}")
+    return order, replace(saved.state, recipe=recipe, steps=steps, versions=state.versions)
 
 
-def _resumed(recipe: Recipe, accelerator: Accelerator) -> tuple[Path | None, RunState | None]:
-    """The newest intact checkpoint and its state, with this recipe, where there is one."""
-    with agreeing(accelerator) as said:
-        found, damaged = newest(recipe.run.output)
-        old = read_state(found) if found else None
-        if found and old:
-            check_same_run(found, old, recipe)
-        said["checkpoint"], said["step"] = found.name if found else "none", old.step if old else 0
-        said.update(shared_choices(recipe))
+def _resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
+    """The newest intact checkpoint, if any; the same on all processes, as is the recipe."""
+    with agreeing(accelerator) as values:
+        saved, damaged = newest(recipe.run.output)
+        if saved:
+            refuse_changes(saved, "choices", differences(saved.state.recipe, recipe))
+        values["checkpoint"] = saved.folder.name if saved else "none"
+        values.update(flat(recipe.model_dump(mode="json")))
+        for key in ("target", "data.path", "data.cache_gb", "features.path", "run.output"):
+            values.pop(key, None)  # paths and memory may differ between machines
     for fault in damaged:
-        main_process_log(accelerator)(
-            f"warning: passed over and put aside {recipe.run.output}/{fault}"
-        )
-    return found, old
+        line = f"warning: skipped and set aside {recipe.run.output}/{fault}"
+        main_process_log(accelerator)(line)
+    return saved
+
+
+def _early_end(state: RunState) -> str:
+    return (
+        f"ended at step {state.step} of {state.steps}: {state.waited} evaluations without better "
+        f"{state.recipe.measure}; the best was at step {state.best_step}"
+    )

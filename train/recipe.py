@@ -1,7 +1,7 @@
-"""A run's recipe: a YAML file checked by pydantic models, with `key.path=value` overrides.
+"""The recipe of a run: a YAML file checked by pydantic models, with `key.path=value` overrides.
 
-What can be derived is not here: width and vocabulary come from the target, gradient accumulation
-from `run.tokens_per_step`. Relative paths are relative to the working directory.
+Derived values are not in it: width and vocabulary come from the target, gradient accumulation from
+`run.tokens_per_step`. Relative paths are relative to the working directory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import yaml
 from annotated_types import Ge, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from draftheads.heads.card import flat
+from draftheads.heads.tree import DynamicTree
 
 logger = logging.getLogger("draftheads")
 
@@ -32,107 +35,100 @@ Kind = Literal["medusa", "sequential", "eagle3", "eagle"]
 Precision = Literal["fp32", "bf16"]
 Measure = Literal["tokens_per_step", "tokens_per_second", "simulated", "loss"]
 DECODED = ("tokens_per_step", "tokens_per_second")
-"""Measures that only decoding knows."""
+"""Measures that require decoding."""
 
-Layer = Annotated[int, Ge(0)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 class Section(BaseModel):
-    """Refuses unknown keys, numbers that are not finite and empty values."""
+    """Refuses unknown keys and non-finite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _plain(cls, values: Any) -> Any:
+    def _expand_home(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        for name, value in values.items():
-            flag = name not in cls.model_fields or cls.model_fields[name].annotation is bool
-            if value == "" or (isinstance(value, bool) and not flag):
-                raise ValueError(f"{name} should be a number or a text, got {value!r}")
-        home = os.path.expanduser  # no shell expands ~ within key=~/value
-        return {key: home(x) if isinstance(x, str) else x for key, x in values.items()}
+        expand = os.path.expanduser  # no shell expands ~ in key=~/value
+        return {key: expand(x) if isinstance(x, str) else x for key, x in values.items()}
 
 
 class MedusaChoices(Section):
     """Medusa heads (arXiv 2401.10774)."""
 
     decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes"})
-    """Keys that may change when a run is resumed, as only decoding reads them."""
+    """Keys that only decoding reads, so they may change when a run is resumed."""
 
-    kind: Literal["medusa"] = Field("medusa", description="each guess made from one state alone")
-    depth: int = Field(4, ge=1, le=16, description="heads = tokens guessed ahead")
+    kind: Literal["medusa"] = Field("medusa", description="heads over the last hidden state")
+    depth: int = Field(4, ge=1, le=16, description="number of heads = tokens drafted ahead")
     layers: int = Field(1, ge=1, le=8, description="residual blocks per head")
-    lm_head: Literal["own", "shared"] = Field("own", description="shared: the target's, frozen")
+    lm_head: Literal["own", "shared"] = Field("own", description="shared: of the target")
     labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
-    decay: float = Field(0.8, gt=0, le=1, description="weight of depth k is decay^k")
-    vocabulary: int | None = Field(None, ge=2, description="draft the N most frequent; null: all")
-    nodes: int = Field(63, ge=1, description="draft nodes of the calibrated tree")
+    decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of depth k")
+    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
+    nodes: int = Field(63, ge=1, description="draft tokens in the calibrated tree")
 
 
 class LayerSizes(Section):
-    """Sizes of a decoder layer; null: the target's."""
+    """Sizes of a decoder layer; null: as in the target."""
 
     heads: int | None = Field(None, ge=1, description="attention heads")
-    kv_heads: int | None = Field(None, ge=1, description="key and value heads")
-    head_dim: int | None = Field(None, ge=1, description="width of a head")
+    kv_heads: int | None = Field(None, ge=1, description="key-value heads")
+    head_dim: int | None = Field(None, ge=1, description="width of an attention head")
     intermediate_size: int | None = Field(None, ge=1, description="inner width of the MLP")
-    rope_theta: float | None = Field(None, gt=0, description="base of RoPE")
-    rope_scaling: dict[str, Any] | None = Field(None, description="as in a model's config")
+    rope_theta: float | None = Field(None, gt=0, description="RoPE base frequency")
+    rope_scaling: dict[str, Any] | None = Field(None, description="as in a model's config.json")
 
 
 class SequentialChoices(MedusaChoices, LayerSizes):
     """Medusa heads conditioned on the preceding draft tokens (as in Hydra, arXiv 2402.05109). The
-    sizes are those of the prefix layer.
+    layer sizes apply to the prefix layer.
     """
 
     decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "top_k"})
 
     kind: Literal["sequential"] = Field(  # type: ignore[assignment]
-        "sequential", description="Medusa heads that know the tokens drafted before"
+        "sequential", description="Medusa heads conditioned on the preceding draft tokens"
     )
     conditioning: Literal["markov", "recurrent", "hydra"] = Field(
         "recurrent",
-        description="markov: the token before changes the logits; recurrent: all tokens since the "
-        "root change the hidden state; hydra: these enter the head itself",
+        description="markov: the previous token adds to the logits; recurrent: all draft tokens "
+        "update the hidden state; hydra: they are inputs of the head",
     )
     rank: int | None = Field(
-        None,
-        ge=1,
-        description="inner width; null: 64 for markov, the target's for others",
+        None, ge=1, description="inner width; null: 64 for markov, else the target's width"
     )
-    prefix: bool = Field(False, description="a decoder layer reads the whole text first (Hydra++)")
-    top_k: int | None = Field(None, ge=1, description="expanded per level; null: a fixed tree")
+    prefix: bool = Field(False, description="add a decoder layer over the whole text (Hydra++)")
+    top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> SequentialChoices:
+    def _check_together(self) -> SequentialChoices:
         if self.conditioning == "hydra" and self.rank is not None:
             raise ValueError("rank should be null with conditioning: hydra; remove rank")
         sizes = [name for name in LayerSizes.model_fields if getattr(self, name) is not None]
         if sizes and not self.prefix:
             raise ValueError(f"{sizes[0]} is a size of the prefix layer; set prefix: true")
         if self.top_k is not None:
-            check_candidates(self.nodes, self.depth, self.top_k)
+            DynamicTree(self.nodes, self.depth, self.top_k)  # refuses too many nodes
         return self
 
 
 class DecoderChoices(LayerSizes):
-    """What both kinds of EAGLE share: decoder layers and the dynamic tree that they fill."""
+    """Choices of both kinds of EAGLE: decoder layers and a dynamic tree."""
 
     decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "depth", "top_k"})
 
     layers: int = Field(1, ge=1, le=8, description="decoder layers")
-    sliding_window: int | None = Field(None, ge=1, description="tokens that these see; null: all")
-    decay: float = Field(0.8, gt=0, le=1, description="weight of step k is decay^k, over their sum")
-    nodes: int = Field(59, ge=1, description="draft nodes of the dynamic tree")
-    depth: int = Field(8, ge=1, le=32, description="tokens drafted ahead = depth of the tree")
-    top_k: int = Field(10, ge=1, description="nodes expanded per level, and children per node")
+    sliding_window: int | None = Field(None, ge=1, description="attention window; null: all tokens")
+    decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of step k, normalised")
+    nodes: int = Field(59, ge=1, description="draft tokens in the dynamic tree")
+    depth: int = Field(8, ge=1, le=32, description="depth of the tree = tokens drafted ahead")
+    top_k: int = Field(10, ge=1, description="nodes expanded per level, children per node")
 
     @model_validator(mode="after")
-    def _enough_candidates(self) -> DecoderChoices:
-        check_candidates(self.nodes, self.depth, self.top_k)
+    def _check_tree(self) -> DecoderChoices:
+        DynamicTree(self.nodes, self.depth, self.top_k)  # refuses too many nodes
         return self
 
 
@@ -141,15 +137,15 @@ class Eagle3Choices(DecoderChoices):
     losses of arXiv 2602.23881.
     """
 
-    kind: Literal["eagle3"] = Field("eagle3", description="reads three of the target's states")
-    feature_layers: list[Layer] | None = Field(
-        None, min_length=1, description="0 = embeddings; null: [2, n//2, n-3] of n layers"
+    kind: Literal["eagle3"] = Field("eagle3", description="reads three hidden states of the target")
+    feature_layers: list[Annotated[int, Ge(0)]] | None = Field(
+        None, min_length=1, description="0: embeddings; null: [2, n//2, n-3]"
     )
-    vocabulary: int | None = Field(None, ge=2, description="draft the N most frequent; null: all")
-    fc_norm: bool = Field(False, description="normalise each captured feature")
-    norm_output: bool = Field(False, description="the next step reads the normalised output")
-    norm_before_fc: bool = Field(False, description="normalise the captured features together")
-    norm_before_residual: bool = Field(False, description="the residual is the normalised feature")
+    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
+    fc_norm: bool = Field(False, description="normalise each of the target's features")
+    norm_output: bool = Field(False, description="feed back the normalised output")
+    norm_before_fc: bool = Field(False, description="normalise the concatenated features")
+    norm_before_residual: bool = Field(False, description="use the normalised feature as residual")
     steps: int = Field(7, ge=1, le=16, description="steps of training-time test")
     labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
     loss: Literal["ce", "tv", "lk", "hybrid"] = Field(
@@ -157,18 +153,14 @@ class Eagle3Choices(DecoderChoices):
         description="ce: cross-entropy; tv: total variation = 1 - acceptance; lk: -log acceptance; "
         "hybrid: l * ce + (1 - l) * tv with l = exp(-3 * acceptance)",
     )
-    noise: float = Field(0.0, ge=0, description="uniform noise on the features, as for eagle")
+    noise: float = Field(0.0, ge=0, description="uniform noise on the features, as in kind eagle")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Eagle3Choices:
+    def _check_together(self) -> Eagle3Choices:
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc exclude each other; set one to false")
         if self.loss != "ce" and self.labels != "soft":
             raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
-        if self.vocabulary is not None and self.vocabulary < self.top_k:
-            raise ValueError(
-                f"vocabulary should be at least top_k = {self.top_k}, got {self.vocabulary}"
-            )
         return self
 
 
@@ -176,27 +168,11 @@ class EagleChoices(DecoderChoices):
     """EAGLE-1 (arXiv 2401.15077)."""
 
     kind: Literal["eagle"] = Field("eagle", description="EAGLE-1: predicts the target's features")
-    steps: int = Field(1, ge=1, le=16, description="steps that the head is unrolled in training")
+    steps: int = Field(1, ge=1, le=16, description="steps for which training unrolls the head")
     regression: float = Field(1.0, ge=0, description="weight of the SmoothL1 loss on features")
     classification: float = Field(0.1, ge=0, description="weight of the cross-entropy")
     labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
     noise: float = Field(0.2, ge=0, description="(u - 0.5) * noise * 512 / sequence_length")
-
-    @model_validator(mode="after")
-    def _something_to_learn(self) -> EagleChoices:
-        if not self.regression and not self.classification:
-            raise ValueError("regression and classification are both 0; raise one")
-        return self
-
-
-def check_candidates(nodes: int, depth: int, top_k: int) -> None:
-    """Raise ValueError for a dynamic tree of more nodes than it has candidates."""
-    most = top_k + (depth - 1) * top_k**2
-    if nodes > most:
-        raise ValueError(
-            f"nodes should be at most {most}, the candidates of a tree of depth {depth} with "
-            f"top_k {top_k}, got {nodes}"
-        )
 
 
 HeadChoices = Annotated[
@@ -211,61 +187,60 @@ HEAD_MODELS: dict[str, type[MedusaChoices] | type[DecoderChoices]] = {
 
 
 class DataChoices(Section):
-    """Where the target's answers are and how they are laid out in rows."""
+    """The target's answers and their layout in rows."""
 
-    path: Path = Field(description="folder that `draftheads distill --out` wrote")
+    path: Path = Field(description="folder written by `draftheads distill --out`")
     sequence_length: int = Field(1024, ge=2, description="tokens per row")
-    rows_per_batch: int = Field(8, ge=1, description="rows per process and forward; memory only")
-    pack: bool = Field(True, description="several documents per row; false: one")
-    cache_gb: float = Field(0.0, ge=0, description="GB of memory per process for seen features")
-    heldout: float = Field(0.02, gt=0, le=0.5, description="share of documents for evaluation")
+    rows_per_batch: int = Field(8, ge=1, description="rows per process and forward")
+    pack: bool = Field(True, description="pack several documents per row; false: one")
+    cache_gb: float = Field(0.0, ge=0, description="GB of features cached in memory, per process")
+    heldout: float = Field(0.02, gt=0, le=0.5, description="share of documents held out")
 
 
 class FeatureChoices(Section):
-    """Where the target's features come from: its forward in every step, or files written once."""
+    """Source of the target's features: a forward in every step, or files written once."""
 
     mode: Literal["online", "cached"] = Field("online", description="cached: from features.path")
-    path: Path | None = Field(None, description="folder of the files; null: beside data.path")
-    dtype: Literal["bf16", "fp8", "fp32"] = Field("bf16", description="of stored features")
-    disk_gb: float = Field(100.0, gt=0, description="GB of disk that the files may fill")
+    path: Path | None = Field(None, description="null: next to data.path")
+    dtype: Literal["bf16", "fp8", "fp32"] = Field("bf16", description="of cached features")
+    disk_gb: float = Field(100.0, gt=0, description="disk space for cached features, in GB")
 
 
 class OptimChoices(Section):
-    """AdamW and its learning rate. Weight decay spares biases."""
+    """AdamW and its learning rate. Biases have no weight decay."""
 
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of AdamW's two moments")
-    weight_decay: float = Field(0.0, ge=0, description="per step and unit of learning rate")
-    warmup: float = Field(0.1, ge=0, lt=1, description="share of steps with a rising lr")
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up")
-    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay rates of AdamW's moments")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay; none on biases")
+    warmup: float = Field(0.1, ge=0, lt=1, description="share of steps in which the lr rises")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="of the lr after warm-up")
+    clip: float = Field(1.0, gt=0, description="gradient norm to clip at")
 
 
 class AdapterChoices(Section):
-    """A LoRA adapter on the target, kept near the untouched target by its divergence from it
-    (arXiv 2401.10774, 2.2 and 2.3: two stages, or a weight that grows; self-distillation).
+    """A LoRA adapter on the target. Its loss adds the divergence from the unadapted target
+    (arXiv 2401.10774, 2.2 and 2.3: two stages or a growing weight; self-distillation).
     """
 
-    rank: int = Field(32, ge=1, description="of every change of a matrix")
-    alpha: float = Field(16.0, gt=0, description="a change is multiplied by alpha / rank")
-    layers: int | None = Field(None, ge=1, description="changes the last N layers; null: all")
+    rank: int = Field(32, ge=1, description="LoRA rank")
+    alpha: float = Field(16.0, gt=0, description="LoRA alpha; updates are scaled by alpha / rank")
+    layers: int | None = Field(None, ge=1, description="adapt the last N layers; null: all")
     modules: list[str] | None = Field(
-        None, min_length=1, description="matrices, e.g. [q_proj, v_proj]; null: all of a layer"
+        None, min_length=1, description="linear modules, e.g. [q_proj, v_proj]; null: all"
     )
-    lr: float = Field(5e-4, gt=0, description="its peak learning rate; optim.lr is the heads'")
-    start: float = Field(0.25, ge=0, lt=1, description="share of steps that train heads alone")
-    heads_weight: float = Field(1.0, gt=0, description="of the heads' loss, beside the divergence")
-    ramp: Literal["constant", "sine"] = Field("constant", description="of heads_weight, from 0")
+    lr: float = Field(5e-4, gt=0, description="peak learning rate of the adapter")
+    start: float = Field(0.25, ge=0, lt=1, description="share of steps that train only the heads")
+    heads_weight: float = Field(1.0, gt=0, description="weight of the heads' loss; divergence: 1")
+    ramp: Literal["constant", "sine"] = Field(
+        "constant", description="of heads_weight; sine: from 0"
+    )
     agreement: float = Field(
-        0.98,
-        ge=0,
-        le=1,
-        description="a best checkpoint's least share of unchanged first choices of the target",
+        0.98, ge=0, le=1, description="least share of unchanged greedy tokens in a best checkpoint"
     )
 
     def weight(self, done: float) -> float:
-        """Weight of the heads' loss in what the adapter learns from, when the share `done` of the
-        run is done; 0 while heads learn alone.
+        """Weight of the heads' loss in the adapter's gradient after the share `done` of the run; 0
+        while only the heads are trained.
         """
         if done < self.start:
             return 0.0
@@ -274,78 +249,70 @@ class AdapterChoices(Section):
 
 
 class EvalChoices(Section):
-    """Heads are evaluated while they train, by decoding held-out prompts with them."""
+    """Evaluation during training, by decoding held-out prompts with the heads."""
 
     every: int | None = Field(
-        None,
-        ge=0,
-        description="steps between evaluations, each of which is saved; null: at every save; 0: no "
-        "decoding, which frees memory: the target's lm_head and, of cached features, its layers",
+        None, ge=0, description="steps between evaluations; null: at every save; 0: never decode"
     )
-    prompts: int = Field(32, ge=1, description="beginnings of held-out documents to continue")
-    new_tokens: int = Field(64, ge=2, description="per prompt")
-    temperature: float = Field(0.0, ge=0, description="of decoding; 0: greedy")
+    prompts: int = Field(32, ge=1, description="held-out prompts to continue")
+    new_tokens: int = Field(64, ge=2, description="new tokens per prompt")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: greedy")
     best: Measure | None = Field(
         None,
-        description="of the best checkpoint; tokens_per_second: over plain decoding's; simulated: "
-        "tokens per step from held-out ranks; null: tokens_per_step, or simulated if every is 0",
+        description="measure that picks the best checkpoint; tokens_per_second: relative to plain "
+        "decoding; simulated: from held-out ranks; null: tokens_per_step, or simulated if every: 0",
     )
-    patience: int | None = Field(
-        None, ge=1, description="evaluations without a better one that end the run; null: never"
-    )
-    report: bool = Field(True, description="write report.md and its curves when the run ends")
+    patience: int | None = Field(None, ge=1, description="evaluations to wait for improvement")
+    report: bool = Field(True, description="write report.md and its curves at the end")
 
     @model_validator(mode="after")
-    def _best_is_known(self) -> EvalChoices:
+    def _check_measure(self) -> EvalChoices:
         if self.every == 0 and self.best in DECODED:
             raise ValueError(f"best: {self.best} needs decoding, and every: 0 turns it off")
         return self
 
 
 class RunChoices(Section):
-    """How long, how often, where to."""
+    """Length, output and settings of a run."""
 
-    output: Path = Field(description="folder for step-* checkpoints; a run in it is resumed")
-    steps: int | None = Field(None, ge=1, description="optimizer steps; or give epochs")
-    epochs: float | None = Field(None, gt=0, description="passes over the rows; or give steps")
+    output: Path = Field(description="folder for checkpoints; a run in it is resumed")
+    steps: int | None = Field(None, ge=1, description="optimizer steps; or set epochs")
+    epochs: float | None = Field(None, gt=0, description="passes over the data; or set steps")
     tokens_per_step: int | None = Field(
-        None,
-        ge=1,
-        description="rows x sequence_length per optimizer step, over all processes; null: a "
-        "hundredth of what all epochs read, at most 65536",
+        None, ge=1, description="over all processes; null: 1 % of all tokens, at most 65536"
     )
     save_every: int = Field(500, ge=1, description="steps between checkpoints")
-    keep: int = Field(2, ge=1, description="newest checkpoints kept; the best one always is")
+    keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best is kept too")
     # epochs are shuffled by seed * 1,000,003 + epoch, an int64
-    seed: int = Field(0, ge=0, lt=2**43, description="of the data order and of everything drawn")
-    precision: Precision = Field("fp32", description="of the heads' matmuls; weights are fp32")
-    trackers: list[str] = Field(default_factory=list, description='e.g. ["tensorboard"]')
+    seed: int = Field(0, ge=0, lt=2**43, description="of data order, initialisation and noise")
+    precision: Precision = Field("fp32", description="of matmuls in the heads; weights are fp32")
+    trackers: list[str] = Field(default_factory=list, description="e.g. [tensorboard]")
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl")
-    max_skipped: int = Field(3, ge=1, description="non-finite steps in a row that end the run")
-    gradient_checkpointing: bool = Field(False, description="less memory, slower")
+    max_skipped: int = Field(3, ge=1, description="consecutive non-finite steps that end the run")
+    gradient_checkpointing: bool = Field(False, description="save memory, slower")
     compile: bool = Field(False, description="torch.compile the heads' layers")
 
     @model_validator(mode="after")
-    def _one_length(self) -> RunChoices:
+    def _check_length(self) -> RunChoices:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("set exactly one of steps and epochs, the other null")
         return self
 
 
 class Recipe(Section):
-    """Everything that a run needs to know."""
+    """All choices of a run."""
 
     target: str = Field(description="folder or Hub id of the frozen causal LM")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: float32 on CPU, else the checkpoint's"
+        "auto", description="auto: float32 on CPU, else as saved"
     )
     target_revision: str | None = Field(None, description="branch, tag or commit on the Hub")
     target_placement: Literal["whole", "split", "sharded"] = Field(
         "whole",
-        description="whole: on each process's device; split: over all GPUs of the one process; "
-        "sharded: its layers divided over all processes",
+        description="whole: a copy per process; split: over all GPUs of a single process; sharded: "
+        "layers divided over all processes",
     )
-    target_bits: Literal[4, 8] | None = Field(None, description="quantise it by bitsandbytes")
+    target_bits: Literal[4, 8] | None = Field(None, description="quantise with bitsandbytes")
     data: DataChoices
     features: FeatureChoices = Field(default_factory=FeatureChoices)
     head: HeadChoices = Field(default_factory=MedusaChoices)
@@ -356,18 +323,18 @@ class Recipe(Section):
 
     @property
     def decodes(self) -> bool:
-        """Whether the run decodes with its heads. Not on a sharded target: there all processes must
-        run equally many forwards.
+        """Whether evaluation decodes. Not with a sharded target, where all processes must run the
+        same number of forwards.
         """
         return self.eval.every != 0 and self.target_placement != "sharded"
 
     @property
     def measure(self) -> Measure:
-        """What the run compares its checkpoints by."""
+        """The measure that picks the best checkpoint."""
         return self.eval.best or ("tokens_per_step" if self.decodes else "simulated")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Recipe:
+    def _check_together(self) -> Recipe:
         sharded = self.target_placement == "sharded"
         if sharded and self.features.mode == "online" and self.data.cache_gb:
             raise ValueError(
@@ -382,35 +349,34 @@ class Recipe(Section):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "medusa") -> Recipe:
-    """Read a recipe; `overrides` are like "optim.lr=1e-3": a text where the key takes one, else
-    YAML. `head.kind=...` leaves out the keys of the kind before. kind: of the head, where neither
-    says `head.kind`.
+    """Read a recipe. Overrides are like "optim.lr=1e-3": literal text where the key takes text,
+    else YAML. `head.kind=...` drops the keys that only the previous kind has. kind: of the head, if
+    neither the file nor an override sets `head.kind`.
 
-    Raises FileNotFoundError for a missing file and ValueError for everything wrong in it; both
-    are one line.
+    Raises FileNotFoundError for a missing file and ValueError for a mistake in it, both of one
+    line.
     """
     path = Path(path)
     if not path.is_file():
-        files = map(str, [*path.parent.glob("*.yaml"), *Path("recipes").glob("*.yaml")])
-        near = difflib.get_close_matches(str(path), files, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "give the path of a YAML recipe"
-        raise FileNotFoundError(f"recipe {path}: no such file; {hint}")
+        raise FileNotFoundError(f"recipe {path}: no such file; give the path of a YAML recipe")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).replace(' in "<unicode string>"', "").split())
-        raise ValueError(f"{path}: not YAML in UTF-8: {reason}") from error
+        values = _parse_yaml(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not YAML in UTF-8: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
-    values = {key: value for key, value in values.items() if value is not None}
-    if "judge" in values or any(text.startswith("judge.") for text in overrides):
+    renamed = [re.sub(r"^judge\.", "eval.", text) for text in overrides]
+    if "judge" in values or renamed != list(overrides):
         logger.warning("the recipe section judge: is now called eval:; rename it")
-        values = {"eval" if key == "judge" else key: value for key, value in values.items()}
-        overrides = [re.sub(r"^judge\.", "eval.", text) for text in overrides]
+    values = {
+        "eval" if key == "judge" else key: value
+        for key, value in values.items()
+        if value is not None  # a section whose keys are all commented out
+    }
     head = values.setdefault("head", {})
     if isinstance(head, dict) and head.get("kind") is None:
         head["kind"] = kind
-    overridden = [_override(values, text) for text in overrides]
+    overridden = [_override(values, text) for text in renamed]
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:  # its message has several lines and a link
@@ -418,8 +384,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "m
 
 
 def recorded_recipe(values: dict[str, Any]) -> Recipe:
-    """The recipe in a checkpoint. Earlier versions called the section `eval` `judge`, or had none
-    and decoded nothing.
+    """The recipe in a checkpoint. In earlier versions the section `eval` was named `judge`, or was
+    missing and nothing was decoded.
     """
     section = values.get("eval", values.get("judge", {"every": 0}))
     kept = {key: value for key, value in values.items() if key != "judge"}
@@ -427,34 +393,36 @@ def recorded_recipe(values: dict[str, Any]) -> Recipe:
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
-    """Lines "key: old -> new" for choices that must stay when a run is resumed."""
-    before, after = dict(flat(_trained(old))), dict(flat(_trained(new)))
+    """Lines "key: old -> new" for the choices that must not change when a run is resumed."""
+    before, after = _fixed_choices(old), _fixed_choices(new)
+    # a run resumed with null keeps its tokens per step
+    keys = after.keys() | (before.keys() - {"run.tokens_per_step"})
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in sorted(before.keys() | after.keys())
+        for key in sorted(keys)
         if before.get(key) != after.get(key)
     ]
 
 
-def _trained(recipe: Recipe) -> dict[str, Any]:
-    """The choices that must stay when a run is resumed. Of the target its fingerprint must."""
+def _fixed_choices(recipe: Recipe) -> dict[str, Any]:
+    """Choices that must not change when a run is resumed. The target is compared by fingerprint."""
+    compared = {"prompts", "new_tokens", "temperature"} if recipe.measure in DECODED else set()
     free: Any = {
         **dict.fromkeys(("target", "target_revision", "target_placement"), True),
         "data": {"rows_per_batch", "cache_gb", "path"},
         "features": {"path", "disk_gb"},
         "head": set(recipe.head.decoding_keys),
+        "eval": EvalChoices.model_fields.keys() - compared,
+        "run": RunChoices.model_fields.keys() - {"seed", "tokens_per_step", "precision"},
     }
-    values = recipe.model_dump(mode="json", exclude=free)
-    compared = ("prompts", "new_tokens", "temperature") if recipe.measure in DECODED else ()
-    values["eval"] = {"best": recipe.measure, **{key: values["eval"][key] for key in compared}}
-    values["run"] = {key: values["run"][key] for key in ("seed", "tokens_per_step", "precision")}
-    return values
+    choices = flat(recipe.model_dump(mode="json", exclude=free))
+    return {**choices, "eval.best": recipe.measure}
 
 
 def recipe_keys(
     kind: str, model: type[BaseModel] = Recipe, prefix: str = ""
 ) -> Iterator[tuple[str, FieldInfo]]:
-    """All keys of recipes with a head of this kind, sections before what is in them."""
+    """All keys of recipes with a head of this kind, each section before its keys."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         types = (field.annotation, *get_args(field.annotation))
@@ -464,8 +432,8 @@ def recipe_keys(
 
 
 def key_table() -> list[tuple[str, ...]]:
-    """(key, what it takes, its default or "required", description) for the keys of all kinds."""
-    rows: dict[tuple[str, ...], list[str]] = {}
+    """(key, type, default or "required", description) of the keys of all kinds."""
+    kinds_of: dict[tuple[str, ...], list[str]] = {}
     for kind in HEAD_MODELS:
         for key, field in recipe_keys(kind):
             default = field.get_default(call_default_factory=True)
@@ -475,13 +443,14 @@ def key_table() -> list[tuple[str, ...]]:
             limits = re.findall(r"\w+=[^,)]+", str(field.metadata))
             takes = ", ".join([inspect.formatannotation(field.annotation), *limits])
             row = (key, takes.replace("typing.", ""), shown, field.description)
-            rows.setdefault(row, []).append(kind)
-    named = [
-        (key if len(kinds) == len(HEAD_MODELS) else f"{key} ({', '.join(kinds)})", *rest)
-        for (key, *rest), kinds in rows.items()
-    ]
+            kinds_of.setdefault(row, []).append(kind)
     sections = list(Recipe.model_fields)
-    return sorted(named, key=lambda row: sections.index(re.split(r"[. ]", row[0])[0]))
+    table = []
+    for key, *rest in sorted(kinds_of, key=lambda row: sections.index(row[0].partition(".")[0])):
+        kinds = kinds_of[key, *rest]
+        shown = key if len(kinds) == len(HEAD_MODELS) else f"{key} ({', '.join(kinds)})"
+        table.append((shown, *rest))
+    return table
 
 
 def _override(values: dict[str, Any], text: str) -> str:
@@ -490,70 +459,67 @@ def _override(values: dict[str, Any], text: str) -> str:
     if not equals or not key:
         raise ValueError(f"override {text!r}: expected key.path=value, e.g. optim.lr=1e-3")
     *sections, name = key.split(".")
-    place = values
-    for section in sections:
-        if not isinstance(place.get(section), dict):
-            place[section] = {}
-        place = place[section]
-    before = str(place.get(name))
-    fields = [field for kind in HEAD_MODELS for each, field in recipe_keys(kind) if each == key]
-    takes_text = any(re.search(r"\bstr\b|Path|\['", str(field.annotation)) for field in fields)
+    section = values
+    for each in sections:
+        if not isinstance(section.get(each), dict):
+            section[each] = {}
+        section = section[each]
+    fields = [dict(recipe_keys(kind)).get(key) for kind in HEAD_MODELS]
+    types = [str(field.annotation) for field in fields if field]
+    takes_text = re.search(r"\bstr\b|Path|\['", " ".join(types))
     is_text = takes_text and not re.match(r"[\[{'\"]|~?$|null$", value)
+    old_kind = str(section.get(name))
     try:
-        place[name] = value if is_text else yaml.load(value, _Loader)
-    except (yaml.YAMLError, ValueError) as error:
+        section[name] = value if is_text else _parse_yaml(value)
+    except ValueError as error:
         raise ValueError(f"override {text!r}: {value!r} is not a YAML value") from error
-    if key == "head.kind" and before in HEAD_MODELS and value in HEAD_MODELS:
-        others = HEAD_MODELS[before].model_fields.keys() - HEAD_MODELS[value].model_fields.keys()
-        left_out = [other for other in place if other in others]
-        for other in left_out:
-            del place[other]
-        if left_out:
-            logger.warning("%s: left out, as only %s: %s", text, before, ", ".join(left_out))
+    if key == "head.kind" and old_kind in HEAD_MODELS and value in HEAD_MODELS:
+        others = HEAD_MODELS[old_kind].model_fields.keys() - HEAD_MODELS[value].model_fields.keys()
+        dropped = [other for other in section if other in others]
+        for other in dropped:
+            del section[other]
+        if dropped:
+            logger.warning("%s: dropped keys of %s: %s", text, old_kind, ", ".join(dropped))
     return key
 
 
 def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
-    """One line for a fault."""
+    """One line for a fault that pydantic found."""
     names = [str(name) for name in fault["loc"]]
     # pydantic puts the kind between the section and the key
     kind = names.pop(1) if names[0:1] == ["head"] and len(names) > 1 else "medusa"
     key = ".".join(names)
-    where = "command line" if any(f"{key}.".startswith(f"{x}.") for x in overridden) else path
-    said = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] != "extra_forbidden" and not isinstance(fault["input"], dict):
-        said += f", got {textwrap.shorten(repr(fault['input']), 80)}"
+    where = "command line" if any(f"{key}.".startswith(f"{x}.") for x in overridden) else str(path)
     if fault["type"] == "extra_forbidden":
-        said = "unknown key"
-        keys = {kind: dict(recipe_keys(kind)) for kind in HEAD_MODELS}
+        keys = {kind: list(dict(recipe_keys(kind))) for kind in HEAD_MODELS}
         owners = [kind for kind in keys if key in keys[kind]]
         near = difflib.get_close_matches(key, keys[kind], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`draftheads keys` lists all"
         if owners:
-            said += f"; it belongs to head.kind {' or '.join(owners)}"
-        else:
-            said += f"; did you mean {near[0]!r}?" if near else "; `draftheads keys` lists all"
-    return ": ".join(part for part in (str(where), key, said) if part)
+            hint = f"it belongs to head.kind {' or '.join(owners)}"
+        return f"{where}: {key}: unknown key; {hint}"
+    message = fault["msg"].removeprefix("Value error, ")
+    if not isinstance(fault["input"], dict):
+        message += f", got {textwrap.shorten(repr(fault['input']), 80)}"
+    return ": ".join(filter(None, (where, key, message)))
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars; a key that is given twice is refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                line = node.start_mark.line + 1
-                raise ValueError(f"key {name!r} is there twice in what begins at line {line}")
-        return super().construct_mapping(node, deep)
+class _Constructor(SafeConstructor):
+    """Dates remain text."""
 
 
-# YAML 1.1 reads 1e-3 as a text, 010 as eight, yes as true and 1:30 as ninety
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _form in {
-    "null": r"|~|null|Null|NULL",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9][\d_]*)|0x[\da-fA-F]+",
-    "float": r"[-+]?((\d[\d_]*\.[\d_]*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(inf|Inf|INF))"
-    r"|\.(nan|NaN|NAN)",
-}.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^({_form})$"), None)
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
+def _parse_yaml(text: str) -> Any:
+    """A value in YAML 1.2 (1e-3 is a number, `yes` a text). Raises ValueError of one line, also for
+    a key that occurs twice.
+    """
+    parser = YAML(typ="safe", pure=True)
+    parser.Constructor = _Constructor
+    try:
+        return parser.load(text)
+    except MarkedYAMLError as error:
+        raise ValueError(f"{error.problem}, line {error.problem_mark.line + 1}") from error
+    except (YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error

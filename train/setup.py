@@ -1,4 +1,4 @@
-"""The parts of a run, made from its recipe: target, data, head, and what a card says of them."""
+"""The parts of a run, made from its recipe: target, data, head, facts for the model card."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.recipe import Recipe
 
 LOW_SHARE = 0.05
-"""Share of learned tokens below which something is likely wrong with the data."""
+"""Share of learned tokens below which the data are suspicious."""
 
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Rows to train on, rows held out, and where they come from."""
+    """Rows to train on, held-out rows, and their origin."""
 
     documents: Documents
     train: Rows
@@ -37,7 +37,7 @@ class TrainingData:
 
     @cached_property
     def counts(self) -> dict[str, Any]:
-        """What changes when the data changes."""
+        """Sizes and a digest, which change with the data."""
         return {
             "documents": len(self.documents.spans),
             "tokens": len(self.documents.tokens_N),
@@ -47,9 +47,9 @@ class TrainingData:
 
 
 def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
-    """The frozen target, placed as the recipe says, with a new adapter where one is to learn.
+    """The frozen target, placed according to the recipe, with a new adapter if the recipe has one.
 
-    Raises ValueError for a placement that this launch does not have.
+    Raises ValueError for a placement that this launch cannot provide.
     """
     target = Target.load(
         recipe.target,
@@ -70,7 +70,7 @@ def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
 
 
 def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
-    """Read the answers, refuse what cannot be learned from, and lay them out in rows."""
+    """Read the answers and lay them out in rows. Raises ValueError for unusable data."""
     path, pack = recipe.data.path, recipe.data.pack
     manifest = read_manifest(path)
     origin = manifest.get("target", {})
@@ -81,19 +81,23 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
             f"target={origin.get('name')}"
         )
     documents = Documents.read(read_answers(path))
-    check_tokens(recipe, int(documents.tokens_N.max()), target.vocab_size)
+    largest = int(documents.tokens_N.max())
+    if largest >= target.vocab_size:
+        raise ValueError(
+            f"{path}: expected token ids below {target.vocab_size} ({target.name}), got {largest}; "
+            "distill with this target"
+        )
     length = min(recipe.data.sequence_length, target.context)
     if length < recipe.data.sequence_length:
-        log(f"data.sequence_length is cut to {length}, the context of {target.name}")
+        log(f"data.sequence_length reduced to {length}, the context of {target.name}")
     spans, apart = documents.split(recipe.data.heldout)
     train = Rows(documents, spans, length, pack=pack, seed=recipe.run.seed)
     heldout = Rows(documents, apart, length, pack=pack, seed=0)
-    for name, rows in {"trained on": train, "held out": heldout}.items():
+    for name, rows in {"training": train, "held-out": heldout}.items():
         if not len(rows):
             raise ValueError(
                 f"{path}: expected tokens written by the target, got none in {len(rows.spans)} "
-                f"documents that are {name}; look at `learn` in its answers-*.jsonl and distill "
-                "more prompts"
+                f"{name} documents; check `learn` in answers-*.jsonl, or distill more prompts"
             )
     learned, tokens = sum(train.learned), sum(train.sizes)
     log(
@@ -102,19 +106,10 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
         f"{learned / tokens:.0%} learned"
     )
     if train.cut:
-        log(f"{train.cut} cuts in documents longer than a row; raise data.sequence_length")
+        log(f"cut long documents in {train.cut} places; raise data.sequence_length to avoid it")
     if learned / tokens < LOW_SHARE:
-        log("warning: few tokens are learned; are prompts that long, or are answers missing?")
+        log("warning: few tokens are learned; check for long prompts or missing answers")
     return TrainingData(documents, train, heldout, manifest)
-
-
-def check_tokens(recipe: Recipe, largest: int, vocabulary: int) -> None:
-    """Raise ValueError for data whose largest token id the target does not have."""
-    if largest >= vocabulary:
-        raise ValueError(
-            f"{recipe.data.path}: expected token ids below {vocabulary} ({recipe.target}), got "
-            f"{largest}; distill with this target"
-        )
 
 
 def create_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
@@ -126,25 +121,14 @@ def create_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHe
     return HEADS[recipe.head.kind].create(target, **choices).float().to(target.device)
 
 
-def describe_trained(head: DraftHead, target: Target, log: Log) -> None:
-    """Print how much is trained; nothing of the target but its adapter may be."""
-    adapter = list(target.adapter.parameters.values()) if target.adapter else []
-    trained = [p for p in head.parameters() if p.requires_grad] + adapter
-    changing = {id(parameter) for parameter in adapter}
-    frozen = [p for p in target.model.parameters() if id(p) not in changing]
-    assert not any(p.requires_grad for p in frozen), "the target must be frozen"
-    total, held = (sum(p.numel() for p in each) for each in (trained, frozen))
-    log(f"training {total:,} parameters of the {head.kind} head; the target's {held:,} are frozen")
-
-
 def versions() -> dict[str, str]:
     """Versions of the packages that affect results."""
     packages = ("draftheads", "torch", "transformers", "accelerate")
     return {name: importlib.metadata.version(name) for name in packages}
 
 
-def facts(recipe: Recipe, data: TrainingData, accelerator: Accelerator) -> dict[str, Any]:
-    """What a published head says of its training, apart from results."""
+def training_facts(recipe: Recipe, data: TrainingData, accelerator: Accelerator) -> dict[str, Any]:
+    """Facts about the training for the head's config.json, except results."""
     origin = ("target", "sampling", "prompts", "seed", "versions")
     device = f"CPU process ({platform.processor() or platform.machine()})"
     if torch.cuda.is_available():

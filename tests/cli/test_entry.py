@@ -151,6 +151,8 @@ def test_a_signal_while_libraries_load_ends_with_130(path, tmp_path, launch, num
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
+    if launch == "script":
+        assert errors.startswith("interrupted by ") and errors.count("\n") == 1
 
 
 @pytest.mark.slow

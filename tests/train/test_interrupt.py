@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     damage(output / "step-000006" / name)
     assert run(made, output, "run.save_every=3") == 0
     said = capsys.readouterr().out
-    assert f"warning: passed over and put aside {output}/step-000006: " in said
+    assert f"warning: skipped and set aside {output}/step-000006: " in said
     assert message in said
     assert "step-000003 at step 3 of 6" in said
     assert_like_uninterrupted(whole, output)
@@ -276,8 +276,13 @@ def test_written_files_have_the_modes_that_the_umask_gives(made, tmp_path, mask,
 
 
 def killed_while_saving(made: Path, output: Path) -> None:
-    """In a process of its own: dies when weights, moments and state are written."""
-    checkpoint._describe = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+    """In a process of its own: dies when weights and moments are written."""
+
+    def save_and_die(tensors, path) -> None:
+        save_file(tensors, path)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.save_file = save_and_die
     run(made, output)
 
 
@@ -481,7 +486,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(
     said = capsys.readouterr().out
     (line,) = [x for x in said.splitlines() if "skipped" in x]
     assert line.startswith("step 3 skipped: loss nan, gradient norm nan in documents ")
-    assert re.search(r"documents (\d+, )+\d+( and \d+ more)?$", line)
+    assert re.search(r"documents (\d+, )+\d+( \.\.\.)?$", line)
     assert all(tensor.isfinite().all() for tensor in weights(output, 6).values())
     optimizer_state = checkpoint.load_optimizer_state(output / "step-000006")
     assert {int(value) for key, value in optimizer_state.items() if key.startswith("step.")} == {5}

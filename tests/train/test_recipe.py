@@ -115,15 +115,14 @@ def test_true_and_false_are_not_numbers_in_extra_keys(path):
         ("target: caf\xe9".encode("latin1"), "not YAML in UTF-8: 'utf-8' codec can't decode"),
         (MINIMAL.encode("utf-16"), "not YAML in UTF-8"),
         (MINIMAL + "\0", "not YAML in UTF-8"),
-        (MINIMAL + "  steps: 99\n", "key 'steps' is there twice in what begins at line 5"),
-        (MINIMAL + "run:\n  steps: 3\n", "key 'run' is there twice"),
-        (MINIMAL + "optim: {lr: 1, lr: 2}\n", "key 'lr' is there twice in what begins at line 7"),
+        (MINIMAL + "  steps: 99\n", 'found duplicate key "steps" with value "99"'),
+        (MINIMAL + "run:\n  steps: 3\n", 'found duplicate key "run"'),
+        (MINIMAL + "optim: {lr: 1, lr: 2}\n", '(original value: "1"), line 7'),
         (MINIMAL + "head: " + "[" * 5000 + "]" * 5000, "not YAML in UTF-8: maximum recursion"),
         (MINIMAL + "optim:\n  lr: " + "9" * 5000, "not YAML in UTF-8: Exceeds the limit"),
         (MINIMAL + "optim:\n  lr: .inf\n", "optim.lr: Input should be a finite number, got inf"),
         (MINIMAL + "optim:\n  lr: 1e400\n", "optim.lr: Input should be a finite number, got inf"),
         (MINIMAL + "optim:\n  lr: .nan\n", "optim.lr: Input should be a finite number, got nan"),
-        (MINIMAL + "optim:\n  lr: true\n", "optim: lr should be a number or a text, got True"),
         (MINIMAL + "optim:\n  lr: 2026-11-22\n", "optim.lr: Input should be a valid number"),
         (
             MINIMAL + "optim:\n  clip: .inf\n",
@@ -141,10 +140,6 @@ def test_true_and_false_are_not_numbers_in_extra_keys(path):
         (MINIMAL.replace("10", "1e400"), "run.steps: Input should be a finite number, got inf"),
         (MINIMAL.replace("10", "1:30"), "run.steps: Input should be a valid integer"),
         (MINIMAL.replace("10", "yes"), "run.steps: Input should be a valid integer"),
-        (
-            MINIMAL.replace("output: out", "output: ''"),
-            "run: output should be a number or a text, got ''",
-        ),
         (MINIMAL.replace("output: out", "output: 12"), "run.output: Input is not a valid path"),
         (MINIMAL.replace("some/model", "12"), "target: Input should be a valid string, got 12"),
         (MINIMAL.replace("target: some/model", "target:"), "target: Field required"),
@@ -239,8 +234,8 @@ def test_an_override_needs_an_equals_sign(path):
     assert "override 'run.steps': expected key.path=value" in error(path, "run.steps")
 
 
-def test_a_missing_file_names_near_ones(path):
-    with pytest.raises(FileNotFoundError, match=r"did you mean .*recipe\.yaml\?"):
+def test_a_missing_file_is_one_line(path):
+    with pytest.raises(FileNotFoundError, match=r"recipes\.yaml: no such file; give the path"):
         load_recipe(path.with_name("recipes.yaml"))
 
 

@@ -215,7 +215,7 @@ def test_only_the_head_is_trained(made, tmp_path, monkeypatch, capsys, kind):
     assert bool(released) is not seen[0].head.needs_unembed
     assert all(torch.equal(before[name], after[name]) for name in before.keys() - released)
     said = capsys.readouterr().out
-    assert f"parameters of the {kind} head; the target's" in said
+    assert f"parameters of the {kind} head; the target is frozen" in said
     assert set(weights(tmp_path / "run", 6)) == set(seen[0].head.state_dict())
 
 
