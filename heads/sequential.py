@@ -103,6 +103,11 @@ class SequentialHead(MedusaHead):
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> SequentialHead:
         """The shape of the tensors; the prefix layer and `norm_embeddings` of the config."""
+        if config.get("conditioning") == "state":
+            raise ValueError(
+                f"expected conditioning {', '.join(CONDITIONINGS)}, got state, which was removed; "
+                "retrain with head.conditioning=recurrent"
+            )
         design, rank = MedusaDesign.read(config, tensors), None
         kind: type[SequentialHead] = HydraHead
         if "down.0.weight" in tensors:
