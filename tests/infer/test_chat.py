@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tiny_chat import END, llama
+from tiny_heads import Oracle
 
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Typical
 from draftheads.infer.chat import Answer, ChatOptions, History, chat, printable, sample_chat
-from draftheads.infer.engine import Oracle, Speculator, Step
+from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.text import encode_prompt
 
 REFUSES_SYSTEM = (
@@ -114,7 +115,7 @@ def test_accepted_drafts_are_green(target):
 def test_reset_forgets_the_turns_and_keeps_the_system_prompt(target):
     speculator = Scripted(target, done(target, "One."), done(target, "Two."))
     printed = talk(speculator, "Hi", "/reset", "Yo", options=ChatOptions(system="Short!"))
-    assert "anew" in printed
+    assert "Conversation reset." in printed
     assert "Short!" in speculator.prompts[1]
     assert "Hi" not in speculator.prompts[1]
 
@@ -122,7 +123,7 @@ def test_reset_forgets_the_turns_and_keeps_the_system_prompt(target):
 def test_stats_add_up_the_answers(target):
     steps = [says(target, "a"), says(target, "bc", 1, "stop")]
     printed = talk(Scripted(target, steps, steps), "/stats", "Hi", "Ho", "/stats")
-    assert "Nothing has been answered yet" in printed
+    assert "No answers yet." in printed
     assert "2 answers: 6 tokens" in printed
     assert "2.00 tokens/step" in printed
     assert "accepted: 100%" in printed
@@ -182,7 +183,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(target):
     lines = [f"{n}{long}" for n in range(4)]
     options = ChatOptions(system="S!", max_new_tokens=20)
     printed = talk(speculator, *lines, options=options)
-    assert "the oldest turn was forgotten" in printed
+    assert "dropped the 1 oldest turns" in printed
     last = speculator.prompts[-1]
     assert "S!" in last
     assert f"0{long}" not in last

@@ -157,12 +157,12 @@ UNTAKEN = {
     "refused": (
         byte_tokenizer("{{ raise_exception('Roles must alternate') }}"),
         MESSAGES,
-        "expected a conversation that the chat template takes, it says: Roles must alternate",
+        "expected a conversation that fits the chat template, got its error Roles must alternate",
     ),
     "template in error": (
         byte_tokenizer("{% for m in messages %}"),
         MESSAGES,
-        "expected a conversation that the chat template takes",
+        "expected a conversation that fits the chat template",
     ),
     "sum": (
         byte_tokenizer("{{ messages[0]['content'] + 1 }}"),
