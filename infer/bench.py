@@ -293,7 +293,7 @@ def summarize(
     reason = _why_not_comparable(target, options.sampling)
     divergence = None
     if isinstance(options.sampling, Greedy):
-        divergence = _divergence(target, prompts, runs[GENERATE], runs[name])
+        divergence = _divergence(target, prompts, runs, name)
     return Result(
         name=name,
         nodes=candidate.nodes,
@@ -324,15 +324,12 @@ def _sums(runs: list[list[Run]]) -> Tensor:
 
 
 def _divergence(
-    target: Target,
-    prompts: Sequence[BenchPrompt],
-    references: list[list[Run]],
-    runs: list[list[Run]],
+    target: Target, prompts: Sequence[BenchPrompt], runs: Runs, name: str
 ) -> Divergence | None:
     """Compare every repetition with generate's first run of the prompt."""
     differing = []
-    for prompt, reference, repeated in zip(prompts, references, runs, strict=True):
-        expected = reference[0].tokens
+    for prompt, references, repeated in zip(prompts, runs[GENERATE], runs[name], strict=True):
+        expected = references[0].tokens
         outputs = [run.tokens for run in repeated if run.tokens != expected]
         if outputs:
             differing.append((prompt, expected, outputs[0]))
@@ -518,10 +515,10 @@ def plot(report: BenchReport, path: str | Path) -> None:
     right.legend(frameon=False)
     tidy(left)
     tidy(right)
+    settings = report.settings
     figure.suptitle(
-        "{target}: {sampling}, {prompts} prompts, {max_new_tokens} new tokens".format(
-            **report.settings
-        )
+        f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
+        f"{settings['max_new_tokens']} new tokens"
     )
     figure.supxlabel(machine_line(report.machine), fontsize=7.5, color=MUTED)
     Path(path).parent.mkdir(parents=True, exist_ok=True)

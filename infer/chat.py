@@ -134,13 +134,7 @@ class History:
                 f"{target.name} has no chat template, so it takes no system prompt; leave it out"
             )
         if system:
-            try:  # some templates reject the role
-                self._encode([], "Hello")
-            except ValueError as error:
-                raise ValueError(
-                    f"the chat template of {target.name} takes no system prompt ({error}); "
-                    "put it into your first message"
-                ) from error
+            self._encode([], "Hello")  # some templates reject the role
 
     def prompt(self, question: str) -> tuple[list[int], int]:
         """Token ids of the conversation with `question`, and the number of turns dropped.
@@ -207,11 +201,10 @@ class _Conversation:
             return f"{name} is no command; /help lists them. To send it, put a space before it."
         if not self.answers:
             return "No answers yet."
-        word = "answer" if self.answers == 1 else "answers"
         rates = Statistics.of(self.total.steps).acceptance_by_depth
         shares = ", ".join(f"{rate:.0%}" for rate in rates)
         return (
-            f"{self.answers} {word}: {self.total.summary()}\n"
+            f"answers: {self.answers}, {self.total.summary()}\n"
             f"steps with 1, 2, ... draft tokens accepted: {shares or 'none'}\n"
             "tokens/step includes the target's own bonus token."
         )

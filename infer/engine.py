@@ -79,8 +79,7 @@ class Speculator:
     """Decodes a target with a drafter; without one, one token per forward.
 
     drafts: a DraftHead, or a function that returns a new Drafter for each generation, or None.
-    tree: overrides the head's own tree. profile: synchronize the device around drafting and
-    verifying, for exact draft_seconds and verify_seconds on an accelerator (slower).
+    tree: overrides the head's own tree.
     """
 
     def __init__(
@@ -89,9 +88,9 @@ class Speculator:
         drafts: DraftHead | Callable[[], Drafter] | None = None,
         *,
         tree: Tree | None = None,
-        profile: bool = False,
     ) -> None:
-        self.target, self.profile = target, profile
+        self.target = target
+        self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
         if isinstance(drafts, DraftHead):
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
@@ -134,8 +133,6 @@ class Speculator:
         """Continue prompts of any lengths as a batch; yields one Step per row, None for a finished
         row.
         """
-        if not len(prompts):
-            raise ValueError("no prompts: expected one or more")
         rows = [_Row(self.target, prompt, max_new_tokens, stop) for prompt in prompts]
         reserved = ROOM if max_new_tokens is None else max_new_tokens
         return self._decode(rows, sampling or Greedy(), reserved)

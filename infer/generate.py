@@ -154,11 +154,6 @@ def generate_from_repository(
     Called by the repository's `custom_generate/generate.py`. arguments: all others of `generate`.
     """
     source = _argument_of_generate("custom_generate")
-    if source is None:
-        raise ValueError(
-            "expected a call by model.generate(custom_generate=...), got a direct one; use "
-            "draftheads.infer.speculative(head)"
-        )
     weights = Path(source) / WEIGHTS
     written = weights.stat().st_mtime_ns if weights.is_file() else None  # a folder may be retrained
     key = (source, revision, written)
@@ -249,16 +244,13 @@ def _prompts(
     is_token_BT = torch.ones_like(input_ids) == 1 if mask is None else mask != 0
     made = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **prepared)
     unknown = sorted(key for key in made.keys() - USED if not _is_void(model, key, made[key]))
+    past = made.get("past_key_values")
+    if getattr(past, "_is_user_defined", False) or (past and past.get_seq_length()):
+        unknown.append("past_key_values")
     _require(
         not unknown,
-        f"input_ids and attention_mask, got {', '.join(unknown)}; pass the prompt as token ids, to "
-        "a model that reads nothing else (no PEFT prompt learning)",
-    )
-    past = made.get("past_key_values")
-    _require(
-        not getattr(past, "_is_user_defined", False) and not (past and past.get_seq_length()),
-        "the whole prompt in input_ids, got past_key_values; leave them out (PEFT prefix tuning "
-        "adds some)",
+        f"input_ids and attention_mask, got {', '.join(unknown)}; pass the whole prompt as token "
+        "ids, to a model that reads nothing else (no PEFT prompt learning)",
     )
     counted_BT = is_token_BT.cumsum(-1) - 1
     positions = counted_BT if made.get("position_ids") is None else made["position_ids"]

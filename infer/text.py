@@ -31,14 +31,10 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> lis
             if not isinstance(prompt, str):
                 prompt = "\n".join(message["content"] for message in prompt)
             ids = tokenizer(prompt)["input_ids"]
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, UnicodeError) as error:
         raise ValueError(
-            f"expected a conversation that fits the chat template, got its error {error}; change "
-            "the messages or the template"
-        ) from error
-    except (TypeError, UnicodeError) as error:
-        raise ValueError(
-            f"expected a prompt of valid text, got {prompt!r:.80} ({error}); fix the text"
+            f"expected a prompt that chat template and tokenizer accept, got {prompt!r:.80} "
+            f"({error}); change it"
         ) from error
     if not ids:
         raise ValueError("the prompt is empty; expected some text")

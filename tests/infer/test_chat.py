@@ -124,7 +124,7 @@ def test_stats_add_up_the_answers(target):
     steps = [says(target, "a"), says(target, "bc", 1, "stop")]
     printed = talk(Scripted(target, steps, steps), "/stats", "Hi", "Ho", "/stats")
     assert "No answers yet." in printed
-    assert "2 answers: 6 tokens" in printed
+    assert "answers: 2, 6 tokens" in printed
     assert "2.00 tokens/step" in printed
     assert "accepted: 100%" in printed
 
@@ -225,7 +225,7 @@ def test_a_continuation_keeps_its_first_space(stories):
 
 def test_a_template_that_refuses_the_system_role_is_named_at_the_start():
     target = llama(eos=(END,), template=REFUSES_SYSTEM)
-    with pytest.raises(ValueError, match="takes no system prompt .*System role not supported"):
+    with pytest.raises(ValueError, match="tokenizer accept.*System role not supported"):
         talk(Speculator(target), options=ChatOptions(system="Be brief."))
 
 
@@ -239,7 +239,8 @@ def test_what_template_and_tokenizer_do_not_take_ends_no_chat():
     target = llama(eos=(END,), template=REFUSES_SHOUTING)
     speculator = Scripted(target, done(target, "Hello."), done(target, "Six."))
     printed = talk(speculator, "Hi", "HEY", "half a pair: \ud83d", "2 + 4?")
-    assert "Please lower your voice" in printed and "expected a prompt of valid text" in printed
+    assert "Please lower your voice" in printed
+    assert printed.count("template and tokenizer accept") == 2
     assert "Six.\n" in printed
     assert speculator.prompts[1] == "HiHello.2 + 4?", "only what was answered is remembered"
 
@@ -305,5 +306,5 @@ def test_a_pipe_is_read_to_its_end():
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "1 answer: 5 tokens" in done.stdout
+    assert "answers: 1, 5 tokens" in done.stdout
     assert "> " not in done.stdout, "no cursor where nobody types"

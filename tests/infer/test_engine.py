@@ -120,11 +120,6 @@ def test_a_number_of_new_tokens_is_whole(new):
         Speculator(tiny_target()).generate([3], max_new_tokens=new)
 
 
-def test_no_prompts_are_refused():
-    with pytest.raises(ValueError, match="no prompts"):
-        Speculator(tiny_target()).generate_batch([])
-
-
 def test_ids_of_numpy_and_torch_are_taken():
     (prompt,) = some_prompts(9)
     expected = [greedy(tiny_target(), prompt, 5)]
