@@ -126,7 +126,7 @@ class History:
             raise ValueError(f"{target.name} has no tokenizer; a chat needs one, add its files")
         self.target = target
         self.has_template = bool(getattr(target.tokenizer, "chat_template", None))
-        self.turns: list[tuple[Message, Message]] = []
+        self.messages: list[Message] = []
         self._reserve = min(max_new_tokens or RESERVE, RESERVE, target.context // 4)
         self._system = [{"role": "system", "content": system}] if system else []
         if system and not self.has_template:
@@ -142,8 +142,8 @@ class History:
         Raises ValueError, and drops nothing, if the question alone does not fit.
         """
         context = self.target.context
-        for dropped in range(len(self.turns) + 1):
-            tokens = self._encode(self.turns[dropped:], question)
+        for start in range(0, len(self.messages) + 1, 2):
+            tokens = self._encode(self.messages[start:], question)
             if len(tokens) + self._reserve <= context:
                 break
         if len(tokens) >= context:
@@ -151,19 +151,18 @@ class History:
                 f"expected a message shorter than the context of {self.target.name} ({context} "
                 f"tokens), got {len(tokens)} with the template; send a shorter one"
             )
-        del self.turns[:dropped]
-        return tokens, dropped
+        del self.messages[:start]
+        return tokens, start // 2
 
     def add(self, question: str, answer: str) -> None:
         """Remember a turn, if the target has a chat template."""
         if self.has_template:
-            turn = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
-            self.turns.append(turn)
+            self.messages.append({"role": "user", "content": question})
+            self.messages.append({"role": "assistant", "content": answer})
 
-    def _encode(self, turns: Sequence[tuple[Message, Message]], question: str) -> list[int]:
+    def _encode(self, messages: Sequence[Message], question: str) -> list[int]:
         if not self.has_template:
             return encode_prompt(self.target.tokenizer, question)
-        messages = [message for turn in turns for message in turn]
         asked = {"role": "user", "content": question}
         return encode_prompt(self.target.tokenizer, [*self._system, *messages, asked])
 
@@ -177,9 +176,11 @@ class _Conversation:
         self.total, self.answers = Answer(finish=""), 0
 
     def note(self, text: str) -> None:
+        """Print a message of the program."""
         self.console.out(text, style=NOTE, highlight=False)
 
     def greet(self) -> None:
+        """Print the target and its options."""
         nodes, sampling = self.speculator.tree.draft_nodes, self.options.sampling
         drafts = f", a tree of {nodes} draft tokens" if nodes else ""
         self.note(f"{self.speculator.target.name}{drafts}. /help lists the commands.")
@@ -195,10 +196,10 @@ class _Conversation:
         if name == "/help":
             return HELP
         if name == "/reset":
-            self.history.turns.clear()
+            self.history.messages.clear()
             return "Conversation reset."
         if name != "/stats":
-            return f"{name} is no command; /help lists them. To send it, put a space before it."
+            return f"{name} is not a command; /help lists them. To send it, put a space before it."
         if not self.answers:
             return "No answers yet."
         rates = Statistics.of(self.total.steps).acceptance_by_depth
@@ -217,7 +218,7 @@ class _Conversation:
             self.note(str(error))
             return Answer(finish="refused")
         if dropped:
-            self.note(f"The context is full: dropped the {dropped} oldest turns.")
+            self.note(f"The context is full; oldest turns dropped: {dropped}.")
         target, sampling, limit = self.history.target, self.options.sampling, None
         if self.options.max_new_tokens is not None:
             limit = min(self.options.max_new_tokens, target.context - len(prompt))

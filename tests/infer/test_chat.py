@@ -134,7 +134,7 @@ def test_commands_and_lines_that_are_none(target):
     lines = ("", "   ", "/help", "/unknown", "/usr/bin is what?", " /tmp", "/quit", "unread")
     printed = talk(speculator, *lines)
     assert "/reset  forget the conversation" in printed
-    assert "/unknown is no command; /help lists them" in printed
+    assert "/unknown is not a command; /help lists them" in printed
     assert len(speculator.prompts) == 2
     assert "/usr/bin is what?" in speculator.prompts[0]
     assert "user\n/tmp<" in speculator.prompts[1]
@@ -183,7 +183,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(target):
     lines = [f"{n}{long}" for n in range(4)]
     options = ChatOptions(system="S!", max_new_tokens=20)
     printed = talk(speculator, *lines, options=options)
-    assert "dropped the 1 oldest turns" in printed
+    assert "oldest turns dropped: 1." in printed
     last = speculator.prompts[-1]
     assert "S!" in last
     assert f"0{long}" not in last
