@@ -1,4 +1,4 @@
-"""Decoding with draft heads: acceptance rules, the loop, measuring, chatting, custom_generate."""
+"""Decoding with draft heads: decoding loop, acceptance rules, benchmark, chat, custom_generate."""
 
 from draftheads.infer.accept import Greedy, Sampled, Typical
 from draftheads.infer.bench import BenchOptions, BenchReport, bench

@@ -1,4 +1,4 @@
-"""Acceptance rules: which path of a verified tree is kept, and which token follows it.
+"""Acceptance rules: the path of a verified tree to keep, and the token after it.
 
 Legend: B batch, N tree nodes, A longest accepted path, V vocabulary.
 """
@@ -22,28 +22,21 @@ from transformers import (
 from draftheads.heads.tree import TokenTree
 
 LEAST_TEMPERATURE = 1e-5
-"""Below it sampling is as good as greedy, until the divided logits overflow."""
+"""Below it, sampling is practically greedy, and the divided logits can overflow."""
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The path that is kept in each row; the root (node 0) is committed already and always on it.
+    """The path to keep in each row, from the root (node 0), which is already committed."""
 
-    path_BA: int64 node numbers from the root down, `counts[b]` valid in row b (root included).
-    bonus_B: int64, the target's own token after the last accepted node. in_place: every row's path
-    is nodes 0, 1, 2, ..., so that nothing has to move in the cache.
-    """
-
-    path_BA: Tensor
+    path_BA: Tensor  # int64 node numbers; row b has counts[b], root included
     counts: list[int]
-    bonus_B: Tensor
-    in_place: bool
+    bonus_B: Tensor  # int64, the target's own token after the last accepted node
+    in_place: bool  # every path is nodes 0, 1, 2, ...: nothing moves in the cache
 
 
 class RandomStream:
-    """Random numbers on the device of the first draw; torch's global stream seeds them, unless
-    `seed` was called.
-    """
+    """Random draws on the logits' device, seeded by `seed` or by torch's global stream."""
 
     def __init__(self) -> None:
         self._seed: int | None = None
@@ -54,29 +47,27 @@ class RandomStream:
         self._seed, self._generator = seed, None
 
     def draw(self, logits: Tensor) -> Tensor:
-        """One token per row, without waiting for the device: argmax p / e, with e ~ Exp(1)."""
+        """One token per row without a device sync: argmax p / e with e ~ Exp(1)."""
         if self._generator is None:
             self._generator = torch.Generator(logits.device)
             seed = int(torch.randint(1 << 62, ())) if self._seed is None else self._seed
             self._generator.manual_seed(seed)
-        race = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=self._generator)
-        return (torch.softmax(logits.float(), dim=-1) / race).argmax(-1)
+        weights = torch.empty_like(logits, dtype=torch.float32)
+        weights.exponential_(generator=self._generator)
+        return (torch.softmax(logits.float(), dim=-1) / weights).argmax(-1)
 
 
 @dataclass(frozen=True)
 class Acceptance(ABC):
-    """A rule: follow the target's own choices for as long as they stay in the tree.
+    """A rule that follows the target's own choices while they are in the tree."""
 
-    lossless: the output follows the target's own distribution exactly.
-    """
-
-    lossless: ClassVar[bool] = True
+    lossless: ClassVar[bool] = True  # the output has exactly the target's own distribution
     random: RandomStream = field(
         default_factory=RandomStream, init=False, repr=False, compare=False
     )
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
-        """Judge a verified tree; logits_BNV[b, n] is the target's prediction after node n."""
+        """Choose a path; logits_BNV[b, n] is the target's prediction after node n."""
         return follow(tree, self.choose(logits_BNV))
 
     @abstractmethod
@@ -84,13 +75,13 @@ class Acceptance(ABC):
         """The target's own next token, (...), for logits (..., V)."""
 
     def seed(self, seed: int) -> None:
-        """Restart the random stream; greedy rules never read it."""
+        """Restart the random stream, which greedy rules never use."""
         self.random.seed(seed)
 
 
 @dataclass(frozen=True)
 class Greedy(Acceptance):
-    """Keep what the target's argmax would have written: the output of greedy decoding."""
+    """Keep the target's argmax: the output of greedy decoding."""
 
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax."""
@@ -99,11 +90,11 @@ class Greedy(Acceptance):
 
 @dataclass(frozen=True)
 class Sampled(Acceptance):
-    """Lossless sampling with temperature, top-k and top-p, filtered as transformers filters.
+    """Lossless sampling with temperature, top-k and top-p as in transformers.
 
-    The target draws one token at every node. That is speculative sampling for a point-mass
-    proposal: of the distinct children, x is accepted with p(x), and the token after a rejection has
-    the distribution without the children.
+    The target draws one token at every node. That is speculative sampling with a point-mass
+    proposal: since siblings are distinct, child x is accepted with probability p(x), and the token
+    after a rejection follows p without the children.
     """
 
     temperature: float = 1.0
@@ -113,7 +104,7 @@ class Sampled(Acceptance):
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
         if not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p}: expected from 0 to 1; 1 keeps all tokens")
+            raise ValueError(f"top_p {self.top_p}: expected 0 to 1; 1 keeps all tokens")
         if not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k {self.top_k}: expected a whole number; 0 keeps all tokens")
 
@@ -124,29 +115,28 @@ class Sampled(Acceptance):
 
 @dataclass(frozen=True)
 class Processed(Acceptance):
-    """Lossless under what `processors` make of the target's logits: their argmax, or with `sample`
-    one draw at every node.
+    """Lossless decoding with logits processors: the argmax of their output, or with `sample` one
+    draw at every node.
 
-    A tree's nodes are processed side by side, so no processor may look at the tokens before.
+    A tree's nodes are processed in parallel, so no processor may read the previous tokens.
     """
 
     processors: LogitsProcessorList
     sample: bool
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The argmax or one draw, after the processors."""
+        """The argmax or one draw."""
         scores = processed(logits, self.processors)
         return self.random.draw(scores) if self.sample else scores.argmax(-1)
 
 
 @dataclass(frozen=True)
 class Typical(Acceptance):
-    """Medusa's typical acceptance (lossy): keep x where p(x) > min(epsilon, delta * exp(-H(p))), p
-    at `temperature`.
+    """Medusa's typical acceptance (lossy): keep x if p(x) > min(epsilon, delta * exp(-H(p))).
 
-    Of the accepted paths the longest is kept, of equals the likeliest. The token after it is drawn
-    from the tokens that pass the same test (the argmax always counts as one of them). Source:
-    Medusa, arXiv 2401.10774, section 2.3.2.
+    p is the target's distribution at `temperature`. Keeps the longest accepted path, the likeliest
+    of equals. The token after it is drawn from the typical tokens, which always include the argmax.
+    Source: Medusa, arXiv 2401.10774, section 2.3.2.
     """
 
     epsilon: float = 0.09
@@ -158,12 +148,12 @@ class Typical(Acceptance):
         check_temperature(self.temperature)
         if not (0 <= self.epsilon <= 1 and 0 <= self.delta < math.inf):
             raise ValueError(
-                f"epsilon {self.epsilon}, delta {self.delta}: expected a probability, and 0 or more"
+                f"epsilon {self.epsilon}, delta {self.delta}: expected 0 to 1, and 0 or more"
             )
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Keep the longest path of typical tokens."""
-        logp_BNV, typical_BNV = self._judge(logits_BNV)
+        logp_BNV, typical_BNV = self._typical(logits_BNV)
         rows_B = torch.arange(len(logits_BNV), device=logits_BNV.device)
         parents_BN = tree.topology.asked_BN.expand(len(logits_BNV), -1)
         at = (rows_B[:, None], parents_BN, tree.tokens_BN)
@@ -182,10 +172,10 @@ class Typical(Acceptance):
 
     def choose(self, logits: Tensor) -> Tensor:
         """One draw from the typical tokens."""
-        logp, typical = self._judge(logits)
+        logp, typical = self._typical(logits)
         return self.random.draw(logp.masked_fill(~typical, -torch.inf))
 
-    def _judge(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _typical(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)
         p = logp.exp()
         entropy = -(p * logp.nan_to_num(neginf=0.0)).sum(-1, keepdim=True)
@@ -194,20 +184,20 @@ class Typical(Acceptance):
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise ValueError for one by which logits cannot be divided."""
+    """Raise ValueError unless logits can be divided by it."""
     if not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(
-            f"temperature {temperature}: expected above 0, {LEAST_TEMPERATURE} or more; use "
+            f"temperature {temperature}: expected above 0 ({LEAST_TEMPERATURE} or more); use "
             "Greedy() for 0"
         )
 
 
 def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
-    """Go down the tree as long as a child is the token that the target chose at its parent.
+    """Descend the tree while a child equals the target's choice at its parent.
 
     chosen_BN: int64, the target's choice after each node.
     """
-    if tree.tokens_BN.shape[1] == 1:  # nothing drafted, nothing to wait for
+    if tree.tokens_BN.shape[1] == 1:  # nothing drafted: no device sync
         return Accepted(torch.zeros_like(chosen_BN), [1] * len(chosen_BN), chosen_BN[:, 0], True)
     right_BN = tree.tokens_BN == chosen_BN.gather(1, tree.topology.asked_BN.expand_as(chosen_BN))
     kept_BN = ~(tree.topology.drafted_BNN & ~right_BN[:, None, :]).any(-1)
@@ -216,23 +206,21 @@ def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
 
 
 def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
-    """The path that ends in node best_B of each row. The one place of a step that waits for the
-    device.
-    """
+    """The path to node best_B of each row; the only device sync of a step."""
     shape = tree.tokens_BN.shape
     rows_B = torch.arange(shape[0], device=best_B.device)
     on_path_BN = tree.ancestors().expand(*shape, -1)[rows_B, best_B]
     levels_B = tree.topology.levels_BN.expand(shape).gather(1, best_B[:, None])[:, 0]
     counts, last = torch.stack([levels_B, best_B]).tolist()
-    # node order is depth order: a stable sort brings the path's nodes to the front, in order
+    # node order is depth order: a stable sort moves the path to the front, in order
     path_BA = torch.sort(on_path_BN, dim=1, descending=True, stable=True).indices
-    # node numbers rise along a path, so one that ends at its own length is 0, 1, 2, ...
+    # node numbers increase along a path: if the last equals count - 1, it is 0, 1, 2, ...
     in_place = all(node == count - 1 for node, count in zip(last, counts, strict=True))
     return Accepted(path_BA[:, : max(counts)], counts, bonus_B, in_place)
 
 
 def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """float32 logits (..., V) after transformers' temperature, top-k and top-p, in that order."""
+    """float32 logits (..., V) after temperature, top-k and top-p of transformers, in that order."""
     warpers = LogitsProcessorList()
     if temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(float(temperature)))
@@ -244,7 +232,7 @@ def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int
 
 
 def processed(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
-    """float32 logits (..., V) after processors that do not look at the tokens before."""
+    """float32 logits (..., V) after processors that do not read the previous tokens."""
     flat = logits.float().reshape(-1, logits.shape[-1])
     scores: Tensor = processors(torch.empty(0, device=logits.device), flat)
     return scores.reshape(logits.shape)

@@ -1,4 +1,4 @@
-"""A chat in the terminal: streamed answers, accepted drafts in colour, and numbers."""
+"""A chat in the terminal: streamed answers, accepted draft tokens in colour, and statistics."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from draftheads.infer.text import TextStream, encode_prompt
 ACCEPTED, NOTE = "green", "dim"
 LEGEND = "green: draft tokens that the target accepted; plain: the target's own tokens"
 RESERVE = 256
-"""New tokens that the history makes room for, at most a quarter of the context."""
+"""New tokens that the history leaves room for, at most a quarter of the context."""
 HELP = """\
-/reset  forget the conversation     /stats  numbers since the start
+/reset  forget the conversation     /stats  statistics since the start
 /help   this list                   /quit   leave (or Ctrl-D)
-Ctrl-C stops an answer. A line that starts with a space is never taken for a command."""
+Ctrl-C stops an answer. A line that starts with a space is never a command."""
 ENDINGS = {"interrupted": ", stopped by you", "length": ", cut at the length limit"}
 CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\t\n"}
 
@@ -31,29 +31,25 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """system: first message of a chat. sampling: default greedy. max_new_tokens: per answer,
-    default what the context leaves. show_accepted: colour the accepted draft tokens.
-    """
+    """Settings of a chat."""
 
-    system: str | None = None
+    system: str | None = None  # first message
     sampling: Acceptance = field(default_factory=Greedy)
-    max_new_tokens: int | None = None
-    show_accepted: bool = False
+    max_new_tokens: int | None = None  # per answer; None: the rest of the context
+    show_accepted: bool = False  # colour the accepted draft tokens
 
 
 @dataclass
 class Answer:
-    """What was written. finish: as in `Step`, "interrupted" by Ctrl-C, or "refused" for a question
-    that does not fit the context. seconds: wall time from the question to the last token.
-    """
+    """An answer and its statistics."""
 
     text: str = ""
     steps: list[Step] = field(default_factory=list)
-    seconds: float = 0.0
-    finish: str = "interrupted"
+    seconds: float = 0.0  # wall time from the question to the last token
+    finish: str = "interrupted"  # or as in `Step`, or "refused": the question does not fit
 
     def summary(self) -> str:
-        """The line of numbers below an answer."""
+        """The line of statistics below an answer."""
         tokens = sum(len(step.tokens) for step in self.steps)
         rate = tokens / self.seconds if self.seconds else 0.0
         line = f"{tokens} tokens, {rate:.1f} tokens/s"
@@ -64,7 +60,7 @@ class Answer:
 
 
 def printable(text: str) -> str:
-    """The text without control characters: a model's output must not command the terminal."""
+    """The text without control characters: model output must not control the terminal."""
     return text.translate(CONTROLS)
 
 
@@ -78,18 +74,17 @@ def chat(
     """Read lines and answer them until /quit or the end of the input.
 
     With a chat template the conversation is remembered; without one each line is continued on its
-    own. read: gets the text to show before the cursor, raises EOFError at the end. Raises
-    ValueError, before anything is read, for a target without tokenizer and for a system prompt that
-    the target cannot take.
+    own. read: takes the prompt to show, raises EOFError at the end. Raises ValueError, before
+    reading, for a target without tokenizer and for a system prompt that it cannot take.
     """
     talk = _Conversation(speculator, options or ChatOptions(), console or Console())
     talk.greet()
     cursor = "> " if read is not input or sys.stdin.isatty() else ""
     if cursor:
-        with suppress(ImportError):  # arrow keys and recall of lines, where the platform has them
+        with suppress(ImportError):  # line editing and history, where available
             import readline  # noqa: F401
     while True:
-        try:  # Ctrl-D leaves; Ctrl-C, wherever it falls, does not
+        try:  # Ctrl-D quits, Ctrl-C does not
             line = read(cursor)
             words = line.split()
             if line.startswith("/") and len(words) == 1:
@@ -109,7 +104,7 @@ def chat(
 def sample_chat(
     speculator: Speculator, questions: Sequence[str], *, console: Console | None = None
 ) -> list[Answer]:
-    """Print a conversation with these questions, accepted drafts in colour; returns the answers."""
+    """Print and return the answers to these questions, accepted drafts in colour."""
     console = console or Console()
     talk = _Conversation(speculator, ChatOptions(show_accepted=True), console)
     answers = []
@@ -121,68 +116,59 @@ def sample_chat(
 
 
 class History:
-    """The messages of a conversation, cut to the context from its oldest turn on.
+    """The messages of a conversation; drops the oldest turns to fit the context.
 
     Raises ValueError for a target without tokenizer, and for a system prompt that it cannot take.
     """
 
     def __init__(self, target: Target, system: str | None, max_new_tokens: int | None) -> None:
         if target.tokenizer is None:
-            raise ValueError(f"{target.name} has no tokenizer, which a chat needs; add its files")
+            raise ValueError(f"{target.name} has no tokenizer; a chat needs one, add its files")
         self.target = target
         self.has_template = bool(getattr(target.tokenizer, "chat_template", None))
-        self.turns: list[tuple[Message, Message]] = []
+        self.messages: list[Message] = []
         self._reserve = min(max_new_tokens or RESERVE, RESERVE, target.context // 4)
-        self._system: list[Message] = []
-        if not system:
-            return
-        if not self.has_template:
+        self._system = [{"role": "system", "content": system}] if system else []
+        if system and not self.has_template:
             raise ValueError(
                 f"{target.name} has no chat template, so it takes no system prompt; leave it out"
             )
-        self._system = [{"role": "system", "content": system}]
-        try:  # some templates refuse the role
-            self._encode([], "Hello")
-        except ValueError as error:
-            raise ValueError(
-                f"the chat template of {target.name} takes no system prompt ({error}); "
-                "put it into your first message"
-            ) from error
+        if system:
+            self._encode([], "Hello")  # some templates reject the role
 
     def prompt(self, question: str) -> tuple[list[int], int]:
-        """Token ids that ask `question`, and how many old turns had to go for them.
+        """Token ids of the conversation with `question`, and the number of turns dropped.
 
-        Raises ValueError, and forgets nothing, when the question alone does not fit.
+        Raises ValueError, and drops nothing, if the question alone does not fit.
         """
         context = self.target.context
-        for dropped in range(len(self.turns) + 1):
-            tokens = self._encode(self.turns[dropped:], question)
+        for start in range(0, len(self.messages) + 1, 2):
+            tokens = self._encode(self.messages[start:], question)
             if len(tokens) + self._reserve <= context:
                 break
         if len(tokens) >= context:
             raise ValueError(
-                f"your message has {len(tokens)} tokens with its template, the context of "
-                f"{self.target.name} {context}; send a shorter one"
+                f"expected a message shorter than the context of {self.target.name} ({context} "
+                f"tokens), got {len(tokens)} with the template; send a shorter one"
             )
-        del self.turns[:dropped]
-        return tokens, dropped
+        del self.messages[:start]
+        return tokens, start // 2
 
     def add(self, question: str, answer: str) -> None:
-        """Remember a turn; without a chat template nothing is."""
+        """Remember a turn, if the target has a chat template."""
         if self.has_template:
-            turn = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
-            self.turns.append(turn)
+            self.messages.append({"role": "user", "content": question})
+            self.messages.append({"role": "assistant", "content": answer})
 
-    def _encode(self, turns: Sequence[tuple[Message, Message]], question: str) -> list[int]:
+    def _encode(self, messages: Sequence[Message], question: str) -> list[int]:
         if not self.has_template:
             return encode_prompt(self.target.tokenizer, question)
-        messages = [message for turn in turns for message in turn]
         asked = {"role": "user", "content": question}
         return encode_prompt(self.target.tokenizer, [*self._system, *messages, asked])
 
 
 class _Conversation:
-    """A conversation on a console, and its numbers."""
+    """A conversation on a console."""
 
     def __init__(self, speculator: Speculator, options: ChatOptions, console: Console) -> None:
         self.speculator, self.options, self.console = speculator, options, console
@@ -190,57 +176,49 @@ class _Conversation:
         self.total, self.answers = Answer(finish=""), 0
 
     def note(self, text: str) -> None:
-        """Something that the program says, not the target."""
+        """Print a message of the program."""
         self.console.out(text, style=NOTE, highlight=False)
 
     def greet(self) -> None:
-        """Say who answers, and how."""
+        """Print the target and its options."""
         nodes, sampling = self.speculator.tree.draft_nodes, self.options.sampling
         drafts = f", a tree of {nodes} draft tokens" if nodes else ""
         self.note(f"{self.speculator.target.name}{drafts}. /help lists the commands.")
         if not self.history.has_template:
             self.note("No chat template: each line is continued on its own, nothing is remembered.")
         if not sampling.lossless:
-            self.note(
-                f"{type(sampling).__name__} acceptance is lossy: the answers do not follow the "
-                "target's own distribution."
-            )
+            self.note(f"{type(sampling).__name__} acceptance is lossy: it changes the answers.")
         if self.options.show_accepted:
             self.note(LEGEND)
 
     def command(self, name: str) -> str:
-        """Obey a command other than /quit; returns what there is to say."""
+        """The reply to a command other than /quit."""
         if name == "/help":
             return HELP
         if name == "/reset":
-            self.history.turns.clear()
-            return "The conversation starts anew."
+            self.history.messages.clear()
+            return "Conversation reset."
         if name != "/stats":
-            return (
-                f"{name} is no command; /help lists them. To send it as text, start the line with "
-                "a space."
-            )
+            return f"{name} is not a command; /help lists them. To send it, put a space before it."
         if not self.answers:
-            return "Nothing has been answered yet."
-        word = "answer" if self.answers == 1 else "answers"
+            return "No answers yet."
         rates = Statistics.of(self.total.steps).acceptance_by_depth
         shares = ", ".join(f"{rate:.0%}" for rate in rates)
         return (
-            f"{self.answers} {word}: {self.total.summary()}\n"
+            f"answers: {self.answers}, {self.total.summary()}\n"
             f"steps with 1, 2, ... draft tokens accepted: {shares or 'none'}\n"
-            "tokens/step counts the target's own bonus token."
+            "tokens/step includes the target's own bonus token."
         )
 
     def answer(self, question: str) -> Answer:
-        """Ask the target, print what it says as far as Ctrl-C lets it come, remember it."""
-        try:  # the user typed too much: say so and go on
+        """Stream the answer until its end or Ctrl-C, and remember it."""
+        try:  # a message that is too long does not end the chat
             prompt, dropped = self.history.prompt(question)
         except ValueError as error:
             self.note(str(error))
             return Answer(finish="refused")
         if dropped:
-            turns = "turn was" if dropped == 1 else f"{dropped} turns were"
-            self.note(f"The context is full: the oldest {turns} forgotten.")
+            self.note(f"The context is full; oldest turns dropped: {dropped}.")
         target, sampling, limit = self.history.target, self.options.sampling, None
         if self.options.max_new_tokens is not None:
             limit = min(self.options.max_new_tokens, target.context - len(prompt))

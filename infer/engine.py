@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,41 +25,35 @@ from draftheads.infer.text import StopStrings
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward of the target brought to one row.
+    """The output of one target forward for one row."""
 
-    tokens: new token ids, cut at EOS, stop string and max_new_tokens. accepted: draft tokens
-    accepted, before that cut; -1 for the prefill, which verifies no draft. finish: "eos", "stop" or
-    "length" on the last step. draft_seconds, verify_seconds: wall time of the step's two halves,
-    shared by all rows of a batch.
-    """
-
-    tokens: list[int]
-    accepted: int
-    finish: str | None
-    draft_seconds: float
+    tokens: list[int]  # new token ids, cut at EOS, stop string and max_new_tokens
+    accepted: int  # draft tokens accepted before that cut; -1 for the prefill, which verifies none
+    finish: str | None  # "eos", "stop" or "length" on the last step
+    draft_seconds: float  # wall time, shared by all rows of a batch
     verify_seconds: float
 
 
 @dataclass
 class Statistics:
-    """Sums over steps; the prefill and its token do not count."""
+    """Sums over steps, excluding the prefill and its token."""
 
     steps: int = 0
     tokens: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    accepted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)  # [d]: steps with more than d drafts accepted
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Statistics:
-        """The sums over these steps."""
+        """Sum these steps."""
         total = cls()
         for step in steps:
             total.add(step)
         return total
 
     def add(self, step: Step) -> None:
-        """Count one step of one row."""
+        """Add one step of one row."""
         if step.accepted < 0:
             return
         self.steps += 1
@@ -73,7 +66,7 @@ class Statistics:
 
     @property
     def tokens_per_step(self) -> float:
-        """The acceptance length tau, the target's bonus token included."""
+        """Acceptance length tau, including the target's bonus token."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
@@ -83,11 +76,10 @@ class Statistics:
 
 
 class Speculator:
-    """Decodes a target with a drafter; with none, one token per forward.
+    """Decodes a target with a drafter; without one, one token per forward.
 
-    drafts: a DraftHead, or a function that makes a fresh Drafter for each generation, or None.
-    tree: overrides the head's own tree. profile: wait for the device around each half of a step, so
-    that draft_seconds and verify_seconds are true on an accelerator (slower).
+    drafts: a DraftHead, or a function that returns a new Drafter for each generation, or None.
+    tree: overrides the head's own tree.
     """
 
     def __init__(
@@ -96,9 +88,9 @@ class Speculator:
         drafts: DraftHead | Callable[[], Drafter] | None = None,
         *,
         tree: Tree | None = None,
-        profile: bool = False,
     ) -> None:
-        self.target, self.profile = target, profile
+        self.target = target
+        self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
         if isinstance(drafts, DraftHead):
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
@@ -119,11 +111,11 @@ class Speculator:
     ) -> Iterator[Step]:
         """Continue one prompt (token ids), one Step per forward.
 
-        Ends after exactly `max_new_tokens` (default: the rest of the context; then the cache grows
-        with the text), after an EOS of the target's generation config, which is the last token
-        yielded, or after the token that completes a `stop` string. Raises ValueError, before
-        anything is computed, for ids that the target does not know, and when prompt and new tokens
-        exceed its context.
+        Ends after exactly `max_new_tokens` (default: the rest of the context, with a cache that
+        grows with the text), after an EOS of the target's generation config (included in the
+        output), or after the token that completes a `stop` string. Raises ValueError, before any
+        computation, for ids outside the target's vocabulary and when prompt and new tokens exceed
+        its context.
         """
         batch = self.generate_batch(
             [prompt], sampling=sampling, max_new_tokens=max_new_tokens, stop=stop
@@ -138,11 +130,9 @@ class Speculator:
         max_new_tokens: int | None = None,
         stop: Collection[str] = (),
     ) -> Iterator[list[Step | None]]:
-        """Continue several prompts of any lengths together; each item holds one Step per row, None
-        once it is done.
+        """Continue prompts of any lengths as a batch; yields one Step per row, None for a finished
+        row.
         """
-        if not len(prompts):
-            raise ValueError("no prompts: expected one or more")
         rows = [_Row(self.target, prompt, max_new_tokens, stop) for prompt in prompts]
         reserved = ROOM if max_new_tokens is None else max_new_tokens
         return self._decode(rows, sampling or Greedy(), reserved)
@@ -189,40 +179,38 @@ class Speculator:
 
 
 class _Row:
-    """One row's text so far, prompt included: where its output is cut, and why it ended."""
+    """The text of one row, prompt included, and the reason it finished."""
 
     def __init__(
         self, target: Target, prompt: Sequence[int], limit: int | None, stop: Collection[str]
     ) -> None:
         known = target.model.get_input_embeddings().weight.shape[0]
-        strange = [t for t in prompt if not _is_whole(t) or not 0 <= t < known]
-        if strange:
+        invalid = [t for t in prompt if not hasattr(t, "__index__") or not 0 <= t < known]
+        if invalid:
             raise ValueError(
-                f"prompt: expected token ids, whole numbers from 0 to {known - 1}, got "
-                f"{strange[0]!r}; encode it with the target's own tokenizer"
+                f"prompt: expected token ids from 0 to {known - 1}, got {invalid[0]!r}; use the "
+                "target's own tokenizer"
             )
-        length, context = len(prompt), target.context
-        if not 0 < length < context:
+        context, room = target.context, target.context - len(prompt)
+        if not 0 < room < context:
             raise ValueError(
-                f"the prompt has {length} tokens, expected 1 to {context - 1}: the context of "
-                f"{target.name} holds {context}, the answer included; pass a prompt that fits"
+                f"the prompt has {len(prompt)} tokens, expected 1 to {context - 1} (context of "
+                f"{target.name}: {context}, answer included); pass a prompt that fits"
             )
-        if limit is not None and (not _is_whole(limit) or limit < 1):
-            raise ValueError(f"max_new_tokens: expected 1 or more, a whole number, got {limit!r}")
-        if limit is not None and length + limit > context:
+        limit = room if limit is None else limit
+        if not hasattr(limit, "__index__") or not 1 <= limit <= room:
             raise ValueError(
-                f"prompt ({length} tokens) and max_new_tokens ({limit}) exceed the context of "
-                f"{target.name} ({context}); lower max_new_tokens to {context - length} "
-                "or shorten the prompt"
+                f"max_new_tokens: expected 1 to {room}, got {limit!r}; prompt and new tokens must "
+                f"not exceed the context of {target.name} ({context})"
             )
         self.text = list(map(int, prompt))
         self.finish: str | None = None
-        self._end = length + limit if limit is not None else context
+        self._end = len(prompt) + limit
         self._eos = frozenset(target.eos_ids)
-        self._stop = StopStrings(target.tokenizer, stop, prompt) if stop or stop == "" else None
+        self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 
     def step(self, tokens: list[int], accepted: int, draft: float, verify: float) -> Step:
-        """Take the tokens that still belong to the output."""
+        """Append tokens up to the end of the output."""
         for place, token in enumerate(tokens, start=1):
             self.text.append(token)
             if token in self._eos:
@@ -236,14 +224,9 @@ class _Row:
         return Step(tokens, accepted, None, draft, verify)
 
 
-def _is_whole(number: object) -> bool:
-    """True for integers, numpy's and torch's among them, and not for bools."""
-    return hasattr(number, "__index__") and not isinstance(number, bool)
-
-
 def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tensor) -> Committed:
-    """The first commit: the prompt and the token that the prefill chose, with features shifted by
-    the law.
+    """Commit the prompt and the token chosen by the prefill; features are shifted by one, so that
+    each token has the state that predicted it.
     """
     counts = [len(prompt) + 1 for prompt in prompts]
     tokens_BA = first_B.new_zeros(len(prompts), max(counts))
@@ -260,9 +243,7 @@ def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tenso
 
 
 def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]) -> Committed:
-    """The accepted children and the bonus token, each with the state of the node that predicted
-    it.
-    """
+    """Commit the accepted nodes and the bonus token, each with the state that predicted it."""
     path_BA, count_B = accepted.path_BA, torch.tensor(counts, device=accepted.path_BA.device)
     if tree.tokens_BN.shape[1] == 1:
         tokens_BA = accepted.bonus_B[:, None]
@@ -279,7 +260,7 @@ def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]
 
 
 class NoDraft:
-    """Proposes nothing: the engine then decodes one token per forward, as the plain model does."""
+    """Drafts nothing, so that the engine decodes one token per forward like the plain model."""
 
     feature_layers: tuple[int, ...] = ()
 
@@ -287,104 +268,66 @@ class NoDraft:
         self._root: Topology | None = None
 
     def propose(self, committed: Committed) -> TokenTree:
-        """The newest token alone."""
+        """A tree that holds only the newest token."""
         tokens_B = committed.last_tokens_B()
         if self._root is None:
             self._root = Topology(torch.full((1, 1), -1, device=tokens_B.device))
         return TokenTree(tokens_B[:, None], self._root)
 
 
-class Oracle:
-    """Knows each row's continuation: the upper bound of every head that fills this tree.
-
-    continuations: per row, the tokens that follow the prompt. noise: the chance that a node is
-    wrong, seed: of those. The nodes of rank 0 carry the truth, the others carry wrong tokens.
-    """
-
-    feature_layers: tuple[int, ...] = ()
-
-    def __init__(
-        self,
-        shape: StaticTree,
-        continuations: Sequence[Sequence[int]],
-        *,
-        vocab_size: int,
-        noise: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        self.shape, self.continuations = shape, continuations
-        self.vocab_size, self.noise = vocab_size, noise
-        self.written = [0] * len(continuations)
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def propose(self, committed: Committed) -> TokenTree:
-        """The known continuation on the path of rank 0."""
-        started = any(self.written)  # the first call brings the prompt and one token
-        roots = committed.last_tokens_B().tolist()
-        rows = []
-        for row, count in enumerate(committed.counts):
-            self.written[row] += count if started else 1
-            rows.append([roots[row], *self._drafts(self.continuations[row][self.written[row] :])])
-        device = committed.tokens_BA.device
-        return TokenTree(torch.tensor(rows, device=device), self.shape.topology(device))
-
-    def _drafts(self, ahead: Sequence[int]) -> Iterator[int]:
-        for path in self.shape.paths:
-            truth = ahead[len(path) - 1] if len(path) <= len(ahead) else 0
-            is_wrong = torch.rand((), generator=self._generator).item() < self.noise
-            offset = path[-1] + self.shape.width if is_wrong else path[-1]
-            yield (truth + offset) % self.vocab_size
-
-
 class Baseline:
-    """transformers' own `generate` with its default cache, sampling as `rule` does: the baseline of
-    every speedup and the judge of losslessness.
-
-    Raises ValueError for a rule that `generate` has no equivalent of. `Typical` is compared with
-    plain sampling at its temperature.
+    """transformers' own `generate` with its default cache: the baseline of every speedup, and the
+    reference output.
     """
 
-    def __init__(self, target: Target, rule: Acceptance, limits: Collection[int]) -> None:
+    def __init__(self, target: Target) -> None:
         self.target = target
-        sampling: dict[str, Any] = {"do_sample": False}
-        if isinstance(rule, Sampled | Typical):
-            sampling = {"do_sample": True, "temperature": float(rule.temperature)}
-            # not told, generate takes a top_k of 50
-            sampling |= {"top_p": 1.0, "top_k": 0}
-        if isinstance(rule, Sampled):
-            sampling |= {"top_p": float(rule.top_p), "top_k": rule.top_k}
-        if not isinstance(rule, Greedy | Sampled | Typical):
-            raise ValueError(
-                f"expected Greedy, Sampled or Typical, got {type(rule).__name__}: `generate` has "
-                "no equivalent to compare it with"
-            )
-        eos = list(target.eos_ids)
-        ends = {"eos_token_id": eos or None, "pad_token_id": eos[0] if eos else 0}
-        # made here, so that no timer sees them made
-        self._configs = {n: GenerationConfig(max_new_tokens=n, **ends, **sampling) for n in limits}
 
-    def __call__(self, prompt: Sequence[int], limit: int) -> list[int]:
-        """The new tokens, the EOS included; limit: max_new_tokens, one of `limits`."""
-        tokens_1T = torch.tensor([prompt], device=self.target.device)
-        out_1T = self.target.model.generate(
-            tokens_1T,
-            attention_mask=torch.ones_like(tokens_1T),
-            generation_config=self._configs[limit],
+    def generate(
+        self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
+    ) -> Iterator[Step]:
+        """Continue one prompt like `Speculator.generate`, all in one Step.
+
+        `Typical` becomes plain sampling at its temperature. Raises ValueError for a rule that
+        `generate` has no equivalent of.
+        """
+        if isinstance(sampling, Typical):
+            sampling = Sampled(sampling.temperature)
+        if not isinstance(sampling, Greedy | Sampled):
+            raise ValueError(
+                f"expected Greedy, Sampled or Typical, got {type(sampling).__name__}; `generate` "
+                "has no equivalent of it to compare with"
+            )
+        eos = list(self.target.eos_ids)
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
         )
-        new: list[int] = out_1T[0, len(prompt) :].tolist()
-        return new
+        if isinstance(sampling, Sampled):
+            config.do_sample = True
+            config.temperature = float(sampling.temperature)
+            config.top_p = float(sampling.top_p)
+            config.top_k = sampling.top_k  # generate's default is 50
+        tokens_1T = torch.tensor([prompt], device=self.target.device)
+        mask_1T = torch.ones_like(tokens_1T)
+        out_1T = self.target.model.generate(
+            tokens_1T, attention_mask=mask_1T, generation_config=config
+        )
+        yield Step(out_1T[0, len(prompt) :].tolist(), -1, None, 0.0, 0.0)
 
 
 @contextmanager
 def without_defaults(target: Target) -> Iterator[None]:
     """Hide the model's generation_config, which `generate` merges into any config it is given.
 
-    A repetition penalty or suppressed tokens from there would make `generate` write something else
-    than the target's plain distribution, which is what draft heads reproduce.
+    With a repetition penalty or suppressed tokens from there, `generate` would not follow the
+    target's plain distribution, which draft heads reproduce.
     """
     own = target.model.generation_config
     target.model.generation_config = GenerationConfig()
-    try:  # the target is the caller's: give it back as it was, also after Ctrl-C
+    try:  # the caller's target is restored even after Ctrl-C
         yield
     finally:
         target.model.generation_config = own

@@ -3,9 +3,9 @@
     model.generate(**inputs, custom_generate=speculative(head))
     model.generate(**inputs, custom_generate="user/heads", trust_remote_code=True)
 
-`generate` prepares everything and calls us in place of its loop: the caller's model decodes, its
-weights are not copied. What it was asked for is done exactly or refused. Its cache is not used: it
-is made for one token at a time, and cannot be rolled back.
+`generate` prepares the inputs and calls us instead of its own loop. The caller's model decodes; its
+weights are not copied. Every option is honoured exactly or refused. `generate`'s own cache is not
+used, because it cannot be rolled back.
 
 Legend: B batch, T tokens.
 """
@@ -39,12 +39,12 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import WEIGHTS, check_target, load_head, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
-from draftheads.infer.accept import Acceptance, Greedy, Processed, check_temperature
+from draftheads.infer.accept import Acceptance, Processed
 from draftheads.infer.engine import Speculator, Step
 
 SAMPLING = ("Temperature", "TopH", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
 WARPERS: tuple[type, ...] = tuple(getattr(processing, f"{name}LogitsWarper") for name in SAMPLING)
-"""What `do_sample` brings; none of them looks at the tokens before."""
+"""Processors of `do_sample`; none of them reads the previous tokens."""
 MEMORYLESS: tuple[type, ...] = (
     *WARPERS,
     processing.SuppressTokensLogitsProcessor,
@@ -52,16 +52,14 @@ MEMORYLESS: tuple[type, ...] = (
 )
 USED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
 USED |= {"use_cache"}
-"""What `generate` prepares for any model."""
+"""Inputs that `generate` prepares for every model."""
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 NOT_KEPT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """With `return_dict_in_generate`. sequences: as ever. tokens_per_step: of each row, tokens per
-    forward of the target, its own included.
-    """
+    """The output with `return_dict_in_generate`. tokens_per_step: tau of each row."""
 
     tokens_per_step: tuple[float, ...] | None = None
 
@@ -70,12 +68,11 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
 class SpeculativeDecoding:
     """A `custom_generate` for `model.generate` that decodes with draft heads.
 
-    head: loaded, or where to load it from for the model at hand (a folder or a Hub id). tree:
-    overrides the head's own. acceptance: overrides what generate's sampling arguments say; None
-    keeps the model's own output or distribution. tokenizer: for `stop_strings`, because
-    transformers does not pass on the one that `generate` is given.
+    head: a loaded head, or a folder or Hub id to load it from. tree: overrides the head's own.
+    acceptance: overrides generate's sampling arguments; None keeps the model's own output or
+    distribution. tokenizer: for `stop_strings`, because transformers does not pass its own on.
 
-    Calls raise ValueError for whatever of `generate` cannot be done exactly.
+    Calls raise ValueError for options of `generate` that cannot be honoured exactly.
     """
 
     head: DraftHead | str | Path
@@ -95,21 +92,19 @@ class SpeculativeDecoding:
         stop_strings: str | list[str] | None = None,
         **prepared: Any,
     ) -> Tensor | SpeculativeOutput:
-        """Called by `generate`, with the names that it uses; returns what it returns."""
-        _check_asked(
-            generation_config, logits_processor, WARPERS if self.acceptance else MEMORYLESS
-        )
+        """Called by `generate`, with its argument names and return value."""
+        allowed = WARPERS if self.acceptance else MEMORYLESS
+        _check_options(generation_config, logits_processor, allowed)
         prompts = _prompts(model, input_ids, prepared)
         accept, sample = self.acceptance, bool(generation_config.do_sample)
-        if accept is None:
-            is_plain = not (logits_processor or sample)
-            accept = Greedy() if is_plain else Processed(logits_processor, sample)
+        if accept is None and (logits_processor or sample):
+            accept = Processed(logits_processor, sample)
         criteria = StoppingCriteriaList(stopping_criteria)
         if stop_strings is not None:
             if self.tokenizer is None:
                 raise ValueError(
-                    "stop_strings need a tokenizer, and transformers does not pass on the one that "
-                    "generate was given: use speculative(head, tokenizer=tokenizer)"
+                    "stop_strings need a tokenizer, and generate does not pass its own on; use "
+                    "speculative(head, tokenizer=tokenizer)"
                 )
             criteria.append(StopStringCriteria(self.tokenizer, stop_strings))
         ends = [int(i) for each in criteria for i in getattr(each, "eos_token_id", ())]
@@ -133,7 +128,6 @@ class SpeculativeDecoding:
         return replay.sequences_BT
 
     def _loaded(self, model: PreTrainedModel) -> tuple[Target, DraftHead]:
-        """Kept for the next call with the same model."""
         if self.target is None or self.target.model is not model:
             target, head = Target(model), self.head
             if not isinstance(head, DraftHead):
@@ -155,35 +149,32 @@ def generate_from_repository(
     revision: str | None = None,
     **arguments: Any,
 ) -> Tensor | SpeculativeOutput:
-    """What `custom_generate/generate.py` of a head repository does: load the head for this model,
-    once in the model's life, and generate with it. arguments: of `generate`, all others.
+    """Load the head of a repository for this model, once, and generate with it.
+
+    Called by the repository's `custom_generate/generate.py`. arguments: all others of `generate`.
     """
     source = _argument_of_generate("custom_generate")
-    if source is None:
-        raise ValueError(
-            "expected to be called by model.generate(custom_generate=...); to decode with heads "
-            "without it, use draftheads.infer.generate.speculative(head)"
-        )
-    stored = Path(source) / WEIGHTS
-    key = (source, revision, stored.stat().st_mtime_ns if stored.is_file() else None)
-    known = vars(model).setdefault("_draft_heads", {})  # lives as long as the model does
-    if key not in known:
+    weights = Path(source) / WEIGHTS
+    written = weights.stat().st_mtime_ns if weights.is_file() else None  # a folder may be retrained
+    key = (source, revision, written)
+    loaded = vars(model).setdefault("_draft_heads", {})  # lives as long as the model
+    if key not in loaded:
         folder = open_head(source, revision=revision).path
-        known.clear()
-        known[key] = speculative(folder)
-    known[key].tokenizer = tokenizer
-    # not model.generate: an instance may have one of its own, which would call us again
+        loaded.clear()
+        loaded[key] = speculative(folder)
+    loaded[key].tokenizer = tokenizer
+    # not model.generate: it may be overridden on the instance and call us again
     generated: Tensor | SpeculativeOutput = type(model).generate(
-        model, inputs, custom_generate=known[key], **arguments
+        model, inputs, custom_generate=loaded[key], **arguments
     )
     return generated
 
 
 def _argument_of_generate(name: str) -> Any:
-    """What the innermost `generate` that is running was given under this name, or None.
+    """An argument of the running call of `generate`, or None.
 
-    transformers 5.23 tells a callable neither the streamer nor the assistant, and a repository's
-    function not where it comes from: without a look at its frame they would be ignored in silence.
+    transformers 5.23 does not pass streamer and assistant to a callable, nor the source to a
+    repository's function, so they are read from its frame.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -194,11 +185,11 @@ def _argument_of_generate(name: str) -> Any:
 
 @contextmanager
 def _as_found(model: PreTrainedModel) -> Iterator[None]:
-    """Decode without dropout, and give the caller's model back as it was: `Target` freezes it."""
+    """Decode without dropout, then restore the caller's model, which `Target` freezes."""
     training = [module for module in model.modules() if module.training]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.eval()
-    try:  # the model is the caller's, also after a mistake or Ctrl-C
+    try:  # restored even after an error or Ctrl-C
         yield
     finally:
         for module in training:
@@ -207,106 +198,79 @@ def _as_found(model: PreTrainedModel) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _refuse(*table: tuple[Any, str]) -> None:
-    """Raise ValueError for the first row whose condition holds."""
-    for holds, expected in table:
-        if holds:
-            raise ValueError(f"draft heads: expected {expected}")
+def _require(condition: Any, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"draft heads: expected {expected}")
 
 
-def _check_asked(
+def _check_options(
     config: GenerationConfig, processors: LogitsProcessorList, allowed: tuple[type, ...]
 ) -> None:
-    """Raise ValueError for options that cannot be honoured, and for processors that are not known
-    to judge each position by itself.
+    """Raise ValueError for options that cannot be honoured, and for processors that may read the
+    previous tokens: a tree is verified in one pass, without a history per node.
     """
     mode = config.get_generation_mode(_argument_of_generate("assistant_model"))
-    wanted = [name for name in NOT_KEPT if config.return_dict_in_generate and getattr(config, name)]
+    outputs = [name for name in NOT_KEPT if getattr(config, name)]
     foreign = [type(each).__name__ for each in processors if type(each) not in allowed]
-    _refuse(
-        (
-            mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
-            f"greedy search or sampling, got {mode.value}; leave out num_beams and other drafts "
-            "(assistant_model, prompt_lookup_num_tokens)",
-        ),
-        (
-            config.cache_implementation == "quantized",
-            "no cache_implementation, got quantized; draft heads keep a cache of their own",
-        ),
-        (
-            wanted,
-            f"a wish for sequences alone, got {', '.join(wanted)}; leave it out, and run the model "
-            "once over the sequences",
-        ),
-        (
-            foreign,
-            f"logits processors that do not look at the tokens before, got {', '.join(foreign)}; "
-            "switch off what asks for it, in the call or in model.generation_config (for example "
-            "repetition_penalty=1.0)",
-        ),
+    _require(
+        mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+        f"greedy search or sampling, got {mode.value}; leave out num_beams and other drafts "
+        "(assistant_model, prompt_lookup_num_tokens)",
     )
-    for each in processors:
-        if isinstance(each, processing.TemperatureLogitsWarper):
-            check_temperature(each.temperature)
+    _require(
+        config.cache_implementation != "quantized",
+        "no cache_implementation, got quantized; draft heads have their own cache",
+    )
+    _require(
+        not (outputs and config.return_dict_in_generate),
+        f"only sequences as output, got {', '.join(outputs)}; leave it out",
+    )
+    _require(
+        not foreign,
+        f"logits processors that ignore previous tokens, got {', '.join(foreign)}; disable their "
+        "option, in the call or in model.generation_config (for example repetition_penalty=1.0)",
+    )
 
 
 def _prompts(
     model: PreTrainedModel, input_ids: Tensor, prepared: dict[str, Any]
 ) -> list[list[int]]:
-    """The prompts' token ids, without padding. Raises ValueError where the model would not read a
-    prompt of whole rows of token ids. prepared: what `generate` hands to
-    `model.prepare_inputs_for_generation`.
+    """Token ids of the prompts, without padding.
+
+    prepared: arguments for `model.prepare_inputs_for_generation`. Raises ValueError unless that
+    makes plain, left-padded rows of token ids from them.
     """
     mask = prepared.get("attention_mask")
-    mask_BT = torch.ones_like(input_ids) if mask is None else mask
-    author = inspect.unwrap(model.prepare_inputs_for_generation).__module__
-    _refuse(
-        (
-            mask_BT.shape != input_ids.shape or not ((mask_BT == 0) | (mask_BT == 1)).all(),
-            f"an attention_mask of zeros and ones, {tuple(input_ids.shape)}, got "
-            f"{tuple(mask_BT.shape)} of {mask_BT.dtype}; leave it to the tokenizer",
-        ),
-        (
-            not author.startswith(("transformers.", "peft.")),
-            "a model that transformers itself prepares inputs for, got one with a "
-            f"prepare_inputs_for_generation of its own ({author}), which may change them; generate "
-            "without draft heads",
-        ),
-    )
+    is_token_BT = torch.ones_like(input_ids) == 1 if mask is None else mask != 0
     made = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **prepared)
     unknown = sorted(key for key in made.keys() - USED if not _is_void(model, key, made[key]))
     past = made.get("past_key_values")
-    counted_BT = mask_BT.long().cumsum(-1) - 1
-    positions = counted_BT if made.get("position_ids") is None else made["position_ids"]
-    is_short = positions.shape[-1] != counted_BT.shape[-1]  # of a mask that was too short
-    _refuse(
-        (
-            unknown,
-            f"input_ids and attention_mask, got {', '.join(unknown)}; give the prompt as token "
-            "ids, to a model that reads nothing else (no PEFT prompt learning)",
-        ),
-        (
-            getattr(past, "_is_user_defined", False) or (past and past.get_seq_length()),
-            "the whole prompt in input_ids, got past_key_values; leave them out (PEFT prefix "
-            "tuning brings some)",
-        ),
-        (
-            is_short or ((counted_BT != positions) & (mask_BT == 1)).any(),
-            "position_ids that count the tokens of a row from 0, got others from the call or from "
-            f"{type(model).__name__}; leave them out",
-        ),
-        (
-            (mask_BT.long().diff(dim=1) < 0).any() or not mask_BT[:, -1:].all(),
-            "padding on the left alone, got an attention_mask with zeros after a token; set "
-            "tokenizer.padding_side='left'",
-        ),
+    if getattr(past, "_is_user_defined", False) or (past and past.get_seq_length()):
+        unknown.append("past_key_values")
+    _require(
+        not unknown,
+        f"input_ids and attention_mask, got {', '.join(unknown)}; pass the whole prompt as token "
+        "ids, to a model that reads nothing else (no PEFT prompt learning)",
     )
-    starts = (mask_BT == 0).sum(1).tolist()
+    counted_BT = is_token_BT.cumsum(-1) - 1
+    positions = counted_BT if made.get("position_ids") is None else made["position_ids"]
+    _require(
+        positions.shape[-1] == counted_BT.shape[-1] == made["input_ids"].shape[-1]
+        and not ((counted_BT != positions) & is_token_BT).any(),
+        "whole rows and position_ids that count their tokens from 0, got others from the call or "
+        f"from {type(model).__name__}; leave position_ids out",
+    )
+    _require(
+        is_token_BT[:, -1].all() and not (~is_token_BT[:, 1:] & is_token_BT[:, :-1]).any(),
+        "padding on the left only, got an attention_mask with zeros after a token; set "
+        "tokenizer.padding_side='left'",
+    )
+    starts = (~is_token_BT).sum(1).tolist()
     return [row[start:] for row, start in zip(input_ids.tolist(), starts, strict=True)]
 
 
 def _is_void(model: PreTrainedModel, key: str, value: Any) -> bool:
-    """Whether an input says no more than that a multimodal model is given text alone."""
+    """True for inputs that mark a multimodal model's prompt as text only."""
     if isinstance(value, Tensor):
         is_multimodal = model.config.get_text_config() is not model.config
         return key in TOKEN_TYPES and is_multimodal and not value.any()
@@ -314,12 +278,11 @@ def _is_void(model: PreTrainedModel, key: str, value: Any) -> bool:
 
 
 class _Replay:
-    """The sequences of one `generate`, prompts included, as stopping criteria and a streamer are
-    shown them.
+    """Shows the output to stopping criteria and streamer as `generate` does: one token of every row
+    at a time, with `pad` for finished rows.
 
-    `generate` adds one token to every row at a time, asks the criteria and pads the rows that have
-    ended. Here rows accept different numbers of tokens, which wait until every running row has its
-    next one. pad: None where `generate` does not fill rows, which is where no EOS can end one.
+    Rows accept different numbers of tokens, so tokens wait until every running row has its next
+    one. pad: None if rows cannot end by EOS; then `generate` does not pad.
     """
 
     def __init__(
@@ -336,27 +299,25 @@ class _Replay:
         self._tokens, self._steps = [0] * len(prompts_BT), [0] * len(prompts_BT)
 
     def take(self, steps: Sequence[Step | None]) -> bool:
-        """Add one step of the engine; returns whether any row goes on."""
+        """Add one step of the engine; returns whether any row is still running."""
         for row, step in enumerate(steps):
             if step is not None:
                 self._waiting[row].extend(step.tokens)
                 self._steps[row] += self._running[row] and step.accepted >= 0
-        while any(self._running) and all(map(self._is_ready, range(len(self._waiting)))):
-            self._show_column()
+        rows = range(len(self._waiting))
+        while any(self._running) and all(self._waiting[r] or self._is_padded(r) for r in rows):
+            self._add_column()
         return any(self._running)
 
     def tokens_per_step(self) -> tuple[float, ...]:
-        """Of each row, the acceptance length tau; neither the prefill nor its token counts."""
+        """Acceptance length tau of each row, excluding the prefill and its token."""
         pairs = zip(self._tokens, self._steps, strict=True)
         return tuple((tokens - 1) / steps if steps else 0.0 for tokens, steps in pairs)
-
-    def _is_ready(self, row: int) -> bool:
-        return bool(self._waiting[row]) or self._is_padded(row)
 
     def _is_padded(self, row: int) -> bool:
         return self._pad is not None and not self._running[row]
 
-    def _show_column(self) -> None:
+    def _add_column(self) -> None:
         column = []
         for row, waiting in enumerate(self._waiting):
             self._tokens[row] += self._running[row]

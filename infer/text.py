@@ -1,4 +1,4 @@
-"""From text to token ids and back, token by token: prompts, streamed text, stop strings."""
+"""Text to token ids and back: prompts, streamed text, stop strings."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from typing import Any
 import jinja2
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for a character whose bytes are not complete yet."""
+"""Decoders write it for a character whose bytes are incomplete."""
 CONTEXT = 8
-"""Tokens that decide how the next one is decoded."""
+"""Previous tokens that affect the decoding of the next one."""
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a plain text, or of a conversation ({"role", "content"} messages) ready for the
-    answer.
+    """Token ids of a plain text, or of a conversation ({"role", "content"} messages) up to the
+    start of the answer.
 
-    A tokenizer without chat template gets the messages' contents, separated by line breaks. Raises
-    ValueError when there is no tokenizer or nothing to encode, and for what the template or the
-    tokenizer does not take.
+    Without a chat template, the contents of the messages are joined by line breaks. Raises
+    ValueError for a missing tokenizer, an empty prompt, and what template or tokenizer rejects.
     """
     if tokenizer is None:
-        raise ValueError(
-            "the target folder has no tokenizer; pass token ids, or add tokenizer.json"
-        )
-    try:  # jinja and the tokenizer's bindings do not say that it is the prompt
+        raise ValueError("the target has no tokenizer; pass token ids, or add tokenizer.json")
+    try:  # errors of jinja and tokenizers do not mention the prompt
         if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
             ids = tokenizer.apply_chat_template(
                 list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
@@ -34,42 +31,38 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> lis
             if not isinstance(prompt, str):
                 prompt = "\n".join(message["content"] for message in prompt)
             ids = tokenizer(prompt)["input_ids"]
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, UnicodeError) as error:
         raise ValueError(
-            f"expected a conversation that the chat template takes, it says: {error}; change the "
-            "messages, or the template"
-        ) from error
-    except (TypeError, UnicodeError) as error:
-        raise ValueError(
-            f"expected a prompt of valid text, got {prompt!r:.80} ({error}); repair it"
+            f"expected a prompt that chat template and tokenizer accept, got {prompt!r:.80} "
+            f"({error}); change it"
         ) from error
     if not ids:
-        raise ValueError("the prompt is empty: expected some text")
+        raise ValueError("the prompt is empty; expected some text")
     return list(ids)
 
 
 class TextStream:
-    """Decodes a growing list of tokens; gives out text as soon as its characters are complete.
+    """Decodes a growing list of tokens, and emits text once its characters are complete.
 
-    after: tokens that came before, on which the space before the first word depends. Only the last
-    few tokens are decoded again, so the cost per token does not grow with the text.
+    after: previous tokens, which decide about the space before the first word. Only the last few
+    tokens are decoded again, so that the cost per token is constant.
     """
 
     def __init__(
         self, tokenizer: Any, *, after: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._shown = list(after[-CONTEXT:])  # decoded again, for the spaces between words
+        self._shown = list(after[-CONTEXT:])
         self._held: list[int] = []
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete ("" while a character is still open)."""
+        """Text completed by these tokens, "" inside a character."""
         self._held += tokens
         text = self._held_text()
         return "" if text.endswith(REPLACEMENT) else self._show(text)
 
     def flush(self) -> str:
-        """What is left at the end, incomplete characters included."""
+        """The rest of the text, incomplete characters included."""
         return self._show(self._held_text())
 
     def _held_text(self) -> str:
@@ -86,15 +79,15 @@ class TextStream:
 
 
 class StopStrings:
-    """Tells which token after `prompt` completes one of the stop strings.
+    """Finds the token after `prompt` that completes a stop string.
 
-    Raises ValueError for an empty stop string or a target without tokenizer.
+    Raises ValueError for an empty stop string or a missing tokenizer.
     """
 
     def __init__(self, tokenizer: Any, stop: Collection[str], prompt: Sequence[int]) -> None:
         if tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; this target has none")
-        if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
+            raise ValueError("stop strings need a tokenizer, this target has none; leave them out")
+        if isinstance(stop, str) or not all(stop):
             raise ValueError(f"stop: expected a list of non-empty strings, got {stop!r}")
         self._stop = tuple(stop)
         self._reach = max(map(len, stop))

@@ -4,7 +4,7 @@ heart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.hub import HEADS
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TokenTree, Tree
+from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
 from draftheads.infer.engine import Speculator, Statistics
 
@@ -139,3 +139,45 @@ def drafts_of(
         max_new_tokens=new,
     )
     return [(tree.tokens_BN.tolist(), tree.topology.parents_BN.tolist()) for tree in trees]
+
+
+class Oracle:
+    """A drafter that knows each row's continuation: the upper bound of every head with this tree.
+
+    continuations: per row, the tokens that follow the prompt. noise: probability that a node is
+    wrong, drawn with `seed`. Nodes of rank 0 hold the true token, the others hold wrong tokens.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        shape: StaticTree,
+        continuations: Sequence[Sequence[int]],
+        *,
+        vocab_size: int,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.shape, self.continuations = shape, continuations
+        self.vocab_size, self.noise = vocab_size, noise
+        self.written = [0] * len(continuations)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, committed: Committed) -> TokenTree:
+        """The known continuation on the path of rank 0."""
+        started = any(self.written)  # the first call commits the prompt and one token
+        roots = committed.last_tokens_B().tolist()
+        rows = []
+        for row, count in enumerate(committed.counts):
+            self.written[row] += count if started else 1
+            rows.append([roots[row], *self._drafts(self.continuations[row][self.written[row] :])])
+        device = committed.tokens_BA.device
+        return TokenTree(torch.tensor(rows, device=device), self.shape.topology(device))
+
+    def _drafts(self, ahead: Sequence[int]) -> Iterator[int]:
+        for path in self.shape.paths:
+            truth = ahead[len(path) - 1] if len(path) <= len(ahead) else 0
+            is_wrong = torch.rand((), generator=self._generator).item() < self.noise
+            offset = path[-1] + self.shape.width if is_wrong else path[-1]
+            yield (truth + offset) % self.vocab_size

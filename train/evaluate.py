@@ -23,7 +23,7 @@ from draftheads.heads.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
-from draftheads.infer.bench import PLAIN, BenchPrompt, Candidate, engine_candidate, timed
+from draftheads.infer.bench import PLAIN, BenchPrompt, Candidate, timed
 from draftheads.infer.engine import Speculator, Statistics
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
@@ -287,8 +287,8 @@ class Evaluator:
         rule = Sampled(temperature) if temperature else Greedy()
         decoded = Speculator(self.target, as_decoded(head, self.target))
         candidates = [
-            engine_candidate(PLAIN, 0, Speculator(self.target), rule),
-            engine_candidate(HEADED, head.tree.draft_nodes, decoded, rule),
+            Candidate(PLAIN, 0, Speculator(self.target), rule),
+            Candidate(HEADED, head.tree.draft_nodes, decoded, rule),
         ]
         mine = self.prompts[accelerator.process_index :: accelerator.num_processes]
         devices = [self.target.device] if self.target.device.type == "cuda" else []

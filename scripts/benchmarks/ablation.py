@@ -37,12 +37,12 @@ from draftheads.infer.bench import (
     PLAIN,
     BenchOptions,
     BenchPrompt,
+    Candidate,
     Run,
-    Summary,
     describe_machine,
-    engine_candidate,
     machine_line,
     race,
+    summarize,
 )
 from draftheads.infer.engine import Speculator, Statistics
 from draftheads.scripts.commands import load_target
@@ -138,7 +138,7 @@ class Meter:
                 f"{settings.prompts}: expected a prompt shorter than the context of {target.name} "
                 f"({target.context} tokens), found none"
             )
-        plain = engine_candidate(PLAIN, None, Speculator(target), Greedy())
+        plain = Candidate(PLAIN, None, Speculator(target), Greedy())
         self.plain = race([plain], self.jobs, self.options)[PLAIN]
 
     def measure(self, head: DraftHead) -> list[dict[str, Any]]:
@@ -152,15 +152,16 @@ class Meter:
     def _rows(self, head: DraftHead, rule: Acceptance) -> list[dict[str, Any]]:
         sizes = sorted({min(nodes, head.tree.draft_nodes) for nodes in self.options.nodes})
         candidates = [
-            engine_candidate(str(n), n, Speculator(self.target, head, tree=head.tree.head(n)), rule)
+            Candidate(str(n), n, Speculator(self.target, head, tree=head.tree.head(n)), rule)
             for n in sizes
         ]
         options = replace(self.options, sampling=rule)
         runs = race(candidates, self.jobs, options)
         # a bench compares with `generate`; here the plain engine replaces it
         results = {**runs, GENERATE: self.plain, PLAIN: self.plain}
-        summary = Summary(self.target, self.jobs, results, options)
-        rows = [asdict(summary.result(each)) for each in candidates]
+        rows = [
+            asdict(summarize(each, self.target, self.jobs, results, options)) for each in candidates
+        ]
         return [
             {
                 **{key: row[key] for key in MEASURED},

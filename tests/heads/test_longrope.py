@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_heads import decode, random_head
+from tiny_heads import Oracle, decode, random_head
 from tiny_targets import VOCABULARY, greedy, scaled_up, some_prompts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.engine import Oracle, Speculator
+from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import speculative
 
 LIMIT, NEW = 32, 25

@@ -8,7 +8,16 @@ from functools import cache
 
 import pytest
 import torch
-from tiny_heads import SMALL, VARIANTS, decode, drafts_of, overfitted, random_head, written_by
+from tiny_heads import (
+    SMALL,
+    VARIANTS,
+    Oracle,
+    decode,
+    drafts_of,
+    overfitted,
+    random_head,
+    written_by,
+)
 from tiny_targets import (
     CONFIGS,
     CONTEXT,
@@ -26,7 +35,6 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.engine import Oracle
 
 NEW = 31  # one token from the prefill and six steps of depth 4 + 1
 SHAPES = {

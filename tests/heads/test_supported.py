@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_heads import decode
+from tiny_heads import Oracle, decode
 from tiny_targets import (
     CONFIGS,
     MASKLESS,
@@ -29,7 +29,6 @@ from transformers import (
 
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.engine import Oracle
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

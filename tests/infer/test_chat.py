@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tiny_chat import END, llama
+from tiny_heads import Oracle
 
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Typical
 from draftheads.infer.chat import Answer, ChatOptions, History, chat, printable, sample_chat
-from draftheads.infer.engine import Oracle, Speculator, Step
+from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.text import encode_prompt
 
 REFUSES_SYSTEM = (
@@ -114,7 +115,7 @@ def test_accepted_drafts_are_green(target):
 def test_reset_forgets_the_turns_and_keeps_the_system_prompt(target):
     speculator = Scripted(target, done(target, "One."), done(target, "Two."))
     printed = talk(speculator, "Hi", "/reset", "Yo", options=ChatOptions(system="Short!"))
-    assert "anew" in printed
+    assert "Conversation reset." in printed
     assert "Short!" in speculator.prompts[1]
     assert "Hi" not in speculator.prompts[1]
 
@@ -122,8 +123,8 @@ def test_reset_forgets_the_turns_and_keeps_the_system_prompt(target):
 def test_stats_add_up_the_answers(target):
     steps = [says(target, "a"), says(target, "bc", 1, "stop")]
     printed = talk(Scripted(target, steps, steps), "/stats", "Hi", "Ho", "/stats")
-    assert "Nothing has been answered yet" in printed
-    assert "2 answers: 6 tokens" in printed
+    assert "No answers yet." in printed
+    assert "answers: 2, 6 tokens" in printed
     assert "2.00 tokens/step" in printed
     assert "accepted: 100%" in printed
 
@@ -133,7 +134,7 @@ def test_commands_and_lines_that_are_none(target):
     lines = ("", "   ", "/help", "/unknown", "/usr/bin is what?", " /tmp", "/quit", "unread")
     printed = talk(speculator, *lines)
     assert "/reset  forget the conversation" in printed
-    assert "/unknown is no command; /help lists them" in printed
+    assert "/unknown is not a command; /help lists them" in printed
     assert len(speculator.prompts) == 2
     assert "/usr/bin is what?" in speculator.prompts[0]
     assert "user\n/tmp<" in speculator.prompts[1]
@@ -182,7 +183,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(target):
     lines = [f"{n}{long}" for n in range(4)]
     options = ChatOptions(system="S!", max_new_tokens=20)
     printed = talk(speculator, *lines, options=options)
-    assert "the oldest turn was forgotten" in printed
+    assert "oldest turns dropped: 1." in printed
     last = speculator.prompts[-1]
     assert "S!" in last
     assert f"0{long}" not in last
@@ -224,7 +225,7 @@ def test_a_continuation_keeps_its_first_space(stories):
 
 def test_a_template_that_refuses_the_system_role_is_named_at_the_start():
     target = llama(eos=(END,), template=REFUSES_SYSTEM)
-    with pytest.raises(ValueError, match="takes no system prompt .*System role not supported"):
+    with pytest.raises(ValueError, match="tokenizer accept.*System role not supported"):
         talk(Speculator(target), options=ChatOptions(system="Be brief."))
 
 
@@ -238,7 +239,8 @@ def test_what_template_and_tokenizer_do_not_take_ends_no_chat():
     target = llama(eos=(END,), template=REFUSES_SHOUTING)
     speculator = Scripted(target, done(target, "Hello."), done(target, "Six."))
     printed = talk(speculator, "Hi", "HEY", "half a pair: \ud83d", "2 + 4?")
-    assert "Please lower your voice" in printed and "expected a prompt of valid text" in printed
+    assert "Please lower your voice" in printed
+    assert printed.count("template and tokenizer accept") == 2
     assert "Six.\n" in printed
     assert speculator.prompts[1] == "HiHello.2 + 4?", "only what was answered is remembered"
 
@@ -304,5 +306,5 @@ def test_a_pipe_is_read_to_its_end():
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "1 answer: 5 tokens" in done.stdout
+    assert "answers: 1, 5 tokens" in done.stdout
     assert "> " not in done.stdout, "no cursor where nobody types"

@@ -143,38 +143,23 @@ def test_the_engine_stops_where_generate_stops_at_the_very_first_token():
 
 
 UNTAKEN = {
-    "half a pair": (byte_tokenizer(), "a \ud83d", "expected a prompt of valid text"),
-    "half a pair in a chat": (
-        byte_tokenizer(),
-        [{"role": "user", "content": "\ud83d"}],
-        "expected a prompt of valid text",
-    ),
-    "nothing to join": (
-        byte_tokenizer(template=None),
-        [{"role": "user", "content": None}],
-        "expected a prompt of valid text",
-    ),
+    "half a pair": (byte_tokenizer(), "a \ud83d", ""),
+    "half a pair in a chat": (byte_tokenizer(), [{"role": "user", "content": "\ud83d"}], ""),
+    "nothing to join": (byte_tokenizer(template=None), [{"role": "user", "content": None}], ""),
     "refused": (
         byte_tokenizer("{{ raise_exception('Roles must alternate') }}"),
         MESSAGES,
-        "expected a conversation that the chat template takes, it says: Roles must alternate",
+        "Roles must alternate",
     ),
-    "template in error": (
-        byte_tokenizer("{% for m in messages %}"),
-        MESSAGES,
-        "expected a conversation that the chat template takes",
-    ),
-    "sum": (
-        byte_tokenizer("{{ messages[0]['content'] + 1 }}"),
-        MESSAGES,
-        "expected a prompt of valid text",
-    ),
+    "template in error": (byte_tokenizer("{% for m in messages %}"), MESSAGES, ""),
+    "sum": (byte_tokenizer("{{ messages[0]['content'] + 1 }}"), MESSAGES, ""),
 }
 
 
 @pytest.mark.parametrize("case", UNTAKEN)
 def test_what_template_and_tokenizer_do_not_take_is_named_in_one_line(case):
-    tokenizer, prompt, message = UNTAKEN[case]
+    tokenizer, prompt, reason = UNTAKEN[case]
+    message = f"chat template and tokenizer accept, got .*{reason}"
     with pytest.raises(ValueError, match=message) as refusal:
         encode_prompt(tokenizer, prompt)
     assert "\n" not in str(refusal.value)
