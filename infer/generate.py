@@ -39,7 +39,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import WEIGHTS, check_target, load_head, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
-from draftheads.infer.accept import Acceptance, Processed
+from draftheads.infer.accept import Acceptance, Processed, check_temperature
 from draftheads.infer.engine import Speculator, Step
 
 SAMPLING = ("Temperature", "TopH", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
@@ -230,6 +230,9 @@ def _check_options(
         f"logits processors that ignore previous tokens, got {', '.join(foreign)}; disable their "
         "option, in the call or in model.generation_config (for example repetition_penalty=1.0)",
     )
+    for each in processors:
+        if isinstance(each, processing.TemperatureLogitsWarper):
+            check_temperature(each.temperature)
 
 
 def _prompts(
@@ -255,7 +258,8 @@ def _prompts(
     counted_BT = is_token_BT.cumsum(-1) - 1
     positions = counted_BT if made.get("position_ids") is None else made["position_ids"]
     _require(
-        positions.shape[-1] == counted_BT.shape[-1] == made["input_ids"].shape[-1]
+        torch.equal(made["input_ids"], input_ids)
+        and positions.shape[-1] == counted_BT.shape[-1]
         and not ((counted_BT != positions) & is_token_BT).any(),
         "whole rows and position_ids that count their tokens from 0, got others from the call or "
         f"from {type(model).__name__}; leave position_ids out",

@@ -293,6 +293,7 @@ REFUSED = {
     "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     "positions": ({"position_ids": torch.arange(4, 9)[None]}, "position_ids"),
     "right": ({"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "padding_side='left'"),
+    "cold": ({"do_sample": True, "temperature": 1e-44}, "temperature 1e-44: expected"),
     "twos": ({"attention_mask": torch.full((1, 5), 2)}, "position_ids that count"),
     "short": ({"attention_mask": torch.ones(1, 4)}, "position_ids that count"),
     "long": ({"max_new_tokens": 500}, "context"),
