@@ -81,7 +81,6 @@ class Calibration:
     tokens_per_step: float  # tau of the best fixed tree, the target's own token included
     top1: list[float]  # accuracy by depth
     top5: list[float]
-    positions: int
 
 
 def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
@@ -102,7 +101,6 @@ def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
         tokens_per_step=total / len(ranks_MK),
         top1=(ranks_MK == 0).float().mean(0).tolist(),
         top5=(found_MK & (ranks_MK < 5)).float().mean(0).tolist(),
-        positions=len(ranks_MK),
     )
 
 
@@ -189,29 +187,16 @@ class Evaluation:
     drift: Drift | None
 
     def __str__(self) -> str:
-        calibration, measured, drift = self.calibration, self.measured, self.drift
-        parts = [
-            f"held-out: {calibration.tokens_per_step:.2f} tokens per step predicted for the best "
-            f"fixed tree of {calibration.tree.draft_nodes} draft nodes; accuracy by depth: "
-            f"top-1 {_shares(calibration.top1)}, top-5 {_shares(calibration.top5)} "
-            f"({calibration.positions} positions)"
-        ]
+        top1 = " ".join(f"{share:.3f}" for share in self.calibration.top1)
+        tau, measured, drift = self.calibration.tokens_per_step, self.measured, self.drift
+        line = f"held-out: {tau:.2f} tokens per step simulated, top-1 accuracy by depth {top1}"
         if measured:
-            parts.append(
-                f"decoding: {measured.tokens_per_step:.2f} +- {measured.standard_error:.2f} tokens "
-                f"per step, speedup {measured.speedup:.2f} over decoding without heads; accepted "
-                f"by depth: {_shares(measured.acceptance) or 'none'} ({measured.prompts} prompts)"
-            )
+            tau, error = measured.tokens_per_step, measured.standard_error
+            line += f"; decoding: {tau:.2f} +- {error:.2f} tokens per step"
+            line += f", speedup {measured.speedup:.2f} over decoding without heads"
         if drift:
-            parts.append(
-                f"adapter: top-1 agreement with the frozen target {drift.agreement:.2%}, "
-                f"KL {drift.kl:.4f} nats ({drift.tokens} tokens)"
-            )
-        return "; ".join(parts)
-
-
-def _shares(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.3f}" for value in values)
+            line += f"; adapter: top-1 agreement {drift.agreement:.2%}, KL {drift.kl:.4f} nats"
+        return line
 
 
 class Evaluator:
