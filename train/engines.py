@@ -78,8 +78,8 @@ class Learner(nn.Module):
             {"name": "heads", "params": vectors, "weight_decay": 0.0},
             {"name": "adapter", "params": adapter, "weight_decay": 0.0},
         ]
-        used = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(used, lr=choices.lr, betas=choices.betas)
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=choices.lr, betas=choices.betas)
 
     def rates(self, choices: OptimChoices, step: int, steps: int) -> Rates:
         """Learning rates of the update after `step` of `steps` steps."""
@@ -112,9 +112,7 @@ class JointLearner(Learner):
         read_BTD = states_BTD.view_as(states_BTD)
         if read_BTD.requires_grad:
             weight = self.choices.weight(done)
-            read_BTD.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: gradient * weight
-            )
+            read_BTD.register_hook(lambda grad: grad * weight)  # type: ignore[no-untyped-call]
         out = super().forward(batch, read_BTD, target, done)
         learned_BT = batch.loss_mask_BT
         moved = divergence(states_BTD[learned_BT], features_BTD[learned_BT], target)
@@ -122,23 +120,21 @@ class JointLearner(Learner):
 
     @cached_property
     def _has_learned(self) -> bool:
-        """False in a new run; true in a finished one that resumes with more steps, whose joint
-        phase thus begins later than it did.
-        """
+        """True if a finished run resumes with more steps: its joint phase now begins later."""
         named = zip(self.names, self.changes, strict=True)
         return any(bool(p.any()) for name, p in named if "lora_B" in name)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The heads' parameters, then the adapter's."""
-        changes = zip(self.names, self.changes, strict=True)
-        return {**super().trained(), **{ADAPTER + name: p for name, p in changes}}
+        names = [ADAPTER + name for name in self.names]
+        return super().trained() | dict(zip(names, self.changes, strict=True))
 
     def rates(self, choices: OptimChoices, step: int, steps: int) -> Rates:
         """The adapter's schedule covers only the steps that train it."""
         own = choices.model_copy(update={"lr": self.choices.lr})
         first = math.ceil(self.choices.start * steps - 1e-9)  # 0.1 of 30 steps are 3
         rate = learning_rate(own, step - first, steps - first) if step >= first else 0.0
-        return {**super().rates(choices, step, steps), "adapter": rate}
+        return super().rates(choices, step, steps) | {"adapter": rate}
 
 
 def make_learner(recipe: Recipe, head: DraftHead, target: Target) -> Learner:
@@ -213,20 +209,19 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of `loss`; the step's gradient is the sum over micro batches and
-        processes.
-        """
+        """Add the gradients of `loss`; a step sums over micro batches and processes."""
 
     @abstractmethod
     def update(self, rates: Rates) -> float:
-        """Clip, step and zero the gradient. Returns its norm before clipping, equal on all
-        processes; if it is inf or nan, the weights were not changed.
+        """Clip, step and zero the gradient. Returns its norm before clipping, the same on all
+        processes; if it is not finite, the weights are unchanged.
         """
 
     @abstractmethod
     def optimizer_state(self, *, keep: bool) -> State:
-        """The full optimizer state on the CPU, gathered one tensor at a time; empty before the
-        first step. keep=False only takes part in the gathering and returns nothing.
+        """The full state on the CPU, gathered one tensor at a time; empty before the first step.
+
+        keep=False takes part in the gathering and returns nothing.
         """
 
     @abstractmethod
@@ -250,9 +245,7 @@ class Engine(ABC):
 
 
 class TorchEngine(Engine):
-    """A single process, DDP, or FSDP2 by torch's `fully_shard`, because accelerate's FSDP requires
-    GPUs.
-    """
+    """One process, DDP, or FSDP2 by torch's `fully_shard` (accelerate's FSDP requires GPUs)."""
 
     def __init__(
         self, learner: Learner, choices: OptimChoices, accelerator: Accelerator, *, sharded: bool
