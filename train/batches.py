@@ -1,7 +1,7 @@
-"""Answers become packed rows, and rows become batches in an order that needs no memory.
+"""Packs answers into rows, and orders the rows into batches.
 
 A step's rows are a function of (seed, step) alone; processes and accumulation only divide them.
-So a run resumes by starting at step n, on any number of processes that divides the step.
+So a run resumes at step n without stored state, on any number of processes that divides the step.
 
 Legend: B batch, T tokens, N all tokens of a data set.
 """
@@ -24,35 +24,31 @@ from draftheads.heads.batch import Batch
 from draftheads.train.data.answers import Answer
 
 OPEN_ROWS = 64
-"""Rows that packing keeps open: first fit among them stays linear and fills rows to about 99 %."""
+"""Rows that packing keeps open: first fit among them is linear and fills rows to about 99 %."""
 FEW_STEPS = 50
-"""Runs of fewer steps get a warning."""
+"""Runs with fewer steps get a warning."""
 MOST_TOKENS = 65536
-"""Tokens per step, at most, where the recipe leaves them to the data."""
+"""Maximum tokens per step when the recipe leaves them to the data."""
 SPLIT_SEED = 20240119
-"""Of the held-out split; not the run's seed, so that all runs are evaluated on the same text."""
+"""Independent of the run's seed, so that all runs are evaluated on the same text."""
 HELDOUT_TOKENS = 1 << 17
-"""Held-out tokens that are evaluated: more would delay checkpoints and not change the tree."""
+"""Held-out tokens to evaluate: more would delay checkpoints without changing the tree."""
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Token ids of many documents end to end.
+    """Token ids of many documents, concatenated."""
 
-    tokens_N: int32. learn_N: bool, True where the target wrote the token. spans: half-open, one per
-    document. following: the documents that continue the conversation of the one before.
-    """
-
-    tokens_N: Tensor
-    learn_N: Tensor
-    spans: list[Span]
-    following: tuple[int, ...] = ()
+    tokens_N: Tensor  # int32
+    learn_N: Tensor  # bool: the target wrote this token
+    spans: list[Span]  # half-open, one per document
+    following: tuple[int, ...] = ()  # documents that continue the previous one's conversation
 
     @classmethod
     def read(cls, answers: Iterable[Answer]) -> Documents:
-        """Concatenate answers. Raises ValueError when there are none."""
+        """Concatenate answers. Raises ValueError if there are none."""
         tokens, learn = array("i"), bytearray()
         spans: list[Span] = []
         following: list[int] = []
@@ -72,7 +68,7 @@ class Documents:
         return cls(tokens_N, learn_N, spans, tuple(following))
 
     def digest(self) -> str:
-        """16 hex digits of a hash of tokens, loss mask, documents and conversations."""
+        """Hash of tokens, loss mask, documents and conversations, as 16 hex digits."""
         digest = hashlib.sha256()
         for tensor in (self.tokens_N, self.learn_N):
             digest.update(tensor.numpy().tobytes())
@@ -81,21 +77,24 @@ class Documents:
         return digest.hexdigest()[:16]
 
     def split(self, heldout: float) -> tuple[list[Span], list[Span]]:
-        """(documents to train on, documents held out): at least one each. heldout: share of
-        conversations, which are never divided.
+        """(training documents, held-out documents), at least one each.
 
-        Conversations with copies of held-out documents are not trained on: greedy answers to equal
-        prompts are equal. Where nothing else is left, e.g. of a single one, they serve as both.
+        heldout: share of the conversations, which are never divided. Conversations that contain a
+        copy of a held-out document are not trained on: greedy answers to equal prompts are equal.
+        If nothing else is left, training uses the held-out documents.
         """
         starts = sorted(set(range(len(self.spans))).difference(self.following))
-        talks = [self.spans[a:b] for a, b in pairwise([*starts, len(self.spans)])]
-        count = min(max(1, round(heldout * len(talks))), max(1, len(talks) - 1))
-        chosen = sorted(_permutation(len(talks), SPLIT_SEED)[:count])
-        apart = [span for number in chosen for span in talks[number]]
-        known = {self._content(span) for span in apart}
-        new = [talk for talk in talks if known.isdisjoint(map(self._content, talk))]
-        train = [span for talk in new for span in talk]
-        return train or apart, apart
+        conversations = [self.spans[a:b] for a, b in pairwise([*starts, len(self.spans)])]
+        total = len(conversations)
+        count = min(max(1, round(heldout * total)), max(1, total - 1))
+        chosen = sorted(_permutation(total, SPLIT_SEED)[:count])
+        held_out = [span for number in chosen for span in conversations[number]]
+        known = {self._content(span) for span in held_out}
+        train: list[Span] = []
+        for spans in conversations:
+            if known.isdisjoint(map(self._content, spans)):
+                train += spans
+        return train or held_out, held_out
 
     def _content(self, span: Span) -> bytes:
         return self.tokens_N[slice(*span)].numpy().tobytes()
@@ -107,26 +106,25 @@ class Documents:
 
 
 class Rows:
-    """Documents laid out in rows of at most `length` tokens.
+    """Documents in rows of at most `length` tokens.
 
-    Documents are shuffled by `seed` and packed first-fit (pack=False: one per row). One that is
-    longer than a row is cut into row-long pieces; each piece is then a document of its own, whose
-    positions start at 0 and whose first token is not learned, because no state predicted it. Pieces
-    in which nothing is learned are left out.
+    Documents are shuffled by `seed` and packed first-fit (pack=False: one per row). Longer ones are
+    cut into row-long pieces. A piece counts as a document: its positions start at 0, and its first
+    token is not learned, because no state predicted it. Pieces without learned tokens are dropped.
     """
 
     def __init__(
         self, documents: Documents, spans: Sequence[Span], length: int, *, pack: bool, seed: int
     ) -> None:
         self.documents, self.spans, self.length = documents, spans, length
-        ends_N = documents.learn_N.long().cumsum(0)
+        learned_N = documents.learn_N.long().cumsum(0)
         learned: dict[Span, int] = {}
         pieces = 0
         for start, stop in spans:
             for first in range(start, stop, length):
                 last = min(first + length, stop)
                 pieces += 1
-                if count := int(ends_N[last - 1] - ends_N[first]):
+                if count := int(learned_N[last - 1] - learned_N[first]):
                     learned[first, last] = count
         self.cut = pieces - len(spans)
         useful = list(learned)
@@ -141,12 +139,12 @@ class Rows:
         return len(self.rows)
 
     def document_numbers(self, rows: Iterable[int]) -> list[int]:
-        """The documents in these rows, counted from 0 in the order of the data."""
+        """Indices of the documents in these rows, in the order of the data."""
         starts = [start for start, _ in self.documents.spans]
         return [bisect_right(starts, start) - 1 for row in rows for start, _ in self.rows[row]]
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """The rows of these numbers, padded to the longest; padding is a document of its own."""
+        """These rows, padded to the longest; padding is a separate document."""
         width = max(self.sizes[row] for row in rows)
         shape = (len(rows), width)
         tokens_BT = torch.zeros(shape, dtype=torch.long)
@@ -168,42 +166,39 @@ class Rows:
 
 @dataclass(frozen=True)
 class Order:
-    """Which rows a step trains on: an endless stream of epochs, each shuffled by (seed, epoch).
+    """The rows of each step: an endless stream of epochs, each shuffled by (seed, epoch)."""
 
-    rows: in the data set. rows_per_step: over all processes.
-    """
-
-    rows: int
-    rows_per_step: int
+    rows: int  # in the data set
+    rows_per_step: int  # over all processes
     seed: int
 
     def step(self, step: int) -> list[int]:
         """Row numbers of a step, over all processes; steps count from 0."""
         first = step * self.rows_per_step
-        return [self._row(place) for place in range(first, first + self.rows_per_step)]
+        numbers = []
+        for place in range(first, first + self.rows_per_step):
+            epoch, index = divmod(place, self.rows)
+            numbers.append(_permutation(self.rows, self.seed * 1_000_003 + epoch + 1)[index])
+        return numbers
 
     def steps(self, epochs: float) -> int:
-        """The steps of at most `epochs` passes over the rows."""
+        """Number of steps in `epochs` passes over the rows, rounded down, at least 1."""
         return max(1, int(epochs * self.rows / self.rows_per_step + 1e-9))
-
-    def _row(self, place: int) -> int:
-        epoch, index = divmod(place, self.rows)
-        return _epoch(self.rows, self.seed, epoch)[index]
 
 
 def share(
     rows: Sequence[int], rows_per_batch: int, rank: int, world: int
 ) -> list[tuple[int, list[int]]]:
-    """A step's rows as one process's micro batches, each with its number in the step.
+    """One process's micro batches of a step, each with its number in the step.
 
-    Raises ValueError where the processes would not have equally many.
+    Raises ValueError if the processes cannot all have equally many.
     """
     size = min(rows_per_batch, len(rows) // world)
     if not size or len(rows) % (size * world):
         raise ValueError(
-            f"this run has {len(rows)} rows per step, which {world} processes x "
-            f"data.rows_per_batch {rows_per_batch} do not divide; resume on another number of "
-            "processes, or with another data.rows_per_batch"
+            f"expected rows per step that {world} processes x data.rows_per_batch {rows_per_batch} "
+            f"divide evenly, got {len(rows)}; resume on another number of processes, or with "
+            "another data.rows_per_batch"
         )
     batches = [list(rows[at : at + size]) for at in range(0, len(rows), size)]
     return list(enumerate(batches))[rank::world]
@@ -211,46 +206,45 @@ def share(
 
 @dataclass(frozen=True)
 class Reading:
-    """What a run reads: `rows` (None: not known yet) of `length` tokens, `epochs` times (None: as
-    its steps say), on `world` processes.
-    """
+    """The amount of data that a run reads, which decides the size of its steps."""
 
-    rows: int | None
-    length: int
-    epochs: float | None
-    world: int
+    rows: int | None  # None: unknown
+    length: int  # of a row, in tokens
+    epochs: float | None  # None: the recipe gives the number of steps
+    world: int  # processes
 
     def rows_per_step(self, tokens_per_step: int | None, rows_per_batch: int) -> tuple[int, str]:
-        """(rows of a step over all processes, a note for the user where that is not what the recipe
-        asks for, or ""). Within an epoch a step reads no row twice.
+        """(rows per step over all processes, a note if the recipe requests another number, or "").
 
-        Raises ValueError for fewer rows than processes.
+        tokens_per_step: None means 100 steps or more, of at most MOST_TOKENS. Within an epoch no
+        step reads a row twice. Raises ValueError for fewer rows than processes.
         """
-        unit, asked = rows_per_batch * self.world, tokens_per_step or MOST_TOKENS
-        most = math.inf
+        if self.rows is not None and self.rows < self.world:
+            raise ValueError(
+                f"expected a row of {self.length} tokens for each of {self.world} processes, "
+                f"got {self.rows} rows; use fewer processes, or lower data.sequence_length"
+            )
+        requested = tokens_per_step or MOST_TOKENS
+        wanted, most = requested, math.inf
         if self.rows is not None:
-            if self.rows < self.world:
-                raise ValueError(
-                    f"expected a row of {self.length} tokens for each of {self.world} processes, "
-                    f"got {self.rows} rows; use fewer processes, or lower data.sequence_length"
-                )
             most = min(1.0, self.epochs or 1.0) * self.rows
-        if not tokens_per_step:
-            if self.rows is not None and self.epochs is not None:
+            if not tokens_per_step and self.epochs is not None:
                 hundredth = int(self.epochs * self.rows * self.length / 100)
-                asked = min(MOST_TOKENS, max(1, hundredth))
-            most = min(most, asked / self.length)
-        count = max(1, round(asked / self.length / unit)) * unit
+                wanted = min(MOST_TOKENS, max(1, hundredth))
+        if not tokens_per_step:
+            most = min(most, wanted / self.length)
+        unit = rows_per_batch * self.world
+        count = max(1, round(wanted / self.length / unit)) * unit
         if count > most:
             step = unit if most >= unit else self.world
             count = max(self.world, int(most) // step * step)
-        using = count * self.length
-        if using == asked and (tokens_per_step or asked == MOST_TOKENS):
+        used = count * self.length
+        if used == requested:
             return count, ""
-        return count, f"run.tokens_per_step: using {using}, whole batches that the data can fill"
+        return count, f"run.tokens_per_step: using {used}, whole batches that the data can fill"
 
     def warning(self, steps: int, rows_per_step: int) -> str:
-        """What to do where that many steps are too few to learn from, or ""."""
+        """A warning if `steps` are too few to learn from, or ""."""
         if steps >= FEW_STEPS or not self.epochs or self.rows is None:
             return ""
         return (
@@ -260,14 +254,14 @@ class Reading:
 
 
 def heldout_rows(rows: Rows) -> int:
-    """How many rows, from the first, are evaluated."""
+    """Number of rows to evaluate, from the first."""
     ends = accumulate(rows.sizes)
     return next((row for row, end in enumerate(ends, 1) if end >= HELDOUT_TOKENS), len(rows))
 
 
 def _first_fit(pieces: Sequence[Span], length: int) -> list[list[Span]]:
     rows: list[list[Span]] = []
-    room: dict[int, int] = {}  # of the open rows, oldest first
+    room: dict[int, int] = {}  # free tokens of the open rows, oldest first
     for start, stop in pieces:
         size = stop - start
         row = next((row for row, free in room.items() if free >= size), None)
@@ -283,10 +277,6 @@ def _first_fit(pieces: Sequence[Span], length: int) -> list[list[Span]]:
     return rows
 
 
-@lru_cache(maxsize=2)
-def _epoch(rows: int, seed: int, epoch: int) -> list[int]:
-    return _permutation(rows, seed * 1_000_003 + epoch + 1)
-
-
+@lru_cache(maxsize=2)  # `Order` asks once per row
 def _permutation(count: int, seed: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()

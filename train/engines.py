@@ -1,9 +1,9 @@
-"""How gradients, optimizer state and weights are divided over processes: DDP, FSDP2, ZeRO-1/2/3.
+"""Distribution of gradients, optimizer state and weights over processes: DDP, FSDP2, ZeRO-1/2/3.
 
-All engines take the same calls and speak of the head's parameters by name, as full float32 tensors.
-So a checkpoint does not know which engine wrote it, and any engine resumes it, on any number of
-processes. The frozen target stays outside: an engine sees nothing but a `Learner`, which is the
-heads, or the heads and an adapter of the target together (Medusa-2).
+All engines share one interface, in which parameters are full float32 tensors with names. So a
+checkpoint is independent of the engine that wrote it: any engine resumes it, on any number of
+processes. An engine wraps a `Learner`: the heads, or the heads and an adapter of the target
+(Medusa-2). The frozen target stays outside.
 
 Legend: B batch, T tokens, M learned positions, D feature width.
 """
@@ -17,7 +17,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -38,18 +38,17 @@ from draftheads.train.launch import asked_for_fsdp
 from draftheads.train.recipe import AdapterChoices, OptimChoices, Precision, Recipe
 
 ADAPTER = "adapter."
-"""What the names of an adapter's parameters begin with, beside those of the heads."""
+"""Prefix of the names of an adapter's parameters."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter, beside its number of steps."""
 
 Rates = dict[str, float]
-"""Learning rates of an optimizer's groups, by their `name`."""
+"""Learning rate of each optimizer group, by the group's `name`."""
 State = dict[str, Tensor]
-"""Optimizer state: "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME", full float32 tensors."""
+"""AdamW state: "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME", full float32 tensors."""
 
 
 class Learner(nn.Module):
-    """The heads, their matmuls in the recipe's precision, their weights float32.
+    """The heads: float32 weights, matmuls in the recipe's precision.
 
     Autocast is inside, where no engine's own precision settings reach it.
     """
@@ -59,17 +58,17 @@ class Learner(nn.Module):
         self.head, self.precision = head, precision
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target, done: float) -> HeadLoss:
-        """The training loss. features_BTD: of the frozen target. done: share of the run."""
+        """The training loss. features_BTD: from the frozen target. done: fraction of the run."""
         with autocast(self.precision, features_BTD.device):
             out: HeadLoss = self.head(batch, features_BTD, target)
         return out
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that learn, by name. An engine may have replaced them: ask again."""
+        """Trainable parameters by name. Engines replace them: call again after wrapping."""
         return {name: p for name, p in self.head.named_parameters() if p.requires_grad}
 
     def optimizer(self, choices: OptimChoices) -> torch.optim.AdamW:
-        """AdamW over all that learns; weight decay for the heads' matrices only."""
+        """AdamW with weight decay for the heads' matrices only."""
         trained = self.trained()
         heads = [p for name, p in trained.items() if not name.startswith(ADAPTER)]
         adapter = [p for name, p in trained.items() if name.startswith(ADAPTER)]
@@ -79,19 +78,19 @@ class Learner(nn.Module):
             {"name": "heads", "params": vectors, "weight_decay": 0.0},
             {"name": "adapter", "params": adapter, "weight_decay": 0.0},
         ]
-        used = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(used, lr=choices.lr, betas=choices.betas)
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=choices.lr, betas=choices.betas)
 
     def rates(self, choices: OptimChoices, step: int, steps: int) -> Rates:
-        """Learning rates of the update that follows `step` of `steps` steps."""
+        """Learning rates of the update after `step` of `steps` steps."""
         return {"heads": learning_rate(choices, step, steps)}
 
 
 class JointLearner(Learner):
-    """The heads read the adapted target's states; the adapter learns from them and from how far it
-    has moved the target's distribution.
+    """Heads on the adapted target's states, trained together with the adapter.
 
-    What flows back from the heads into the adapter is weighted; what they learn themselves is not.
+    The adapter's loss is the heads' loss, with a weight, plus its divergence from the frozen
+    target. The heads' own gradients are not weighted.
     """
 
     def __init__(
@@ -101,51 +100,45 @@ class JointLearner(Learner):
         self.choices = choices
         self.names = list(adapter.parameters)
         self.changes = nn.ParameterList(adapter.parameters.values())
-        self._changes_something: bool | None = None
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target, done: float) -> HeadLoss:
-        """The heads' loss and the divergence KL(frozen || adapted), summed over learned tokens."""
-        if done < self.choices.start and not self._has_learned():
+        """The heads' loss plus KL(frozen || adapted), summed over learned tokens."""
+        if done < self.choices.start and not self._has_learned:
             out = super().forward(batch, features_BTD, target, done)
             idle = sum(parameter.sum() for parameter in self.changes) * 0.0  # DDP expects gradients
             return HeadLoss(out.loss + idle, out.ranks_KR)
-        with _recomputed(target, self.head.recompute):
+        with _checkpointed(target, self.head.recompute):
             states_BTD = target.states(batch, self.head.training_layers)
         read_BTD = states_BTD.view_as(states_BTD)
         if read_BTD.requires_grad:
             weight = self.choices.weight(done)
-            read_BTD.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: gradient * weight
-            )
+            read_BTD.register_hook(lambda grad: grad * weight)  # type: ignore[no-untyped-call]
         out = super().forward(batch, read_BTD, target, done)
         learned_BT = batch.loss_mask_BT
         moved = divergence(states_BTD[learned_BT], features_BTD[learned_BT], target)
         return HeadLoss(out.loss + moved, out.ranks_KR)
 
+    @cached_property
     def _has_learned(self) -> bool:
-        """Whether the adapter changes anything: not in a new run, but in one that was finished and
-        made longer, so that its joint steps begin later than they did.
-        """
-        if self._changes_something is None:
-            named = zip(self.names, self.changes, strict=True)
-            self._changes_something = any(bool(p.any()) for name, p in named if "lora_B" in name)
-        return self._changes_something
+        """True if a finished run resumes with more steps: its joint phase now begins later."""
+        named = zip(self.names, self.changes, strict=True)
+        return any(bool(p.any()) for name, p in named if "lora_B" in name)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Those of the heads, and then the adapter's."""
-        changes = zip(self.names, self.changes, strict=True)
-        return {**super().trained(), **{ADAPTER + name: p for name, p in changes}}
+        """The heads' parameters, then the adapter's."""
+        names = [ADAPTER + name for name in self.names]
+        return super().trained() | dict(zip(names, self.changes, strict=True))
 
     def rates(self, choices: OptimChoices, step: int, steps: int) -> Rates:
-        """The adapter's rate rises and falls within the steps in which it learns."""
+        """The adapter's schedule covers only the steps that train it."""
         own = choices.model_copy(update={"lr": self.choices.lr})
         first = math.ceil(self.choices.start * steps - 1e-9)  # 0.1 of 30 steps are 3
         rate = learning_rate(own, step - first, steps - first) if step >= first else 0.0
-        return {**super().rates(choices, step, steps), "adapter": rate}
+        return super().rates(choices, step, steps) | {"adapter": rate}
 
 
 def make_learner(recipe: Recipe, head: DraftHead, target: Target) -> Learner:
-    """What the recipe trains."""
+    """The learner that the recipe describes."""
     if recipe.adapter is None:
         return Learner(head, recipe.run.precision)
     assert target.adapter is not None
@@ -153,8 +146,8 @@ def make_learner(recipe: Recipe, head: DraftHead, target: Target) -> Learner:
 
 
 def learning_rate(choices: OptimChoices, step: int, steps: int) -> float:
-    """The rate of the update that follows `step` steps: linear warm-up, then cosine to zero at
-    `steps`, or constant.
+    """The rate of the update after `step` steps: linear warm-up, then constant, or cosine to zero
+    at `steps`.
     """
     warmup = round(choices.warmup * steps)
     if step < warmup:
@@ -165,8 +158,8 @@ def learning_rate(choices: OptimChoices, step: int, steps: int) -> float:
 
 
 def divergence(states_MD: Tensor, frozen_MD: Tensor, target: Target) -> Tensor:
-    """KL in nats of the distribution at `states_MD` from that at `frozen_MD`, both last hidden
-    states, summed over M; the gradient is the former's.
+    """KL(frozen || adapted) in nats, summed over M, from last hidden states. Only `states_MD` gets
+    a gradient.
     """
     positions_M = torch.arange(len(states_MD), device=states_MD.device)
     teacher = Teacher(
@@ -175,40 +168,33 @@ def divergence(states_MD: Tensor, frozen_MD: Tensor, target: Target) -> Tensor:
         objective="kl",
         vocab_size=target.vocab_size,
     )
-    labels_M = torch.zeros_like(positions_M)  # their ranks are not asked for
+    labels_M = torch.zeros_like(positions_M)  # for ranks, which are not used
     return linear_cross_entropy(states_MD, target.unembed_weight(), labels_M, teacher=teacher)[0]
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Matmuls in bfloat16 where the recipe says so."""
+    """Matmuls in bfloat16 if `precision` is bf16."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 @contextmanager
-def _recomputed(target: Target, recompute: bool) -> Iterator[None]:
-    """Forwards of the target inside keep only what goes into its layers, where `recompute` is set:
-    their backward pass runs the layers again.
-    """
-    layers = list(decoder_layers(target.model)) if recompute and torch.is_grad_enabled() else []
-    own = [vars(layer).get("forward") for layer in layers]  # accelerate's, of a divided target
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+def _checkpointed(target: Target, enabled: bool) -> Iterator[None]:
+    """Gradient checkpointing of the target's layers in forwards inside the block."""
+    layers = list(decoder_layers(target.model)) if enabled and torch.is_grad_enabled() else []
+    originals = [layer.forward for layer in layers]
+    for layer, forward in zip(layers, originals, strict=True):
+        layer.forward = partial(checkpoint, forward, use_reentrant=False)
     try:
         yield
     finally:
-        for layer, forward in zip(layers, own, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
+        for layer, forward in zip(layers, originals, strict=True):
+            layer.forward = forward
 
 
 class Engine(ABC):
-    """Trains on all processes; every process calls the same methods in the same order. model is
-    called as the learner itself.
-    """
+    """Trains on all processes; every process calls the same methods in the same order."""
 
-    model: Any  # as DDP, FSDP2 and DeepSpeed wrap a module
+    model: Any  # the learner, wrapped; called as the learner itself
 
     def __init__(self, learner: Learner, choices: OptimChoices, world: int) -> None:
         self.learner, self.choices, self.world = learner, choices, world
@@ -219,36 +205,35 @@ class Engine(ABC):
 
     @abstractmethod
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Where a micro batch is run: processes exchange gradients at the last one only."""
+        """Context of one micro batch: gradients are exchanged at the last one only."""
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of this process's `loss`; the step's gradient is the sum over micro
-        batches and processes. last: of the step.
-        """
+        """Add the gradients of `loss`; a step sums over micro batches and processes."""
 
     @abstractmethod
     def update(self, rates: Rates) -> float:
-        """Clip and step, unless the gradient is not finite; forget the gradient. Returns its norm
-        before clipping, inf or nan when nothing was changed; the same on all processes.
+        """Clip, step and zero the gradient. Returns its norm before clipping, the same on all
+        processes; if it is not finite, the weights are unchanged.
         """
 
     @abstractmethod
     def optimizer_state(self, *, keep: bool) -> State:
-        """The full optimizer state on the CPU, gathered one tensor at a time. Empty before the
-        first step, and where keep is false: there a process only takes part in gathering.
+        """The full state on the CPU, gathered one tensor at a time; empty before the first step.
+
+        keep=False takes part in the gathering and returns nothing.
         """
 
     @abstractmethod
     def restore(self, optimizer_state: State) -> None:
-        """Put it back; empty: nothing to do. The learner got its weights before."""
+        """Load an optimizer state; the weights are loaded already."""
 
     @abstractmethod
     def _full(self, parameter: nn.Parameter) -> Tensor:
-        """All of a parameter, float32, gathered from all processes."""
+        """The parameter in float32, gathered from all processes."""
 
     def full_head(self) -> DraftHead:
-        """A copy of the head with all of its weights, float32; not to be trained."""
+        """The head with all of its weights, float32; not to be trained."""
         weights = dict(self._constant)
         for name, parameter in self._named.items():
             if not name.startswith(ADAPTER):
@@ -260,9 +245,7 @@ class Engine(ABC):
 
 
 class TorchEngine(Engine):
-    """One process alone, DDP, or FSDP2 (torch's `fully_shard`, as accelerate has FSDP on GPUs
-    alone; it runs over gloo too).
-    """
+    """One process, DDP, or FSDP2 by torch's `fully_shard` (accelerate's FSDP requires GPUs)."""
 
     def __init__(
         self, learner: Learner, choices: OptimChoices, accelerator: Accelerator, *, sharded: bool
@@ -314,7 +297,6 @@ class TorchEngine(Engine):
             self.optimizer.state[parameter] = state
 
     def full_head(self) -> DraftHead:
-        """Where nothing is sharded, the head itself."""
         return super().full_head() if isinstance(self.model, FSDPModule) else self.learner.head
 
     def _full(self, parameter: nn.Parameter) -> Tensor:
@@ -322,23 +304,26 @@ class TorchEngine(Engine):
 
 
 class DeepSpeedEngine(Engine):
-    """ZeRO-1, 2 and 3, with DeepSpeed's own backward and step, and our checkpoints: DeepSpeed's are
-    pickles, one per process, and only good for as many processes again.
+    """ZeRO-1, 2 and 3 with DeepSpeed's backward and step, but our checkpoints: DeepSpeed's are
+    pickles, one per process, and fixed to their number of processes.
     """
 
     def __init__(self, learner: Learner, choices: OptimChoices, accelerator: Accelerator) -> None:
+        from deepspeed import utils  # an extra
+
         super().__init__(learner, choices, accelerator.num_processes)
+        self._utils: Any = utils
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         plugin = accelerator.state.deepspeed_plugin
         plugin.deepspeed_config.update(
-            train_micro_batch_size_per_gpu=1,  # what it would read from a DataLoader
-            gradient_accumulation_steps=1,  # told at each micro batch instead
+            train_micro_batch_size_per_gpu=1,  # required, as there is no DataLoader
+            gradient_accumulation_steps=1,  # `backward` sets the boundary
             gradient_clipping=choices.clip,
         )
         self.model, _ = accelerator.prepare(learner, learner.optimizer(choices))
         self._named = learner.trained()
         self._zero: Any = self.model.optimizer
-        if plugin.zero_stage == 3:  # losses read matrices without calling the module they are in
+        if plugin.zero_stage == 3:  # losses read matrices without calling their module
             from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
             for parameter in self._named.values():
@@ -346,8 +331,8 @@ class DeepSpeedEngine(Engine):
             self._flat = self._zero.fp32_partitioned_groups_flat
         else:
             self._flat = self._zero.single_partition_of_fp32_groups
-        # ZeRO-1 and 2 connect AdamW's state with the parameters once, after stepping one group, and
-        # leave out the other groups: all of it is made before the first step
+        # ZeRO-1 and 2 link AdamW's state to the parameters after stepping the first group, and
+        # miss the other groups: create all of it before the first step
         for flat in self._flat:
             empty = {key: torch.zeros_like(flat) for key in MOMENTS}
             self._zero.optimizer.state[flat] = {"step": torch.zeros(()), **empty}
@@ -364,24 +349,20 @@ class DeepSpeedEngine(Engine):
     def update(self, rates: Rates) -> float:
         for group in self._zero.param_groups:
             group["lr"] = rates[group["name"]]
-        self.model.step()  # which skips a gradient that is not finite
+        self.model.step()  # skips a gradient that is not finite
         return math.nan if self._zero.overflow else float(self.model.get_global_grad_norm())
 
     def optimizer_state(self, *, keep: bool) -> State:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
         state: State = {}
         for name, parameter in self._named.items():
             for key in MOMENTS:
-                full = safe_get_full_optimizer_state(parameter, key)
+                full = self._utils.safe_get_full_optimizer_state(parameter, key)
                 if keep:
                     state[f"{key}.{name}"] = full.cpu()
         step = self._zero.optimizer.state[self._flat[0]]["step"]
         return state | {f"step.{name}": step.clone() for name in self._named if keep}
 
     def restore(self, optimizer_state: State) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         if not optimizer_state:
             return
         for name, parameter in self._named.items():
@@ -389,25 +370,19 @@ class DeepSpeedEngine(Engine):
                 self._zero.optimizer.state[flat]["step"].copy_(optimizer_state[f"step.{name}"])
             for key in MOMENTS:
                 value = optimizer_state[f"{key}.{name}"].to(self._flat[0].device)
-                safe_set_full_optimizer_state(parameter, value, key)
+                self._utils.safe_set_full_optimizer_state(parameter, value, key)
 
     def _full(self, parameter: nn.Parameter) -> Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        full: Tensor = safe_get_full_fp32_param(parameter)
-        return full
+        return cast(Tensor, self._utils.safe_get_full_fp32_param(parameter))
 
 
 def make_engine(learner: Learner, choices: OptimChoices, accelerator: Accelerator) -> Engine:
-    """The engine that the launch asked for. It takes the learner's weights as they are now.
-
-    Raises ValueError where it cannot train what the learner has.
-    """
+    """The engine that the launch requests. Raises ValueError if it cannot train this learner."""
     plugin = accelerator.state.deepspeed_plugin
     sharded = asked_for_fsdp(os.environ) and accelerator.num_processes > 1
     if isinstance(learner, JointLearner) and (sharded or (plugin and plugin.zero_stage == 3)):
         raise ValueError(
-            "adapter: expected DDP, ZeRO-1 or ZeRO-2, got FSDP or ZeRO-3, which would divide "
+            "adapter: expected DDP, ZeRO-1 or ZeRO-2, got FSDP or ZeRO-3, which would shard "
             "matrices of the target; launch with recipes/accelerate-zero2.yaml"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:

@@ -1,5 +1,5 @@
-"""What the heads are worth on held-out documents: simulated from token ranks, measured by decoding,
-and, where an adapter changes the target, how far that has moved.
+"""Evaluation of heads on held-out documents: simulated from token ranks and measured by decoding;
+with an adapter, also the drift of the target.
 
 Legend: M learned positions, K draft depth, C positions of a chunk, D feature width, V vocabulary.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -23,7 +21,7 @@ from draftheads.heads.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
-from draftheads.infer.bench import PLAIN, BenchPrompt, Candidate, timed
+from draftheads.infer.bench import PLAIN, BenchPrompt, Candidate, Run, timed
 from draftheads.infer.engine import Speculator, Statistics
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
@@ -31,26 +29,25 @@ from draftheads.train.features import FeatureSource
 from draftheads.train.recipe import DECODED, Recipe
 from draftheads.train.setup import Log, TrainingData
 
-HEADED = "heads"
 CHUNK = 256
-"""Positions whose logits, of the target and of the untouched one, are in memory at a time."""
+"""Positions whose logits, before and after adaptation, are in memory at a time."""
 WARM_UP = 8
-"""Tokens that are written before the clock runs."""
+"""Tokens to decode before timing."""
 TIMED = 8
-"""Prompts that are also decoded without heads: that takes longest, and brings a ratio alone."""
+"""Prompts that are also decoded without heads, for the speedup."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """This process's part of the held-out rows."""
+    """One process's share of the held-out rows."""
 
     rows: Rows
     rows_per_batch: int
     accelerator: Accelerator
 
     def batches(self) -> Iterator[tuple[int | None, list[int], Batch]]:
-        """Number among all batches, row numbers, tokens. All processes run equally many, as a
-        forward may be a collective: one that has none left runs the last again, as number None.
+        """(batch number, row numbers, batch). A forward may be a collective, so all processes get
+        equally many: one without a batch left repeats the last, with None for its number.
         """
         rows = range(heldout_rows(self.rows))
         size, world = self.rows_per_batch, self.accelerator.num_processes
@@ -64,13 +61,10 @@ class Share:
 
 @torch.no_grad()
 def heldout_ranks(head: DraftHead, target: Target, share: Share, features: FeatureSource) -> Tensor:
-    """ranks_MK of the held-out rows, in row order, on every process; they share the work.
-
-    features: of these rows.
-    """
+    """ranks_MK of all held-out rows, in row order, on every process."""
     mine: list[tuple[int, Tensor]] = []
     for number, numbers, batch in share.batches():
-        with torch.autocast(batch.tokens_BT.device.type, enabled=False):  # as heads are trained on
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):  # as in training
             features_BTD = features(numbers, batch)
         ranks_MK = head.token_ranks(batch, features_BTD, target).cpu()
         if number is not None:
@@ -81,31 +75,20 @@ def heldout_ranks(head: DraftHead, target: Target, share: Share, features: Featu
 
 @dataclass(frozen=True)
 class Calibration:
-    """What held-out ranks say. top1, top5: by depth, share of positions at which the right token
-    had such a rank.
-    """
+    """Results from token ranks."""
 
-    tree: Tree  # what the head gets
+    tree: Tree  # for the head
     tokens_per_step: float  # tau of the best fixed tree, the target's own token included
-    top1: list[float]
+    top1: list[float]  # accuracy by depth
     top5: list[float]
-    positions: int
-
-    def __str__(self) -> str:
-        top1, top5 = (" ".join(f"{x:.3f}" for x in shares) for shares in (self.top1, self.top5))
-        return (
-            f"held-out: {self.tokens_per_step:.2f} tokens per step predicted for the best fixed "
-            f"tree of {self.tree.draft_nodes} draft nodes; right by depth: top-1 {top1}, "
-            f"top-5 {top5} ({self.positions} positions)"
-        )
 
 
 def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
-    """`tree`, fitted to these observations, and what the best fixed tree of `nodes` draft nodes
-    would bring (a dynamic one brings more).
+    """Fit `tree` to these ranks, and predict the tau of the best fixed tree of `nodes` draft nodes
+    (a dynamic tree reaches more).
 
-    The prediction is cross-fitted: the tree chosen on one half of the positions is evaluated on
-    the other, so that a tree fitted to few positions is not overrated.
+    The prediction is cross-fitted: a tree fitted to one half of the positions is evaluated on the
+    other, so that few positions do not make it optimistic.
     """
     half = len(ranks_MK) // 2
     first_MK, second_MK = ranks_MK[:half], ranks_MK[half:]
@@ -118,34 +101,23 @@ def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
         tokens_per_step=total / len(ranks_MK),
         top1=(ranks_MK == 0).float().mean(0).tolist(),
         top5=(found_MK & (ranks_MK < 5)).float().mean(0).tolist(),
-        positions=len(ranks_MK),
     )
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How far an adapter has moved the target's output."""
+    """The effect of an adapter on the target's output distribution."""
 
-    agreement: float  # share of tokens at which the first choice is still the untouched target's
-    kl: float  # KL(untouched || adapted), nats per token
+    agreement: float  # share of tokens with the same top-1 prediction
+    kl: float  # KL(frozen || adapted), nats per token
     tokens: int
-
-    def facts(self) -> dict[str, Any]:
-        """What metrics, checkpoints and cards say of it."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return (
-            f"the adapted target's first choice is the untouched one's at {self.agreement:.2%} of "
-            f"{self.tokens} tokens, {self.kl:.4f} nats from it"
-        )
 
 
 @torch.no_grad()
 def measure_drift(target: Target, share: Share, layers: Sequence[int]) -> Drift:
-    """At the learned tokens of the held-out rows; all processes share the work and get the same.
+    """Drift at the learned tokens of all held-out rows, on every process.
 
-    layers: the last hidden state, alone.
+    layers: of the last hidden state.
     """
     same, divergence, count = 0, 0.0, 0
     for number, _, batch in share.batches():
@@ -166,86 +138,71 @@ def measure_drift(target: Target, share: Share, layers: Sequence[int]) -> Drift:
 
 
 @dataclass(frozen=True)
-class Continued:
-    """One prompt, continued with heads."""
-
-    prompt: int  # its number
-    steps: int  # forwards of the target, without the prefill
-    tokens: int  # that these brought
-    accepted: list[int]  # how many of the steps accepted at least 1, 2, ... drafts
-    written: int  # tokens in all
-    seconds: float
-    plain_seconds: float | None  # for as many tokens without heads, where that was run
-
-
-@dataclass(frozen=True)
 class Measured:
-    """What decoding showed."""
+    """Results of decoding."""
 
     prompts: int
-    tokens_per_step: float  # tau, the target's own token counted, the prefill and its token not
+    tokens_per_step: float  # tau, the target's own token included, the prefill excluded
     standard_error: float  # of tau
-    acceptance: list[float]  # share of steps that accepted at least 1, 2, ... drafts
+    acceptance: list[float]  # share of steps that accepted at least 1, 2, ... draft tokens
     tokens_per_second: float
-    speedup: float  # over plain decoding, on the prompts where that was run
+    speedup: float  # over decoding without heads, on the prompts where both were run
 
     @classmethod
-    def of(cls, parts: Sequence[Continued]) -> Measured:
-        """The sums over prompts."""
-        steps = max(1, sum(part.steps for part in parts))
-        depths = zip_longest(*(part.accepted for part in parts), fillvalue=0)
-        timed = [part for part in parts if part.plain_seconds is not None]
-        plain_seconds = sum(part.plain_seconds or 0.0 for part in timed)
+    def of(cls, pairs: Sequence[tuple[Run, Run | None]]) -> Measured:
+        """From the runs of each prompt: with heads, and without heads if that was run."""
+        total = Statistics.of(step for run, _ in pairs for step in run.steps)
+        each = [Statistics.of(run.steps) for run, _ in pairs]
+        both = [(run, plain) for run, plain in pairs if plain]
+        # sampled texts differ in length: compare the time per token
+        plain = sum(plain.seconds * len(run.tokens) / len(plain.tokens) for run, plain in both)
+        written = sum(len(run.tokens) for run, _ in pairs)
         return cls(
-            prompts=len(parts),
-            tokens_per_step=sum(part.tokens for part in parts) / steps,
-            standard_error=tau_error([(part.tokens, part.steps) for part in parts]),
-            acceptance=[sum(depth) / steps for depth in depths],
-            tokens_per_second=sum(p.written for p in parts) / sum(p.seconds for p in parts),
-            speedup=plain_seconds / sum(part.seconds for part in timed),
-        )
-
-    def facts(self) -> dict[str, Any]:
-        """What metrics, trackers and checkpoints say of it."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        shares = " ".join(f"{share:.3f}" for share in self.acceptance)
-        return (
-            f"decoding: {self.tokens_per_step:.2f} +- {self.standard_error:.2f} tokens per step, "
-            f"{self.speedup:.2f} times as fast as without heads; accepted by depth: "
-            f"{shares or 'none'} ({self.prompts} prompts)"
+            prompts=len(pairs),
+            tokens_per_step=total.tokens_per_step,
+            standard_error=tau_error([(part.tokens, part.steps) for part in each]),
+            acceptance=total.acceptance_by_depth,
+            tokens_per_second=written / sum(run.seconds for run, _ in pairs),
+            speedup=plain / sum(run.seconds for run, _ in both),
         )
 
 
 def tau_error(counts: Sequence[tuple[int, int]]) -> float:
-    """Standard error of tau, a ratio of sums, over prompts; 0 of a single one. counts: tokens and
-    steps of each prompt.
+    """Standard error over prompts of tau, a ratio of sums; 0 for a single prompt.
+
+    counts: (tokens, steps) of each prompt.
     """
-    tokens = sum(count for count, _ in counts)
-    steps = sum(count for _, count in counts)
-    tau = tokens / max(1, steps)
-    squares = sum((count - tau * of) ** 2 for count, of in counts)
-    return math.sqrt(squares * len(counts) / max(1, len(counts) - 1)) / max(1, steps)
+    steps = max(1, sum(count for _, count in counts))
+    tau = sum(tokens for tokens, _ in counts) / steps
+    squares = sum((tokens - tau * count) ** 2 for tokens, count in counts)
+    return math.sqrt(squares * len(counts) / max(1, len(counts) - 1)) / steps
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What held-out documents show: from ranks, by decoding, of an adapted target."""
+    """Results on held-out documents. measured: None if not decoded. drift: None without adapter."""
 
     calibration: Calibration
     measured: Measured | None
     drift: Drift | None
 
     def __str__(self) -> str:
-        parts = (self.calibration, self.measured, self.drift)
-        return "; ".join(str(part) for part in parts if part)
+        top1 = " ".join(f"{share:.3f}" for share in self.calibration.top1)
+        tau, measured, drift = self.calibration.tokens_per_step, self.measured, self.drift
+        line = f"held-out: {tau:.2f} tokens per step simulated, top-1 accuracy by depth {top1}"
+        if measured:
+            tau, error = measured.tokens_per_step, measured.standard_error
+            line += f"; decoding: {tau:.2f} +- {error:.2f} tokens per step"
+            line += f", speedup {measured.speedup:.2f} over decoding without heads"
+        if drift:
+            line += f"; adapter: top-1 agreement {drift.agreement:.2%}, KL {drift.kl:.4f} nats"
+        return line
 
 
 class Evaluator:
-    """Evaluates the heads of one run; every process calls it equally often.
+    """Evaluates the heads of one run; a collective over all processes.
 
-    features: of the held-out rows, as the heads read them.
+    features: of the held-out rows, from the target that the heads are trained for.
     """
 
     def __init__(
@@ -262,13 +219,14 @@ class Evaluator:
         self.prompts = heldout_prompts(recipe, data, target.context) if recipe.decodes else []
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether the run evaluates its heads after this step, the last one being `steps`."""
+        """Whether to evaluate after this step of `steps`."""
         every = self.recipe.eval.every or self.recipe.run.save_every
         return step % every == 0 or step == steps
 
     def __call__(self, head: DraftHead, *, decode: bool) -> Evaluation:
-        """Give `head`, whole and in float32, the tree that its ranks ask for, and evaluate it.
-        decode: also by decoding, where the run does.
+        """Fit the tree of `head`, which is whole and in float32, to its ranks, and evaluate it.
+
+        decode: also measure by decoding, if the recipe does.
         """
         with autocast(self.recipe.run.precision, self.accelerator.device):
             ranks_MK = heldout_ranks(head, self.target, self.share, self.features)
@@ -277,32 +235,43 @@ class Evaluator:
         adapter, drift = self.target.adapter, None
         if adapter:
             drift = measure_drift(self.target, self.share, head.training_layers)
-            adapter.drift = drift.facts()
+            adapter.drift = asdict(drift)
         measured = self.decode(head) if decode and self.prompts else None
         return Evaluation(calibration, measured, drift)
 
     def decode(self, head: DraftHead) -> Measured:
-        """Continue the held-out prompts; the processes share them."""
+        """Continue the held-out prompts, divided over the processes."""
         temperature, accelerator = self.recipe.eval.temperature, self.accelerator
         rule = Sampled(temperature) if temperature else Greedy()
         decoded = Speculator(self.target, as_decoded(head, self.target))
-        candidates = [
-            Candidate(PLAIN, 0, Speculator(self.target), rule),
-            Candidate(HEADED, head.tree.draft_nodes, decoded, rule),
-        ]
+        heads = Candidate("heads", head.tree.draft_nodes, decoded, rule)
+        plain = Candidate(PLAIN, 0, Speculator(self.target), rule)
         mine = self.prompts[accelerator.process_index :: accelerator.num_processes]
+        found = []
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             if mine:
-                for candidate in candidates:
+                for candidate in (plain, heads):
                     list(candidate.generate(mine[0].prompt, min(WARM_UP, mine[0].limit)))
-            found = [_continue(candidates, prompt, rule) for prompt in mine]
-        return Measured.of(sorted(gather_object(found), key=lambda part: part.prompt))
+            for prompt in mine:
+                run = _seeded(heads, prompt, rule)
+                other = _seeded(plain, prompt, rule) if prompt.number < TIMED else None
+                found.append((prompt.number, run, other))
+        everyone = sorted(gather_object(found), key=lambda part: part[0])
+        return Measured.of([(run, other) for _, run, other in everyone])
+
+
+def _seeded(candidate: Candidate, prompt: BenchPrompt, rule: Acceptance) -> Run:
+    """Random numbers depend on the prompt, not on the process."""
+    torch.manual_seed(prompt.number)
+    rule.seed(prompt.number)
+    return timed(candidate, prompt)
 
 
 def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[BenchPrompt]:
-    """What is decoded: distinct beginnings of held-out documents, each up to the first token that
-    the target wrote. Raises ValueError where none leaves room in the context.
+    """Distinct held-out documents, each up to the first token that the target wrote.
+
+    Raises ValueError if none leaves room in the context.
     """
     documents, choices = data.documents, recipe.eval
     prompts: dict[tuple[int, ...], None] = {}
@@ -323,7 +292,7 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[Be
 
 
 def check_eval(recipe: Recipe, log: Log) -> None:
-    """Refuse a measure that this run cannot have; say what it does without."""
+    """Raise ValueError for an `eval.best` that a sharded target cannot have."""
     if recipe.target_placement != "sharded" or recipe.eval.every == 0:
         return
     if recipe.eval.best in DECODED:
@@ -335,32 +304,8 @@ def check_eval(recipe: Recipe, log: Log) -> None:
 
 
 def as_decoded(head: DraftHead, target: Target) -> DraftHead:
-    """A copy as `load_head` would make it: in the target's dtype on its device, not compiled."""
+    """A copy as `load_head` makes it: in the target's dtype, on its device, not compiled."""
     copy = HEADS[head.kind].from_config(head.config(), head.state_dict())
     copy.load_state_dict(head.state_dict())
     copy.tree = head.tree
     return copy.to(target.device, target.dtype).requires_grad_(False).eval()
-
-
-def _continue(candidates: Sequence[Candidate], prompt: BenchPrompt, rule: Acceptance) -> Continued:
-    """Who begins alternates, and random numbers belong to the prompt."""
-    runs = {}
-    racing = candidates if prompt.number < TIMED else candidates[1:]
-    for candidate in racing if prompt.number % 2 else reversed(racing):
-        torch.manual_seed(prompt.number)
-        rule.seed(prompt.number)
-        runs[candidate.name] = timed(candidate, prompt)
-    statistics, run, plain = Statistics(), runs[HEADED], runs.get(PLAIN)
-    for step in run.steps:
-        statistics.add(step)
-    written = len(run.tokens)
-    return Continued(
-        prompt=prompt.number,
-        steps=statistics.steps,
-        tokens=statistics.tokens,
-        accepted=statistics.accepted,
-        written=written,
-        seconds=run.seconds,
-        # when sampling, the two texts differ: what counts is the time per token
-        plain_seconds=plain.seconds * written / len(plain.tokens) if plain else None,
-    )

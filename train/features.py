@@ -1,13 +1,13 @@
-"""The frozen target's features of rows: computed at every step, kept in memory, or read from files.
+"""The frozen target's features of rows: computed at each step, kept in memory, or read from files.
 
-    manifest.json                   which features of which rows these are, and how they are stored
-    shard-000000.safetensors        `features` (N, D): consecutive rows end to end
-                                    `scales` (N, L) float32, where features are stored as fp8
+    manifest.json                   what was stored, of which rows, and how
+    shard-000000.safetensors        `features` (N, D): consecutive rows, concatenated
+                                    `scales` (N, L) float32, if features are stored as fp8
 
 A shard is renamed into place when it is complete, and its bytes do not depend on who writes it. In
 memory and in files every row is computed alone, so that a resumed run reads the same bits.
 
-Legend: B batch, T tokens of a row, N tokens of a shard, L layers, H width of one, D = L x H.
+Legend: B batch, T tokens of a row, N tokens of a shard, L layers, H hidden size, D = L x H.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +39,26 @@ from draftheads.train.recipe import Recipe
 
 FORMAT, MANIFEST = 1, "manifest.json"
 SHARD_BYTES = 1 << 28
-"""Size of a shard of full rows, at most; a row that is larger is a shard by itself."""
+"""Maximum size of a shard of full rows; a larger row is a shard by itself."""
 HEADER_BYTES = 1024
-"""More than a shard's header and the manifest need together."""
-OPEN_SHARDS = 512
-"""Shards that a reader keeps mapped."""
+"""Upper bound of a shard's header plus the manifest."""
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32}
 
 Tensors = dict[str, Tensor]
 FeatureSource = Callable[[Sequence[int], Batch], Tensor]
 """(row numbers, the same rows as a batch) -> features_BTD in the target's dtype on the batch's
-device. Padding has features that mean nothing."""
+device; those of padding are arbitrary."""
 
 
 class OnlineFeatures:
-    """Computed for every batch. adapted: with the target's adapter, which changes at every step."""
+    """Computes features of every batch. adapted: with the target's adapter enabled."""
 
     def __init__(self, target: Target, layers: Sequence[int], *, adapted: bool = False) -> None:
         self.target, self.layers, self.adapted = target, tuple(layers), adapted
 
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
         """A `FeatureSource`."""
-        if self.adapted:
-            return self.target.features(batch, self.layers)
-        with self.target.disable_adapter():
+        with nullcontext() if self.adapted else self.target.disable_adapter():
             return self.target.features(batch, self.layers)
 
     def row(self, rows: Rows, number: int) -> Tensor:
@@ -70,7 +67,7 @@ class OnlineFeatures:
 
 
 class MemoryFeatures:
-    """Kept in main memory, as far as `gb` reach, for further epochs."""
+    """Keeps features in main memory for further epochs, up to `gb`."""
 
     def __init__(self, online: OnlineFeatures, rows: Rows, gb: float) -> None:
         self.online, self.rows = online, rows
@@ -93,7 +90,7 @@ class MemoryFeatures:
 
 
 class StoredFeatures:
-    """In files, of the first `count` of `rows`. dtype: a key of DTYPES. bits: of the target."""
+    """Features of the first `count` rows in files. dtype: a key of DTYPES. bits: of the target."""
 
     def __init__(
         self, folder: Path, online: OnlineFeatures, rows: Rows, count: int, dtype: str, bits: Any
@@ -102,10 +99,13 @@ class StoredFeatures:
         target = online.target
         self.layers, hidden = len(online.layers), target.hidden_size
         scale = 4 if dtype == "fp8" else 0
-        self.token_bytes = self.layers * (hidden * DTYPES[dtype].itemsize + scale)
-        size = max(1, (SHARD_BYTES - HEADER_BYTES) // (rows.length * self.token_bytes))
+        token_bytes = self.layers * (hidden * DTYPES[dtype].itemsize + scale)
+        size = max(1, (SHARD_BYTES - HEADER_BYTES) // (rows.length * token_bytes))
         self.shards = [range(at, min(at + size, count)) for at in range(0, count, size)]
-        """The row numbers of each shard."""
+        """Row numbers of each shard."""
+        self.shard_tokens = [sum(rows.sizes[row] for row in shard) for shard in self.shards]
+        self.shard_bytes = [tokens * token_bytes + HEADER_BYTES for tokens in self.shard_tokens]
+        """Upper bounds."""
         self.manifest = {
             "format": FORMAT,
             "target": target.fingerprint(),
@@ -120,34 +120,32 @@ class StoredFeatures:
             "rows_sha256": _digest(rows, count),
             "rows_per_shard": size,
         }
-        self._open = lru_cache(OPEN_SHARDS)(self._opened)
+        self._open = cache(self._read)  # maps a shard into memory once
 
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
-        """A `FeatureSource`; the target is not needed."""
+        """A `FeatureSource` that does not run the target."""
         tokens_BT = batch.tokens_BT
         stored: Tensors = {}
         for line, number in enumerate(numbers):
-            for name, part in self._row(number).items():
+            shard = number // len(self.shards[0])
+            start = sum(self.rows.sizes[self.shards[shard].start : number])
+            size = self.rows.sizes[number]
+            for name, part in self._open(shard).items():
                 if name not in stored:
                     stored[name] = torch.zeros((*tokens_BT.shape, part.shape[-1]), dtype=part.dtype)
-                stored[name][line, : len(part)] = part
+                stored[name][line, :size] = part[start : start + size]
         on_device = {name: part.to(tokens_BT.device) for name, part in stored.items()}
         return decode(on_device, self.online.target.dtype)
 
-    def bytes_of(self, shards: Sequence[int]) -> int:
-        """Bytes of these shards on disk, at most."""
-        return sum(self._tokens(shard) * self.token_bytes + HEADER_BYTES for shard in shards)
-
     def missing(self) -> list[int]:
-        """Shards that are missing or damaged.
-
-        Raises ValueError when the folder holds the features of something else.
+        """Shards that are missing or damaged. Raises ValueError if the folder stores other
+        features.
         """
         path = self.folder / MANIFEST
         if path.is_file():
             try:
                 old: dict[str, Any] = dict(json.loads(path.read_bytes()))
-            except (ValueError, TypeError, RecursionError):
+            except (ValueError, TypeError, RecursionError):  # damaged: nothing matches
                 old = {}
             for key, now in self.manifest.items():
                 if old.get(key) != now:
@@ -166,48 +164,24 @@ class StoredFeatures:
     def write(self, missing: Sequence[int], accelerator: Accelerator) -> None:
         """Compute and write this process's share of these shards.
 
-        A forward may be a collective, so all processes run equally many. Raises OSError when the
-        disk is full; complete shards stay usable.
+        All processes run equally many forwards, as a forward may be a collective. Raises OSError if
+        the disk is full; complete shards stay usable.
         """
         rank, world = accelerator.process_index, accelerator.num_processes
         rounds = range(0, len(missing), world)
         for first in tqdm(rounds, unit="shard", desc="features", disable=rank > 0 or None):
             group = missing[first : first + world]
             mine = self.shards[group[rank]] if rank < len(group) else range(0)
-            found = [self.online.row(self.rows, number).cpu() for number in mine]
+            features = [self.online.row(self.rows, number).cpu() for number in mine]
             for _ in range(max(len(self.shards[shard]) for shard in group) - len(mine)):
                 self.online.row(self.rows, 0)
-            if found:
-                self._write(group[rank], [encode(row, self.dtype, self.layers) for row in found])
+            if features:
+                rows = [encode(features_TD, self.dtype, self.layers) for features_TD in features]
+                data = save({name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+                _write(self._path(group[rank]), data)
 
-    def _write(self, shard: int, rows: Sequence[Tensors]) -> None:
-        data = save({name: torch.cat([row[name] for row in rows]) for name in rows[0]})
-        path = self._path(shard)
-        part = own_name(path)
-        try:
-            with part.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{path}: {error.strerror}; free {len(data) / 1e9:.3g} GB or more, then run again "
-                "to resume, or set features.mode=online",
-            ) from error
-        finally:
-            part.unlink(missing_ok=True)
-
-    def _row(self, row: int) -> Tensors:
-        """A row as it is stored, mapped into memory."""
-        shard = row // len(self.shards[0])
-        start = sum(self.rows.sizes[self.shards[shard].start : row])
-        place = slice(start, start + self.rows.sizes[row])
-        return {name: tensor[place] for name, tensor in self._open(shard).items()}
-
-    def _opened(self, shard: int) -> Tensors:
-        path, tokens = self._path(shard), self._tokens(shard)
+    def _read(self, shard: int) -> Tensors:
+        path, tokens = self._path(shard), self.shard_tokens[shard]
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -215,13 +189,10 @@ class StoredFeatures:
                 raise KeyError(f"expected {tokens} tokens, got {len(tensors['features'])}")
         except (OSError, SafetensorError, KeyError) as error:
             raise ValueError(
-                f"{path}: missing or damaged ({error}); run again to have it written, on a disk "
-                "that all processes share"
+                f"{path}: missing or damaged ({error}); run again to write it, on a disk that all "
+                "processes share"
             ) from error
         return tensors
-
-    def _tokens(self, shard: int) -> int:
-        return sum(self.rows.sizes[row] for row in self.shards[shard])
 
     def _path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:06d}.safetensors"
@@ -234,12 +205,9 @@ def make_features(
     layers: Sequence[int],
     accelerator: Accelerator,
 ) -> tuple[FeatureSource, FeatureSource]:
-    """The sources for the rows to train on and for those held out. Where an adapter learns, the
-    latter are the adapted target's.
+    """The sources for (training rows, held-out rows); the latter with the target's adapter, if any.
 
-    With features.mode "cached", what is not on disk yet is written first, by all processes
-    together. Raises ValueError where the disk or its budget is too small, or the files are of
-    something else, and OSError where the disk becomes full all the same.
+    features.mode "cached" first writes the missing shards, see `write_missing`.
     """
     train, heldout = rows
     online = OnlineFeatures(target, layers)
@@ -259,43 +227,64 @@ def make_features(
 
 
 def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Accelerator) -> None:
-    """Write what is missing or damaged, by all processes together. limit: bytes of all files.
+    """Write missing and damaged shards, on all processes together. limit: bytes of all shards.
 
-    Raises ValueError, before anything is written, where the disk or the limit is too small.
+    Raises ValueError, before writing anything, if the disk or the limit is too small, or if the
+    folder stores other features, and OSError if the disk fills up nevertheless.
     """
-    missing = [store.missing() for store in stores]
     folder = stores[0].folder.parent
-    needed = sum(store.bytes_of(range(len(store.shards))) for store in stores)
-    lacking = sum(store.bytes_of(shards) for store, shards in zip(stores, missing, strict=True))
-    place = next(at for at in (folder, *folder.absolute().parents) if at.exists())
-    free = shutil.disk_usage(place).free
-    if lacking and (needed > limit or lacking > free):
+    missing = [store.missing() for store in stores]
+    needed = sum(sum(store.shard_bytes) for store in stores)
+    pairs = list(zip(stores, missing, strict=True))
+    to_write = sum(store.shard_bytes[shard] for store, shards in pairs for shard in shards)
+    existing = next(at for at in (folder, *folder.absolute().parents) if at.exists())
+    free = shutil.disk_usage(existing).free
+    if to_write and (needed > limit or to_write > free):
         raise ValueError(
-            f"{folder}: features take {needed / 1e9:.3g} GB, {lacking / 1e9:.3g} GB of them still "
-            f"to be written; expected at most {limit / 1e9:.3g} GB (features.disk_gb) and "
+            f"{folder}: features take {needed / 1e9:.3g} GB, of which {to_write / 1e9:.3g} GB are "
+            f"not yet written; expected at most {limit / 1e9:.3g} GB (features.disk_gb) and "
             f"{free / 1e9:.3g} GB free on that disk; set features.dtype=fp8, raise "
             "features.disk_gb, use another features.path, or set features.mode=online"
         )
-    if lacking:
-        line = f"{folder}: writing {lacking / 1e9:.3g} of {needed / 1e9:.3g} GB of features"
-        main_process_log(accelerator)(line)
+    if to_write:
+        main_process_log(accelerator)(
+            f"{folder}: writing {to_write / 1e9:.3g} of {needed / 1e9:.3g} GB of features"
+        )
         for store in stores:
             store.folder.mkdir(parents=True, exist_ok=True)
             sweep(store.folder, "shard-*")
             if accelerator.is_main_process:
                 write_text(store.folder / MANIFEST, json.dumps(store.manifest, indent=2) + "\n")
-    accelerator.wait_for_everyone()  # nobody writes before all have seen the same shards missing
-    for store, shards in zip(stores, missing, strict=True):
+    accelerator.wait_for_everyone()  # all must have seen the same shards missing
+    for store, shards in pairs:
         store.write(shards, accelerator)
     accelerator.wait_for_everyone()
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = own_name(path)
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{path}: {error.strerror}; free {len(data) / 1e9:.3g} GB or more, then run again "
+            "to resume, or set features.mode=online",
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def encode(features_TD: Tensor, dtype: str, layers: int) -> Tensors:
     """Features as they are stored, on the CPU.
 
-    fp8 is float8_e4m3fn with one scale per token and layer. A number errs by at most 1/16 of
-    itself, or by 1/458,752 of the largest of its token and layer where that is more; measured, the
-    root mean square error is 2.6 % of the features' own. bf16: at most 1/256; 0.17 %.
+    fp8 is float8_e4m3fn with one scale per token and layer: the error of a number is at most 1/16
+    of itself or 1/458,752 of the largest in its token and layer; relative root mean square error
+    2.6 %. bf16: at most 1/256; 0.17 %.
     """
     if dtype != "fp8":
         return {"features": features_TD.to("cpu", DTYPES[dtype])}
@@ -307,7 +296,7 @@ def encode(features_TD: Tensor, dtype: str, layers: int) -> Tensors:
 
 
 def decode(stored: Tensors, dtype: torch.dtype) -> Tensor:
-    """Features (..., T, D) in `dtype`, from what `encode` made, on any device."""
+    """Features (..., T, D) in `dtype` from the output of `encode`, on any device."""
     if "scales" not in stored:
         return stored["features"].to(dtype)
     scales_TL = stored["scales"]
@@ -316,7 +305,7 @@ def decode(stored: Tensors, dtype: torch.dtype) -> Tensor:
 
 
 def _digest(rows: Rows, count: int) -> str:
-    """What a row number means: these tokens, in these documents."""
+    """Hash of the tokens and document boundaries of the first `count` rows."""
     digest = hashlib.sha256()
     for row in rows.rows[:count]:
         digest.update(json.dumps([stop - start for start, stop in row]).encode())

@@ -12,7 +12,7 @@ import gc
 import math
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -231,13 +231,13 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     head, step = run.engine.full_head(), run.state.step
     found = run.evaluator(head, decode=scheduled)
     run.head.tree = head.tree
-    progress.judged(step, found)
-    measured = found.measured.facts() if found.measured else None
+    progress.evaluated(step, found)
+    measured = asdict(found.measured) if found.measured else None
     run.state = replace(
         run.state,
         tokens_per_step=found.calibration.tokens_per_step,
         measured=measured,
-        drift=found.drift.facts() if found.drift else None,
+        drift=asdict(found.drift) if found.drift else None,
     )
     if scheduled:
         run.state = run.state.evaluated()

@@ -1,8 +1,8 @@
-"""What a run says: a bar, metrics.jsonl and trackers while it runs, report.md and its curves at the
-end. Only the first process speaks.
+"""Output of a run: progress bar, metrics.jsonl and trackers during training; report.md and its
+curves at the end. Only the main process writes.
 
-A resumed run resumes in its trackers too: how they name it is in its folder's trackers.json. Tried
-with TensorBoard, Weights & Biases, MLflow and trackio; others get a new run for every launch.
+A resumed run also resumes in its trackers, whose run ids are in trackers.json. Tested with
+TensorBoard, Weights & Biases, MLflow and trackio; other trackers get a new run per launch.
 
 Legend: K draft depth, R ranks.
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -23,32 +24,34 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import LoggerType
 from pydantic import TypeAdapter
 from torch import Tensor
 from tqdm import tqdm
 
+from draftheads.heads.card import flat, markdown_table
 from draftheads.heads.files import write_text
 from draftheads.heads.hub import read_config, step_folders
 from draftheads.infer.bench import MUTED, new_figure, tidy
 from draftheads.train.checkpoint import BEST, STATE, TRAINER, RunState, read_state
-from draftheads.train.evaluate import Drift, Evaluation
+from draftheads.train.evaluate import Evaluation
 from draftheads.train.recipe import Recipe
 
 METRICS, PROJECT, RECORD = "metrics.jsonl", "draftheads", "trackers.json"
-RUN_NAMES = {"wandb": "id", "mlflow": "info.run_id", "trackio": "name"}
-"""The attribute of a tracker's run by which a later launch finds it."""
-FAULTS = {"wandb": "wandb.errors:Error", "mlflow": "mlflow.exceptions:MlflowException"}
-"""What they raise where there is no account, no server or no such run."""
+RUN_IDS = {"wandb": "id", "mlflow": "info.run_id", "trackio": "name"}
+"""The attribute of a tracker's run by which a later launch resumes it."""
+ERRORS = {"wandb": "wandb.errors:Error", "mlflow": "mlflow.exceptions:MlflowException"}
+"""Raised without an account, a server, or the recorded run."""
+REPORT, CURVES = "report.md", "report.png"
+
+Line = dict[str, Any]
+"""One line of metrics.jsonl."""
 
 
 class Progress:
-    """Counts steps, and every `log_every` of them writes what the training batches showed since the
-    last time.
+    """Counts steps, and writes metrics of the training batches every `log_every` steps.
 
-    chain: tokens per step that the heads' best guesses alone would bring, if depths were
-    independent; a running estimate from training batches, while `heldout_tokens_per_step` is the
-    prediction for the calibrated tree.
+    chain: tokens per step if only the top-1 predictions were drafted and depths were independent;
+    from training batches, while `heldout_tokens_per_step` is for the best tree.
     """
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, start: int, steps: int) -> None:
@@ -58,9 +61,8 @@ class Progress:
         if accelerator.is_main_process:
             _start_trackers(accelerator, recipe, start)
             # a resumed run repeats the steps after its checkpoint
-            kept = read_metrics(recipe.run.output) if self.path.exists() else []
-            lines = [json.dumps(line) + "\n" for line in kept if line["step"] <= start]
-            write_text(self.path, "".join(lines))
+            kept = [line for line in read_metrics(recipe.run.output) if line["step"] <= start]
+            write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         silent = not accelerator.is_main_process
         self.bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=silent)
         self.losses: list[float] = []
@@ -69,15 +71,15 @@ class Progress:
         self.since = time.monotonic()
 
     def log(self, text: str) -> None:
-        """Print a line without breaking the bar."""
+        """Print a line above the bar."""
         if self.accelerator.is_main_process:
             tqdm.write(text)
 
     def step(
         self, step: int, loss: float, norm: float, ranks_KR: Tensor, tokens: int, lr: float
     ) -> None:
-        """Count step number `step`. loss: of the whole step. norm: of the gradient before
-        clipping. ranks_KR: of this process. tokens: of all processes.
+        """Count step number `step`. loss, tokens: over all processes. norm: of the gradient before
+        clipping. ranks_KR: of this process.
         """
         self.bar.update()
         self.losses.append(loss)
@@ -107,27 +109,28 @@ class Progress:
         self.since = time.monotonic()
 
     def skipped(self, step: int, reason: str) -> None:
-        """Count step number `step`, which changed nothing, and say why."""
+        """Count step number `step`, which did not change the weights."""
         self.bar.update()
         self.log(f"step {step} skipped: {reason}")
         self._write(step, {"skipped": reason})
 
-    def judged(self, step: int, verdict: Evaluation) -> None:
-        """Say what the held-out documents showed."""
-        self.log(f"step {step}: {verdict}")
-        calibration, measured, drift = verdict.calibration, verdict.measured, verdict.drift
-        values: dict[str, Any] = {
-            "heldout_tokens_per_step": calibration.tokens_per_step,
-            "heldout_top1": calibration.top1,
-            "heldout_top5": calibration.top5,
+    def evaluated(self, step: int, found: Evaluation) -> None:
+        """Log an evaluation on held-out documents."""
+        self.log(f"step {step}: {found}")
+        values: Line = {
+            "heldout_tokens_per_step": found.calibration.tokens_per_step,
+            "heldout_top1": found.calibration.top1,
+            "heldout_top5": found.calibration.top5,
         }
-        values |= {"measured": measured.facts()} if measured else {}
-        values |= {"drift": drift.facts()} if drift else {}
+        if found.measured:
+            values["measured"] = asdict(found.measured)
+        if found.drift:
+            values["drift"] = asdict(found.drift)
         self._write(step, values)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside does not count as training time."""
+        """Exclude the time inside the block from tokens per second."""
         start = time.monotonic()
         yield
         self.since += time.monotonic() - start
@@ -136,7 +139,7 @@ class Progress:
         """Finish the bar."""
         self.bar.close()
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
+    def _write(self, step: int, values: Line) -> None:
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
@@ -145,10 +148,12 @@ class Progress:
             self.accelerator.log(numbers, step=step)
 
 
-def read_metrics(output: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; those that are damaged are counted in a note."""
+def read_metrics(output: str | Path) -> list[Line]:
+    """The intact lines of a run's metrics.jsonl, none if it is missing."""
     path = Path(output) / METRICS
-    *complete, _ = path.read_bytes().split(b"\n")  # a killed process leaves half of one
+    if not path.exists():
+        return []
+    *complete, _ = path.read_bytes().split(b"\n")  # a killed process leaves an incomplete last line
     lines = []
     for line in complete:
         try:
@@ -163,62 +168,60 @@ def read_metrics(output: str | Path) -> list[dict[str, Any]]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError for trackers that accelerate does not know or that are not installed."""
-    known = [str(name) for name in LoggerType.list() if name != str(LoggerType.ALL)]
-    available = {str(name) for name in get_available_trackers()}
+    """Raise ValueError for trackers that are not installed."""
+    installed = [str(name) for name in get_available_trackers()]
     for name in names:
-        if name not in known:
-            raise ValueError(f"run.trackers: expected some of {', '.join(known)}, got {name!r}")
-        if name not in available:
+        if name not in installed:
             raise ValueError(
-                f"run.trackers: {name} is not installed; `pip install {name}`, or leave it out"
+                f"run.trackers: expected some of {', '.join(installed)}, got {name!r}; install the "
+                "package of this tracker, or leave it out"
             )
 
 
 def _start_trackers(accelerator: Accelerator, recipe: Recipe, step: int) -> None:
-    """Start a run with every tracker, or resume it after `step` steps; the recipe is its
-    configuration. Raises ValueError where one of them cannot.
-    """
+    """Start the trackers with the recipe as configuration, or resume their runs at `step`."""
     names, record = recipe.run.trackers, recipe.run.output / RECORD
     if not names:
         return
-    faults = [resolve_name(FAULTS[name]) for name in names if name in FAULTS]
+    errors = [resolve_name(ERRORS[name]) for name in names if name in ERRORS]
     try:
-        written = record.read_bytes() if record.is_file() else b"{}"
-        runs = TypeAdapter(dict[str, str]).validate_json(written)
+        recorded = record.read_bytes() if record.is_file() else b"{}"
+        runs = TypeAdapter(dict[str, str]).validate_json(recorded)
         title = recipe.run.output.resolve().name
-        begun = {name: _arguments(name, title, runs.get(name), step) for name in names}
-        accelerator.init_trackers(PROJECT, init_kwargs=begun)
-    except (ValueError, OSError, *faults) as error:  # nothing has been trained yet
-        accelerator.trackers.clear()  # what has not begun cannot be ended
-        anew = f"; to start a new run there, delete {record}" if record.is_file() else ""
+        arguments = {name: _arguments(name, title, runs.get(name), step) for name in names}
+        accelerator.init_trackers(PROJECT, init_kwargs=arguments)
+    except (ValueError, OSError, *errors) as error:
+        accelerator.trackers.clear()  # those that did not start cannot be ended
+        restart = f"; to start a new run there, delete {record}" if record.is_file() else ""
         raise ValueError(
-            f"run.trackers: cannot start {', '.join(names)} ({error}){anew}; "
-            "to go without, run.trackers=[]"
+            f"run.trackers: cannot start {', '.join(names)} ({error}){restart}; "
+            "to train without, set run.trackers=[]"
         ) from error
     choices = _slashed(recipe.model_dump(mode="json", exclude_none=True))
     for tracker in accelerator.trackers:
-        # MLflow refuses another value for what a run began with, such as a greater run.steps
+        # MLflow refuses to change the parameters of a run, for example run.steps
         known = tracker.tracker.data.params if tracker.name == "mlflow" else {}
         tracker.store_init_configuration({key: x for key, x in choices.items() if key not in known})
-        if tracker.name in RUN_NAMES:
-            runs[tracker.name] = str(attrgetter(RUN_NAMES[tracker.name])(tracker.tracker))
+        if tracker.name in RUN_IDS:
+            runs[tracker.name] = str(attrgetter(RUN_IDS[tracker.name])(tracker.tracker))
     write_text(record, json.dumps(runs, indent=2) + "\n")
 
 
 def _arguments(name: str, title: str, run: str | None, step: int) -> dict[str, Any]:
-    """What accelerate starts a tracker with. run: what the tracker called it before."""
-    match name:
-        case "tensorboard":  # hides what an interrupted launch wrote of steps that are repeated
-            return {"purge_step": step + 1} if step else {}
-        case "wandb":
-            return {"name": title, **({"id": run, "resume": "allow"} if run else {})}
-        case "mlflow":
-            return {"run_id": run} if run else {"run_name": title}
-        case "trackio":  # knows runs by their names alone
-            new = f"{title}-{uuid.uuid4().hex[:6]}"
-            return {"name": run, "resume": "allow"} if run else {"name": new}
-    return {}
+    """Arguments for a tracker's start. run: its recorded id, None for a new run."""
+    new = {
+        "wandb": {"name": title},
+        "mlflow": {"run_name": title},
+        "trackio": {"name": f"{title}-{uuid.uuid4().hex[:6]}"},  # names are its ids
+    }
+    resumed = {
+        "wandb": {"name": title, "id": run, "resume": "allow"},
+        "mlflow": {"run_id": run},
+        "trackio": {"name": run, "resume": "allow"},
+    }
+    if name == "tensorboard":  # appends: hide the steps that this launch repeats
+        return {"purge_step": step + 1} if step else {}
+    return (resumed if run else new).get(name, {})
 
 
 def _slashed(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -234,19 +237,8 @@ def _slashed(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-REPORT, CURVES = "report.md", "report.png"
-MEASURES = {
-    "tokens_per_step": "tokens per step of decoding",
-    "tokens_per_second": "tokens per second of decoding, over plain decoding's",
-    "simulated": "simulated tokens per step",
-    "loss": "training loss",
-}
-Line = dict[str, Any]
-"""Of metrics.jsonl."""
-
-
 def write_report(output: Path) -> Path:
-    """Write a run's report.md and, with matplotlib, its curves; returns the former's path.
+    """Write a run's report.md and, with matplotlib, its curves; returns the path of report.md.
 
     Raises ValueError for a folder without checkpoints.
     """
@@ -255,7 +247,7 @@ def write_report(output: Path) -> Path:
         raise ValueError(f"{output}: expected a training run with step-* folders, found none")
     link = output / BEST
     state, best = read_state(steps[-1]), read_state(link.resolve() if link.is_dir() else steps[-1])
-    metrics = read_metrics(output) if (output / METRICS).is_file() else []
+    metrics = read_metrics(output)
     config = read_config(output / f"step-{best.step:06d}")["draftheads"]
     target = Path(config["target"]["name"])
     kind = config["kind"].capitalize()
@@ -266,12 +258,13 @@ def write_report(output: Path) -> Path:
     except ImportError as error:  # matplotlib is an extra
         (output / CURVES).unlink(missing_ok=True)
         picture = f"No curves: {error}."
+    facts = _facts(state, best, config["training"], config["target"])
     recipe = yaml.safe_dump(state.recipe.model_dump(mode="json"), sort_keys=False)
     skipped = [f"* step {x['step']}: {x['skipped']}" for x in metrics if "skipped" in x]
     name = state.recipe.target
     sections = [
         f"# {title}",
-        _table(("", ""), _facts(state, best, config)),
+        markdown_table(("", ""), flat(facts).items()),
         picture,
         "## Evaluations on held-out documents",
         _evaluations(metrics, best),
@@ -281,7 +274,7 @@ def write_report(output: Path) -> Path:
         "```bash\n"
         f"draftheads bench --target {name} --head {output} --prompts PROMPTS.txt\n"
         f"draftheads chat --head {output} --target {name}\n"
-        f"draftheads doctor --target {name} --head {output}    # why not more?\n"
+        f"draftheads doctor --target {name} --head {output}    # what limits the speedup?\n"
         f"draftheads publish {output}/{BEST} USER/NAME\n```",
         "## Recipe",
         f"```yaml\n{recipe.strip()}\n```",
@@ -290,59 +283,44 @@ def write_report(output: Path) -> Path:
     return output / REPORT
 
 
-def _facts(state: RunState, best: RunState, config: Line) -> list[tuple[str, str]]:
-    training, target = config["training"], config["target"]
-    data, measured = training["data"], best.measured
-    ended = "" if state.step >= state.steps else ", not finished"
-    if state.exhausted and ended:
-        ended = ", ended early by `eval.patience`"
-    taus = f"{best.tokens_per_step:.2f} simulated"
-    if measured:
-        taus = (
-            f"**{measured['tokens_per_step']:.2f}** ± {measured['standard_error']:.2f} measured by "
-            f"decoding ({taus}), {measured['speedup']:.2f} times as fast as without heads"
-        )
-    rows = [
-        ("trained", f"{state.step:,} of {state.steps:,} steps{ended}"),
-        ("on", f"{state.tokens:,} tokens in {timedelta(seconds=round(state.seconds))} hours"),
-        ("hardware", training["hardware"]),
-        ("data", f"{data['documents']:,} documents, {data['learned_tokens']:,} learned tokens"),
-        ("best", f"step {best.step:,}, by {MEASURES[state.recipe.measure]}"),
-        ("tokens per step", taus),
-        ("training loss", f"{_number(best.loss, 4)} at best, {_number(state.loss, 4)} at last"),
-        ("target", f"{target['name']}, fingerprint {target['fingerprint']}"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in state.versions.items())),
-    ]
-    return [*rows, ("adapter", f"{Drift(**best.drift)} (KL)")] if best.drift else rows
+def _facts(state: RunState, best: RunState, training: Line, target: Line) -> Line:
+    steps = f"{state.step:,} of {state.steps:,} steps"
+    if state.step < state.steps:
+        steps += ", ended early by `eval.patience`" if state.exhausted else ", not finished"
+    return {
+        "trained": steps,
+        "tokens": f"{state.tokens:,} in {timedelta(seconds=round(state.seconds))} hours",
+        "hardware": training["hardware"],
+        "data": f"{training['data']['documents']:,} documents",
+        "learned tokens": f"{training['data']['learned_tokens']:,}",
+        "target": f"{target['name']}, fingerprint {target['fingerprint']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in state.versions.items()),
+        "best": f"step {best.step:,}, by {state.recipe.measure}",
+        "training loss, best step": best.loss,
+        "training loss, last step": state.loss,
+        "simulated tokens per step": best.tokens_per_step,
+        "decoding": best.measured or {},
+        "adapter": best.drift or {},
+    }
 
 
 def _evaluations(metrics: Sequence[Line], best: RunState) -> str:
-    rows, loss = [], None
     titles = ["step", "training loss", "simulated tokens per step", "by decoding", "speedup"]
-    titles += ["first choice untouched"] if best.drift else []
+    titles += ["top-1 agreement"] if best.drift else []
+    rows, loss = [], "-"
     for line in metrics:
         loss = line.get("loss", loss)
         if "heldout_tokens_per_step" not in line:
             continue
-        row = [f"{line['step']:,}{' (best)' if line['step'] == best.step else ''}"]
-        row += [_number(loss, 4), _number(line["heldout_tokens_per_step"])]
+        step = f"{line['step']:,}{' (best)' if line['step'] == best.step else ''}"
+        row = [step, loss, line["heldout_tokens_per_step"], "-", "-"]
         if found := line.get("measured"):
-            row.append(f"{found['tokens_per_step']:.2f} ± {found['standard_error']:.2f}")
-            row.append(f"{found['speedup']:.2f}")
-        else:
-            row += ["-", "-"]
-        row += [f"{line['drift']['agreement']:.2%}"] if best.drift else []
+            tau = f"{found['tokens_per_step']:.2f} ± {found['standard_error']:.2f}"
+            row[-2:] = tau, found["speedup"]
+        if best.drift:
+            row.append(f"{line['drift']['agreement']:.2%}")
         rows.append(row)
-    return _table(titles, rows)
-
-
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return markdown_table(titles, rows)
 
 
 def _draw(metrics: Sequence[Line], best: int, title: str, path: Path) -> None:
@@ -366,9 +344,7 @@ def _draw(metrics: Sequence[Line], best: int, title: str, path: Path) -> None:
     taus.legend(frameon=False)
     for axes, name in ((losses, "training loss"), (taus, "tokens per step")):
         axes.axvline(best, color=MUTED, linewidth=1, linestyle=":")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("step, dotted: the best")
-        axes.set_title(name)
+        axes.set(title=name, xlabel="step (dotted: best)", ylim=(0, None))
         tidy(axes)
     figure.suptitle(title)
     figure.savefig(path, format="png")

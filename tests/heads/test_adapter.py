@@ -388,5 +388,5 @@ def test_logits_that_are_more_than_a_product_cannot_be_kept(tmp_path, made, caps
 def test_the_report_says_how_far_the_target_has_drifted(joint):
     text = write_report(joint).read_text()
     drift = read_state(open_head(joint).path).drift
-    assert f"first choice is the untouched one's at {drift['agreement']:.2%}" in text
-    assert "| first choice untouched |" in text
+    assert f"| adapter.agreement | {drift['agreement']:.4g} |" in text
+    assert "| top-1 agreement |" in text

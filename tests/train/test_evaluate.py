@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -31,11 +31,12 @@ from tiny_training import (
 
 from draftheads.heads.hub import HEADS, load_head
 from draftheads.heads.target import Target
+from draftheads.infer.bench import Run
+from draftheads.infer.engine import Step
 from draftheads.train import loop
 from draftheads.train.checkpoint import read_state
 from draftheads.train.data.answers import Answer
 from draftheads.train.evaluate import (
-    Continued,
     Evaluation,
     Evaluator,
     Measured,
@@ -139,7 +140,7 @@ def test_what_is_judged_is_what_loads(made, tmp_path, kind):
     assert copy.tree == head.tree
     assert not any(parameter.requires_grad for parameter in copy.parameters())
     evaluator = evaluator_of(made, target, prompts=3, new_tokens=12)
-    again = evaluator.decode(copy).facts()
+    again = asdict(evaluator.decode(copy))
     saved = read_state(tmp_path / "run" / "step-000002").measured
     assert saved is not None
     assert {k: v for k, v in again.items() if k not in TIMES} == {
@@ -170,10 +171,8 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
         step = runs[-1].state.step
         calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
         tau = decoded[step - 1]
-        part = Continued(0, 100, round(100 * tau), [50], 100, 1.0, 1.0)
-        return Evaluation(
-            calibration, Measured.of([part]) if decode and self.prompts else None, None
-        )
+        measured = Measured(1, tau, 0.0, [0.5], 100.0, 1.0) if decode and self.prompts else None
+        return Evaluation(calibration, measured, None)
 
     runs: list[loop.Run] = []
     monkeypatch.setattr(loop, "save", lambda run, *a, **k: runs.append(run) or save(run, *a, **k))
@@ -312,16 +311,24 @@ def test_sampled_decoding_is_the_same_every_time(made):
     assert replace(first, **times) == replace(second, **times)
 
 
+def run_of(steps: list[Step], seconds: float) -> Run:
+    return Run([Step([1], -1, None, 0.0, 0.0), *steps], seconds)
+
+
 def test_the_error_of_tau_is_that_of_a_ratio_of_sums():
-    parts = [Continued(n, 10, 10 + n, [n], 20, 2.0, 3.0) for n in range(5)]
-    measured = Measured.of(parts)
+    hit, miss = Step([1, 2], 1, None, 0.0, 0.0), Step([1], 0, None, 0.0, 0.0)
+    runs = [run_of([hit] * n + [miss] * (10 - n), 2.0) for n in range(5)]
+    plain = run_of([miss] * 10, 3.0)
+    measured = Measured.of([(run, replace(plain, steps=run.steps)) for run in runs])
     assert measured.tokens_per_step == pytest.approx(1.2)
     taus_P = torch.tensor([1.0, 1.1, 1.2, 1.3, 1.4])  # of equally many steps: means' own error
     assert measured.standard_error == pytest.approx(float(taus_P.std() / 5**0.5))
     assert measured.acceptance == [0.2]
     assert measured.speedup == pytest.approx(1.5)
-    untimed = replace(parts[0], plain_seconds=None)
-    assert Measured.of([*parts, untimed]).speedup == pytest.approx(1.5)
+    assert measured.tokens_per_second == pytest.approx((5 * 11 + 10) / 10)
+    assert Measured.of([(runs[0], plain), (runs[4], None)]).speedup == pytest.approx(1.5)
+    shorter = Measured.of([(runs[4], plain)])  # 15 tokens in 2 s, 11 in 3 s
+    assert shorter.speedup == pytest.approx(15 / 2 / (11 / 3))
 
 
 def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
@@ -360,7 +367,7 @@ def test_two_processes_judge_as_one(made, tmp_path):
     target = Target.load(made / "target")
     evaluator = evaluator_of(made, target, prompts=3, new_tokens=12)
     assert len(evaluator.prompts) == 3, "the shares must differ for this to mean anything"
-    alone = evaluator.decode(load_head(tmp_path / "run", target=target)).facts()
+    alone = asdict(evaluator.decode(load_head(tmp_path / "run", target=target)))
     assert saved is not None
     for key in set(alone) - TIMES:
         assert saved[key] == alone[key]
