@@ -92,12 +92,6 @@ class _Kept:
     reasoning: bool = True
     left_out: Counter[str] = field(default_factory=Counter)  # content that is not text, by type
 
-    def warn(self, source: str | Path) -> None:
-        """Log what was left out because it is not text."""
-        if self.left_out:
-            counts = ", ".join(f"{count} {kind}" for kind, count in self.left_out.items())
-            logger.warning("%s: only text is kept; left out: %s", source, counts)
-
 
 def read_prompts(
     source: str | Path,
@@ -118,10 +112,8 @@ def read_prompts(
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
-    kept = _Kept(tools == "keep")
-    found = _parsed(records, kept, skip_empty)
     prompts = []
-    for index, (where, messages, text) in enumerate(itertools.islice(found, limit)):
+    for where, messages, text in _parsed(records, _Kept(tools == "keep"), limit, skip_empty):
         if prompt_words is not None:
             if text is None:
                 raise ValueError(
@@ -130,8 +122,7 @@ def read_prompts(
                 )
             words = itertools.islice(re.finditer(r"\S+", text), prompt_words)
             text = text[: max(word.end() for word in words)]
-        prompts.append(Prompt(index, messages, text))
-    kept.warn(source)
+        prompts.append(Prompt(len(prompts), messages, text))
     if not prompts:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
@@ -155,11 +146,10 @@ def read_conversations(
     kept = _Kept(tools == "keep", answers=True, reasoning=reasoning == "keep")
     records = _records(source, hub or Hub(), limit, by_line=False)
     conversations = []
-    for where, messages, _ in itertools.islice(_parsed(records, kept, skip_empty=True), limit):
+    for where, messages, _ in _parsed(records, kept, limit, skip_empty=True):
         if messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
         conversations.append(messages)
-    kept.warn(source)
     if not conversations:
         raise ValueError(f"{source}: expected at least one answer in a conversation, found none")
     return conversations
@@ -324,8 +314,10 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parsed(
-    records: Iterator[tuple[str, Any]], kept: _Kept, skip_empty: bool
+    records: Iterator[tuple[str, Any]], kept: _Kept, limit: int | None, skip_empty: bool
 ) -> Iterator[tuple[str, Messages | None, str | None]]:
+    """Yield (place, messages, text), `limit` at most, and log what was left out at the end."""
+    number = 0
     for where, record in records:
         try:
             messages, text = _parse(where, record, kept)
@@ -339,6 +331,12 @@ def _parsed(
                 f"{where}: expected text in Unicode, got {error}; fix or remove the record"
             ) from error
         yield where, messages, text
+        number += 1
+        if number == limit:
+            break
+    if kept.left_out:
+        counts = ", ".join(f"{count} {kind}" for kind, count in kept.left_out.items())
+        logger.warning("only text is kept; left out: %s", counts)
 
 
 def _parse(where: str, record: Any, kept: _Kept) -> tuple[Messages | None, str | None]:
