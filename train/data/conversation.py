@@ -255,20 +255,24 @@ class Conversation:
             if first != self._first:
                 self._closed += self._open()
                 self._learn, self._first = [], first
-            self.tokens, self._lead = tokens, ""
+            self.tokens = tokens
         return not self.outcome
 
-    def lead(self, text: str, ids: list[int]) -> None:
-        """Append, as context, text that the template writes between a question and its answer."""
-        self._lead = text
-        self.tokens += ids
-
-    def answer(self, ids: list[int], message: Message | None = None) -> None:
+    def answer(
+        self,
+        ids: list[int],
+        message: Message | None = None,
+        lead: str = "",
+        lead_ids: Sequence[int] = (),
+    ) -> None:
         """Append an answer of at least one token.
 
-        message: the answer as later turns show it; default: its text.
+        message: the answer as later turns show it; default: its text. lead: text that the template
+        inserts before the answer; context, not learned.
         """
         assert ids and self.tokens, "an answer has a token and position 0 is never learned"
+        self._lead = lead
+        self.tokens += lead_ids
         dropped = self._reasoning == "drop"
         skipped = self._renderer.reasoning_length(ids, self.tokens) if dropped else 0
         if skipped < len(ids):

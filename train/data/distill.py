@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from draftheads.heads.target import Target
 
 MANY_CUT = 0.2
-"""Share of documents cut by length above which a warning is logged."""
+"""Share of documents cut by length above which the report gives advice."""
 MAX_LOST_BATCHES = 3
 """Consecutive batches of prompts without any answer after which the cause is not the prompts."""
 UNRECORDED = {"out", "batch_size", "seed", "source"}
@@ -114,6 +114,11 @@ class DistillReport:
         if self.missing:
             lines.append(
                 f"the server failed on {self.missing} prompts; run the same command again to retry"
+            )
+        if counts.cut > MANY_CUT * max(1, counts.documents):
+            lines.append(
+                f"{counts.cut} of {counts.documents} documents were cut and teach no ending; "
+                "raise --max-new-tokens (with another --out)"
             )
         if counts.documents > counts.done:
             why = "because the chat template rewrites earlier turns"
@@ -332,12 +337,6 @@ def distill(
     complete, seconds = manifest["complete"], time.monotonic() - started
     report = DistillReport(options.out, len(prompts), counts, len(missing), complete, seconds)
     print(report)
-    if counts.cut > MANY_CUT * max(1, counts.documents):
-        logger.warning(
-            "%d of %d documents were cut at %d tokens or at the context's end and teach no ending; "
-            "raise --max-new-tokens (and use another --out)",
-            *(counts.cut, counts.documents, options.max_new_tokens),
-        )
     return report
 
 

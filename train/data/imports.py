@@ -40,7 +40,6 @@ from draftheads.train.data.conversation import (
 from draftheads.train.data.prompts import Message, Messages, Prompt
 
 EMPTY_REASONING = re.compile(rf"\s*{OPEN}\s*{CLOSE}\s*")
-UNBOUNDED = 1 << 30
 
 
 def import_answers(
@@ -107,7 +106,7 @@ def replay(renderer: Renderer, index: int, messages: Messages) -> Record:
             turns.append([])
         else:
             turns[-1].append(message)
-    conversation = Conversation(Prompt(index, messages), renderer, UNBOUNDED, turns[:-1])
+    conversation = Conversation(Prompt(index, messages), renderer, 1 << 30, turns[:-1])
     if not answers:
         conversation.end("skipped", "expected an assistant turn with text, found none")
     for place, answer in enumerate(answers):
@@ -122,8 +121,7 @@ def replay(renderer: Renderer, index: int, messages: Messages) -> Record:
         except (TemplateError, ValueError) as error:  # other conversations may be fine
             conversation.end("skipped", f"turn {place + 1}: {error}")
             break
-        conversation.lead(lead, lead_ids)
-        conversation.answer(ids if end is None else [*ids, end], answer)
+        conversation.answer(ids if end is None else [*ids, end], answer, lead, lead_ids)
     return conversation.record()
 
 

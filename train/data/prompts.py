@@ -198,9 +198,10 @@ def check_source(source: str | Path) -> Path:
     if named and not near and not in_folder and not path.name.endswith((*SUFFIXES, ".gz")):
         return path
     hint = "check the path, or give a Hub data set as owner/name"
+    if near:
+        hint = f"did you mean {path.parent / near[0]}?"
     raise ValueError(
-        f"{source or 'empty name'}: expected a file, a folder or a Hub data set, found none; "
-        f"{f'did you mean {path.parent / near[0]}?' if near else hint}"
+        f"{source or 'empty name'}: expected a file, a folder or a Hub data set, found none; {hint}"
     )
 
 
