@@ -182,7 +182,7 @@ def test_missing_prompt_file(run, target, tmp_path, command):
     save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
     rest = ["--out", tmp_path / "data"] if command == "distill" else ["--head", tmp_path / "head"]
     answer = run(command, "--target", target, "--prompts", tmp_path / "promts.jsonl", *rest)
-    failed(answer, "promts.jsonl")
+    failed(answer, "promts.jsonl", "did you mean", "prompts.jsonl")
 
 
 def test_empty_prompt(run, target, tmp_path):
@@ -243,7 +243,7 @@ def test_folder_that_cannot_be_written(run, target, tmp_path, where):
     answer = run(
         "distill", "--target", target, "--prompts", questions(tmp_path), "--out", tmp_path / where
     )
-    failed(answer, where.split("/")[-2])
+    failed(answer, "--out: expected a folder that can be written", str(tmp_path / where), "give")
 
 
 def test_no_head_and_bad_trees(run, target, tmp_path):

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from draftheads.heads.target import Target
 from draftheads.train.data.answers import documents_of
-from draftheads.train.data.conversation import ONLY_THOUGHTS, Conversation, Renderer, TextSide
+from draftheads.train.data.conversation import ONLY_REASONING, Conversation, Renderer, TextSide
 from draftheads.train.data.prompts import Prompt
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -157,7 +157,7 @@ def test_thoughts_are_learned_or_stay_as_context() -> None:
     _, texts = told(OPENING, "hm</think>a", "endless", reasoning="drop")
     assert texts == [["U:Q0|A:<think>hm</think>", "a|"]]
     record, _ = told(STRIPPING, "<think>endless", reasoning="drop")
-    assert record == {"id": 0, "skipped": ONLY_THOUGHTS}
+    assert record == {"id": 0, "skipped": ONLY_REASONING}
 
 
 def test_without_chat_template_contents_are_joined_by_newlines() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -123,38 +122,15 @@ def numbered(folder: Path, kept: int) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_older_folder_is_resumed_with_its_own_prompts_alone(target: Target, tmp_path: Path) -> None:
-    distill(target, prompts(10), options(tmp_path / "whole"))
-    shutil.copytree(tmp_path / "whole", tmp_path / "o")
+def test_older_folder_is_read_and_not_resumed(target: Target, tmp_path: Path) -> None:
+    distill(target, prompts(10), options(tmp_path / "o"))
+    whole = list(read_answers(tmp_path / "o"))
     numbered(tmp_path / "o", 6)
-    assert len(list(read_answers(tmp_path / "o"))) == 6
-    calls = on_call(target, lambda call, rows: None)
-    assert distill(target, prompts(10), options(tmp_path / "o")).complete
-    assert calls == [4, 2] and records(tmp_path / "o") == records(tmp_path / "whole")
-    assert read_manifest(tmp_path / "o")["format"] == 1
-    assert list(read_answers(tmp_path / "o")) == list(read_answers(tmp_path / "whole"))
-    with pytest.raises(ValueError, match="prompts count: expected 10, got 11; prompts sha256: exp"):
-        distill(target, prompts(11), options(tmp_path / "o"))
-
-
-def test_outage_that_an_older_version_blamed_on_prompts_is_mended(
-    target: Target, tmp_path: Path
-) -> None:
-    distill(target, prompts(6), options(tmp_path / "whole"))
-    shutil.copytree(tmp_path / "whole", tmp_path / "o")
-    numbered(tmp_path / "o", 6)
-    [journal] = (tmp_path / "o").glob("answers-*")
-    lines = journal.read_text().splitlines()
-    for number, reason in enumerate(
-        ("Connection refused, tried 6 times", "HTTP 401: bad key", "HTTP 400: bad prompt")
-    ):
-        lines[number] = json.dumps({"id": number, "failed": reason})
-    journal.write_text("\n".join([*lines, ""]))
-    report = distill(target, prompts(6), options(tmp_path / "o"))
-    assert (report.counts.done, report.counts.failed, report.complete) == (5, 1, True)
-    assert report.counts.reasons == {"failed: HTTP 400: bad prompt": 1}
-    answers_, whole = list(read_answers(tmp_path / "o")), list(read_answers(tmp_path / "whole"))
-    assert answers_ == [*whole[:2], *whole[3:]]
+    assert list(read_answers(tmp_path / "o")) == whole[:6]
+    before = files(tmp_path / "o")
+    with pytest.raises(ValueError, match="an earlier version .* or distill into another --out"):
+        distill(target, prompts(10), options(tmp_path / "o"))
+    assert files(tmp_path / "o") == before
 
 
 # ---------------------------------------------------------------- records that are no text
@@ -186,7 +162,7 @@ def test_half_a_character_is_refused_with_its_line(
         cli.main()
     [line] = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and "p.jsonl line 2: expected text in Unicode, got" in line
-    assert "repair or remove the record" in line and not (tmp_path / "o").exists()
+    assert "fix or remove the record" in line and not (tmp_path / "o").exists()
 
 
 def test_half_a_character_in_an_answer_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -210,7 +186,7 @@ def test_second_launch_into_a_folder_is_refused(
     out.mkdir()
     calls = on_call(target, lambda call, rows: None)
     with Journal(out, 0, world):
-        with pytest.raises(ValueError, match="o: another process distils into it; wait for it, or"):
+        with pytest.raises(ValueError, match="o: expected to be the only launch .*; wait for"):
             distill(target, prompts(4), options(out))
         with Journal(out, 1, 2) if world == 2 else Journal(tmp_path, 1, 2):
             pass

@@ -139,7 +139,7 @@ def test_folder_that_cannot_be_written_is_refused_before_generation(
 ) -> None:
     calls = on_call(target, lambda call, rows: None)
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(OSError, match="--out: expected a folder that can be written, got .*file/o"):
         distill(target, prompts(1), options(tmp_path / "file" / "o"))
 
     def full(*args: Any) -> None:
@@ -153,7 +153,7 @@ def test_folder_that_cannot_be_written_is_refused_before_generation(
 
 def test_target_needs_a_tokenizer_and_prompts(target: Target, tmp_path: Path) -> None:
     bare = Target(target.model, None, name="bare")
-    with pytest.raises(ValueError, match="bare: expected a tokenizer beside the model, found none"):
+    with pytest.raises(ValueError, match="bare: expected a tokenizer next to the model, found"):
         distill(bare, prompts(1), options(tmp_path / "o"))
     with pytest.raises(ValueError, match="prompts: expected at least one, got none"):
         distill(target, [], options(tmp_path / "o"))

@@ -119,7 +119,7 @@ def test_text_alone_gives_the_same_answers_and_is_counted(
         report = distill(target, prompts(9, 2), options(tmp_path / name, max_new_tokens=30))
         assert report.counts.retokenized == (report.counts.turns if name == "text" else 0)
     assert read_manifest(tmp_path / "text")["counts"]["retokenized"] == report.counts.turns == 15
-    assert "15 answers came as text and were tokenised here" in str(report)
+    assert "15 answers came as text and were tokenized here" in str(report)
     stored = [r | {"retokenized": None} for r in records(tmp_path / "text")]
     assert stored == [r | {"retokenized": None} for r in records(tmp_path / "ids")]
     assert all(record["tokens"][-1] == END for record in stored)
@@ -157,7 +157,7 @@ def test_text_is_tokenised_as_inside_a_text() -> None:
     renderer = Renderer(TextSide("blank", wrapped, (0,)), {})
     before = wrapped("c", add_special_tokens=False)["input_ids"]
     for text, pieces in ((" a", ["\u2581a"]), ("ab", ["a", "b"]), ("", [])):
-        assert renderer.written(text, before) == wrapped.convert_tokens_to_ids(pieces)
+        assert renderer.retokenize(text, before) == wrapped.convert_tokens_to_ids(pieces)
 
 
 def test_end_token_left_out_by_the_server_is_learned(
@@ -264,7 +264,8 @@ def test_faults_are_the_prompts_or_the_servers(
     report = distill(served(folder, server, tries=3), asked, options(tmp_path / "o"))
     assert (report.counts.done, report.counts.failed, report.missing) == (10, 3, 7)
     assert not report.complete and not read_manifest(tmp_path / "o")["complete"]
-    assert "+ 7 not answered, as the server failed; run the same command again" in str(report)
+    assert "+ 7 not answered yet" in str(report)
+    assert "the server failed on 7 prompts; run the same command again" in str(report)
     sizes = [len(request["prompt"]) for request in server.asked]
     assert [sizes.count(size) for size in (6, *broken)] == [1, *[1] * 3, *[3] * 7]
     failed = [record for record in records(tmp_path / "o") if "failed" in record]
@@ -515,7 +516,7 @@ def test_server_that_is_down_is_one_line_and_no_folder(
     server = start()
     server.close()
     code, error = typed("--server", server.url)
-    assert code == 2 and "refused; start it, or give another --server" in error
+    assert code == 2 and "refused; start it, or check --server" in error
     assert not (tmp_path / "o").exists()
 
 
@@ -528,7 +529,7 @@ def test_mistakes_are_named(
         (("--server", two.url, "--server-model", "x"), "expected model 'x', got one, two"),
         (
             ("--server", two.url + "/api"),
-            "a list of models, got HTTP 404: Not Found; is --server its",
+            "a list of models, got HTTP 404: Not Found; start it, or check --server",
         ),
         (("--server", "localhost:8000"), "expected http://HOST:PORT, got 'localhost:8000'"),
         (("--server", "http://me:secret@host"), "expected no password in the address"),
@@ -551,9 +552,12 @@ def test_key_is_sent_and_never_written(
 ) -> None:
     server = start()
     server.key = "sk-very-secret"
-    assert "got HTTP 401: Unauthorized; set --api-key-env" in typed("--server", server.url)[1]
+    assert (
+        "got HTTP 401: Unauthorized; start it, or check --server and --api-key-env"
+        in typed("--server", server.url)[1]
+    )
     complaint = typed("--server", server.url, "--api-key-env", "MY_KEY")[1]
-    assert "expected the name of an environment variable that holds a key" in complaint
+    assert "expected the name of an environment variable with a key" in complaint
     monkeypatch.setenv("MY_KEY", server.key)
     assert typed("--server", server.url + "/v1/", "--api-key-env", "MY_KEY") == (0, "")
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-very-secret"}
@@ -611,7 +615,7 @@ def test_key_that_no_header_can_hold_is_one_line_without_it(
     monkeypatch.setenv("MY_KEY", "sk-very-secret\r\n")  # as `$(cat file)` of a Windows file
     assert typed("--server", server.url, "--api-key-env", "MY_KEY") == (0, "")
     code, error = typed("--server", server.url, "--api-key-env", "sk-very-secret")
-    assert code == 2 and "expected the name of an environment variable that" in error
+    assert code == 2 and "expected the name of an environment variable with" in error
     assert "secret" not in error
 
 
@@ -640,7 +644,7 @@ def test_model_list_that_is_none_is_one_line(
     server = start()
     server.listed = models
     code, error = typed("--server", server.url)
-    assert code == 2 and "expected a list of models, got another answer (" in error
+    assert code == 2 and "a list of models, got an unexpected response (" in error
 
 
 def test_other_source_of_answers_is_refused(

@@ -172,7 +172,7 @@ def test_empty_records_can_be_skipped(tmp_path: Path) -> None:
 def test_broken_json_is_named_by_line(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"text": "a"}\n' * 16 + b'{"text": "a\n')
-    with pytest.raises(ValueError, match=r"p\.jsonl line 17: expected JSON .*repair or remove it"):
+    with pytest.raises(ValueError, match=r"p\.jsonl line 17: expected JSON .*fix or remove it"):
         read_prompts(path)
     path.write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(ValueError, match=r"p\.jsonl line 1: expected JSON in UTF-8"):
@@ -188,9 +188,23 @@ def test_json_must_hold_a_list(tmp_path: Path) -> None:
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
     lines(tmp_path / "prompts.jsonl", {"text": "a"})
-    for name in ("promts.jsonl", "nowhere/x.txt", "data"):
+    for name in ("nowhere/x.txt", "data"):
         with pytest.raises(ValueError, match=rf"{name}: .* found none; check the path"):
             read_prompts(str(tmp_path / name))
+    near = re.escape(str(tmp_path / "prompts.jsonl"))
+    with pytest.raises(ValueError, match=rf"promts\.jsonl: .* found none; did you mean {near}\?"):
+        read_prompts(tmp_path / "promts.jsonl")
+
+
+def test_a_misspelt_file_is_not_looked_up_on_the_hub(monkeypatch: Any, tmp_path: Path) -> None:
+    lines(tmp_path / "ok.jsonl", {"text": "a"})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("ok.jsnl", "ok.json.gz", "./ok.jsn"):
+        with pytest.raises(ValueError, match=r"found none; did you mean ok\.jsonl\?$"):
+            read_prompts(name)
+    with pytest.raises(ValueError, match="import of datasets"):
+        read_prompts("okay")
 
 
 def test_reading_the_hub_without_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +242,7 @@ def test_no_prompt_at_all(tmp_path: Path) -> None:
 def test_text_must_be_utf8(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"caf\xe9")
     with pytest.raises(
-        ValueError, match=r"p\.txt: expected a whole \.txt file.*'utf-8' codec.*conv"
+        ValueError, match=r"p\.txt: expected a complete \.txt file.*'utf-8' codec.*conv"
     ):
         read_prompts(tmp_path / "p.txt")
 
@@ -320,7 +334,7 @@ def test_what_is_not_text_is_counted_and_said_once(tmp_path: Path, caplog: Any) 
     path = lines(tmp_path / "p.jsonl", talk, llava, {"prompt": "hi", "image": None})
     assert len(read_prompts(path)) == 3
     (said,) = caplog.messages
-    assert said == f"{path}: text alone is kept; left out: 2 image_url, 1 input_audio, 1 image"
+    assert said == "only text is kept; left out: 2 image_url, 1 input_audio, 1 image"
     caplog.clear()
     read_prompts(lines(path, {"prompt": "hi"}))
     assert not caplog.messages
@@ -364,7 +378,9 @@ def test_a_hub_data_set_that_breaks_midway(monkeypatch: Any, tmp_path: Path) -> 
 
 def test_prompt_words_refuse_conversations_and_zero(tmp_path: Path) -> None:
     path = lines(tmp_path / "p.jsonl", {"prompt": "hi"})
-    with pytest.raises(ValueError, match=r"line 1: --prompt-words cuts plain text, got a conv"):
+    with pytest.raises(
+        ValueError, match=r"line 1: expected plain text for --prompt-words to cut, got"
+    ):
         read_prompts(path, prompt_words=3)
     with pytest.raises(ValueError, match="prompt_words: expected a positive number, got 0"):
         read_prompts(path, prompt_words=0)

@@ -4,8 +4,6 @@ target, in documents that add up and survive interruptions.
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from tiny_chat import CONTEXT, END, TEMPLATE, files, llama, options, records
 from draftheads.heads.target import Target
 from draftheads.infer.chat import History
 from draftheads.scripts.commands import data_preview
-from draftheads.train.data.answers import MANIFEST, documents_of, read_answers, read_manifest
+from draftheads.train.data.answers import documents_of, read_answers, read_manifest
 from draftheads.train.data.distill import Answerer, distill
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.server import ServedTarget, ServerOptions
@@ -111,7 +109,7 @@ def test_documents_conversations_and_prompts_add_up(
     assert (report.prompts, counts["done"], counts["skipped"], counts["turns"]) == (5, 4, 1, 12)
     assert counts["documents"] == len(documents) > counts["done"]
     assert counts["tokens"] == sum(len(document.tokens) for document in documents)
-    said = f"4 conversations became {len(documents)} documents, as the chat template rewrites"
+    said = f"4 conversations became {len(documents)} documents, because the chat template rewrites"
     assert said in capsys.readouterr().out
     [cut] = [line for line in (tmp_path / "o").glob("answers-*")]
     lines = cut.read_bytes().splitlines(keepends=True)
@@ -145,30 +143,6 @@ def test_interrupted_run_asks_nothing_twice(target: Target, tmp_path: Path, call
     assert len(seen) == rounds + calls % TURNS, "only the batch that was not whole, again"
     distill(target, asked(), options(tmp_path / "o", **CHOSEN))
     assert len(seen) == rounds + calls % TURNS
-
-
-def test_folder_of_before_is_read_and_continued(target: Target, tmp_path: Path) -> None:
-    """It stopped such conversations, and recorded neither documents nor the choice of reasoning."""
-    distill(target, asked(), options(tmp_path / "whole", **CHOSEN))
-    shutil.copytree(tmp_path / "whole", tmp_path / "o")
-    [journal] = (tmp_path / "o").glob("answers-*")
-    old = []
-    for line in journal.read_text().splitlines()[:2]:
-        record = json.loads(line)
-        first = documents_of(record)[0]
-        old.append(
-            {"id": 0} | first | {"id": len(old), "stopped": "chat template rewrites earlier turns"}
-        )
-    journal.write_text("".join(json.dumps(record) + "\n" for record in old))
-    manifest = read_manifest(tmp_path / "o")
-    del manifest["sampling"]["reasoning"], manifest["counts"]["documents"]
-    manifest["complete"], manifest["format"] = False, 1
-    (tmp_path / "o" / MANIFEST).write_text(json.dumps(manifest))
-    assert len(list(read_answers(tmp_path / "o"))) == 2
-    with pytest.raises(ValueError, match="reasoning: expected 'keep', got 'drop'"):
-        distill(target, asked(), options(tmp_path / "o", reasoning="drop", **CHOSEN))
-    distill(target, asked(), options(tmp_path / "o", **CHOSEN))
-    assert records(tmp_path / "o") == [*old, *records(tmp_path / "whole")[2:]]
 
 
 def test_thoughts_that_are_dropped_are_seen_and_not_learned(

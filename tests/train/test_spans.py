@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GPT2TokenizerFast
 
 from draftheads.train.data.answers import Record, documents_of
 from draftheads.train.data.conversation import Renderer, TextSide
-from draftheads.train.data.imports import import_answers, retell
+from draftheads.train.data.imports import import_answers, replay
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 TEMPLATES = sorted((DATA / "chat-templates").rglob("*.jinja"))
@@ -99,7 +99,7 @@ def told(tokenizer: Any, messages: Any, eos: Any = None, **template_args: Any) -
     specials = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     ends = tuple(tokenizer.convert_tokens_to_ids(sorted(specials) if eos is None else eos))
     renderer = Renderer(TextSide("t", tokenizer, ends), template_args)
-    return retell(renderer, 0, tuple(messages))
+    return replay(renderer, 0, tuple(messages))
 
 
 def reason(record: Record) -> str:
@@ -215,9 +215,9 @@ def test_thinking_and_generation_prompt_must_fit(qwen: Any) -> None:
     messages = talk("a", "A", "b", "<think>\ntwo\n</think>\n\nB")
     record = told(tokenizer, messages)
     assert learned(tokenizer, record) == ["A<|im_end|>"]
-    assert re.match("turn 2: expected no reasoning, .* drop the reasoning", record["stopped"])
+    assert re.match("turn 2: expected no reasoning, .* --reasoning drop", record["stopped"])
     record = told(use(qwen, "trl/deepseekv3"), messages)
-    assert re.match("turn 1: expected reasoning, .* template arguments", record["skipped"])
+    assert re.match("turn 1: expected reasoning, .* --template-args", record["skipped"])
 
 
 @needs_data
@@ -325,11 +325,11 @@ def test_silence_is_not_learned_and_an_open_question_is_left_out() -> None:
 
 def test_template_that_writes_something_else_is_refused() -> None:
     shouting = byte_tokenizer("{% for m in messages %}<s>{{ m.content | lower }}{% endfor %}")
-    assert "expected the answer in what" in told(shouting, talk("a", "b"))["skipped"]
+    assert "expected the answer in the rendered" in told(shouting, talk("a", "b"))["skipped"]
 
 
 def test_nothing_to_learn_or_to_render_with(tmp_path: Path) -> None:
-    assert "expected an assistant turn that says" in told(byte_tokenizer(), talk("a"))["skipped"]
+    assert "expected an assistant turn with text" in told(byte_tokenizer(), talk("a"))["skipped"]
     side = TextSide("t", byte_tokenizer(None), (END,))
-    with pytest.raises(ValueError, match="expected a chat template, found none"):
+    with pytest.raises(ValueError, match="expected a chat template .*, found none"):
         import_answers(side, [tuple(talk("a", "b"))], tmp_path / "o")

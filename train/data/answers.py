@@ -1,22 +1,22 @@
 """The folder that distillation writes and training reads.
 
-    manifest.json                   which target answered which prompts, how, and how many so far
-    prompts-0123456789ab.txt        the ids of these prompts in order, one a line
+    manifest.json                   target, prompts, options and counts
+    prompts-0123456789ab.txt        the ids of the prompts in order, one per line
     answers-00000-of-00002.jsonl    one line per prompt, one file per process
 
 A line is one of
     {"id": "7f3a...", "tokens": [...], "learn": [[start, end), ...], "turns": 2, "finish": "eos"}
     {"id": "80c1...", "skipped": reason}        {"id": "94d2...", "failed": reason}
-or, if the chat template rewrites earlier turns, holds several documents
+or, if the chat template rewrites earlier turns, has several documents
     {"id": "a5e0...", "documents": [{"tokens", "learn", "turns", "finish"}, ...]}
-`learn` spans what the target wrote, end token included; position 0 is never in it. `finish` is how
-the document's last answer ended, "eos" or "length"; "stopped" says why later turns were not asked;
-"retokenized" counts answers that a server gave as text alone.
+`learn` spans what the target wrote, end token included, and never position 0. `finish` is how the
+document's last answer ended, "eos" or "length"; "stopped" is the reason why later turns were not
+asked; "retokenized" counts answers that a server returned as text without ids.
 
 An id is a hash of the prompt, so answers stay valid when other prompts are added or removed; lines
-of prompts that are no longer asked are kept and not read. In folders of format 1 (old
-distillations, imported answers) ids are the numbers 0, 1, ... A line without its newline, written
-by a killed process, is ignored, and cut off by the next run.
+of removed prompts are kept and ignored. In folders of format 1 (imported answers, distillations by
+earlier versions) ids are the numbers 0, 1, ... A last line without a newline, left by a killed
+process, is ignored, and cut off by the next run.
 """
 
 from __future__ import annotations
@@ -39,16 +39,13 @@ import torch
 
 from draftheads.heads.files import write_text
 
-FORMAT, BY_CONTENT = 1, 2
+BY_NUMBER, BY_CONTENT = 1, 2
 """Formats of a folder: ids are numbers, or hashes."""
 MANIFEST = "manifest.json"
 ID = re.compile(rb'\{\s*"id":\s*(?:"([^"\\]+)"|([0-9]+))\s*[,}]')
-OUTAGE = re.compile(rb'\{"id": [0-9]+, "failed": "(HTTP 40[13]\b|.*tried [0-9]+ times"\}$)')
-"""Early versions blamed the prompt when the server had failed; such a line is no answer."""
 PACKAGES = ("draftheads", "torch", "transformers", "tokenizers")
 
 Record = dict[str, Any]
-Id = str | int
 
 logger = logging.getLogger("draftheads")
 
@@ -57,7 +54,7 @@ logger = logging.getLogger("draftheads")
 class Answer:
     """Token ids of one document, and the half-open spans of them to learn: what the target wrote.
 
-    follows: part of the same conversation as the document before it.
+    follows: continues the conversation of the previous document.
     """
 
     tokens: list[int]
@@ -67,7 +64,7 @@ class Answer:
 
 @dataclass
 class Counts:
-    """What a folder holds."""
+    """Summary counts of a folder."""
 
     done: int = 0  # prompts answered
     documents: int = 0
@@ -101,13 +98,13 @@ class Counts:
 
 
 def documents_of(record: Record) -> list[Record]:
-    """The documents of a line, none where nothing was answered."""
+    """The documents of a line; empty if nothing was answered."""
     documents: list[Record] = record.get("documents", [record] if "tokens" in record else [])
     return documents
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a folder. Raises ValueError if there is none that this version reads."""
+    """The manifest of a folder. Raises ValueError if it is missing, damaged or too new."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise ValueError(
@@ -116,7 +113,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         )
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
-        known = manifest["format"] in (FORMAT, BY_CONTENT)
+        known = manifest["format"] in (BY_NUMBER, BY_CONTENT)
         range(manifest["prompts"]["count"]), manifest["complete"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
@@ -125,7 +122,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         ) from error
     if not known:
         raise ValueError(
-            f"{path}: expected format {FORMAT} or {BY_CONTENT}, got {manifest['format']}; "
+            f"{path}: expected format {BY_NUMBER} or {BY_CONTENT}, got {manifest['format']}; "
             "distill again with this version of draftheads"
         )
     return manifest
@@ -134,7 +131,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 def new_manifest(
     target: dict[str, Any], sampling: dict[str, Any], prompts: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """A manifest of answers that begin. prompts: source, count, sha256. more: further entries."""
+    """The manifest of an empty folder. prompts: source, count, sha256. more: further entries."""
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
@@ -151,14 +148,14 @@ def new_manifest(
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Replace the manifest; at every moment a whole one is there."""
+    """Replace the manifest atomically."""
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def read_answers(folder: str | Path) -> Iterator[Answer]:
-    """Yield a folder's answers in the order of their prompts.
+    """Yield the answers of a folder in the order of their prompts.
 
-    Raises ValueError for a damaged folder; one that is incomplete only logs a warning.
+    Raises ValueError for a damaged folder; an incomplete one only logs a warning.
     """
     manifest = read_manifest(folder)
     seen = answered = 0
@@ -173,7 +170,7 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
     if not manifest["complete"]:
         logger.warning(
             "%s is incomplete: %d of %d prompts (%.0f%%) are done; "
-            "run the same `draftheads distill` again to resume, or train on what is there",
+            "run the same `draftheads distill` again to resume, or train on these answers",
             *(folder, seen, prompts, 100 * seen / prompts),
         )
     elif answered != manifest["counts"]["done"]:
@@ -184,7 +181,7 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
 
 
 def count(folder: str | Path, manifest: dict[str, Any]) -> Counts:
-    """Count what the answer files of a folder hold."""
+    """Summary counts of the answer files of a folder."""
     counts = Counts()
     for record in _records(folder, manifest):
         counts.add(record)
@@ -196,12 +193,12 @@ def journals(folder: str | Path) -> list[Path]:
     return sorted(Path(folder).glob("answers-*-of-*.jsonl"))
 
 
-def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[Id]:
+def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[str | int]:
     """The ids of a folder's prompts, in order."""
     prompts: int = manifest["prompts"]["count"]
-    if manifest["format"] == FORMAT:
+    if manifest["format"] == BY_NUMBER:
         return range(prompts)
-    path = _ids_file(Path(folder), manifest)
+    path = ids_file(folder, manifest)
     ids = path.read_text().split() if path.is_file() else []
     if len(ids) != prompts:
         raise ValueError(
@@ -211,21 +208,13 @@ def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[Id]:
     return ids
 
 
-def write_ids(folder: Path, manifest: dict[str, Any], ids: Sequence[Id]) -> None:
-    """Write the ids of the prompts that a manifest of format 2 counts; call it before the manifest
-    is written.
-    """
-    path = _ids_file(folder, manifest)
-    if manifest["format"] == BY_CONTENT and not path.is_file():
-        write_text(path, "".join(f"{name}\n" for name in ids))
+def ids_file(folder: str | Path, manifest: dict[str, Any]) -> Path:
+    """The file with the ids of a folder's prompts."""
+    return Path(folder) / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
 
 
-def _ids_file(folder: Path, manifest: dict[str, Any]) -> Path:
-    return folder / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
-
-
-def locate(folder: str | Path, ids: Sequence[Id]) -> dict[int, tuple[Path, int]]:
-    """Where the answers are: index of the prompt in `ids` -> (file, offset in bytes)."""
+def locate(folder: str | Path, ids: Sequence[str | int]) -> dict[int, tuple[Path, int]]:
+    """Index of each answered prompt in `ids` -> (file, offset in bytes) of its line."""
     indices = {name: index for index, name in enumerate(ids)}
     found: dict[int, tuple[Path, int]] = {}
     for path in journals(folder):
@@ -234,19 +223,19 @@ def locate(folder: str | Path, ids: Sequence[Id]) -> dict[int, tuple[Path, int]]
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
                     break  # the process was killed while it wrote this line
-                start = ID.match(line)  # much faster than to parse all of the line
+                start = ID.match(line)  # much faster than parsing the whole line
                 if start is None:
                     raise _damaged(f"{path} line {number}", line)
                 name, index = start.groups()
                 place = indices.get(name.decode() if name else int(index))
-                if place is not None and not OUTAGE.match(line):
+                if place is not None:
                     found.setdefault(place, (path, offset))
                 offset += len(line)
     return found
 
 
 def _records(folder: str | Path, manifest: dict[str, Any]) -> Iterator[Record]:
-    """The lines of the prompts that are asked, in their order."""
+    """The lines of the manifest's prompts, in their order."""
     found = locate(folder, read_ids(folder, manifest))
     with ExitStack() as stack:
         files = {path: stack.enter_context(path.open("rb")) for path in journals(folder)}
@@ -268,15 +257,21 @@ def _damaged(where: str, line: bytes) -> ValueError:
 
 
 class Journal:
-    """One process's answer file, open for appending; a context manager.
+    """The answer file of one process, open for appending; a context manager.
 
-    Raises ValueError if another launch writes into the folder.
+    Raises OSError for a folder that cannot be written, and ValueError if another launch writes to
+    it.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
-        path = folder / f"answers-{rank:05d}-of-{world:05d}.jsonl"
-        path.touch()
-        self._file = path.open("r+b")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / f"answers-{rank:05d}-of-{world:05d}.jsonl").open("a+b")
+        except OSError as error:
+            raise OSError(
+                f"--out: expected a folder that can be written, got {folder} ({error.strerror}); "
+                "give another one"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for other in journals(folder):  # of a launch with another number of processes
@@ -286,21 +281,14 @@ class Journal:
         except BlockingIOError as error:
             self._file.close()
             raise ValueError(
-                f"{folder}: another process distils into it; wait for it, or give another --out"
+                f"{folder}: expected to be the only launch that writes to it, found another one; "
+                "wait for it, or give another --out"
             ) from error
-        self.cut(sum(len(line) for line in self._file if line.endswith(b"\n")))
-
-    def cut(self, offset: int) -> None:
-        """Forget everything after `offset` bytes."""
-        self._file.truncate(offset)
-        self._file.seek(offset)
-
-    def tell(self) -> int:
-        """The offset, in bytes, after the last line."""
-        return self._file.tell()
+        self._file.seek(0)
+        self._file.truncate(sum(len(line) for line in self._file if line.endswith(b"\n")))
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write lines and flush them to the disk."""
+        """Write lines and flush them to disk."""
         try:
             self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
             self._file.flush()

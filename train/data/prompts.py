@@ -1,8 +1,8 @@
 """Prompts and conversations, read from files, folders and Hub data sets.
 
 Files: .json (a list, {"data": [...]}, or JSON lines), .jsonl, .jsonl.gz, .parquet, .txt and .md; a
-folder of them (README, LICENSE and hidden files are left out); or a Hub data set, "owner/name" or
-"owner/name:config". Of a .txt or .md file each paragraph is a record or, without blank lines, each
+folder of them (README, LICENSE and hidden files are ignored); or a Hub data set, "owner/name" or
+"owner/name:config". In a .txt or .md file each paragraph is a record or, without blank lines, each
 line.
 
 Layouts of a record; the first key that is present and not null decides:
@@ -19,6 +19,7 @@ Errors name the record: "prompts.jsonl line 17, messages, turn 2: expected ...".
 
 from __future__ import annotations
 
+import difflib
 import gzip
 import itertools
 import json
@@ -36,10 +37,8 @@ from jinja2.exceptions import TemplateError
 
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".parquet", ".txt", ".md")
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text")
-logger = logging.getLogger("draftheads")
-
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-ROLES = {  # names that data sets give them
+ROLES = {  # our role -> names of it in data sets
     "user": ("user", "human", "prompter"),
     "system": ("system", "developer"),
     "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"),
@@ -47,7 +46,9 @@ ROLES = {  # names that data sets give them
     "tool": ("tool", "function", "observation", "tool_response", "ipython"),
     "thought": ("thinking",),
 }
-THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+
+logger = logging.getLogger("draftheads")
 
 Message = dict[str, Any]
 Messages = tuple[Message, ...]
@@ -55,13 +56,13 @@ KeepOrDrop = Literal["keep", "drop"]
 
 
 class EmptyPromptError(ValueError):
-    """A record without anything to ask or to learn."""
+    """A record without a question."""
 
 
 @dataclass(frozen=True)
 class Hub:
-    """How a Hub data set is read. streaming: fetch records as they are taken, store nothing;
-    default: when a limit is given.
+    """How a Hub data set is read. streaming: download only the records that are used; default: if
+    a limit is given.
     """
 
     split: str = "train"
@@ -70,10 +71,10 @@ class Hub:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One thing to ask the target; either `messages` or `text` is given.
+    """One prompt for the target; either `messages` or `text` is given.
 
     index: position among the prompts, from 0. messages: system and user turns, and tool calls with
-    their results if these are kept; the last is a user's or a tool's. text: continued as it is,
+    their results if these are kept; the last is a user's or a tool's. text: continued verbatim,
     without the chat template.
     """
 
@@ -84,18 +85,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Of a conversation, beside system and user turns."""
+    """Parts of a conversation to keep, in addition to system and user turns."""
 
     tools: bool
     answers: bool = False
     reasoning: bool = True
-    left_out: Counter[str] = field(default_factory=Counter)  # what is not text, by its kind
-
-    def warn(self, source: str | Path) -> None:
-        """Say once what is not text."""
-        if self.left_out:
-            counts = ", ".join(f"{count} {kind}" for kind, count in self.left_out.items())
-            logger.warning("%s: text alone is kept; left out: %s", source, counts)
+    left_out: Counter[str] = field(default_factory=Counter)  # content that is not text, by type
 
 
 def read_prompts(
@@ -107,30 +102,27 @@ def read_prompts(
     skip_empty: bool = False,
     tools: KeepOrDrop = "drop",
 ) -> list[Prompt]:
-    """Read the prompts of a file, a folder or a Hub data set; answers in it are left out.
+    """Read the prompts of a file, a folder or a Hub data set, without the answers in it.
 
     limit: read at most this many. prompt_words: one prompt per line of plain text, cut to its first
-    words. skip_empty: leave out records without a question. tools: "keep" tool calls and results as
+    words. skip_empty: skip records without a question. tools: "keep" tool calls and results as
     context. Raises ValueError, naming the record.
     """
     for name, value in (("limit", limit), ("prompt_words", prompt_words)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
-    kept = _Kept(tools == "keep")
-    found = _parsed(records, kept, skip_empty)
     prompts = []
-    for index, (where, messages, text) in enumerate(itertools.islice(found, limit)):
+    for where, messages, text in _parsed(records, _Kept(tools == "keep"), limit, skip_empty):
         if prompt_words is not None:
             if text is None:
                 raise ValueError(
-                    f"{where}: --prompt-words cuts plain text, got a conversation; leave it out, "
-                    'or give {"text": ...} records'
+                    f"{where}: expected plain text for --prompt-words to cut, got a conversation; "
+                    'omit the option, or give {"text": ...} records'
                 )
             words = itertools.islice(re.finditer(r"\S+", text), prompt_words)
             text = text[: max(word.end() for word in words)]
-        prompts.append(Prompt(index, messages, text))
-    kept.warn(source)
+        prompts.append(Prompt(len(prompts), messages, text))
     if not prompts:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
@@ -146,7 +138,7 @@ def read_conversations(
     tools: KeepOrDrop = "keep",
     reasoning: KeepOrDrop = "keep",
 ) -> list[Messages]:
-    """Read conversations with their answers, up to the last one; those without any are left out.
+    """Read conversations up to their last answer; those without an answer are left out.
 
     hub, limit, tools: as in `read_prompts`. reasoning: "drop" removes <think> ... </think> from
     answers. Raises ValueError, naming the record.
@@ -154,59 +146,63 @@ def read_conversations(
     kept = _Kept(tools == "keep", answers=True, reasoning=reasoning == "keep")
     records = _records(source, hub or Hub(), limit, by_line=False)
     conversations = []
-    for where, messages, _ in itertools.islice(_parsed(records, kept, skip_empty=True), limit):
+    for where, messages, _ in _parsed(records, kept, limit, skip_empty=True):
         if messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
         conversations.append(messages)
-    kept.warn(source)
     if not conversations:
         raise ValueError(f"{source}: expected at least one answer in a conversation, found none")
     return conversations
 
 
 def with_tools(messages: Sequence[Message]) -> bool:
-    """Whether a conversation has tool calls or their results."""
+    """True if a conversation has tool calls or tool results."""
     return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
 
 
 def check_tools(tokenizer: Any, template_args: dict[str, Any]) -> None:
-    """Raises ValueError for a chat template that does not show tool calls and their results."""
+    """Raises ValueError for a chat template that does not render tool calls and their results."""
     call = _call({"id": "call00000", "name": "look_up", "arguments": {"word": "heron"}})
     talk: list[Message] = [
         {"role": "user", "content": "What is a heron?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "A bird."},
     ]
-    shown, problem = "", "drops them" if tokenizer.chat_template else "is missing"
-    if tokenizer.chat_template:
-        try:
-            shown = tokenizer.apply_chat_template(
-                talk, tokenize=False, add_generation_prompt=True, **template_args
-            )
-        except (TemplateError, TypeError) as error:  # raised by the template
-            problem = f"refuses them ({error})"
+    shown, problem = "", "drops them"
+    try:
+        shown = tokenizer.apply_chat_template(
+            talk, tokenize=False, add_generation_prompt=True, **template_args
+        )
+    except (TemplateError, TypeError, ValueError) as error:  # refused, or without a template
+        problem = f"refuses them ({error})" if tokenizer.chat_template else "is missing"
     if "look_up" not in shown or "A bird." not in shown:
         raise ValueError(
-            f"--tools: expected a chat template that shows tool calls and results, the one of "
+            "--tools: expected a chat template that renders tool calls and results, the one of "
             f"{tokenizer.name_or_path} {problem}; leave them out with --tools drop"
         )
 
 
 def check_source(source: str | Path) -> Path:
-    """The path of a source, ~ expanded. Raises ValueError for what is neither a file, nor a folder,
-    nor possibly the name of a data set.
+    """The path of a source, ~ expanded. Raises ValueError for what is neither a file nor a folder,
+    and cannot be the name of a data set or is more likely a misspelt file.
     """
     path = Path(os.path.expanduser(source))
+    if str(source) and path.exists():
+        return path
+    files = []
+    if path.parent.is_dir():
+        files = [other.name for other in path.parent.iterdir() if other.is_file()]
+    near = difflib.get_close_matches(path.name, files, n=1)
     named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", str(source))
     in_folder = "/" in str(source) and path.parent.is_dir()
-    if named and not in_folder and not str(source).endswith((*SUFFIXES, ".gz")):
+    if named and not near and not in_folder and not path.name.endswith((*SUFFIXES, ".gz")):
         return path
-    if not str(source) or not path.exists():
-        raise ValueError(
-            f"{source or 'empty name'}: expected a file, a folder or a Hub data set, found none; "
-            "check the path, or give a Hub data set as owner/name"
-        )
-    return path
+    hint = "check the path, or give a Hub data set as owner/name"
+    if near:
+        hint = f"did you mean {path.parent / near[0]}?"
+    raise ValueError(
+        f"{source or 'empty name'}: expected a file, a folder or a Hub data set, found none; {hint}"
+    )
 
 
 def _records(
@@ -217,11 +213,11 @@ def _records(
     if path.is_file():
         yield from _file_records(path, by_line)
     elif path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if _holds_prompts(file, path)]
+        files = [file for file in sorted(path.rglob("*")) if _has_prompts(file, path)]
         if not files:
             raise ValueError(
                 f"{path}: expected a folder with {', '.join(SUFFIXES)} files, found none; "
-                "give the folder that holds them"
+                "give the folder that has them"
             )
         for file in files:
             yield from _file_records(file, by_line)
@@ -230,7 +226,7 @@ def _records(
         yield from _hub_records(str(source), hub.split, streaming=streaming)
 
 
-def _holds_prompts(path: Path, folder: Path) -> bool:
+def _has_prompts(path: Path, folder: Path) -> bool:
     hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
     about = path.stem.upper().startswith(("README", "LICENSE"))
     return path.is_file() and path.name.lower().endswith(SUFFIXES) and not (about or hidden)
@@ -258,20 +254,30 @@ def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
     try:
         if name.endswith(".json"):
             yield from _json_records(path)
-        elif name.endswith(".parquet"):
-            yield from _parquet_records(path)
-        elif name.endswith((".txt", ".md")):
-            yield from _text_records(path, by_line)
         elif name.endswith((".jsonl", ".jsonl.gz")):
             yield from _json_lines(path)
+        elif name.endswith((".txt", ".md")):
+            text = path.read_text(encoding="utf-8-sig").lstrip()
+            parts = re.split(r"\n(?:[ \t]*\n)+", text)
+            if by_line or len(parts) == 1:
+                parts = text.split("\n")
+            for number, part in enumerate(filter(str.strip, parts), start=1):
+                yield f"{path} prompt {number}", {"text": part.strip()}
+        elif name.endswith(".parquet"):
+            import pyarrow.parquet  # slow, and optional
+
+            with pyarrow.parquet.ParquetFile(path) as table:
+                batches = (batch.to_pylist() for batch in table.iter_batches(1024))
+                for number, record in enumerate(itertools.chain.from_iterable(batches), start=1):
+                    yield f"{path} record {number}", record
         else:
             raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
-    # gzip, codecs and pyarrow do not know which file they read; pyarrow may be missing
+    # gzip, codecs and pyarrow do not name the file; pyarrow may be missing
     except (EOFError, ImportError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as e:
         if str(path) in str(e):
             raise
         raise ValueError(
-            f"{path}: expected a whole {path.suffix} file, got one that cannot be read "
+            f"{path}: expected a complete {path.suffix} file, got one that cannot be read "
             f"({' '.join(str(e).split())}); copy or convert it again, or leave it out"
         ) from e
 
@@ -287,7 +293,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{path} line {number}: expected JSON in UTF-8, got {line[:40]!r}... "
-                    f"({error}); repair or remove it"
+                    f"({error}); fix or remove it"
                 ) from error
             yield f"{path} line {number}", record
 
@@ -308,29 +314,11 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path} record {number}", record
 
 
-def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow.parquet  # slow, and optional
-
-    number = 0
-    with pyarrow.parquet.ParquetFile(path) as table:
-        for batch in table.iter_batches(1024):
-            for record in batch.to_pylist():
-                number += 1
-                yield f"{path} record {number}", record
-
-
-def _text_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
-    text = path.read_text(encoding="utf-8-sig").lstrip()
-    parts = re.split(r"\n(?:[ \t]*\n)+", text)
-    if by_line or len(parts) == 1:
-        parts = text.split("\n")
-    for number, part in enumerate(filter(str.strip, parts), start=1):
-        yield f"{path} prompt {number}", {"text": part.strip()}
-
-
 def _parsed(
-    records: Iterator[tuple[str, Any]], kept: _Kept, skip_empty: bool
+    records: Iterator[tuple[str, Any]], kept: _Kept, limit: int | None, skip_empty: bool
 ) -> Iterator[tuple[str, Messages | None, str | None]]:
+    """Yield (place, messages, text), `limit` at most, and log what was left out at the end."""
+    number = 0
     for where, record in records:
         try:
             messages, text = _parse(where, record, kept)
@@ -339,11 +327,17 @@ def _parsed(
             if not skip_empty:
                 raise
             continue
-        except (TypeError, UnicodeError) as error:  # "\ud83d" alone is half a character
+        except (TypeError, UnicodeError) as error:  # such as "\ud83d", half a character
             raise ValueError(
-                f"{where}: expected text in Unicode, got {error}; repair or remove the record"
+                f"{where}: expected text in Unicode, got {error}; fix or remove the record"
             ) from error
         yield where, messages, text
+        number += 1
+        if number == limit:
+            break
+    if kept.left_out:
+        counts = ", ".join(f"{count} {kind}" for kind, count in kept.left_out.items())
+        logger.warning("only text is kept; left out: %s", counts)
 
 
 def _parse(where: str, record: Any, kept: _Kept) -> tuple[Messages | None, str | None]:
@@ -357,26 +351,25 @@ def _parse(where: str, record: Any, kept: _Kept) -> tuple[Messages | None, str |
         )
     kept.left_out.update(key for key in MEDIA if record.get(key))
     value, where = record[layout], f"{where}, {layout}"
-    if isinstance(value, list):
-        kept.left_out.update(_other_parts(value))
     if layout == "text":
-        return None, _asked(where, value)
+        return None, _question(where, value, kept)
     if layout == "instruction":
-        value, extra = _asked(where, value), _text(f"{where}, input", record.get("input") or "")
+        value = _question(where, value, kept)
+        extra = _text(f"{where}, input", record.get("input") or "", kept)
         value = [f"{value}\n\n{extra}" if extra.strip() else value]
     elif layout == "prompt" and isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
         raise ValueError(f"{where}: expected a list of turns, got {_describe(value)}")
     messages = _read_turns(where, value, kept)
-    system = _text(f"{where}, system", record.get("system") or "")
+    system = _text(f"{where}, system", record.get("system") or "", kept)
     if system.strip() and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return messages, None
 
 
 def _read_turns(where: str, turns: list[Any], kept: _Kept) -> Messages:
-    """Messages of a conversation up to the last question or, with answers, the last answer."""
+    """The messages of a conversation up to the last question or, with answers, the last answer."""
     messages: list[Message] = []
     calls = 0
     unanswered: list[Message] = []
@@ -390,7 +383,7 @@ def _read_turns(where: str, turns: list[Any], kept: _Kept) -> Messages:
         elif message["role"] != "tool":
             unanswered = list(message.get("tool_calls", ()))
         for call in message.get("tool_calls", ()):
-            call["id"] = call["id"] or f"call{calls:05d}"  # nine letters, as Mistral demands
+            call["id"] = call["id"] or f"call{calls:05d}"  # nine letters, as Mistral requires
             calls += 1
         messages.append(message)
     last = {"assistant"} if kept.answers else {"user", "tool"}
@@ -404,7 +397,7 @@ def _read_turns(where: str, turns: list[Any], kept: _Kept) -> Messages:
 
 
 def _message(where: str, turn: Any, kept: _Kept) -> Message | None:
-    """A turn as a message for a chat template; None: it is left out."""
+    """A turn as a message for a chat template; None if it is left out."""
     if isinstance(turn, str):
         turn = {"role": "user", "content": turn}
     named = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
@@ -415,29 +408,25 @@ def _message(where: str, turn: Any, kept: _Kept) -> Message | None:
             f"assistant or tool, got {repr(named) if named else _describe(turn)}; rename it"
         )
     content = turn["content"] if "content" in turn else turn.get("value")
-    calls = content if role == "call" else turn.get("tool_calls") or turn.get("function_call")
-    if not kept.tools:
-        calls = None
-    left_out = {
-        "assistant": not (calls or kept.answers),
-        "call": not kept.tools,
-        "tool": not kept.tools,
-        "thought": True,  # templates have no place for such a turn
-    }
-    if left_out.get(role):
+    calls = None
+    if kept.tools:
+        calls = content if role == "call" else turn.get("tool_calls") or turn.get("function_call")
+    if role == "thought" or (role in ("call", "tool") and not kept.tools):
+        return None  # templates have no place for thoughts
+    if role == "assistant" and not (calls or kept.answers):
         return None
     if role == "user":
-        return {"role": "user", "content": _asked(where, content)}
+        return {"role": "user", "content": _question(where, content, kept)}
     if role == "call" or content is None:
         content = ""
     if role == "tool" and not isinstance(content, str | list):
         content = json.dumps(content)
-    text = _text(where, content)
+    text = _text(where, content, kept)
     if role == "tool":
-        named = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
-        return {"role": "tool", "content": text, **named}
+        given = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
+        return {"role": "tool", "content": text, **given}
     if role != "system" and not kept.reasoning:
-        text = THOUGHT.sub("", text)
+        text = REASONING.sub("", text)
     if calls:
         return {"role": "assistant", "content": text, "tool_calls": _calls(where, calls)}
     return {"role": role, "content": text} if text.strip() else None
@@ -451,14 +440,14 @@ def _calls(where: str, value: Any) -> list[Message]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f'{where}: expected a tool call as JSON, {{"name", "arguments"}}, got '
-            f"{_describe(value)}; repair it, or leave tools out"
+            f"{_describe(value)}; fix it, or leave tools out"
         ) from error
 
 
 def _call(call: Message) -> Message:
     function = call.get("function", call)
     arguments = function.get("arguments")
-    if isinstance(arguments, str):  # templates want an object
+    if isinstance(arguments, str):  # templates require an object
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):  # a tool that takes plain text
@@ -467,8 +456,8 @@ def _call(call: Message) -> Message:
     return {"id": call.get("id"), "type": "function", "function": called}
 
 
-def _asked(where: str, value: Any) -> str:
-    text = _text(where, value)
+def _question(where: str, value: Any, kept: _Kept) -> str:
+    text = _text(where, value, kept)
     if not text.strip():
         raise EmptyPromptError(
             f"{where}: expected a question, got an empty string; remove the record, or pass "
@@ -477,32 +466,21 @@ def _asked(where: str, value: Any) -> str:
     return text
 
 
-def _text(where: str, value: Any) -> str:
-    """A text, or OpenAI's content parts joined."""
-    if isinstance(value, list):
-        return "".join(_part(where, part) for part in value)
-    if not isinstance(value, str):
-        raise ValueError(
-            f"{where}: expected a string, got {_describe(value)}; give the text itself"
-        )
-    return value
-
-
-def _part(where: str, part: Any) -> str:
-    if not isinstance(part, dict):
-        return _text(where, part)
-    if "text" not in str(part.get("type", "text")) or part.get("text") is None:
-        return ""
-    return _text(where, part["text"])
-
-
-def _other_parts(turns: list[Any]) -> Iterator[str]:
-    """Kinds of the content parts that are not text."""
-    for turn in turns:
-        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-        if isinstance(content, list):
-            kinds = [str(part.get("type", "text")) for part in content if isinstance(part, dict)]
-            yield from (kind for kind in kinds if "text" not in kind)
+def _text(where: str, value: Any, kept: _Kept) -> str:
+    """A string, or the text of OpenAI's content parts; parts of other types are counted."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: expected a string, got {_describe(value)}; convert it to text")
+    texts = []
+    for part in value:
+        kind = str(part.get("type", "text")) if isinstance(part, dict) else "text"
+        text = part.get("text") if isinstance(part, dict) else part
+        if "text" not in kind:
+            kept.left_out[kind] += 1
+        elif text is not None:
+            texts.append(_text(where, text, kept))
+    return "".join(texts)
 
 
 def _describe(value: Any) -> str:

@@ -1,11 +1,12 @@
 """A target whose tokens come from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...).
 
-Only its tokenizer, template and end tokens are here. Prompts are sent as token ids, rendered as for
-a target in this process. If the server tells the ids that it wrote (vLLM: `return_token_ids`),
-those are learned; else its text is tokenized, and learned only if the ids decode to the same text.
+Only its tokenizer, chat template and end tokens are loaded here. Prompts are sent as token ids,
+rendered as for a target in this process. If the server returns the ids that it generated (vLLM:
+`return_token_ids`), those are learned; else its text is tokenized, and learned only if the ids
+decode to the same text.
 
-The server's faults (busy, restarting, cut, silent or garbled) are tried again a bounded number of
-times; what another try cannot change is said at once.
+Faults of the server (busy, restarting, cut, silent or malformed responses) are retried a bounded
+number of times; errors that a retry cannot fix are raised at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Generator, Iterable, Sequence
 from itertools import chain, islice
 from typing import Annotated, Any, Literal, TypeVar
 
-from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # kept for others
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig
 
@@ -29,56 +30,52 @@ from draftheads.train.data.distill import Answered, Answerer, Sampling, until_en
 
 CONNECT_SECONDS = 10.0
 BUSY = {408, 425, 429}
-"""HTTP statuses below 500 that another try may change."""
+"""HTTP statuses below 500 that a retry may fix."""
 REFUSED = {400, 413, 422}
-"""HTTP statuses about this prompt; all others below 500 are about all prompts."""
+"""HTTP statuses about one prompt; all others below 500 are about all prompts."""
 LONGEST_PAUSE, LONGEST_RETRY_AFTER = 60.0, 600.0
-"""Seconds between two tries: our own, and asked for by the server."""
+"""Seconds before a retry: by our own schedule, and as requested by the server."""
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
 GIVE_UP = 10
-"""Prompts in a row that the server failed to answer after which it counts as down."""
-
-Json = dict[str, Any]
+"""Consecutive prompts that the server failed to answer after which it counts as down."""
 
 logger = logging.getLogger("draftheads")
 
 
 class ServerError(OSError):
-    """A request that failed as any other would."""
+    """An error that every other request would meet, too."""
 
 
 class PromptRefused(ServerError):
-    """The server refuses this prompt; others may be fine."""
+    """The server refuses this prompt; it may accept others."""
 
 
 class ServerFault(ServerError):
-    """Not the prompt's fault; another try may succeed."""
+    """Not the prompt's fault; a retry may succeed."""
 
 
 class ServerOptions(BaseModel):
-    """Where the server is, and how patient to be with it."""
+    """Address of the server, and how long to wait for it."""
 
     model_config = ConfigDict(extra="forbid")
 
-    url: str = Field(description="http://HOST:PORT, with or without /v1")
-    model: str | None = Field(None, description="name at the server; default: its only one")
-    api_key_env: str | None = Field(None, description="environment variable that holds the key")
-    concurrency: int = Field(32, ge=1, description="requests at a time")
-    timeout: float | None = Field(
-        None, gt=0, description="seconds for an answer; default: 60, and half a one per token"
-    )
-    tries: int = Field(6, ge=1, description="of each request")
-    pause: float = Field(0.5, ge=0, description="seconds before the second try; then doubled")
+    url: str  # http://HOST:PORT, with or without /v1
+    model: str | None = None  # name at the server; default: its only one
+    api_key_env: str | None = None  # environment variable with the key
+    concurrency: int = Field(32, ge=1)  # requests
+    timeout: float | None = Field(None, gt=0)  # seconds for an answer; default: 60 + 0.5 per token
+    tries: int = Field(6, ge=1)  # per request
+    pause: float = Field(0.5, ge=0)  # seconds before the second try; then doubled
 
 
 class Completion(BaseModel):
-    """What a server wrote: text, token ids or both."""
+    """Output of a server: text, token ids or both."""
 
     text: str | None = None
     token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
     finish_reason: Literal["stop", "length"]  # "abort": the server gave up
-    stop_reason: Any = None  # may be the end token's id
+    stop_reason: Any = None  # may be the id of the end token
     matched_stop: Any = None  # SGLang's name for it
 
 
@@ -99,10 +96,10 @@ Body = TypeVar("Body", _Completions, _Models)
 
 
 class ServedTarget(Answerer):
-    """A target at a server. name: the same model's folder or Hub id, for its tokenizer.
+    """A target at a server. name: folder or Hub id of the same model, for its tokenizer.
 
-    Raises ValueError for an address, key or model name that cannot be right, ServerError if no
-    server answers. The key is in no message: *** replaces it in what the server says.
+    Raises ValueError for an invalid address, key or model name, ServerError if no server answers.
+    The key appears in no message: *** replaces it in what the server returns.
     """
 
     together = False
@@ -111,7 +108,7 @@ class ServedTarget(Answerer):
         self.url = _base_url(options.url)
         self._options = options
         self._key = _key(options.api_key_env) if options.api_key_env else ""
-        self._random = random.Random()  # the caller's random numbers stay as they are
+        self._random = random.Random()  # leaves the caller's random state alone
         self._client: dict[str, Any] = {
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {self._key}"} if self._key else {},
@@ -131,7 +128,7 @@ class ServedTarget(Answerer):
         self._renderer = Renderer(self.side, {})
 
     def origin(self) -> dict[str, Any]:
-        """As of a local target; the server's weights have no fingerprint."""
+        """The manifest's entry for the target; the server's weights have no fingerprint."""
         return {
             "name": self.side.name,
             "revision": self._revision,
@@ -143,65 +140,56 @@ class ServedTarget(Answerer):
     def answer(
         self, batches: Iterable[list[Conversation]], sampling: Sampling, seeds: Sequence[str]
     ) -> Generator[Answered]:
-        """Many conversations at a time, yielded as soon as they are done.
+        """Answer many conversations at a time; each is yielded as soon as it is done.
 
-        Raises ServerError, after what is done was yielded, if many in a row fail, the server is
-        gone, or it refuses all requests. Whatever ends this early cuts all requests.
+        Raises ServerError, after yielding what is done, if many in a row fail, the server is gone,
+        or it refuses all requests. All pending requests are cancelled when this ends early.
         """
-        rows, failed, reasons = chain.from_iterable(batches), 0, set[str]()
+        rows, failed = chain.from_iterable(batches), 0
         pending = set[asyncio.Task[tuple[Conversation, ServerError | None]]]()
         with asyncio.Runner() as runner:
             client = httpx.AsyncClient(**self._client)
             try:
                 while True:
                     for row in islice(rows, self._options.concurrency - len(pending)):
-                        talk = self._converse(client, row, sampling, seeds)
-                        pending.add(runner.get_loop().create_task(talk))
+                        task = self._converse(client, row, sampling, seeds)
+                        pending.add(runner.get_loop().create_task(task))
                     if not pending:
                         return
                     waiting = asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                     done, pending = runner.run(waiting)
-                    faults = []
-                    for row, error in [task.result() for task in done]:
+                    results = [task.result() for task in done]
+                    for row, error in sorted(results, key=lambda result: result[1] is not None):
                         if error is None or isinstance(error, PromptRefused):
                             failed = 0
-                            yield [row], self._last_word(error) if error else None
-                        else:
-                            faults.append(error)
-                    for error in faults:
+                            yield [row], error
+                            continue
                         failed += 1
                         if failed >= GIVE_UP or not isinstance(error, ServerFault):
-                            raise self._last_word(error)
-                        if str(error) not in reasons:
-                            reasons.add(str(error))
-                            logger.warning("%s; the prompt is left for the next launch", error)
+                            raise error
+                        logger.warning("%s", error)
             finally:
                 for task in pending:
                     task.cancel()
                 runner.run(client.aclose())
 
-    def _last_word(self, error: ServerError) -> ServerError:
-        return type(error)(
-            f"{self.url}: {error}; check the server, then run the same command again to resume"
-        )
-
     async def _converse(
         self, client: Any, row: Conversation, sampling: Sampling, seeds: Sequence[str]
     ) -> tuple[Conversation, ServerError | None]:
-        """All turns of one conversation, and what made it fail."""
+        """Answer all turns of one conversation; the second value is the error that ended it."""
         try:
             while row.ask():
                 seed = f"{seeds[row.prompt.index]}/{len(row.answers)}"
                 request = self._request(row, sampling, seed)
                 self._take(row, await self._complete(client, request), sampling)
-        except PromptRefused as error:  # this prompt is lost, the run is not
-            row.end("failed", str(error))
-            return row, error
         except ServerError as error:
-            return row, error
+            if isinstance(error, PromptRefused):
+                row.end("failed", str(error))
+            advice = "check the server, then run the same command again to resume"
+            return row, type(error)(f"{self.url}: {error}; {advice}")
         return row, None
 
-    def _request(self, row: Conversation, sampling: Sampling, seed: str) -> Json:
+    def _request(self, row: Conversation, sampling: Sampling, seed: str) -> dict[str, Any]:
         return {
             "model": self.model,
             "prompt": row.tokens,
@@ -213,90 +201,85 @@ class ServedTarget(Answerer):
             "stop_token_ids": list(self.side.eos_ids),
             "skip_special_tokens": False,
             "return_token_ids": True,
-            "min_p": 0.0,  # this and the rest: else servers take the model's own defaults
+            "min_p": 0.0,  # this and the rest override the model's own defaults at the server
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
         }
 
     def _take(self, row: Conversation, completion: Completion, sampling: Sampling) -> None:
-        """Put an answer after its question, its end token included."""
+        """Append an answer, its end token included, to its conversation."""
         eos_ids, ids = self.side.eos_ids, completion.token_ids
         if ids is None:
-            ids = self._renderer.written(completion.text or "", row.tokens)
-            if ids is None or len(ids) > sampling.max_new_tokens:  # not those that were written
+            ids = self._renderer.retokenize(completion.text or "", row.tokens)
+            if ids is None or len(ids) > sampling.max_new_tokens:  # not the generated ones
                 row.end("skipped", LOSSY)
                 return
             row.retokenized += 1
         ids = until_end(ids, eos_ids)
         ended = completion.finish_reason == "stop" and eos_ids
         if ended and (not ids or ids[-1] not in eos_ids):  # the server left the end token out
-            told = (completion.stop_reason, completion.matched_stop)
-            known = (*told, self.side.tokenizer.eos_token_id, eos_ids[0])
+            reported = (completion.stop_reason, completion.matched_stop)
+            known = (*reported, self.side.tokenizer.eos_token_id, eos_ids[0])
             ids = [*ids, next(token for token in known if token in eos_ids)]
         if not ids:
             raise ServerFault("answer without tokens")
         if max(ids) >= self._vocabulary:
             raise ServerError(
                 f"expected token ids below {self._vocabulary}, the vocabulary of {self.side.name}, "
-                f"got greater ones from {self.model}: is it the same model"
+                f"got larger ones from {self.model}: is it the same model"
             )
         row.answer(ids)
 
-    async def _complete(self, client: Any, request: Json) -> Completion:
-        """One completion, asked for again where that may help."""
+    async def _complete(self, client: Any, request: dict[str, Any]) -> Completion:
+        """The server's completion, retried after faults."""
         patience = self._options.timeout or 60 + request["max_tokens"] / SLOWEST
         number = 0
         while True:
             number += 1
-            wait, gone = 0.0, False
+            wait, kind = 0.0, ServerFault
             try:
                 async with asyncio.timeout(patience):  # for the whole answer
                     response = await client.post("/completions", json=request)
-                if (asked := response.headers.get("retry-after", "")).isdecimal():
-                    wait = min(float(asked), LONGEST_RETRY_AFTER)
+                if (seconds := response.headers.get("retry-after", "")).isdecimal():
+                    wait = min(float(seconds), LONGEST_RETRY_AFTER)
                 [completion] = self._read(response, _Completions).choices
                 if completion.text is None and completion.token_ids is None:
                     raise ServerFault("expected text or token ids, got neither")
                 if len(completion.token_ids or ()) > request["max_tokens"]:
-                    raise ServerFault("expected no more tokens than were asked for, got more")
+                    raise ServerFault("expected no more tokens than requested, got more")
                 return completion
             except TimeoutError:
-                reason = "no whole answer in time"
+                reason = "no complete answer in time"
             except ServerFault as error:
                 reason = str(error)
             except httpx.HTTPError as error:
                 reason = self._hide(str(error) or type(error).__name__)
-                gone = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                    kind = ServerError  # the server is gone, for all prompts
             if number == self._options.tries:
-                kind = ServerError if gone else ServerFault
                 raise kind(f"{reason}, tried {number} times")
             pause = min(LONGEST_PAUSE, self._options.pause * 2 ** (number - 1))
             await asyncio.sleep(wait + pause * self._random.uniform(0.5, 1.0))
 
     def _choose(self) -> _Model:
-        """The model that the options name, or the only one. Raises ServerError without a server."""
+        """The model that the options name, or the only one."""
         try:
             with httpx.Client(**self._client) as client:
                 response = client.get("/models", timeout=CONNECT_SECONDS)
             models = self._read(response, _Models).data
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ServerError) as error:
             raise ServerError(
-                f"{self.url}: expected an OpenAI-compatible server, got {self._hide(str(error))}; "
-                "start it, or give another --server"
-            ) from None
-        except ServerError as error:
-            hint = "" if "--api-key-env" in str(error) else "; is --server its address?"
-            raise ServerError(
-                f"{self.url}/models: expected a list of models, got {error}{hint}"
+                f"{self.url}: expected an OpenAI-compatible server with a list of models, got "
+                f"{self._hide(str(error))}; start it, or check --server and --api-key-env"
             ) from None
         wanted = self._options.model
         for model in models:
             if model.id == wanted or (wanted is None and len(models) == 1):
                 return model
         names = self._hide(", ".join(model.id for model in models)) or "none"
-        wish = "one model" if wanted is None else f"model {wanted!r}"
-        raise ValueError(f"{self.url}: expected {wish}, got {names}; set --server-model")
+        expected = "one model" if wanted is None else f"model {wanted!r}"
+        raise ValueError(f"{self.url}: expected {expected}, got {names}; set --server-model")
 
     def _read(self, response: Any, kind: type[Body]) -> Body:
         """The body of a response. Raises the ServerError that its status or its body means."""
@@ -309,22 +292,19 @@ class ServedTarget(Answerer):
         except ValidationError as error:  # cut by a proxy, or some other kind of server
             first = error.errors(include_input=False, include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
-            raise ServerFault(f"another answer ({where} {first['msg']})") from None
+            raise ServerFault(f"an unexpected response ({where} {first['msg']})") from None
 
     def _refusal(self, response: Any) -> str:
-        """The status, and what the server says about it in OpenAI's or FastAPI's layout."""
+        """The status and the server's message, in OpenAI's or FastAPI's layout."""
         try:
-            said = response.json()
-            said = said.get("error", said)
-            message = str(said["message"] if "message" in said else said["detail"])
+            body = response.json()
+            body = body.get("error", body)
+            message = str(body["message"] if "message" in body else body["detail"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a page of HTML
             message = response.reason_phrase
         message = self._hide(" ".join(message.split()))[:200]
-        # without numbers, as prompts of other lengths are refused for one reason
-        reason = f"HTTP {response.status_code}: {re.sub(r'[0-9]+', 'N', message)}"
-        if response.status_code in (401, 403):
-            reason += "; set --api-key-env to a variable whose key may ask this server"
-        return reason
+        # without numbers: prompts of different lengths are refused for the same reason
+        return f"HTTP {response.status_code}: {re.sub(r'[0-9]+', 'N', message)}"
 
     def _hide(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
@@ -335,10 +315,10 @@ def _base_url(url: str) -> str:
         raise ValueError("--server: expected no password in the address; use --api-key-env")
     try:
         parts = httpx.URL(url.strip().rstrip("/"))
-        right = parts.scheme in ("http", "https") and parts.host
+        valid = parts.scheme in ("http", "https") and parts.host
     except (httpx.InvalidURL, ValueError):
-        right = False
-    if not right:
+        valid = False
+    if not valid:
         raise ValueError(f"--server: expected http://HOST:PORT, got {url!r}; give such an address")
     return str(parts).removesuffix("/").removesuffix("/v1") + "/v1"
 
@@ -347,7 +327,7 @@ def _key(variable: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not re.fullmatch("[!-~]+", key):  # the name is not shown: it may be the key itself
         raise ValueError(
-            "--api-key-env: expected the name of an environment variable that holds a key of "
-            "printable ASCII characters, found none; export it, and give the variable's name"
+            "--api-key-env: expected the name of an environment variable with a key of printable "
+            "ASCII characters, found none; export it, and give the variable's name"
         )
     return key
