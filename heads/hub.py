@@ -38,8 +38,8 @@ from draftheads.heads.formats.stored import (
     WEIGHT_FILES,
     Stored,
     named,
-    parts_of,
     read_files,
+    shards,
     target_name,
 )
 from draftheads.heads.formats.table import as_ours, translated
@@ -310,7 +310,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
         folder = snapshot([CONFIG, *WEIGHT_FILES, *INDEXES, CARD, *ADAPTER_FILES])
         indexes = [folder / name for name in INDEXES if (folder / name).is_file()]
         if indexes and not any((folder / name).is_file() for name in WEIGHT_FILES):
-            snapshot([part for index in indexes for part in parts_of(index)])
+            snapshot([part for index in indexes for part in shards(index)])
     except (LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         at = f" at {revision}" if revision else ""
         raise FileNotFoundError(

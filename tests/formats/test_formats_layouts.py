@@ -249,7 +249,7 @@ def test_feature_layers_are_counted_as_their_place_says(tmp_path, config, expect
     )
     assert load_head(folder, target=tiny_target()).feature_layers == expected
     if not config:
-        assert "whose number of layers tells which states this head reads" in refusal(folder)
+        assert "whose number of layers determines which states this head reads" in refusal(folder)
 
 
 def test_what_eagle_3_leaves_to_the_target(tmp_path):
@@ -260,7 +260,7 @@ def test_what_eagle_3_leaves_to_the_target(tmp_path):
     again = load_head(folder, target=target)
     assert torch.equal(again.lm_head.weight, target.unembed_weight()[sorted(FEW)])
     assert torch.equal(again.t2d, head.t2d)
-    assert "whose last matrix this head uses, got none" in refusal(folder)
+    assert "whose lm_head this head uses, got none" in refusal(folder)
 
 
 def test_maps_that_change_nothing_are_no_draft_vocabulary(tmp_path):
@@ -317,7 +317,7 @@ def test_zero_biases_are_nothing_and_others_are_refused(tmp_path):
 def test_embeddings_that_are_not_the_targets_are_refused(tmp_path):
     tensors = {**eagle3().state_dict(), "embed_tokens.weight": torch.randn(VOCABULARY, 32)}
     folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS})
-    assert "got embed_tokens.weight of its own" in refusal(folder, tiny_target())
+    assert "got other ones in embed_tokens.weight" in refusal(folder, tiny_target())
 
 
 SPECULATORS = {
@@ -336,7 +336,7 @@ def test_speculators(tmp_path):
     assert again.design.norm_before_residual and open_head(folder).target == ("tiny-llama", None)
     silent = {key: value for key, value in SPECULATORS.items() if key != "norm_before_residual"}
     folder = folder_of(tmp_path / "head", "model.safetensors", tensors, silent)
-    assert "takes it for false, vLLM for true" in refusal(folder)
+    assert "assumes false and vLLM true" in refusal(folder)
     folder = folder_of(tmp_path / "head", "model.safetensors", tensors,
                        {**SPECULATORS, "speculators_model_type": "mtp"})  # fmt: skip
     assert "expected speculators_model_type: eagle3; got 'mtp'" in refusal(folder)
@@ -365,7 +365,7 @@ def test_a_draft_vocabulary_without_a_map_is_not_whole(tmp_path):
     tensors = dict(eagle3(vocabulary=FEW).state_dict())
     del tensors["d2t"]
     folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS})
-    assert "which says what the 6 draft tokens are, got none" in refusal(folder)
+    assert "which maps the 6 draft tokens to the target's, got none" in refusal(folder)
     tensors["d2t"] = torch.tensor(FEW)
     folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS})
     assert "were absolute ids stored?" in refusal(folder)

@@ -221,7 +221,7 @@ def test_a_file_that_is_no_state_dict_is_refused_and_not_run(tmp_path):
     trap = tmp_path / "trap"
     for content in (Code(trap), {"weight": Code(trap)}, torch.nn.Linear(2, 2)):
         message = refusal(folder_of(tmp_path / "head", content))
-        assert "damaged, or a pickle that holds code" in message
+        assert "damaged, or a pickle that contains code" in message
     assert not trap.exists()
     for content in ({"state_dict": published("mlp")}, {"weight": torch.ones(1), "step": 3}):
         message = refusal(folder_of(tmp_path / "head", content))
@@ -237,7 +237,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path, share):
     folder = folder_of(tmp_path / "head", published("mlp"))
     content = (folder / "hydra_lm_head.pt").read_bytes()
     (folder / "hydra_lm_head.pt").write_bytes(content[: int(share * len(content))])
-    assert "hydra_lm_head.pt: expected whole weights" in refusal(folder)
+    assert "hydra_lm_head.pt: expected complete weights" in refusal(folder)
 
 
 def test_a_folder_without_weights_says_which_are_missing(tmp_path):
