@@ -1,8 +1,8 @@
 """Medusa and Hydra heads in the layouts of vLLM, FasterDecoding, text-generation-inference,
 TensorRT-LLM, ModelOpt and zankner/Hydra.
 
-Legend: D width, V vocabulary of the target, v draft vocabulary. k counts heads, j blocks of one
-head. There are two layouts of Medusa, each with or without lm_heads of its own:
+Legend: D width, V vocabulary; k counts heads, j the blocks of a head. There are two layouts of
+Medusa, each with or without lm_heads of its own:
 
     blocks.{k}.layers.{j}.weight | .bias    lm_heads.{k}.weight    vLLM; ours
     {k}.{j}.linear.weight | .bias           {k}.{blocks}.weight    the others
@@ -20,7 +20,6 @@ from torch import Tensor
 from draftheads.heads.formats.stored import (
     Stored,
     check_values,
-    integers,
     matrix,
     renamed,
     require,
@@ -53,24 +52,13 @@ HYDRA_DESIGN = {
 
 
 def from_vllm(stored: Stored, target: Target | None) -> Stored:
-    """With `original_lm_head`, the lm_head is the target's. A draft vocabulary is sorted, and
-    lm_heads are cut to the rows of its tokens.
-    """
+    """With `original_lm_head`, the lm_head is the target's."""
     config, tensors = stored.config, renamed(stored.tensors, VLLM)
-    check_values(config, {"logit_scale": (None, 1.0)})
-    if config.get("truncated_vocab_size") in (None, config.get("vocab_size")):
-        tensors.pop("token_map", None)  # as vLLM does
+    whole = (None, config.get("vocab_size"))
+    check_values(config, {"logit_scale": (None, 1.0), "truncated_vocab_size": whole})
+    tensors.pop("token_map", None)  # vLLM ignores it without truncated_vocab_size
     if tensors.pop("lm_head.weight", None) is None and config.get("original_lm_head"):
         tensors.pop("lm_heads.0.weight", None)
-    token_map = integers(tensors, "token_map")
-    if token_map is not None:
-        tensors["token_map"], order_v = token_map.long().sort()
-        for name in [name for name in tensors if name.startswith("lm_heads.")]:
-            weight = matrix(tensors, name)
-            rows = order_v if len(weight) == len(order_v) else tensors["token_map"]
-            if rows.min() < 0 or rows.max() >= len(weight):
-                raise ValueError(f"{name} has {len(weight)} rows, and no row {int(rows.max())}")
-            tensors[name] = weight[rows]
     return _ours(stored, tensors, target)
 
 
@@ -82,7 +70,7 @@ def from_numbered(stored: Stored, target: Target | None) -> Stored:
 def _ours(stored: Stored, tensors: dict[str, Tensor], target: Target | None) -> Stored:
     own = next((name for name in tensors if name.startswith("lm_heads.")), None)
     vocab_size = stored.config.get("vocab_size")
-    if own and "token_map" not in tensors:
+    if own:
         vocab_size = len(matrix(tensors, own))
     elif not vocab_size:
         vocab_size = require(target, "as config.json has no vocab_size").vocab_size

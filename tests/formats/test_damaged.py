@@ -58,8 +58,8 @@ FOREIGN: dict[str, Callable[[Path], Path]] = {
     ),
     "vllm": lambda path: folder_of(
         path, "model.safetensors",
-        {**trained("medusa", depth=2).state_dict(), "token_map": torch.tensor(FEW)},
-        {**VLLM, "truncated_vocab_size": 6},
+        dict(trained("medusa", depth=2).state_dict()),
+        VLLM,
     ),
     "hydra": lambda path: folder_of(path, "hydra_lm_head.pt", published("mlp"), HYDRA),
     "eagle": lambda path: folder_of(
@@ -384,7 +384,7 @@ ADAPTERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda f: f.write_text(f.read_text().replace('"r": 2', '"r": "x"')),
         "PEFT cannot load this one",
     ),
-    "gone": ("adapter_config.json", lambda f: f.unlink(), "found no such files"),
+    "gone": ("adapter_config.json", lambda f: f.unlink(), "got not both"),
 }
 
 

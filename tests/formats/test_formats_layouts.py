@@ -140,22 +140,13 @@ def test_vllm_heads_without_biases_get_zeros(tmp_path):
     assert again.depth == 3
 
 
-def test_vllm_maps_may_be_unsorted_and_matrices_whole(tmp_path):
-    weights = trained("medusa", depth=2, layers=1).state_dict()
-    tensors = {**weights, "token_map": torch.tensor(FEW)}
+def test_a_draft_vocabulary_of_vllm_is_refused_and_an_unused_map_ignored(tmp_path):
+    tensors = {**trained("medusa", depth=2).state_dict(), "token_map": torch.tensor(FEW)}
     config = {**VLLM, "truncated_vocab_size": len(FEW)}
-    folder = folder_of(tmp_path / "whole", "model.safetensors", tensors, config)
-    cut = {n: each[FEW] if "lm_head" in n else each for n, each in tensors.items()}
-    other = folder_of(
-        tmp_path / "cut", "model.safetensors", {**cut, "token_map": tensors["token_map"]}, config
-    )
-    for head in (load_head(folder), load_head(other)):
-        assert head.token_map.tolist() == sorted(FEW) and head.vocab_size == VOCABULARY
-        for k in range(2):
-            expected = weights[f"lm_heads.{k}.weight"][sorted(FEW)]
-            assert torch.equal(head.state_dict()[f"lm_heads.{k}.weight"], expected)
+    folder = folder_of(tmp_path / "cut", "model.safetensors", tensors, config)
+    assert "expected truncated_vocab_size: absent, 19; got 6" in refusal(folder)
     unused = folder_of(tmp_path / "unused", "model.safetensors", tensors, VLLM)
-    assert load_head(unused).token_map is None  # as vLLM does without truncated_vocab_size
+    assert load_head(unused).token_map is None
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "lm_heads.0.weight"])
