@@ -17,7 +17,6 @@ Count = Annotated[int, Field(gt=0, lt=1 << 31)]
 Nodes = Annotated[int, Field(gt=0, lt=1 << 12)]
 Layer = Annotated[int, Field(ge=-1, lt=1 << 16)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 KEYS: list[tuple[Any, str]] = [
@@ -28,7 +27,6 @@ KEYS: list[tuple[Any, str]] = [
     (Nodes | None, "draft_nodes depth top_k"),
     (Positive | None, "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor"),
     (Positive | None, "beta_fast beta_slow attention_factor"),
-    (Finite | None, "mscale mscale_all_dim logit_scale"),
     (bool | None, "truncate fc_norm norm_before_fc norm_before_residual norm_output"),
     (bool | None, "norm_embeddings"),
     (str | None, "model_type type rope_type speculators_model_type base_model_name_or_path"),
@@ -72,7 +70,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """A file with one JSON object. Raises ValueError for any other content."""
     try:
         value = json.loads(path.read_text("utf-8-sig"))
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be written
     except (ValueError, RecursionError) as error:  # no message names the file
         raise ValueError(
             f"{path}: expected a JSON object, got invalid JSON ({error}); get the folder again"

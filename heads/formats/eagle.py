@@ -44,6 +44,7 @@ LLAMA_LIKE = re.compile(r"(Eagle3?)?(Llama|Qwen2)ForCausalLM(Eagle3?)?|Eagle3Spe
 NO = (None, False)
 DESIGN: dict[str, tuple[Any, ...]] = {
     "parallel_drafting": NO,
+    "embed_requires_grad": NO,
     "kv_lora_rank": (None,),
     "mrope_section": (None,),
     "use_qk_norm": NO,
@@ -68,7 +69,7 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
     for architecture in config.get("architectures") or []:
         if not LLAMA_LIKE.fullmatch(architecture):
             raise ValueError(f"expected an EAGLE head with Llama layers, got {architecture}")
-    _drop_embeddings(tensors, config, target)
+    _drop_embeddings(tensors, target)
     tensors = {n: t for n, t in tensors.items() if not n.endswith(".bias") or t.any()}
     ours = config | _sizes(tensors, config)
     if "layers.0.hidden_norm.weight" in tensors:
@@ -98,22 +99,19 @@ def from_speculators(stored: Stored, target: Target | None) -> Stored:
     return from_eagle(Stored({**layer, **config}, stored.tensors), target)
 
 
-def _drop_embeddings(
-    tensors: dict[str, Tensor], config: dict[str, Any], target: Target | None
-) -> None:
+def _drop_embeddings(tensors: dict[str, Tensor], target: Target | None) -> None:
     """A copy of the target's embeddings is redundant; a head with others is refused."""
     if "embed_tokens.weight" not in tensors:
         return
     theirs_VD = matrix(tensors, "embed_tokens.weight")
     del tensors["embed_tokens.weight"]
-    is_copy = not config.get("embed_requires_grad")
-    if target is not None and is_copy:
-        ours_VD = target.model.get_input_embeddings().weight.detach().cpu()
-        rows = min(len(theirs_VD), len(ours_VD))  # one of them may be padded
-        is_copy = theirs_VD.shape[1] == ours_VD.shape[1] and torch.allclose(
-            theirs_VD[:rows].float(), ours_VD[:rows].float(), rtol=1e-2, atol=1e-3
-        )
-    if not is_copy:
+    if target is None:
+        return
+    ours_VD = target.model.get_input_embeddings().weight.detach().cpu()
+    rows = min(len(theirs_VD), len(ours_VD))  # one of them may be padded
+    if theirs_VD.shape[1] != ours_VD.shape[1] or not torch.allclose(
+        theirs_VD[:rows].float(), ours_VD[:rows].float(), rtol=1e-2, atol=1e-3
+    ):
         raise ValueError(
             "expected the embeddings of the target, got other ones in embed_tokens.weight, which "
             "are not supported; pass the target this head was trained for"

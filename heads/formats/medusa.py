@@ -43,7 +43,6 @@ HYDRA = [
     (r"^prefix_embeding_layer\.layers\.0\.", "prefix.layer."),
     (r"^prefix_embeding_layer\.norm\.", "prefix.norm."),
 ]
-HYDRA_BLOCK = r"^hydra_mlp\.(\d+)\.(\d+)\.linear\."
 HYDRA_DESIGN = {
     "hydra_head_arch": (None, "mlp", "prefix-mlp"),
     "grounded_heads": (None, True),
@@ -89,7 +88,8 @@ def from_hydra(stored: Stored, target: Target | None) -> Stored:
     check_values(stored.config, HYDRA_DESIGN)
     has_prefix = any(name.startswith("prefix_embeding_layer") for name in stored.tensors)
     stride = 2 if has_prefix else 1
-    block = (HYDRA_BLOCK, lambda m: f"blocks.{m[1]}.layers.{int(m[2]) // stride}.")
+    pattern = r"^hydra_mlp\.(\d+)\.(\d+)\.linear\."
+    block = (pattern, lambda m: f"blocks.{m[1]}.layers.{int(m[2]) // stride}.")
     tensors = renamed(stored.tensors, [*HYDRA, block])
     name = stored.config.get("base_model_name_or_path")
     layer = None

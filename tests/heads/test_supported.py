@@ -325,7 +325,9 @@ def test_where_a_model_counts_slots_texts_end_before_that(name):
     [("gpt-neo", {"window_size": 100}), ("doge", {"keep_window_size": 8})],
 )
 def test_where_it_does_so_from_the_start_it_is_refused(name, changes):
-    assert "attends by cache slot instead of position beyond" in refusal(counting_model(name, **changes))
+    assert "attends by cache slot instead of position beyond" in refusal(
+        counting_model(name, **changes)
+    )
 
 
 @pytest.mark.parametrize(
