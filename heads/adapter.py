@@ -87,15 +87,15 @@ class Adapter:
 
     @classmethod
     def load(cls, model: PreTrainedModel, base: str, folder: Path) -> Adapter:
-        """A saved adapter. Raises ValueError for one that is damaged or was trained on other
-        weights than `base`, FileNotFoundError for missing files.
+        """A saved adapter. Raises ValueError if it is damaged or was trained on weights other than
+        `base`, FileNotFoundError for missing files.
         """
         from peft import PeftModel
 
         if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
             raise FileNotFoundError(
-                f"adapter {folder}: expected {CONFIG} and {WEIGHTS}, got not both; get the folder "
-                "again"
+                f"adapter {folder}: expected {CONFIG} and {WEIGHTS}, got at most one of them; get "
+                "the folder again"
             )
         read_json(folder / CONFIG)
         with opened(folder / WEIGHTS) as file:

@@ -133,7 +133,7 @@ def record_measured(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """A head folder on this machine, of which `open_head` has read only config.json.
+    """A head folder on this machine; so far, only its config.json has been read.
 
     name and revision: of its repository on the Hub; otherwise the source as given, and None.
     """
@@ -336,7 +336,7 @@ def check_target(head: DraftHead, target: Target, facts: dict[str, Any]) -> None
             )
     if not all(-1 <= layer <= target.layers for layer in head.feature_layers):
         raise ValueError(
-            f"head reads states {list(head.feature_layers)} of {name}, target has 0 (embeddings) "
+            f"head reads states {list(head.feature_layers)} ({name}), target has 0 (embeddings) "
             f"to {target.layers} ({target.name}); pass the target this head was trained for"
         )
     trained = _adapter_fingerprint(facts)

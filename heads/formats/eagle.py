@@ -119,7 +119,7 @@ def _drop_embeddings(tensors: dict[str, Tensor], target: Target | None) -> None:
 
 
 def _sizes(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any]:
-    """The sizes of a layer as the tensors have them, whatever the config says."""
+    """The sizes of a layer, read from the tensors, as configs can be wrong."""
     (heads,) = needed(config, "num_attention_heads")
     q, k = (len(matrix(tensors, f"layers.0.self_attn.{each}_proj.weight")) for each in "qk")
     head_dim = max(1, q // heads)
@@ -146,7 +146,7 @@ def _features(
     layers = config.get(AUX_LAYERS) or [layer + 1 for layer in nested.get(AUX_LAYERS) or ()]
     layers = layers or nested.get("layer_ids")
     if not layers:
-        known = require(target, "whose number of layers determines which states this head reads")
+        known = require(target, "its number of layers determines which states this head reads")
         layers = list(default_features(known.layers))
     return {
         AUX_LAYERS: layers,
@@ -158,7 +158,7 @@ def _features(
 
 def _vocab_size(config: dict[str, Any], target: Target | None) -> int:
     size = config.get("vocab_size")
-    return int(size or require(target, "as config.json has no vocab_size").vocab_size)
+    return int(size or require(target, "config.json has no vocab_size").vocab_size)
 
 
 def _complete_vocabulary(
@@ -182,7 +182,7 @@ def _complete_vocabulary(
         tensors["d2t"] = offsets_v
         tensors["t2d"] = t2d(ids_v, vocab_size) if known_V is None else known_V
     if "lm_head.weight" not in tensors:
-        weight_VD = require(target, "whose lm_head this head uses").unembed_weight().detach()
+        weight_VD = require(target, "this head uses its lm_head").unembed_weight().detach()
         ids_v = ids_v[ids_v < len(weight_VD)]  # all, unless it is another target's
         tensors["lm_head.weight"] = weight_VD.to("cpu", tensors["fc.weight"].dtype)[ids_v]
     elif "d2t" not in tensors and (rows := len(matrix(tensors, "lm_head.weight"))) < vocab_size:
@@ -205,7 +205,7 @@ def to_speculators(stored: Stored, target: Target | None) -> Stored:
     """Sizes move to a nested config. The target's embeddings are stored too: speculators
     initialises missing ones at random.
     """
-    known = require(target, "whose embeddings speculators requires in the file")
+    known = require(target, "speculators requires its embeddings in the file")
     ours = stored.config
     config = {
         "architectures": ["Eagle3Speculator"],

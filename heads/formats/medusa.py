@@ -72,7 +72,7 @@ def _ours(stored: Stored, tensors: dict[str, Tensor], target: Target | None) -> 
     if own:
         vocab_size = len(matrix(tensors, own))
     elif not vocab_size:
-        vocab_size = require(target, "as config.json has no vocab_size").vocab_size
+        vocab_size = require(target, "config.json has no vocab_size").vocab_size
     if not any(name.endswith(".bias") for name in tensors):
         for name in [name for name in tensors if name.startswith("blocks.")]:
             weight_DD = matrix(tensors, name)
@@ -94,7 +94,7 @@ def from_hydra(stored: Stored, target: Target | None) -> Stored:
     name = stored.config.get("base_model_name_or_path")
     layer = None
     if has_prefix:
-        known = require(target, f"whose sizes the prefix layer has ({name})")
+        known = require(target, f"the prefix layer has the sizes of {name}")
         rope = getattr(known.config, "rope_parameters", None) or {}
         layer = LayerShape.of(known, {}).config()
         layer["rope_parameters"] = rope.get("full_attention", rope)
@@ -107,7 +107,7 @@ def to_vllm(stored: Stored, target: Target | None) -> Stored:
     """Our own layout, plus the target's lm_head where the heads share it."""
     tensors = dict(stored.tensors)
     if "lm_heads.0.weight" not in tensors:
-        known = require(target, "whose lm_head vLLM requires with heads that share it")
+        known = require(target, "vLLM requires its lm_head with heads that share it")
         dtype = tensors["blocks.0.layers.0.weight"].dtype
         tensors["lm_head.weight"] = known.unembed_weight().detach().to("cpu", dtype)
     return Stored(stored.config, tensors)

@@ -1,5 +1,5 @@
-"""Contents of a head folder, and how its files are read: safetensors, or pickles whose code is
-never run. Helpers of the layout translations follow at the end.
+"""Contents of a head folder, read from safetensors or from pickles without running their code;
+and helpers for translating layouts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WEIGHT_FILES = (
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 POINTER = b"version https://git-lfs.github.com/spec/"
 INSIDE = "medusa_head."
-"""Prefix of heads stored in one checkpoint with their whole target (Medusa v1.0)."""
+"""Prefix of heads in one checkpoint with their target (Medusa v1.0)."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def require(target: Known | None, reason: str) -> Known:
     """The target. Raises ValueError, with the reason why it is needed, for None."""
     if target is None:
         raise ValueError(
-            f"expected the target, {reason}, got none; pass it: load_head(..., target=target) or "
+            f"expected the target ({reason}), got none; pass it: load_head(..., target=target) or "
             "--target"
         )
     return target

@@ -176,9 +176,9 @@ def test_weights_keep_their_dtype(tmp_path):
 
 def test_the_target_is_asked_for_where_it_is_needed(tmp_path):
     ours = saved("medusa-shared", tmp_path / "ours")
-    with pytest.raises(ValueError, match="whose lm_head vLLM requires .* or --target"):
+    with pytest.raises(ValueError, match="vLLM requires its lm_head .* or --target"):
         converted(ours, tmp_path / "theirs", "vllm")
-    with pytest.raises(ValueError, match="whose embeddings speculators requires .* or --target"):
+    with pytest.raises(ValueError, match="speculators requires its embeddings .* or --target"):
         converted(saved("eagle3-usual", tmp_path / "eagle"), tmp_path / "theirs", "speculators")
     old = saved("eagle3-one", tmp_path / "old")  # it does not say how many layers its target has
     config = json.loads((old / "config.json").read_text())

@@ -309,7 +309,7 @@ def test_layers_that_the_target_has_not_are_refused(tmp_path, layers):
     if min(layers) < 0:
         assert "greater than or equal to -1" in line
     else:
-        assert f"head reads states {layers} of its target" in line
+        assert f"head reads states {layers} (its target)" in line
 
 
 def test_the_newest_step_is_that_of_the_greatest_number(tmp_path):
@@ -383,7 +383,7 @@ ADAPTERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda f: f.write_text(f.read_text().replace('"r": 2', '"r": "x"')),
         "PEFT cannot load this one",
     ),
-    "gone": ("adapter_config.json", lambda f: f.unlink(), "got not both"),
+    "gone": ("adapter_config.json", lambda f: f.unlink(), "got at most one"),
 }
 
 

@@ -240,7 +240,7 @@ def test_feature_layers_are_counted_as_their_place_says(tmp_path, config, expect
     )
     assert load_head(folder, target=tiny_target()).feature_layers == expected
     if not config:
-        assert "whose number of layers determines which states this head reads" in refusal(folder)
+        assert "its number of layers determines which states this head reads" in refusal(folder)
 
 
 def test_what_eagle_3_leaves_to_the_target(tmp_path):
@@ -251,7 +251,7 @@ def test_what_eagle_3_leaves_to_the_target(tmp_path):
     again = load_head(folder, target=target)
     assert torch.equal(again.lm_head.weight, target.unembed_weight()[sorted(FEW)])
     assert torch.equal(again.t2d, head.t2d)
-    assert "whose lm_head this head uses, got none" in refusal(folder)
+    assert "this head uses its lm_head), got none" in refusal(folder)
 
 
 def test_maps_that_change_nothing_are_no_draft_vocabulary(tmp_path):

@@ -195,7 +195,9 @@ def test_other_designs_are_refused(tmp_path, target, key, value, expected):
 
 def test_a_prefix_layer_needs_the_target_it_was_made_for(tmp_path, target):
     folder = folder_of(tmp_path / "head", published("prefix-mlp"))
-    assert "(base/model), got none; pass it: load_head(..., target=target)" in refusal(folder)
+    assert "the sizes of base/model), got none; pass it: load_head(..., target=target)" in refusal(
+        folder
+    )
     message = refusal(folder, new_target(num_key_value_heads=4))
     assert "k_proj.weight: expected numbers (32, 32), got numbers (16, 32)" in message
     with pytest.raises(ValueError, match=r"hidden size 32 \(base/model\), target has 64"):
