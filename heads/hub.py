@@ -34,6 +34,7 @@ from draftheads.heads.formats.config import CONFIG as CONFIG
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.stored import (
     INDEXES,
+    PLACES,
     WEIGHT_FILES,
     Stored,
     named,
@@ -196,8 +197,7 @@ class HeadFolder:
         not those that the head was trained on.
         """
         checked, stored = self.read(target)
-        with named(self.path):
-            head = type(checked).from_config(stored.config, stored.tensors)
+        head = type(checked).from_config(stored.config, stored.tensors)
         head.tree = checked.tree
         head.load_state_dict(stored.tensors)
         if target is not None:
@@ -304,10 +304,10 @@ def _download(repo_id: str, revision: str | None) -> Path:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
 
     try:  # the library's messages are paragraphs, or do not name the repository
-        folder = snapshot([CONFIG, *WEIGHT_FILES, *INDEXES, CARD, *ADAPTER_FILES])
-        indexes = [folder / name for name in INDEXES if (folder / name).is_file()]
-        if indexes and not any((folder / name).is_file() for name in WEIGHT_FILES):
-            snapshot([shard for index in indexes for shard in shards(index)])
+        folder = snapshot([CONFIG, *PLACES, CARD, *ADAPTER_FILES])
+        found = next((name for name in PLACES if (folder / name).is_file()), None)
+        if found in INDEXES:
+            snapshot(shards(folder / found))
     except (LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         at = f" at {revision}" if revision else ""
         raise FileNotFoundError(

@@ -31,6 +31,7 @@ WEIGHT_FILES = (
 )
 """Possible names of the file with the tensors; the first is our own."""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+PLACES = (*WEIGHT_FILES, *INDEXES)
 POINTER = b"version https://git-lfs.github.com/spec/"
 INSIDE = "medusa_head."
 """Prefix of heads in one checkpoint with their target (Medusa v1.0)."""
@@ -52,12 +53,11 @@ class Stored:
 
     def check(self, expected: dict[str, Tensor]) -> None:
         """Raise ValueError for tensors that are missing, unexpected or of other shapes or kinds."""
-        wanted, got = _forms(expected), _forms(self.tensors)
-        faults = [
-            f"{name}: expected {wanted.get(name, 'none')}, got {got.get(name, 'none')}"
-            for name in sorted(wanted.keys() | got.keys())
-            if wanted.get(name) != got.get(name)
-        ]
+        faults = []
+        for name in sorted(expected.keys() | self.tensors.keys()):
+            wanted, got = _form(expected.get(name)), _form(self.tensors.get(name))
+            if wanted != got:
+                faults.append(f"{name}: expected {wanted}, got {got}")
         if faults:
             raise ValueError(
                 f"{self.file} does not match its head: {'; '.join(faults[:3])}; was it made for "
@@ -70,12 +70,11 @@ class Stored:
         (folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
 
 
-def _forms(tensors: dict[str, Tensor]) -> dict[str, str]:
-    kinds = {True: "numbers", False: "integers"}
-    return {
-        name: f"{kinds[tensor.is_floating_point()]} {tuple(tensor.shape)}"
-        for name, tensor in tensors.items()
-    }
+def _form(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    kind = "numbers" if tensor.is_floating_point() else "integers"
+    return f"{kind} {tuple(tensor.shape)}"
 
 
 @contextmanager
@@ -94,7 +93,7 @@ def read_files(folder: Path, config: dict[str, Any]) -> Stored:
 
     Raises FileNotFoundError for missing weights, ValueError for unreadable ones.
     """
-    found = next((name for name in (*WEIGHT_FILES, *INDEXES) if (folder / name).is_file()), None)
+    found = next((name for name in PLACES if (folder / name).is_file()), None)
     if found is None:
         raise FileNotFoundError(f"{folder}: expected one of {', '.join(WEIGHT_FILES)}, found none")
     tensors: dict[str, Tensor] = {}
