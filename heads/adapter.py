@@ -1,5 +1,5 @@
-"""LoRA on a target, by PEFT, for heads that are trained together with it (Medusa-2). The folder
-that `save` writes is PEFT's own, so other tools load it too.
+"""LoRA on a target, by PEFT, for heads that are trained jointly with it (Medusa-2). Saved folders
+are in PEFT's own format, so other tools load them too.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from draftheads.heads.formats.config import read_json
 from draftheads.heads.formats.stored import opened
 from draftheads.heads.pretrained import decoder_layers, hash_tensor, same_weights
 
-if TYPE_CHECKING:  # slow to import, and needed by few
+if TYPE_CHECKING:  # slow to import, and rarely needed
     from peft import PeftModel
 
 FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"
 FILES = (f"{FOLDER}/{CONFIG}", f"{FOLDER}/{WEIGHTS}")
-"""What a head folder has of its adapter."""
+"""The adapter's files in a head folder."""
 
 
 class Adapter:
-    """Low-rank changes of a target's matrices: W + (alpha / rank) B A. A plain object, as the
+    """Low-rank updates of a target's matrices: W + (alpha / rank) B A. A plain object, as the
     target is.
 
     base: fingerprint of the target without it. drift: how far it moves the target's output, as last
@@ -54,10 +54,10 @@ class Adapter:
         layers: int | None = None,
         modules: Sequence[str] | None = None,
     ) -> Adapter:
-        """A new one, which changes nothing until it is trained; its parameters are float32.
+        """A new adapter, which changes nothing until it is trained; its parameters are float32.
 
-        layers: how many, counted from the last; None: all. modules: the matrices in them, by the
-        ends of their names; None: all. Raises ValueError for layers or modules that there are not.
+        layers: how many, counted from the last; None: all. modules: the last parts of the names of
+        matrices in them; None: all. Raises ValueError for layers or modules that do not exist.
         """
         from peft import LoraConfig, get_peft_model
 
@@ -70,8 +70,8 @@ class Adapter:
         missing = sorted(set(modules or ()) - set(known))
         if missing or not known:
             raise ValueError(
-                f"adapter.modules: expected some of {', '.join(known) or 'none'}, which the "
-                f"target's layers have, got {', '.join(missing) or 'none'}"
+                f"adapter.modules: expected some of {', '.join(known) or 'none'}, got "
+                f"{', '.join(missing) or 'none'}; list matrices of the target's layers"
             )
         places: dict[nn.Module, str] = {each: name for name, each in model.named_modules()}
         config = LoraConfig(
@@ -87,14 +87,15 @@ class Adapter:
 
     @classmethod
     def load(cls, model: PreTrainedModel, base: str, folder: Path) -> Adapter:
-        """The one that `save` wrote. Raises ValueError where it was trained on other weights than
-        `base` or is damaged, and FileNotFoundError where there is none.
+        """A saved adapter. Raises ValueError if it is damaged or was trained on weights other than
+        `base`, FileNotFoundError for missing files.
         """
         from peft import PeftModel
 
         if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
             raise FileNotFoundError(
-                f"adapter {folder}: expected {CONFIG} and {WEIGHTS}, found no such files"
+                f"adapter {folder}: expected {CONFIG} and {WEIGHTS}, got at most one of them; get "
+                "the folder again"
             )
         read_json(folder / CONFIG)
         with opened(folder / WEIGHTS) as file:
@@ -102,19 +103,19 @@ class Adapter:
         if not same_weights(trained_on, base):
             raise ValueError(
                 f"adapter {folder}: expected a target with fingerprint {trained_on}, got {base}; "
-                "pass the target that it was trained on, or, if it is merged already, none"
+                "pass the target that it was trained on, before any merge"
             )
         try:
             with _quiet():
                 adapter = cls(PeftModel.from_pretrained(model, folder).eval(), base)
             expected = set(adapter.state())
-        except Exception as error:  # PEFT raises anything where a file is wrong, and names none
+        except Exception as error:  # a damaged file may raise anything, without its name
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"adapter {folder}: expected a LoRA adapter of {type(model).__name__}, PEFT cannot "
                 f"load this one ({type(error).__name__}: {reason}); get the folder again"
             ) from error
-        if names != expected:  # which PEFT passes over
+        if names != expected:  # PEFT does not compare them
             raise ValueError(
                 f"adapter {folder / WEIGHTS}: missing tensors {sorted(expected - names)[:2]}, "
                 f"unexpected {sorted(names - expected)[:2]}; get the folder again"
@@ -123,31 +124,33 @@ class Adapter:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that learn, under PEFT's names."""
+        """The trainable parameters, under PEFT's names."""
         named = self.wrapped.named_parameters()
         return {name: each for name, each in named if each.requires_grad}
 
     def state(self) -> dict[str, Tensor]:
-        """All of its tensors, as PEFT stores them."""
+        """All tensors, as PEFT stores them."""
         from peft import get_peft_model_state_dict
 
         if self._merged is not None:
             return self._merged
         state: dict[str, Tensor] = get_peft_model_state_dict(
             self.wrapped,
-            save_embedding_layers=False,  # which "auto" asks the Hub about
+            save_embedding_layers=False,  # "auto" queries the Hub
         )
         return {name: tensor.detach().contiguous() for name, tensor in state.items()}
 
     def restore(self, folder: Path) -> None:
-        """Take the weights of a saved adapter of the same shape."""
+        """Load the weights of a saved adapter of the same shape."""
         from peft import set_peft_model_state_dict
 
-        result = set_peft_model_state_dict(self.wrapped, _stored(folder))
+        with opened(folder / WEIGHTS) as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        result = set_peft_model_state_dict(self.wrapped, state)
         assert not result.unexpected_keys, result.unexpected_keys
 
     def save(self, folder: Path, name: str) -> None:
-        """Write PEFT's files; name: of the target, for those who load them."""
+        """Write PEFT's files into a new folder; name: of the target, for those who load them."""
         folder.mkdir()
         config = {**self.config, "base_model_name_or_path": name, "inference_mode": True}
         config["target_modules"] = sorted(config["target_modules"])
@@ -156,7 +159,7 @@ class Adapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The target as it came, inside. Not for a merged one."""
+        """Inside, the target is the original one. Not for a merged adapter."""
         assert self._merged is None, "a merged adapter cannot be switched off"
         self.wrapped.base_model.disable_adapter_layers()
         try:
@@ -165,16 +168,20 @@ class Adapter:
             self.wrapped.base_model.enable_adapter_layers()
 
     def merge(self) -> None:
-        """Add it to the matrices for good: the model is then one without an adapter, as fast."""
+        """Add it to the matrices, irreversibly: the model is then as fast as one without it."""
         self._merged = self.state()
         self.wrapped.merge_and_unload()
 
     def fingerprint(self) -> str:
-        """16 hex digits that name its weights."""
-        return _fingerprint(self.state())
+        """16 hex digits that identify its weights."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state().items()):
+            digest.update(name.encode())
+            hash_tensor(digest, tensor)
+        return digest.hexdigest()[:16]
 
     def facts(self) -> dict[str, Any]:
-        """What a head's config.json says of it."""
+        """Its entry in a head's config.json."""
         return {
             "fingerprint": self.fingerprint(),
             "rank": self.config["r"],
@@ -186,27 +193,9 @@ class Adapter:
         }
 
 
-def stored_fingerprint(folder: Path) -> str:
-    """Of the adapter in a folder."""
-    return _fingerprint(_stored(folder))
-
-
-def _stored(folder: Path) -> dict[str, Tensor]:
-    with opened(folder / WEIGHTS) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def _fingerprint(state: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
-        digest.update(name.encode())
-        hash_tensor(digest, tensor)
-    return digest.hexdigest()[:16]
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PEFT asks transformers by a name that is deprecated."""
+    """PEFT reads a deprecated attribute of transformers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield

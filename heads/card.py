@@ -1,5 +1,5 @@
-"""The model card of a head folder, made of its config.json, and the code by which transformers
-decodes with the folder.
+"""The model card of a head folder, rendered from its config.json, and the code with which
+transformers decodes with the folder.
 """
 
 from __future__ import annotations
@@ -24,34 +24,32 @@ PAPERS = {
     "eagle": ("EAGLE", "https://arxiv.org/abs/2401.15077"),
     "eagle3": ("EAGLE-3", "https://arxiv.org/abs/2503.01840"),
 }
-"""Kind -> its name, and where it is described."""
 ENGINES = {
     "vllm": "vLLM (0.33; for Medusa 0.9.2 to 0.32)",
     "sglang": "SGLang (0.5.23)",
     "tgi": "text-generation-inference",
 }
 CHAIN = 3
-"""The later tokens of a chain are seldom right: that long at most."""
+"""Longest chain in a command: later tokens are rarely accepted."""
 HERE = "THIS_FOLDER_OR_REPO"
-"""Stands for the head in commands, until it is published."""
+"""Placeholder for the head in commands, until it is published."""
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MEASURED = ("nodes", "tokens_per_step", "speedup", "speedup_ci95", "lossless", "machine")
-FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt", ".md")
+DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt", ".md")
 TEMPLATE = Path(__file__).with_name("card.jinja")
 
 
 def render_card(config: dict[str, Any]) -> str:
     """The card: what the head is, how to use and serve it, how it was trained, what was measured.
 
-    Raises KeyError for a config without our own facts.
+    Raises KeyError for a config without our own metadata.
     """
     facts, kind = config["draftheads"], config["draftheads"]["kind"]
-    target, adapter = facts["target"].get("name"), facts.get("adapter")
+    target, training = facts["target"].get("name"), dict(facts.get("training") or {})
     tree, source = tree_from_json(facts["tree"]), flat(facts).get("training.data.prompts.source")
-    training = dict(facts.get("training") or {})
     recipe = training.pop("recipe", None)
     shape = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
-    growth = "chosen anew in each step" if isinstance(tree, DynamicTree) else "fixed"
+    growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
     shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
     known = is_hub_id(target)
     data = ModelCardData(
@@ -69,25 +67,23 @@ def render_card(config: dict[str, Any]) -> str:
         paper=PAPERS[kind][1],
         kind=kind,
         target=target or "an unnamed target",
-        adapter=_two_columns(flat(adapter)) if adapter else "",
+        adapter=_two_columns(flat(facts.get("adapter") or {})),
         here=HERE,
         install=install_command(),
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
         chain=min(CHAIN, tree.depth),
         tree=tree,
         shape=_two_columns(shape),
-        training=_two_columns(flat(training)) if training else "Not trained yet.",
+        training=_two_columns(flat(training)),
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
-        measured=markdown_table(
+        measured=_table(
             MEASURED, [[row.get(key, "") for key in MEASURED] for row in facts.get("measured", [])]
         ),
     )
 
 
 def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What the card says of an engine. convert: options of `draftheads convert`, if that is needed
-    first.
-    """
+    """The card's entry of an engine. convert: options of `draftheads convert`, if it is needed."""
     kind = config["draftheads"]["kind"]
     is_shared = kind == "medusa" and config["original_lm_head"]
     converts = to == "tgi" or (to == "vllm" and (kind == "eagle" or is_shared))
@@ -101,7 +97,7 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(values: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """A nested dict with dotted keys ("data.target.name"), without what is empty."""
+    """A nested dict with dotted keys ("data.target.name"), without empty values."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -111,15 +107,16 @@ def flat(values: dict[str, Any], name: str = "") -> dict[str, Any]:
     return result
 
 
-def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table of values; floats have four digits."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    rule = ["---"] * len(titles)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [titles, rule, *cells])
-
-
 def _two_columns(values: dict[str, Any]) -> str:
-    return markdown_table(("", ""), list(values.items()))
+    return _table(("", ""), values.items())
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; "" without rows."""
+    lines = [[_cell(value) for value in row] for row in rows]
+    if not lines:
+        return ""
+    return "\n".join(f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *lines])
 
 
 def _cell(value: Any) -> str:
@@ -135,14 +132,14 @@ def is_hub_id(name: Any) -> bool:
     return bool(
         isinstance(name, str)
         and HUB_ID.fullmatch(name)
-        and not name.endswith(FILES)
+        and not name.endswith(DATA_FILES)
         and not Path(name).exists()
     )
 
 
 def install_command() -> str:
-    """How to install this project: from the repository that its package names, else from a clone;
-    never by its name alone, which no registry has.
+    """How to install this project: from its repository if the package names one, else from a
+    clone. Never by its name alone, which is in no registry.
     """
     urls = dict(each.split(", ", 1) for each in metadata("draftheads").get_all("Project-URL") or ())
     if "Repository" in urls:
@@ -166,8 +163,8 @@ def generate(inputs=None, *, model, **arguments):
         raise ImportError("these heads need draftheads: {install}") from error
     return generate_from_repository(inputs, model=model, **arguments)
 '''
-# transformers copies this file away from its folder, so it holds nothing of its own. The import is
-# in a `try`, and the requirements are a comment: transformers would else advise `pip install
+# transformers copies this file out of its folder, so it is self-contained. The import is in a
+# `try`, and the requirements are a comment: otherwise transformers would advise `pip install
 # draftheads`, and run whatever somebody publishes under that name.
 
 REMOTE_CODE = {

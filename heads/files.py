@@ -1,4 +1,4 @@
-"""Folders and files that appear complete or not at all."""
+"""Atomic writes of folders and files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends well, and is
-    deleted otherwise. Its files get the mode that the umask gives new ones.
+    """A temporary folder next to `folder` that replaces it when the block succeeds, and is deleted
+    otherwise. Its files get the mode that the umask gives new ones.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     sweep(folder.parent, glob.escape(folder.name))
@@ -25,7 +25,7 @@ def staged(folder: Path) -> Iterator[Path]:
         yield staging
         for path in staging.rglob("*"):
             if path.is_file():
-                path.chmod(mode)  # safetensors writes 0600, which nobody else could serve
+                path.chmod(mode)  # safetensors writes 0600, which no other user could serve
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
         if folder.exists():
@@ -36,7 +36,7 @@ def staged(folder: Path) -> Iterator[Path]:
         else:
             staging.rename(folder)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)  # gone already when the rename went well
+        shutil.rmtree(staging, ignore_errors=True)  # it no longer exists after the rename
 
 
 def write_text(path: Path, text: str) -> None:
@@ -50,13 +50,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def own_name(path: Path) -> Path:
-    """A hidden name beside `path` that is this process's own."""
+    """A hidden name next to `path`, unique to this process."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
 
 
 def sweep(folder: Path, pattern: str) -> None:
-    """Remove what killed processes of this machine left under their own names of paths in `folder`
-    that match `pattern`.
+    """Remove the temporary files of killed processes of this machine, for paths in `folder` that
+    match `pattern`.
     """
     for left in folder.glob(f".{pattern}.{socket.gethostname()}.*"):
         process = left.name.rpartition(".")[2]
@@ -65,12 +65,12 @@ def sweep(folder: Path, pattern: str) -> None:
 
 
 def _is_running(process: int) -> bool:
-    if process == os.getpid():  # in a container, often that of the launch before, which is gone
+    if process == os.getpid():  # in a container, often the id of the previous launch
         return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is somebody else's
+    except PermissionError:  # another user's
         pass
     return True

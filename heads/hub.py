@@ -1,8 +1,8 @@
 """Head folders, on disk or on the Hub: save, open, load.
 
-A folder holds config.json, model.safetensors, README.md and custom_generate/. Our own facts
-(format, target, tree, training) are in one nested "draftheads" key of config.json; everything else
-there, and every tensor name, is what serving engines read.
+A folder contains config.json, model.safetensors, README.md and custom_generate/. Our metadata
+(format, target, tree, training) is in one nested "draftheads" key of config.json; all other keys
+and all tensor names are those that serving engines read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from huggingface_hub.errors import (
 
 from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
-from draftheads.heads.adapter import stored_fingerprint
 from draftheads.heads.base import DraftHead
 from draftheads.heads.card import HUB_ID, render_card, write_remote_code
 from draftheads.heads.eagle import Eagle3Head, EagleHead
@@ -35,11 +34,12 @@ from draftheads.heads.formats.config import CONFIG as CONFIG
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.stored import (
     INDEXES,
+    PLACES,
     WEIGHT_FILES,
     Stored,
     named,
-    parts_of,
     read_files,
+    shards,
     target_name,
 )
 from draftheads.heads.formats.table import as_ours, translated
@@ -52,7 +52,7 @@ from draftheads.heads.tree import tree_from_json
 HEADS: dict[str, type[DraftHead]] = {
     kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head)
 }
-"""Every head kind. A new one is a new file and a row here."""
+"""All head kinds. A new one is a new file and an entry here."""
 
 FORMAT = 1
 WEIGHTS, CARD = WEIGHT_FILES[0], "README.md"
@@ -66,10 +66,9 @@ def save_head(
     training: dict[str, Any] | None = None,
     measured: list[dict[str, Any]] | None = None,
 ) -> Path:
-    """Write a head folder; it appears complete or not at all, and replaces an older one in one
-    step.
+    """Write a head folder atomically, replacing an older one.
 
-    training: facts of the run, as JSON. measured: rows of `bench --json` for the model card.
+    training: metadata of the run, as JSON. measured: rows of `bench --json` for the model card.
     """
     with staged(Path(folder)) as staging:
         write_head(head, staging, target=target, training=training, measured=measured)
@@ -115,7 +114,7 @@ def head_config(head: DraftHead, dtype: torch.dtype, facts: dict[str, Any]) -> d
 
 
 def about_target(target: Target) -> dict[str, Any]:
-    """What a head records of its target."""
+    """The metadata of its target that a head records."""
     return {
         "name": target.name,
         "revision": target.revision,
@@ -135,9 +134,9 @@ def record_measured(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """A head folder on this machine, as `open_head` found it; nothing but config.json is read yet.
+    """A head folder on this machine; so far, only its config.json has been read.
 
-    name and revision: of its repository on the Hub, else the source as given and None.
+    name and revision: of its repository on the Hub; otherwise the source as given, and None.
     """
 
     path: Path
@@ -147,31 +146,30 @@ class HeadFolder:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What draftheads recorded of the head; {} for a head of others."""
-        facts: dict[str, Any] = self.config.get("draftheads") or {}
-        return facts
+        """The metadata that draftheads recorded; {} for other layouts."""
+        return Stored(self.config, {}).facts
 
     @property
     def target(self) -> tuple[str, str | None]:
-        """Name and revision of the target that the head records. Raises ValueError for none."""
+        """Name and revision of the recorded target. Raises ValueError if none is recorded."""
         name = target_name(self.config)
         if name is not None:
             return name, self.facts.get("target", {}).get("revision")
         if "medusa_num_heads" in self.config and self.config.get("architectures"):
             return self.name, self.revision  # Medusa v1.0: heads and target in one folder
         raise ValueError(
-            f"{self.path / CONFIG} does not say which target it was trained for; pass --target"
+            f"{self.path / CONFIG} does not record which target it was trained for; pass --target"
         )
 
     @property
     def adapter(self) -> Path | None:
-        """The adapter that the head was trained together with, for `Target.attach`."""
+        """The adapter that the head was trained with, for `Target.attach`."""
         folder = self.path / ADAPTER
         return folder if folder.is_dir() else None
 
     def read(self, target: Target | None = None) -> tuple[DraftHead, Stored]:
-        """The head without weights (on the meta device), and what is stored of it in our own
-        layout, once names, shapes and tree agree. target and errors: as for `load`.
+        """The head without weights (on the meta device), and its contents in our own layout, after
+        names, shapes and tree were checked. target and errors: as for `load`.
         """
         with named(self.path):
             stored = translated(read_files(self.path, self.config), target)
@@ -192,15 +190,14 @@ class HeadFolder:
         return head, stored
 
     def load(self, target: Target | None = None, *, dtype: torch.dtype | None = None) -> DraftHead:
-        """The head, strictly loaded; its shape is read from tensor names, whoever wrote it.
+        """The head, strictly loaded from any layout; its shape is read from the tensors.
 
         With `target`, the head is checked against it and moved to its device and dtype. Raises
-        ValueError when widths or vocabularies differ, naming both; warns when they agree but the
-        weights are not those that the head was trained on.
+        ValueError when widths or vocabularies differ; warns when they match but the weights are
+        not those that the head was trained on.
         """
         checked, stored = self.read(target)
-        with named(self.path):
-            head = type(checked).from_config(stored.config, stored.tensors)
+        head = type(checked).from_config(stored.config, stored.tensors)
         head.tree = checked.tree
         head.load_state_dict(stored.tensors)
         if target is not None:
@@ -212,9 +209,9 @@ class HeadFolder:
 
 def open_head(source: str | Path, *, revision: str | None = None) -> HeadFolder:
     """Find a head: a head folder, a training run's folder (its `best`, else its newest step), or
-    user/name or user/name@revision on the Hub, whose files are downloaded.
+    user/name or user/name@revision on the Hub, from which it is downloaded.
 
-    Raises FileNotFoundError where there is none, ValueError for a damaged config.json.
+    Raises FileNotFoundError if there is none, ValueError for a damaged config.json.
     """
     folder = Path(os.path.expanduser(source))  # Path.expanduser raises for an unknown user
     if folder.is_dir():
@@ -246,9 +243,9 @@ def load_pair(
     dtype: str = "auto",
     device: str | None = None,
 ) -> tuple[Target, DraftHead]:
-    """The target that a head records, with the adapter that it was trained together with if there
-    is one, and the head on it. source, revision: as of `open_head`; dtype, device: as of
-    `Target.load`. Errors: as of `HeadFolder.target` and `HeadFolder.load`.
+    """The target that a head records, with the adapter that the head was trained with, and the head
+    on it. source, revision: as in `open_head`; dtype, device: as in `Target.load`. Errors: as in
+    `HeadFolder.target` and `HeadFolder.load`.
     """
     folder = open_head(source, revision=revision)
     name, commit = folder.target
@@ -259,21 +256,22 @@ def load_pair(
 
 
 def shared_adapter(heads: Sequence[HeadFolder]) -> Path | None:
-    """The one adapter that all of these heads were trained together with, or None.
+    """The adapter that all of these heads were trained with, or None.
 
-    Raises ValueError where they differ in it: no target is right for all of them.
+    Raises ValueError if they differ in it: no target is right for all of them.
     """
-    fingerprints = {
-        str(head.path): stored_fingerprint(head.adapter) if head.adapter else "none"
-        for head in heads
-    }
-    if len(set(fingerprints.values())) > 1:
-        got = ", ".join(f"{path}: {fingerprint}" for path, fingerprint in fingerprints.items())
+    trained = {str(head.path): _adapter_fingerprint(head.facts) or "none" for head in heads}
+    if len(set(trained.values())) > 1:
+        got = ", ".join(f"{path}: {fingerprint}" for path, fingerprint in trained.items())
         raise ValueError(
-            f"expected heads that were trained with the same adapter of the target, got {got}; "
-            "use one of them at a time"
+            f"expected heads trained with the same adapter of the target, got {got}; use one of "
+            "them at a time"
         )
     return heads[0].adapter if heads else None
+
+
+def _adapter_fingerprint(facts: dict[str, Any]) -> str | None:
+    return (facts.get("adapter") or {}).get("fingerprint")
 
 
 def step_folders(run: Path) -> list[Path]:
@@ -287,7 +285,6 @@ def step_folders(run: Path) -> list[Path]:
 
 
 def _head_in(folder: Path) -> Path:
-    """The head folder in a local one."""
     best = folder / "best"
     candidates = [folder, best] if best.is_dir() else [folder, *reversed(step_folders(folder))]
     for candidate in candidates:
@@ -301,30 +298,30 @@ def _head_in(folder: Path) -> Path:
 
 
 def _download(repo_id: str, revision: str | None) -> Path:
-    """The files of a head; of a sharded model, the shards that hold one."""
+    """The files of a head; of a sharded checkpoint with its target, only the shards with heads."""
 
     def snapshot(patterns: Sequence[str]) -> Path:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
 
     try:  # the library's messages are paragraphs, or do not name the repository
-        folder = snapshot([CONFIG, *WEIGHT_FILES, *INDEXES, CARD, *ADAPTER_FILES])
-        indexes = [folder / name for name in INDEXES if (folder / name).is_file()]
-        if indexes and not any((folder / name).is_file() for name in WEIGHT_FILES):
-            snapshot([part for index in indexes for part in parts_of(index)])
+        folder = snapshot([CONFIG, *PLACES, CARD, *ADAPTER_FILES])
+        found = next((name for name in PLACES if (folder / name).is_file()), None)
+        if found in INDEXES:
+            snapshot(shards(folder / found))
     except (LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         at = f" at {revision}" if revision else ""
         raise FileNotFoundError(
-            f"head {repo_id}{at}: expected it on {constants.ENDPOINT} or in "
-            f"{constants.HF_HUB_CACHE}, found neither; check name and revision, log in (hf auth "
-            "login) if it is private, or, with HF_HUB_OFFLINE, load it once online"
+            f"head {repo_id}{at}: not found on {constants.ENDPOINT} or in "
+            f"{constants.HF_HUB_CACHE}; check name and revision, log in (hf auth login) if it is "
+            "private, or, with HF_HUB_OFFLINE, load it once online"
         ) from error
     return folder
 
 
 def check_target(head: DraftHead, target: Target, facts: dict[str, Any]) -> None:
-    """Raise ValueError, naming both, when head and target differ in width or vocabulary or the head
-    reads layers that the target has not; warn when the target's weights or adapter are not those
-    recorded in `facts` ({}: nothing recorded).
+    """Raise ValueError when head and target differ in width or vocabulary or the head reads layers
+    that the target does not have; warn when the target's weights or adapter are not those recorded
+    in `facts` ({}: nothing recorded).
     """
     recorded = facts.get("target") or {}
     name = recorded.get("name") or "its target"
@@ -339,21 +336,20 @@ def check_target(head: DraftHead, target: Target, facts: dict[str, Any]) -> None
             )
     if not all(-1 <= layer <= target.layers for layer in head.feature_layers):
         raise ValueError(
-            f"head reads states {list(head.feature_layers)} of its target ({name}), {target.name} "
-            f"has 0 (embeddings) to {target.layers}; pass the target this head was trained for"
+            f"head reads states {list(head.feature_layers)} ({name}), target has 0 (embeddings) "
+            f"to {target.layers} ({target.name}); pass the target this head was trained for"
         )
-    trained = (facts.get("adapter") or {}).get("fingerprint")
+    trained = _adapter_fingerprint(facts)
     attached = target.adapter.fingerprint() if target.adapter else None
+    difference = None
     if not same_weights(recorded.get("fingerprint"), target.fingerprint()):
-        warnings.warn(
-            f"this head was trained on other weights ({name}) than {target.name} has now: output "
-            "stays the target's own, but fewer drafts will be accepted",
-            stacklevel=4,
-        )
+        difference = f"on other weights ({name}) than {target.name} has now"
     elif trained != attached:
+        with_what = f"adapter {trained}" if trained else "no adapter"
+        difference = f"with {with_what}, {target.name} has {attached or 'none'}"
+    if difference:
         warnings.warn(
-            f"this head was trained with {f'adapter {trained}' if trained else 'no adapter'}, "
-            f"{target.name} has {attached or 'none'}: output stays the target's own, but fewer "
-            "drafts will be accepted; load_pair loads a head with its adapter",
+            f"this head was trained {difference}: output stays the target's own, but fewer draft "
+            "tokens will be accepted",
             stacklevel=4,
         )

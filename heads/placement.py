@@ -1,5 +1,5 @@
-"""Where a target's weights are (on one device, over several GPUs, divided over processes), and in
-how many bits.
+"""Placement of a target's weights (on one device, split over GPUs, sharded over processes) and
+quantisation.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ Placement = Literal["whole", "split", "sharded"]
 Bits = Literal[4, 8]
 
 READING = timedelta(hours=6)
-"""How long processes wait for the first one to download and read the weights that they share."""
+"""How long processes wait for the first one to download and read the weights."""
 
 
 def check_placement(
     placement: Placement | dict[str, Any], bits: Bits | None, processes: int | None = None
 ) -> None:
-    """Raise ValueError for a placement that this machine does not have, or not for so many
+    """Raise ValueError for a placement that is impossible on this machine or with this number of
     processes; default: those of this launch.
     """
     launched = dist.get_world_size() if dist.is_initialized() else 1
-    beside = processes or int(os.environ.get("LOCAL_WORLD_SIZE", launched))
+    local = processes or int(os.environ.get("LOCAL_WORLD_SIZE", launched))
     fault = None
-    if placement == "split" and beside > 1:
-        fault = f"split: expected one process, which takes all GPUs, got {beside}; use sharded"
+    if placement == "split" and local > 1:
+        fault = f"split: expected one process for all GPUs, got {local}; use sharded"
     elif placement == "split" and not torch.cuda.is_available():
-        fault = "split: expected GPUs to divide the target over, got none; use whole"
+        fault = "split: expected GPUs, got none; use whole"
     elif placement == "sharded" and (processes or launched) == 1:
         fault = "sharded: expected several processes, got 1; launch one per device, or use whole"
     elif placement == "sharded" and bits:
-        fault = f"sharded: expected target_bits=null, got {bits}; use whole or split with bits"
+        fault = f"sharded: expected target_bits=null, got {bits}; use whole or split"
     if fault:
         raise ValueError(f"target_placement={fault}")
     if bits and importlib.util.find_spec("bitsandbytes") is None:
@@ -73,7 +73,7 @@ def load_model(
     placement: Placement | dict[str, Any],
     bits: Bits | None,
 ) -> tuple[PreTrainedModel, str | None]:
-    """A causal LM, placed; and its fingerprint, where it can no longer be computed afterwards.
+    """A causal LM, and its fingerprint if it cannot be computed after placement.
 
     The arguments are those of `Target.load`. sharded: every process must call this.
     """
@@ -93,7 +93,7 @@ def load_model(
             model = read(device_map="auto" if placement == "split" else placement)
         else:
             model = read(device_map={"": device}) if bits else read().to(device)
-    lm_head = model.get_output_embeddings().weight  # heads read it directly, past any hook
+    lm_head = model.get_output_embeddings().weight  # heads read it directly, without any hook
     if lm_head.is_meta or model.get_input_embeddings().weight.is_meta:
         raise ValueError(
             f"target {path}: expected embeddings and lm_head to fit on its devices, got them "
@@ -101,14 +101,14 @@ def load_model(
         )
     if not lm_head.is_floating_point():
         raise ValueError(
-            f"target {path}: expected an lm_head of floating-point numbers, which heads copy, got "
-            f"{lm_head.dtype}; use a checkpoint that spares it, or one that is not quantised"
+            f"target {path}: expected a floating-point lm_head, which heads copy, got "
+            f"{lm_head.dtype}; use a checkpoint that does not quantise it"
         )
     return model, None
 
 
 def check_path(path: str) -> None:
-    """Raise FileNotFoundError for what is a folder's name, where there is no model."""
+    """Raise FileNotFoundError for the path of a folder without a model."""
     local = Path(path).expanduser()
     is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if (is_path or local.exists()) and not (local / "config.json").is_file():
@@ -120,8 +120,8 @@ def check_path(path: str) -> None:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Say in one line which target cannot be read, and why: OSError for what is not there,
-    ValueError for what is there and broken.
+    """Turn errors into one line that names the target: OSError for missing files, ValueError for
+    damaged ones.
     """
     try:
         yield
@@ -130,15 +130,15 @@ def reading(path: str) -> Iterator[None]:
         raise OSError(f"target {path}: {reason}; pass a model folder or a Hub id") from error
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # what a broken file leads to has many types
+    except Exception as error:  # a damaged file may raise anything
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise ValueError(
-            f"target {path}: cannot be read: {reason}; download it again, or mend the file"
+            f"target {path}: cannot be read: {reason}; download it again, or fix the file"
         ) from error
 
 
 def read_config(path: str, revision: str | None) -> PretrainedConfig:
-    """A target's config.json, without its wish for an attention that takes no mask of a tree."""
+    """A target's config.json. An attention implementation without tree masks is not requested."""
     with reading(path):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, revision=revision)
     if config._attn_implementation not in (None, *MASKED):
@@ -156,7 +156,7 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
             config=config,
             revision=revision,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are named here
+            ignore_mismatched_sizes=True,  # they are reported below
             **options,
         )
     wrong = [f"{name} {tuple(got)}" for name, got, _ in found["mismatched_keys"]]
@@ -165,15 +165,15 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
             some = ", ".join(sorted(names)[:3])
             raise ValueError(
                 f"target {path}: expected the weights of a {type(model).__name__}, got {fault} for "
-                f"{len(names)} of them ({some}); download it again, or mend its config.json"
+                f"{len(names)} of them ({some}); download it again, or fix its config.json"
             )
     return model
 
 
 @contextmanager
 def _unpartitioned() -> Iterator[None]:
-    """Loading that gives whole parameters, also beside DeepSpeed ZeRO-3: transformers would
-    partition them, and a bare forward of the target would find empty matrices.
+    """Load complete parameters even under DeepSpeed ZeRO-3: transformers would partition them, and
+    a plain forward of the target would read empty matrices.
     """
     reference = zero._hf_deepspeed_config_weak_ref
     zero.unset_hf_deepspeed_config()
@@ -185,8 +185,8 @@ def _unpartitioned() -> Iterator[None]:
 
 
 def _quantisation(path: str, bits: Bits, dtype: str, revision: str | None) -> BitsAndBytesConfig:
-    """For all matrices but embeddings and lm_head, which transformers spares."""
-    if bits == 8:  # it says of every product, every time, that it computes in float16
+    """transformers quantises all matrices except embeddings and lm_head."""
+    if bits == 8:  # it logs at every product that it computes in float16
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)
     if dtype == "auto":
@@ -203,10 +203,10 @@ def _quantisation(path: str, bits: Bits, dtype: str, revision: str | None) -> Bi
 def _load_sharded(
     read: Callable[..., PreTrainedModel], device: torch.device
 ) -> tuple[PreTrainedModel, str]:
-    """Each decoder layer's parameters divided over all processes and gathered for its forward
-    alone; embeddings, final norm and lm_head whole, as heads read them directly.
+    """Each decoder layer's parameters are sharded over all processes and gathered for its forward;
+    embeddings, final norm and lm_head are replicated, as heads read them directly.
 
-    Only the first process reads the weights, into its main memory, and hands out parts.
+    Only the first process reads the weights, into its main memory, and broadcasts them.
     """
     waiting = dist.new_group(backend="gloo", timeout=READING)
     whole = None
@@ -215,16 +215,16 @@ def _load_sharded(
         try:
             whole = read()
             found = [fingerprint(whole)]
-        except (OSError, ValueError) as error:  # the others wait, and must hear of it
+        except (OSError, ValueError) as error:  # the other processes must raise it too
             found = [error]
-    dist.broadcast_object_list(found, src=0, group=waiting)  # by now, files are downloaded
+    dist.broadcast_object_list(found, src=0, group=waiting)  # by then, files are downloaded
     dist.destroy_process_group(waiting)
     if isinstance(found[0], Exception):
         raise found[0]
     model = read(device_map="meta").requires_grad_(False)
     if getattr(model.config, "quantization_config", None):
         raise ValueError(
-            "target_placement=sharded: expected a model that is not quantised, got "
+            "target_placement=sharded: expected a model without quantisation, got "
             f"{model.config.name_or_path}; use whole or split"
         )
     _shard(model, device)
@@ -243,13 +243,13 @@ def _load_sharded(
 
 
 def _shard(model: PreTrainedModel, device: torch.device) -> None:
-    """fully_shard needs no engine: its hooks gather a layer before, and free it after, it runs."""
+    """The hooks of fully_shard gather a layer before it runs, and free it afterwards."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     layers, root = decoder_layers(model), decoder(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(root, mesh=mesh, ignored_params=outside)  # their root: it gathers ahead
-    # transformers finds the states that it can return by the class's name, which has changed
+    fully_shard(root, mesh=mesh, ignored_params=outside)  # the root prefetches
+    # transformers looks up recordable outputs by class, which fully_shard has replaced
     _CAN_RECORD_REGISTRY[root] = root._can_record_outputs

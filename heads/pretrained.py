@@ -1,5 +1,5 @@
-"""What there is to know of a transformers model: whether it can be a target, its fingerprint, its
-decoder layers, and how to free its weights.
+"""Properties of a transformers model: its fingerprint, its decoder layers, whether it can be a
+target; and how to free its weights.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Hex digits that name a model's weights, the same for every device they are loaded on, and in
-    float32 and bfloat16; compare them with `same_weights`.
+    """Hex digits that identify a model's weights, equal on every device and in float32 and
+    bfloat16; compare them with `same_weights`.
 
-    16 digits are a hash of parameter names and, in bfloat16, of the one-dimensional parameters and
-    64 embedding rows: those are never quantised. After a dash, 8 are one of the first row of every
-    matrix, which also tells apart what an adapter was merged into; they are missing where matrices
-    are quantised or not in memory. What was rounded to float16 has other numbers: its digits come
-    after two dashes, so that they are compared with those of other float16 models alone.
+    The first 16 digits hash the parameter names and, in bfloat16, the one-dimensional parameters
+    and 64 embedding rows, which are never quantised. After a dash, 8 digits hash the first row of
+    every matrix, which a merged adapter changes; they are missing where matrices are quantised or
+    not in memory. float16 rounds to other numbers, so digits of float16 models follow two dashes
+    and are only compared with each other.
     """
     digest, matrices = hashlib.sha256(), hashlib.sha256()
     dense = not getattr(model.config, "quantization_config", None)
@@ -46,9 +46,9 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def same_weights(known: str | None, now: str | None) -> bool:
-    """Whether two fingerprints may be of the same weights: they agree in all that both say."""
-    said = zip((known or "").split("-"), (now or "").split("-"), strict=False)
-    return all(not a or not b or a == b for a, b in said)
+    """Whether two fingerprints can belong to the same weights: all parts that both have agree."""
+    parts = zip((known or "").split("-"), (now or "").split("-"), strict=False)
+    return all(not a or not b or a == b for a, b in parts)
 
 
 def hash_tensor(digest: Any, tensor: Tensor) -> None:
@@ -58,7 +58,7 @@ def hash_tensor(digest: Any, tensor: Tensor) -> None:
 
 def decoder(model: PreTrainedModel) -> nn.Module:
     """The model without its lm_head."""
-    found: nn.Module = model.get_decoder()  # takes an lm_head for it that is named decoder
+    found: nn.Module = model.get_decoder()  # the lm_head, where that is named decoder
     return model.base_model if found is model.get_output_embeddings() else found
 
 
@@ -75,20 +75,19 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 class Released(nn.Module):
-    """Takes the place of weights that have been freed; raises RuntimeError when it is used."""
+    """Replaces freed weights; raises RuntimeError when it is used."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         raise RuntimeError(
-            "expected weights of the target that Target.release has freed; load the target again, "
-            "or do not release what is still needed"
+            "expected weights of the target that Target.release has freed; load the target again"
         )
 
     weight = property(forward)
 
 
 def release(model: PreTrainedModel, *, lm_head: bool, layers: bool) -> int:
-    """Free the lm_head, unless it is the embeddings, and all decoder layers; returns the bytes
-    freed on this process.
+    """Free the lm_head, unless it is tied to the embeddings, and all decoder layers. Returns the
+    bytes freed in this process.
     """
     size, head, embeddings = 0, model.get_output_embeddings(), model.get_input_embeddings()
     if lm_head and not isinstance(head, Released) and head.weight is not embeddings.weight:
@@ -106,46 +105,45 @@ def release(model: PreTrainedModel, *, lm_head: bool, layers: bool) -> int:
 
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layer types that keep keys and values, and nothing else."""
+"""Layer types whose only state is keys and values."""
 MASKED = ("eager", "sdpa")
-"""Implementations of attention that take a mask per query and key."""
+"""Attention implementations that take a mask per query and key."""
 TREE_ROOM = 64
-"""Slots left for a tree where a model counts cache slots and its context is limited for it."""
-ADVICE = "use a causal LM with attention layers alone and rotary or learned positions"
+"""Cache slots reserved for a tree where `slot_limit` limits the context."""
+ADVICE = "use a causal LM with only attention layers and rotary or learned positions"
 
 
 def plain_model(model: Any) -> PreTrainedModel:
-    """The model itself, out of torch.compile's wrapper. Raises ValueError for other wrappers."""
+    """The model without torch.compile's wrapper. Raises ValueError for other wrappers."""
     plain = getattr(model, "_orig_mod", model)
     if not isinstance(plain, PreTrainedModel):
         raise ValueError(
-            f"expected a causal LM of transformers, got {type(plain).__name__}; of a PeftModel, "
-            "pass what its merge_and_unload() returns, and an adapter that heads were trained with "
-            "by Target.attach(folder)"
+            f"expected a causal LM of transformers, got {type(plain).__name__}; merge a PeftModel "
+            "with merge_and_unload(), or load an adapter of heads with Target.attach(folder)"
         )
     return plain
 
 
 def describe(model: PreTrainedModel) -> str:
-    """Class and name, for messages."""
+    """Class and name, for error messages."""
     return f"{type(model).__name__} ({model.config.name_or_path or model.config.model_type})"
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise ValueError, with the reason, for a model that cannot follow a token tree."""
+    """Raise ValueError, with the reason, for a model that cannot decode a token tree."""
     text = model.config.get_text_config(decoder=True)
     foreign = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
     attention = {model.config._attn_implementation, text._attn_implementation} - set(MASKED)
     reason = None
     if foreign or getattr(model, "_is_stateful", False):
         reason = (
-            f"has layers of type {', '.join(foreign) or 'recurrent'}, which remember more than "
-            f"keys and values and cannot be rolled back to the accepted tokens; {ADVICE}"
+            f"has layers of type {', '.join(foreign) or 'recurrent'}, whose state cannot be rolled "
+            f"back to the accepted tokens; {ADVICE}"
         )
     elif getattr(text, "altup_num_inputs", None):
-        reason = f"keeps several hidden states per token, of which no head can read one; {ADVICE}"
+        reason = f"has several hidden states per token, and heads read one; {ADVICE}"
     elif "position_ids" not in inspect.signature(model.forward).parameters:
-        reason = f"takes no position_ids, which a tree's nodes need; {ADVICE}"
+        reason = f"takes no position_ids, which tree nodes need; {ADVICE}"
     elif model.get_output_embeddings() is None or not hasattr(text, "hidden_size"):
         reason = (
             "has no lm_head over hidden states of one width; load a causal LM with "
@@ -154,7 +152,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     elif attention:
         switch = "sdpa" if model._supports_sdpa else "eager"
         reason = (
-            f"runs {attention.pop()}, which takes no mask of a tree; call "
+            f"uses {attention.pop()} attention, which takes no tree mask; call "
             f'model.set_attn_implementation("{switch}") first'
         )
     if reason:
@@ -162,8 +160,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 
 def slot_limit(config: Any) -> int | None:
-    """From how many cache slots on a model's attention depends on their number, which in a tree or
-    in a batch is not that of the text's tokens. None: never.
+    """The number of cache slots beyond which a model's attention depends on slot indices, which in
+    a tree or a batch differ from positions. None: never.
     """
     limit: int | None = None
     if config.model_type == "gpt_neo":
@@ -180,7 +178,7 @@ def slot_limit(config: Any) -> int | None:
 
 
 def usable_context(model: PreTrainedModel) -> int:
-    """How many tokens a text may have. Warns where cache slots limit it."""
+    """The longest text, in tokens. Warns where cache slots limit it."""
     config = model.config.get_text_config(decoder=True)
     context: int = getattr(config, "max_position_embeddings", None) or 1 << 30
     slots = slot_limit(config)
@@ -188,12 +186,12 @@ def usable_context(model: PreTrainedModel) -> int:
         return context
     if slots <= 2 * TREE_ROOM:
         raise ValueError(
-            f"{describe(model)} attends by cache slot beyond {slots} slots, where a tree has "
-            f"positions; expected that only beyond {2 * TREE_ROOM}; {ADVICE}"
+            f"{describe(model)} attends by cache slot instead of position beyond {slots} slots, "
+            f"expected more than {2 * TREE_ROOM}; {ADVICE}"
         )
     warnings.warn(
-        f"{describe(model)}: texts are limited to {slots - TREE_ROOM} of {context} tokens, since "
-        f"beyond {slots} cache slots, a tree's included, it attends by slot",
+        f"{describe(model)}: texts are limited to {slots - TREE_ROOM} of {context} tokens, as it "
+        f"attends by cache slot instead of position beyond {slots} slots, tree included",
         stacklevel=3,
     )
     return slots - TREE_ROOM

@@ -1,5 +1,5 @@
-"""config.json of a head, whoever wrote it: the types of all keys that this project reads are
-checked once, when the file is read.
+"""config.json of a head in any layout. The types of all keys that this project reads are checked
+once, when the file is read.
 """
 
 from __future__ import annotations
@@ -12,47 +12,39 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 CONFIG = "config.json"
-Size = Annotated[int, Field(gt=0, lt=1 << 20)]  # a product of three fits into an int64
+Size = Annotated[int, Field(gt=0, lt=1 << 20)]  # a product of three fits in int64
 Count = Annotated[int, Field(gt=0, lt=1 << 31)]
 Nodes = Annotated[int, Field(gt=0, lt=1 << 12)]
 Layer = Annotated[int, Field(ge=-1, lt=1 << 16)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-
 KEYS: list[tuple[Any, str]] = [
-    (Size, "hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size"),
-    (Size, "target_hidden_size layers"),
-    (Count, "vocab_size truncated_vocab_size max_position_embeddings sliding_window"),
-    (Count, "original_max_position_embeddings"),
-    (Nodes, "draft_nodes depth top_k"),
-    (Positive, "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor beta_fast"),
-    (Positive, "beta_slow attention_factor"),
-    (Finite, "mscale mscale_all_dim logit_scale"),
-    (bool, "truncate fc_norm norm_before_fc norm_before_residual norm_output"),
-    (str, "model_type type rope_type speculators_model_type base_model_name_or_path kind name"),
-    (str, "name_or_path revision fingerprint architecture"),
-    (dict[str, Any], "rope_scaling rope_parameters transformer_layer_config eagle_config verifier"),
-    (dict[str, Any], "prefix_layer speculators_config adapter"),
-    (list[str], "architectures layer_types"),
-    (list[Layer], "eagle_aux_hidden_state_layer_ids layer_ids feature_layers"),
-    (list[list[Rank]] | dict[str, Any], "tree"),
-]
-"""Type -> keys that have it wherever they are in config.json; null stands for absent."""
-NOT_NULL: list[tuple[Any, str]] = [
-    (bool, "norm_embeddings"),
-    (str, "hidden_act"),
-    (int, "format"),
+    (Size | None, "hidden_size num_attention_heads num_key_value_heads head_dim layers"),
+    (Size | None, "intermediate_size target_hidden_size"),
+    (Count | None, "vocab_size truncated_vocab_size max_position_embeddings sliding_window"),
+    (Count | None, "original_max_position_embeddings"),
+    (Nodes | None, "draft_nodes depth top_k"),
+    (Positive | None, "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor"),
+    (Positive | None, "beta_fast beta_slow attention_factor"),
+    (bool | None, "truncate fc_norm norm_before_fc norm_before_residual norm_output"),
+    (bool | None, "norm_embeddings"),
+    (str | None, "model_type type rope_type speculators_model_type base_model_name_or_path"),
+    (str | None, "kind name name_or_path revision fingerprint architecture"),
+    (dict[str, Any] | None, "rope_scaling rope_parameters transformer_layer_config adapter"),
+    (dict[str, Any] | None, "eagle_config prefix_layer speculators_config verifier"),
+    (list[str] | None, "architectures layer_types"),
+    (list[Layer] | None, "eagle_aux_hidden_state_layer_ids layer_ids feature_layers"),
+    (list[list[Rank]] | dict[str, Any] | None, "tree"),
     (dict[str, Any], "draftheads target training"),
     (list[dict[str, Any]], "measured"),
 ]
-TYPES = {key: TypeAdapter[Any](kind | None) for kind, keys in KEYS for key in keys.split()}
-TYPES |= {key: TypeAdapter[Any](kind) for kind, keys in NOT_NULL for key in keys.split()}
+"""Type -> keys that have this type wherever they occur in config.json; None: may be null."""
+TYPES = {key: TypeAdapter[Any](kind) for kind, keys in KEYS for key in keys.split()}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a head folder. Raises ValueError, with line or key, for a damaged one."""
+    """config.json of a head folder. Raises ValueError naming the faulty line or keys."""
     path = folder / CONFIG
     config = read_json(path)
     faults = list(_faults(config))
@@ -70,7 +62,7 @@ def _faults(config: dict[str, Any], place: str = "") -> Iterator[str]:
                 first = error.errors(include_url=False)[0]
                 where = ".".join([place + key, *map(str, first["loc"])])
                 yield f"{where}: {first['msg']}, got {first['input']!r:.60}"
-        if isinstance(value, dict) and key != "training":  # whose keys are those of any recipe
+        if isinstance(value, dict) and key != "training":  # a recipe, which has keys of its own
             yield from _faults(value, f"{place}{key}.")
 
 
@@ -78,18 +70,21 @@ def read_json(path: Path) -> dict[str, Any]:
     """A file with one JSON object. Raises ValueError for any other content."""
     try:
         value = json.loads(path.read_text("utf-8-sig"))
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be written
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
-    except (ValueError, RecursionError) as error:  # of text or numbers; none names the file
-        raise ValueError(f"{path}: not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # no message names the file
+        raise ValueError(
+            f"{path}: expected a JSON object, got invalid JSON ({error}); get the folder again"
+        ) from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {str(value)[:60]!r}")
+        raise ValueError(
+            f"{path}: expected a JSON object, got {str(value)[:60]!r}; get the folder again"
+        )
     return value
 
 
 def needed(config: dict[str, Any], *keys: str) -> list[Any]:
-    """The values of keys that no tensor shape tells. Raises ValueError, naming those missing."""
+    """The values of keys that cannot be read from tensor shapes. Raises ValueError naming those
+    missing.
+    """
     missing = [key for key in keys if config.get(key) is None]
     if missing:
         raise ValueError(f"expected {', '.join(missing)} in {CONFIG}, got none")

@@ -1,8 +1,8 @@
 """Medusa and Hydra heads in the layouts of vLLM, FasterDecoding, text-generation-inference,
 TensorRT-LLM, ModelOpt and zankner/Hydra.
 
-Legend: D width, V vocabulary of the target, v draft vocabulary. k counts heads, j blocks of one.
-Two layouts of Medusa, each with or without last matrices of its own:
+Legend: D width, V vocabulary; k counts heads, j the blocks of a head. There are two layouts of
+Medusa, each with or without lm_heads of its own:
 
     blocks.{k}.layers.{j}.weight | .bias    lm_heads.{k}.weight    vLLM; ours
     {k}.{j}.linear.weight | .bias           {k}.{blocks}.weight    the others
@@ -17,8 +17,14 @@ from typing import Any
 
 from torch import Tensor
 
-from draftheads.heads.formats.reading import check_values, renamed, require, vocabulary_of
-from draftheads.heads.formats.stored import Stored, integers, matrix, target_name
+from draftheads.heads.formats.stored import (
+    Stored,
+    check_values,
+    matrix,
+    renamed,
+    require,
+    target_name,
+)
 from draftheads.heads.layers import LayerShape
 from draftheads.heads.target import Target
 
@@ -37,7 +43,6 @@ HYDRA = [
     (r"^prefix_embeding_layer\.layers\.0\.", "prefix.layer."),
     (r"^prefix_embeding_layer\.norm\.", "prefix.norm."),
 ]
-HYDRA_BLOCK = r"^hydra_mlp\.(\d+)\.(\d+)\.linear\."
 HYDRA_DESIGN = {
     "hydra_head_arch": (None, "mlp", "prefix-mlp"),
     "grounded_heads": (None, True),
@@ -46,24 +51,13 @@ HYDRA_DESIGN = {
 
 
 def from_vllm(stored: Stored, target: Target | None) -> Stored:
-    """A shared matrix is the target's (`original_lm_head`). A draft vocabulary is put in rising
-    order, with the rows of its tokens alone.
-    """
+    """With `original_lm_head`, the lm_head is the target's."""
     config, tensors = stored.config, renamed(stored.tensors, VLLM)
-    check_values(config, {"logit_scale": (None, 1.0)})
-    if config.get("truncated_vocab_size") in (None, config.get("vocab_size")):
-        tensors.pop("token_map", None)  # as vLLM does
+    whole = (None, config.get("vocab_size"))
+    check_values(config, {"logit_scale": (None, 1.0), "truncated_vocab_size": whole})
+    tensors.pop("token_map", None)  # vLLM ignores it without truncated_vocab_size
     if tensors.pop("lm_head.weight", None) is None and config.get("original_lm_head"):
         tensors.pop("lm_heads.0.weight", None)
-    token_map = integers(tensors, "token_map")
-    if token_map is not None:
-        tensors["token_map"], order_v = token_map.long().sort()
-        for name in [name for name in tensors if name.startswith("lm_heads.")]:
-            weight = matrix(tensors, name)
-            rows = order_v if len(weight) == len(order_v) else tensors["token_map"]
-            if rows.min() < 0 or rows.max() >= len(weight):
-                raise ValueError(f"{name} has {len(weight)} rows, and no row {int(rows.max())}")
-            tensors[name] = weight[rows]
     return _ours(stored, tensors, target)
 
 
@@ -73,11 +67,12 @@ def from_numbered(stored: Stored, target: Target | None) -> Stored:
 
 
 def _ours(stored: Stored, tensors: dict[str, Tensor], target: Target | None) -> Stored:
-    last = next((name for name in tensors if name.startswith("lm_heads.")), None)
-    if last and "token_map" not in tensors:
-        vocab_size = len(matrix(tensors, last))
-    else:
-        vocab_size = vocabulary_of(stored.config, target)
+    own = next((name for name in tensors if name.startswith("lm_heads.")), None)
+    vocab_size = stored.config.get("vocab_size")
+    if own:
+        vocab_size = len(matrix(tensors, own))
+    elif not vocab_size:
+        vocab_size = require(target, "config.json has no vocab_size").vocab_size
     if not any(name.endswith(".bias") for name in tensors):
         for name in [name for name in tensors if name.startswith("blocks.")]:
             weight_DD = matrix(tensors, name)
@@ -87,18 +82,19 @@ def _ours(stored: Stored, tensors: dict[str, Tensor], target: Target | None) -> 
 
 
 def from_hydra(stored: Stored, target: Target | None) -> Stored:
-    """The sizes of a prefix layer are the target's. Heads after a prefix layer have dropout, a
-    module without tensors, in front of every other module.
+    """A prefix layer has the target's sizes. In heads with a prefix layer, a dropout module without
+    tensors precedes every other module.
     """
     check_values(stored.config, HYDRA_DESIGN)
     has_prefix = any(name.startswith("prefix_embeding_layer") for name in stored.tensors)
     stride = 2 if has_prefix else 1
-    block = (HYDRA_BLOCK, lambda m: f"blocks.{m[1]}.layers.{int(m[2]) // stride}.")
+    pattern = r"^hydra_mlp\.(\d+)\.(\d+)\.linear\."
+    block = (pattern, lambda m: f"blocks.{m[1]}.layers.{int(m[2]) // stride}.")
     tensors = renamed(stored.tensors, [*HYDRA, block])
     name = stored.config.get("base_model_name_or_path")
     layer = None
     if has_prefix:
-        known = require(target, f"whose sizes the prefix layer has ({name})")
+        known = require(target, f"the prefix layer has the sizes of {name}")
         rope = getattr(known.config, "rope_parameters", None) or {}
         layer = LayerShape.of(known, {}).config()
         layer["rope_parameters"] = rope.get("full_attention", rope)
@@ -108,17 +104,17 @@ def from_hydra(stored: Stored, target: Target | None) -> Stored:
 
 
 def to_vllm(stored: Stored, target: Target | None) -> Stored:
-    """Our own layout, and the target's last matrix where the heads share it."""
+    """Our own layout, plus the target's lm_head where the heads share it."""
     tensors = dict(stored.tensors)
     if "lm_heads.0.weight" not in tensors:
-        shared_VD = require(target, "whose last matrix vLLM wants with heads that share it")
+        known = require(target, "vLLM requires its lm_head with heads that share it")
         dtype = tensors["blocks.0.layers.0.weight"].dtype
-        tensors["lm_head.weight"] = shared_VD.unembed_weight().detach().to("cpu", dtype)
+        tensors["lm_head.weight"] = known.unembed_weight().detach().to("cpu", dtype)
     return Stored(stored.config, tensors)
 
 
 def to_tgi(stored: Stored, target: Target | None) -> Stored:
-    """The numbered layout; TGI knows heads by a config without `architectures`."""
+    """The numbered layout; TGI recognises heads by a config without `architectures`."""
     ours, name = stored.config, target_name(stored.config)
     if name is None:
         raise ValueError("exporting to TGI needs the name of the target model; pass --target")

@@ -1,16 +1,16 @@
-"""What a head folder holds, and how its files are read: safetensors, or pickles whose code is never
-run.
+"""Contents of a head folder, read from safetensors or from pickles without running their code;
+and helpers for translating layouts.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,9 @@ from torch import Tensor
 
 from draftheads.heads.formats.config import CONFIG, read_json
 
+Known = TypeVar("Known")
+Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
+
 WEIGHT_FILES = (
     "model.safetensors",
     "medusa_lm_head.safetensors",
@@ -26,16 +29,17 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "hydra_lm_head.pt",
 )
-"""Where a folder's tensors may be; the first is our own."""
+"""Possible names of the file with the tensors; the first is our own."""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+PLACES = (*WEIGHT_FILES, *INDEXES)
 POINTER = b"version https://git-lfs.github.com/spec/"
 INSIDE = "medusa_head."
-"""Prefix of heads that are in one file with their whole target."""
+"""Prefix of heads in one checkpoint with their target (Medusa v1.0)."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a head folder holds. file: name of the file with the tensors."""
+    """Contents of a head folder. file: name of the file with the tensors."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -43,18 +47,17 @@ class Stored:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What draftheads recorded of the head; {} for one that it never saw."""
+        """The metadata that draftheads recorded; {} for other layouts."""
         facts: dict[str, Any] = self.config.get("draftheads") or {}
         return facts
 
     def check(self, expected: dict[str, Tensor]) -> None:
-        """Raise ValueError for tensors that are missing, too many, or of another shape or kind."""
-        wanted, got = _forms(expected), _forms(self.tensors)
-        faults = [
-            f"{name}: expected {wanted.get(name, 'none')}, got {got.get(name, 'none')}"
-            for name in sorted(wanted.keys() | got.keys())
-            if wanted.get(name) != got.get(name)
-        ]
+        """Raise ValueError for tensors that are missing, unexpected or of other shapes or kinds."""
+        faults = []
+        for name in sorted(expected.keys() | self.tensors.keys()):
+            wanted, got = _form(expected.get(name)), _form(self.tensors.get(name))
+            if wanted != got:
+                faults.append(f"{name}: expected {wanted}, got {got}")
         if faults:
             raise ValueError(
                 f"{self.file} does not match its head: {'; '.join(faults[:3])}; was it made for "
@@ -67,17 +70,16 @@ class Stored:
         (folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
 
 
-def _forms(tensors: dict[str, Tensor]) -> dict[str, str]:
-    kinds = {True: "numbers", False: "integers"}
-    return {
-        name: f"{kinds[tensor.is_floating_point()]} {tuple(tensor.shape)}"
-        for name, tensor in tensors.items()
-    }
+def _form(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    kind = "numbers" if tensor.is_floating_point() else "integers"
+    return f"{kind} {tuple(tensor.shape)}"
 
 
 @contextmanager
 def named(folder: Path) -> Iterator[None]:
-    """Inside, every ValueError is one line that names the folder."""
+    """Turn every ValueError raised inside into one line that names the folder."""
     try:
         yield
     except ValueError as error:
@@ -86,51 +88,102 @@ def named(folder: Path) -> Iterator[None]:
 
 
 def read_files(folder: Path, config: dict[str, Any]) -> Stored:
-    """Config and tensors as they are in the folder; of heads in one file with a whole model, the
-    heads alone.
+    """The config and the tensors of a folder, unchanged; of a checkpoint that also contains the
+    target, only the heads.
 
-    Raises FileNotFoundError where there are no weights, ValueError for what cannot be read.
+    Raises FileNotFoundError for missing weights, ValueError for unreadable ones.
     """
-    found = [name for name in (*WEIGHT_FILES, *INDEXES) if (folder / name).is_file()]
-    if not found:
+    found = next((name for name in PLACES if (folder / name).is_file()), None)
+    if found is None:
         raise FileNotFoundError(f"{folder}: expected one of {', '.join(WEIGHT_FILES)}, found none")
     tensors: dict[str, Tensor] = {}
-    for part in parts_of(folder / found[0]) if found[0] in INDEXES else found[:1]:
-        tensors |= _tensors(folder / part)
-    inside = {name: each for name, each in tensors.items() if name.startswith(INSIDE)}
-    return Stored(config, inside or tensors, found[0])
+    for file in shards(folder / found) if found in INDEXES else [found]:
+        tensors |= _tensors(folder / file)
+    return Stored(config, tensors, found)
 
 
-def parts_of(index: Path) -> list[str]:
-    """The files in an index that hold a head. Raises ValueError for one that lists none, or files
-    that are not beside it.
+def shards(index: Path) -> list[str]:
+    """Names of the files in a checkpoint's index that contain a head. Raises ValueError for an
+    index without files, or with files in other folders.
     """
     places = read_json(index).get("weight_map")
     if not places or not isinstance(places, dict):
-        raise ValueError(f"{index}: expected a weight_map of tensors to files, got {places!r:.60}")
-    inside = {file for name, file in places.items() if name.startswith(INSIDE)}
-    files = inside or set(places.values())
+        raise ValueError(
+            f"{index}: expected a weight_map of tensors to files, got {places!r:.60}; get the head "
+            "again"
+        )
+    files = {places[name] for name in _head_names(places)}
     for file in files:
         if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*", file):
             raise ValueError(
-                f"{index}: expected names of files beside it, got {file!r:.60}; get the head again"
+                f"{index}: expected names of files next to it, got {file!r:.60}; get the head again"
             )
     return sorted(files)
 
 
+def _head_names(names: Iterable[str]) -> list[str]:
+    """The tensors of a head in a checkpoint that also contains its target; else all."""
+    names = list(names)
+    return [name for name in names if name.startswith(INSIDE)] or names
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        with opened(file) as stored:
+            return {name: stored.get_tensor(name) for name in _head_names(stored.keys())}
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle may raise anything
+        raise _damaged(file, error) from error
+    if not isinstance(loaded, dict) or not all(map(_is_plain, loaded.values())):
+        got = sorted(map(str, loaded))[:4] if isinstance(loaded, dict) else type(loaded).__name__
+        raise ValueError(
+            f"{file}: expected a plain state dict of tensors, got {got}; get the head again"
+        )
+    tensors = {str(name): tensor for name, tensor in loaded.items()}
+    return {name: tensors[name] for name in _head_names(tensors)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a dense tensor whose storage holds all of its elements; shapes can lie."""
+    if not torch.is_tensor(value) or value.layout != torch.strided or value.device.type != "cpu":
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """An open safetensors file. Raises ValueError naming it when it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            yield stored
+    except SafetensorError as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> ValueError:
+    with file.open("rb") as content:
+        is_pointer = content.read(len(POINTER)) == POINTER
+    got = f"{file.stat().st_size:,} bytes that are damaged, or a pickle that contains code"
+    return ValueError(
+        f"{file}: expected complete weights, got {'a git-lfs pointer' if is_pointer else got} "
+        f"({type(error).__name__}); fetch them with `git lfs pull`, or download the file again"
+    )
+
+
 def count_of(names: Iterable[str], pattern: str) -> int:
-    """How many different numbers are in names that begin with `pattern`, which has one group.
-    Never the largest number, which would make one name a thousand layers.
+    """The number of different indices in names that begin with `pattern`, which has one group.
+    Not the largest index: one damaged name would then create thousands of layers.
     """
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
 def matrix(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """A tensor whose two sizes tell those of the head. Raises ValueError where it is none."""
+    """A tensor whose shape determines the head's. Raises ValueError if it is not a matrix."""
     tensor = tensors.get(name)
     if tensor is None or tensor.ndim != 2 or not tensor.numel():
         got = "none" if tensor is None else f"shape {tuple(tensor.shape)}"
-        raise ValueError(f"expected a matrix {name}, got {got}; the file is not whole")
+        raise ValueError(f"expected a matrix {name}, got {got}; the file is incomplete")
     return tensor
 
 
@@ -150,56 +203,42 @@ def integers(tensors: dict[str, Tensor], name: str) -> Tensor | None:
 
 
 def target_name(config: dict[str, Any]) -> str | None:
-    """The target that a head's config.json names, in any of the words for it."""
+    """The target that a head's config.json names, in any layout."""
     ours = (config.get("draftheads") or {}).get("target") or {}
     served = (config.get("speculators_config") or {}).get("verifier") or {}
     name = ours.get("name") or config.get("base_model_name_or_path") or served.get("name_or_path")
     return str(name) if name else None
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
-    if file.suffix != ".safetensors":
-        return _unpickled(file)
-    with opened(file) as stored:
-        names = list(stored.keys())
-        inside = [name for name in names if name.startswith(INSIDE)]
-        return {name: stored.get_tensor(name) for name in inside or names}
+def renamed(tensors: dict[str, Tensor], renames: Renames) -> dict[str, Tensor]:
+    """Tensors under other names, by (pattern, replacement) for `re.sub`, in order. A tensor whose
+    name becomes empty is dropped. Raises ValueError where two names become one.
+    """
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        new = name
+        for pattern, replacement in renames:
+            new = re.sub(pattern, replacement, new)
+        if new in result:
+            raise ValueError(f"expected one tensor {new}, got a second one in {name}")
+        if new:
+            result[new] = tensor
+    return result
 
 
-@contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """A safetensors file. Raises ValueError, naming it, where it is none or not whole."""
-    try:
-        with safe_open(file, framework="pt") as stored:
-            yield stored
-    except SafetensorError as error:
-        raise _damaged(file, error) from error
+def check_values(config: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError for a key with a value not in `allowed`; None is an absent key."""
+    for key, values in allowed.items():
+        if config.get(key) not in values:
+            known = ", ".join("absent" if value is None else str(value) for value in values)
+            raise ValueError(f"expected {key}: {known}; got {config[key]!r:.60}")
 
 
-def _unpickled(file: Path) -> dict[str, Tensor]:
-    """A state dict that torch saved; no code in it is run."""
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle may raise anything
-        raise _damaged(file, error) from error
-    if not isinstance(tensors, dict) or not all(map(_is_plain, tensors.values())):
-        got = sorted(map(str, tensors))[:4] if isinstance(tensors, dict) else type(tensors).__name__
-        raise ValueError(f"{file}: expected a plain state dict of tensors, got {got}")
-    return {str(name): tensor for name, tensor in tensors.items()}
-
-
-def _damaged(file: Path, error: Exception) -> ValueError:
-    with file.open("rb") as content:
-        is_pointer = content.read(len(POINTER)) == POINTER
-    got = f"{file.stat().st_size:,} bytes that are damaged, or a pickle that holds code"
-    return ValueError(
-        f"{file}: expected whole weights, got {'a git-lfs pointer' if is_pointer else got} "
-        f"({type(error).__name__}); fetch them with `git lfs pull`, or download the file again"
-    )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether this is a tensor with all its numbers in the file: one may say that it has more."""
-    if not torch.is_tensor(value) or value.layout != torch.strided or value.device.type != "cpu":
-        return False
-    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+def require(target: Known | None, reason: str) -> Known:
+    """The target. Raises ValueError, with the reason why it is needed, for None."""
+    if target is None:
+        raise ValueError(
+            f"expected the target ({reason}), got none; pass it: load_head(..., target=target) or "
+            "--target"
+        )
+    return target

@@ -1,15 +1,11 @@
-"""Every layout of head folders that this project reads, and every one that it writes: the one place
-that knows who calls what how.
-"""
+"""All layouts of head folders that this project reads and writes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 from draftheads.heads.formats import eagle, medusa
-from draftheads.heads.formats.reading import check_values
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.target import Target
 
@@ -40,7 +36,7 @@ READERS: list[tuple[str, str, Translates]] = [
     ),
     ("EAGLE-1 and EAGLE-3", r"^(model\.)?fc\.weight$", eagle.from_eagle),
 ]
-"""What is read beside our own: name, a config key or tensor name that only it has, its reader."""
+"""Layouts in addition to our own: name, a config key or tensor name unique to it, its reader."""
 
 WRITERS: dict[str, dict[str, Translates]] = {
     "draftheads": dict.fromkeys(("medusa", "sequential", "eagle", "eagle3"), as_ours),
@@ -49,65 +45,59 @@ WRITERS: dict[str, dict[str, Translates]] = {
     "tgi": {"medusa": medusa.to_tgi},
     "speculators": {"eagle3": eagle.to_speculators},
 }
-"""What is written: destination -> kind of head -> its writer."""
+"""Destination -> kind of head -> its writer."""
 
 REMOVED = {"eagle": "sglang", "specforge": "sglang", "fasterdecoding": "tgi"}
 """Destinations of earlier versions -> the one that has the same tensors."""
 
-EXPRESSES: dict[tuple[str, str], dict[str, tuple[Any, ...]]] = {
-    ("vllm", "medusa"): {"truncated_vocab_size": (None,)},
-    ("tgi", "medusa"): {"truncated_vocab_size": (None,), "blocks that share lm_head": (0, 1)},
-    ("vllm", "eagle"): {"sliding_window": (None,), "bias of fc": (False,)},
-    ("sglang", "eagle"): {"sliding_window": (None,)},
-    ("vllm", "eagle3"): {"last state as a feature": (False,)},
-    ("sglang", "eagle3"): {
-        "norm_before_residual": (False,),
-        "num_hidden_layers": (1,),
-        "sliding_window": (None,),
-        "a single feature": (False,),
-        "embeddings as a feature": (False,),
-        "last state as a feature": (False,),
-    },
-    ("speculators", "eagle3"): {
-        "fc_norm and norm_before_fc": (False,),
-        "last state as a feature": (False,),
-    },
+UNSUPPORTED: dict[tuple[str, str], list[str]] = {
+    ("vllm", "medusa"): ["truncated_vocab_size"],  # vLLM stops at an assertion
+    ("tgi", "medusa"): ["truncated_vocab_size", "deep blocks with a shared lm_head"],
+    ("vllm", "eagle"): ["sliding_window", "a bias in fc"],
+    ("sglang", "eagle"): ["sliding_window"],
+    ("vllm", "eagle3"): ["the last state as a feature"],
+    ("sglang", "eagle3"): [
+        "norm_before_residual",
+        "more than one layer",
+        "sliding_window",
+        "a single feature",  # for which SGLang omits fc
+        "embeddings as a feature",  # features are outputs of layers
+        "the last state as a feature",
+    ],
+    ("speculators", "eagle3"): ["fc_norm and norm_before_fc", "the last state as a feature"],
 }
-"""(destination, kind) -> config key or trait -> the values that the destination has. SGLang, for
-one, takes features after layers (so no embeddings) and before the final norm, adds residuals before
-the norm, and leaves fc out for a single feature; vLLM has no fc.bias and, for Medusa, stops at an
-assertion where there is a draft vocabulary.
+"""(destination, kind) -> traits of heads that the destination does not support. Engines read the
+last state before the final norm, and our heads after it.
 """
 
 
 def loss(to: str, stored: Stored) -> str | None:
-    """What a destination cannot express of a head of ours; None where nothing is lost."""
+    """The traits of a head of ours that a destination does not support; None if it supports all."""
     config, bias = stored.config, stored.tensors.get("fc.bias")
-    features = config.get("eagle_aux_hidden_state_layer_ids") or [None]
+    features = config.get(eagle.AUX_LAYERS) or [None]
+    is_deep = config.get("num_hidden_layers") not in (None, 0, 1)
     traits = {
-        **config,
-        "blocks that share lm_head": bool(config.get("original_lm_head"))
-        and config["num_hidden_layers"],
-        "bias of fc": bias is not None and bool(bias.any()),
+        "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
+        "deep blocks with a shared lm_head": config.get("original_lm_head") and is_deep,
+        "sliding_window": config.get("sliding_window") is not None,
+        "a bias in fc": bias is not None and bool(bias.any()),
+        "norm_before_residual": config.get("norm_before_residual"),
+        "more than one layer": is_deep,
         "fc_norm and norm_before_fc": config.get("fc_norm") and config.get("norm_before_fc"),
         "a single feature": len(features) == 1,
         "embeddings as a feature": 0 in features,
-        "last state as a feature": features[-1] in (-1, stored.facts["target"].get("layers")),
+        "the last state as a feature": features[-1] in (-1, stored.facts["target"].get("layers")),
     }
-    try:
-        check_values(traits, EXPRESSES.get((to, stored.facts["kind"]), {}))
-    except ValueError as error:
-        return str(error)
-    return None
+    unsupported = UNSUPPORTED.get((to, stored.facts["kind"]), [])
+    return ", ".join(name for name in unsupported if traits[name]) or None
 
 
 def translated(stored: Stored, target: Target | None) -> Stored:
-    """A head folder, whoever wrote it, in our own layout. target: for layouts that leave something
-    to it.
+    """A head folder of any layout in our own. target: for layouts that leave parts to it.
 
-    Raises ValueError for a folder without a head, or with one that we cannot run.
+    Raises ValueError for a folder without a head, or with one that is not supported.
     """
-    if "format" in stored.facts:  # what was converted for others has none
+    if "format" in stored.facts:  # absent in what was converted for others
         return stored
     names = [*stored.config, *stored.tensors]
     for _, pattern, read in READERS:
@@ -121,7 +111,7 @@ def translated(stored: Stored, target: Target | None) -> Stored:
 
 
 def written(stored: Stored, to: str, target: Target | None) -> Stored:
-    """A head of ours in the layout of `to`. Raises ValueError for what it cannot express."""
+    """A head of ours in the layout of `to`. Raises ValueError for what `to` does not support."""
     kind = stored.facts["kind"]
     if to not in WRITERS:
         hint = f"; --to {REMOVED[to]} writes the same tensors" if to in REMOVED else ""
@@ -129,20 +119,20 @@ def written(stored: Stored, to: str, target: Target | None) -> Stored:
     if kind not in WRITERS[to]:
         known = ", ".join(name for name in WRITERS if kind in WRITERS[name])
         raise ValueError(
-            f"expected a head of kind {' or '.join(WRITERS[to])} for {to}, got {kind}; {kind} "
-            f"heads go to {known}"
+            f"expected a head of kind {' or '.join(WRITERS[to])} for {to}, got {kind}; use --to "
+            f"{known}"
         )
     if to == "draftheads":
         return as_ours(stored, target)
     if kind == "eagle3" and stored.facts["target"].get("layers") is None:
         raise ValueError(
-            "expected a head that records how many layers its target has, so that features are "
-            "told from its last state, got none; pass --target"
+            "expected a head that records the number of layers of its target, got none; pass "
+            "--target"
         )
-    if reason := loss(to, stored):
+    if unsupported := loss(to, stored):
         raise ValueError(
-            f"{to} cannot express this {kind} head: {reason}; nothing was written, choose another "
-            "destination or train another head"
+            f"{to} does not support this {kind} head: it has {unsupported}; nothing was written, "
+            "choose another destination or train another head"
         )
     facts = {key: value for key, value in stored.facts.items() if key != "format"}
     return WRITERS[to][kind](Stored({**stored.config, "draftheads": facts}, stored.tensors), target)

@@ -134,7 +134,7 @@ def test_revisions_are_branches_of_their_own(hub, tmp_path):
     assert load_head("me/heads@shallow").depth == 2
     commit = next(line for line in hub.requests if "/tree/" in line).split("/tree/")[1][:40]
     assert load_head("me/heads", revision=commit).depth == 4
-    with pytest.raises(FileNotFoundError, match="head me/heads at deep: expected") as missing:
+    with pytest.raises(FileNotFoundError, match="head me/heads at deep: not found") as missing:
         load_head("me/heads", revision="deep")
     assert "\n" not in str(missing.value)
 
@@ -332,16 +332,19 @@ def test_the_python_of_the_card_runs_as_written(capsys):
 
 SERVED = {
     "medusa": ["vLLM (0.33; for Medusa 0.9.2 to 0.32)", '"method": "medusa"', "--to tgi"],
-    "sequential": ["No engine"],
+    "sequential": ["No serving engine"],
     "eagle": ["--to vllm", "--speculative-algorithm EAGLE "],
     "eagle3": ['"method": "eagle3"', "--speculative-algorithm EAGLE3 "],
 }
 UNSERVED = {
-    "medusa-reduced": (") does not serve this head: expected truncated_vocab_size", "```"),
-    "medusa-deep-shared": ("text-generation-inference does not serve this head", "--to tgi"),
-    "eagle3-deep": ("SGLang (0.5.23) does not serve this head: expected num_hid", "sglang.launch"),
-    "eagle3-last": (") does not serve this head: expected last state", "vllm serve"),
-    "eagle-window": (") does not serve this head: expected sliding_window", "--to vllm"),
+    "medusa-reduced": (") does not support this head: it has truncated_vocab_size", "```"),
+    "medusa-deep-shared": ("text-generation-inference does not support this head", "--to tgi"),
+    "eagle3-deep": (
+        "SGLang (0.5.23) does not support this head: it has more than one layer",
+        "sglang.launch",
+    ),
+    "eagle3-last": (") does not support this head: it has the last state", "vllm serve"),
+    "eagle-window": (") does not support this head: it has sliding_window", "--to vllm"),
 }
 
 

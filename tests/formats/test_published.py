@@ -195,7 +195,9 @@ def test_other_designs_are_refused(tmp_path, target, key, value, expected):
 
 def test_a_prefix_layer_needs_the_target_it_was_made_for(tmp_path, target):
     folder = folder_of(tmp_path / "head", published("prefix-mlp"))
-    assert "(base/model), got none; pass it: load_head(..., target=target)" in refusal(folder)
+    assert "the sizes of base/model), got none; pass it: load_head(..., target=target)" in refusal(
+        folder
+    )
     message = refusal(folder, new_target(num_key_value_heads=4))
     assert "k_proj.weight: expected numbers (32, 32), got numbers (16, 32)" in message
     with pytest.raises(ValueError, match=r"hidden size 32 \(base/model\), target has 64"):
@@ -221,7 +223,7 @@ def test_a_file_that_is_no_state_dict_is_refused_and_not_run(tmp_path):
     trap = tmp_path / "trap"
     for content in (Code(trap), {"weight": Code(trap)}, torch.nn.Linear(2, 2)):
         message = refusal(folder_of(tmp_path / "head", content))
-        assert "damaged, or a pickle that holds code" in message
+        assert "damaged, or a pickle that contains code" in message
     assert not trap.exists()
     for content in ({"state_dict": published("mlp")}, {"weight": torch.ones(1), "step": 3}):
         message = refusal(folder_of(tmp_path / "head", content))
@@ -237,7 +239,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path, share):
     folder = folder_of(tmp_path / "head", published("mlp"))
     content = (folder / "hydra_lm_head.pt").read_bytes()
     (folder / "hydra_lm_head.pt").write_bytes(content[: int(share * len(content))])
-    assert "hydra_lm_head.pt: expected whole weights" in refusal(folder)
+    assert "hydra_lm_head.pt: expected complete weights" in refusal(folder)
 
 
 def test_a_folder_without_weights_says_which_are_missing(tmp_path):

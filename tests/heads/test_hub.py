@@ -231,7 +231,7 @@ def test_the_card_says_what_the_head_is(tmp_path, kind):
     assert card.data.library_name == "draftheads"
     assert card.data.tags[-1] == kind
     tree = {"medusa": "3 draft nodes, 2 deep, fixed"}
-    dynamic = "9 draft nodes, 3 deep, chosen anew in each step"
+    dynamic = "9 draft nodes, 3 deep, rebuilt at each step"
     assert f"| tree | {tree.get(kind, dynamic)} |" in card.text
     assert "| tokens | 9 |" in card.text
     assert "| 16 | 2.7 | 2.1 | 2, 2.2 | True | a \\| b |" in card.text

@@ -171,8 +171,8 @@ def test_a_target_beside_zero_3_is_whole(made):
 @pytest.mark.parametrize(
     ("choices", "processes", "message"),
     [
-        ({"target_placement": "split"}, 2, "split: expected one process, .* got 2; use sharded"),
-        ({"target_placement": "split"}, 1, "split: expected GPUs .* got none; use whole"),
+        ({"target_placement": "split"}, 2, "split: expected one process .* got 2; use sharded"),
+        ({"target_placement": "split"}, 1, "split: expected GPUs, got none; use whole"),
         ({"target_placement": "sharded"}, 1, "expected several processes, got 1; launch one"),
     ],
 )

@@ -305,7 +305,7 @@ def counting_model(name: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_where_a_model_counts_slots_texts_end_before_that(name):
-    with pytest.warns(UserWarning, match=f"limited to {SLOTS - 64} of 512 tokens, since beyond"):
+    with pytest.warns(UserWarning, match=f"limited to {SLOTS - 64} of 512 tokens, as it attends"):
         target = Target(counting_model(name), name=name)
     assert target.context == SLOTS - 64
     prompts = some_prompts(SLOTS - 64 - 20, 31)
@@ -324,7 +324,9 @@ def test_where_a_model_counts_slots_texts_end_before_that(name):
     [("gpt-neo", {"window_size": 100}), ("doge", {"keep_window_size": 8})],
 )
 def test_where_it_does_so_from_the_start_it_is_refused(name, changes):
-    assert "attends by cache slot beyond" in refusal(counting_model(name, **changes))
+    assert "attends by cache slot instead of position beyond" in refusal(
+        counting_model(name, **changes)
+    )
 
 
 @pytest.mark.parametrize(
