@@ -133,7 +133,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console = console or Console(highlight=False, soft_wrap=True)
     shapes, work, disk = plan.shapes, plan.work, plan.disk
     adapter = f" and {shapes.adapter:,} of an adapter of {shapes.adapted} layers"
-    source = f"from shapes alone ({plan.reason}): activations are an upper bound"
+    source = f"from shapes alone ({plan.reason}): activations are not measured"
     if plan.trial:
         source = f"measured with {plan.trial.layers} of {shapes.layers} layers"
     console.print(
@@ -143,8 +143,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     )
     table = Table("memory per process", "", box=box.SIMPLE_HEAD)
     for part, size in plan.memory.items():
-        table.add_row(part, _size(size))
-    table.add_row(f"peak, of {_size(plan.limit)}", _size(plan.peak))
+        table.add_row(part, "not measured" if size is None else _size(size))
+    what = "peak" if plan.trial else "sum without activations"
+    table.add_row(f"{what}, of {_size(plan.limit)}", _size(plan.peak))
     console.print(table)
     console.print(
         f"disk   at most {disk['checkpoints']} checkpoints of {_size(disk['checkpoint'])}; "
@@ -153,7 +154,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     rows = f"{work.rows:,} rows" if work.rows else "no data there: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
     console.print(
-        f"steps  {work.steps or 'unknown'} of {plan.tokens_per_step:,.0f} tokens "
+        f"steps  {work.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
         f"({work.micro_batches} micro batches); {epochs}{rows}"
     )
     if work.note:
@@ -173,7 +174,7 @@ def _time(plan: Plan) -> str:
         kinds = f" ({time['later']:.3g} s once features are known)"
     total = f"{time['total'] / 3600:.2f} hours" if "total" in time else "unknown"
     return (
-        f"time   {time['step']:.3g} s per step{kinds}, {plan.tokens_per_step / time['step']:,.0f} "
+        f"time   {time['step']:.3g} s per step{kinds}, {plan.work.tokens_per_step / time['step']:,.0f} "
         f"tokens/s; {time['save']:.3g} s per save; {total} in all"
     )
 
@@ -191,8 +192,8 @@ def remedy(plan: Plan) -> str:
     elif features > allowed:
         needed, limit = features, allowed
         what = "features; take features.dtype=fp8 or raise features.disk_gb"
-    elif plan.written > plan.disk["free"]:
-        needed, limit = plan.written, plan.disk["free"]
+    elif plan.disk["total"] > plan.disk["free"]:
+        needed, limit = plan.disk["total"], plan.disk["free"]
         what = "disk; lower run.keep, take features.dtype=fp8, or another run.output"
     else:
         return ""
