@@ -223,7 +223,7 @@ def test_missing_data_leaves_the_number_of_steps_open(made, tmp_path, monkeypatc
     missing = f"data.path={tmp_path / 'missing'}"
     assert command(monkeypatch, recipe, missing, "--no-probe") == 0
     said = capsys.readouterr().out
-    assert "no data there" in said
+    assert "no data found" in said
     assert "steps  unknown" in said
     assert command(monkeypatch, recipe, "--no-probe") == 0
     assert "epochs of" in capsys.readouterr().out
