@@ -77,10 +77,13 @@ def main() -> None:
 
 def usage_line(error: Any) -> str:
     """One line about a command line that click refuses."""
+    from pydantic import ValidationError  # slow
+
     command = error.ctx.command_path if error.ctx else "draftheads"
     line = error.format_message().rstrip(".")
-    if isinstance(error, typer.BadParameter) and hasattr(error.__cause__, "errors"):  # pydantic's
-        fault = error.__cause__.errors()[0]
+    cause = error.__cause__
+    if isinstance(error, typer.BadParameter) and isinstance(cause, ValidationError):
+        fault = cause.errors()[0]
         expected = fault["msg"].removeprefix("Input should be ").partition(", unable")[0]
         if choices := expected.partition(" is not one of ")[2]:
             expected = " or ".join(choices.rstrip(".").replace("'", "").rsplit(", ", 1))
