@@ -10,18 +10,16 @@ import importlib.metadata
 import logging
 import sys
 import warnings
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.logging import RichHandler
 
 from draftheads.scripts import commands
-from draftheads.scripts.convert import convert, merge
 from draftheads.scripts.doctor import doctor
-from draftheads.train.entry import mistakes_in_one_line, spin_briefly
+from draftheads.train.entry import INTERRUPTED, mistakes_in_one_line, spin_briefly
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-# modules that define commands import what they need when they run, so that --help is instant
 app.command("demo")(commands.demo)
 app.command("distill")(commands.distill)
 app.command("import-answers")(commands.import_answers)
@@ -33,9 +31,12 @@ app.command("report")(commands.report)
 app.command("bench")(commands.bench)
 app.command("chat")(commands.chat)
 app.command("doctor")(doctor)
-app.command("merge")(merge)
-app.command("convert")(convert)
+app.command("merge")(commands.merge)
+app.command("convert")(commands.convert)
 app.command("publish")(commands.publish)
+
+UsageError: Any = typer.BadParameter.__base__
+"""click's; typer may carry its own copy of click."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -61,8 +62,33 @@ def main() -> None:
     log.addHandler(RichHandler(show_time=False, show_path=False))
     log.propagate = False
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    arguments = spread(sys.argv[1:])
     with mistakes_in_one_line():
-        app(spread(sys.argv[1:]))
+        try:
+            code = app(arguments or ["--help"], prog_name="draftheads", standalone_mode=False)
+        except UsageError as error:
+            raise ValueError(usage_line(error)) from error
+        except typer.Abort:
+            code = INTERRUPTED
+        if code == INTERRUPTED:  # from typer, for Ctrl-C: commands end themselves by SystemExit
+            raise KeyboardInterrupt
+    sys.exit(code if arguments else 2)
+
+
+def usage_line(error: Any) -> str:
+    """One line about a command line that click refuses."""
+    from pydantic import ValidationError  # slow
+
+    command = error.ctx.command_path if error.ctx else "draftheads"
+    line = error.format_message().rstrip(".")
+    cause = error.__cause__
+    if isinstance(error, typer.BadParameter) and isinstance(cause, ValidationError):
+        fault = cause.errors()[0]
+        expected = fault["msg"].removeprefix("Input should be ").partition(", unable")[0]
+        if choices := expected.partition(" is not one of ")[2]:
+            expected = " or ".join(choices.rstrip(".").replace("'", "").rsplit(", ", 1))
+        line = f"{error.param.opts[0]}: expected {expected}, got {fault['input']!r}"
+    return f"{line}; see `{command} --help`"
 
 
 def spread(arguments: list[str]) -> list[str]:

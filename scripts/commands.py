@@ -1,4 +1,6 @@
-"""The options and bodies of the commands. Heavy imports wait until a command runs."""
+"""The commands and their options. Heavy imports wait until a command runs, so that --help is
+instant.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from draftheads.heads.hub import HeadFolder
     from draftheads.heads.target import Target
     from draftheads.infer.accept import Acceptance
-    from draftheads.train.data.server import ServedTarget
 
 Keep = Literal["keep", "drop"]
 
@@ -28,27 +29,30 @@ Head = Annotated[str, Option(help="head folder, run folder or Hub id (user/name@
 Heads = Annotated[list[str], Option(help="as for chat; repeatable")]
 Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
 Prompts = Annotated[str, Option(help="a prompt file, a folder of them, or a Hub data set")]
-PromptWords = Annotated[int | None, Option(min=1, help="cut plain texts to their first N words")]
+PromptWords = Annotated[int | None, Option(min=1, help="truncate plain texts to N words")]
 Limit = Annotated[int | None, Option(min=1, help="use only the first N prompts or conversations")]
 Split = Annotated[str, Option(help="split of a Hub data set")]
-Streaming = Annotated[bool | None, Option(help="store no Hub data set; default: with --limit")]
+Streaming = Annotated[bool | None, Option(help="do not store a Hub data set; default: --limit")]
 TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
 Tools = Annotated[Keep, Option(help="tool calls and results in conversations")]
 Reasoning = Annotated[Keep, Option(help="<think> ... </think> of the answers")]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option()]
 Device = Annotated[str | None, Option(help="e.g. cuda:0; default: CUDA if there is one")]
-Threads = Annotated[int | None, Option(min=1, max=1024, help="of the CPU; default: what is faster")]
+Threads = Annotated[int | None, Option(min=1, max=1024, help="CPU threads; default: the fastest")]
 Temperature = Annotated[float, Option(min=0.0, help="0 is greedy")]
-TopP = Annotated[float, Option(min=0.0, max=1.0, help="probability mass kept")]
-TopK = Annotated[int, Option(min=0, help="tokens kept; 0 keeps all")]
+TopP = Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")]
+TopK = Annotated[int, Option(min=0, help="tokens to keep; 0 keeps all")]
 IsTypical = Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")]
-Seed = Annotated[int, Option(min=-(2**62), max=2**62, help="of all draws")]  # torch takes int64
-Server = Annotated[str | None, Option(help="OpenAI-compatible, of the target: http://HOST:PORT")]
-ServerModel = Annotated[str | None, Option(help="its name for the target, if it has several")]
-KeyVariable = Annotated[str | None, Option(help="environment variable that holds its key")]
+Seed = Annotated[int, Option(min=-(2**62), max=2**62, help="for all sampling")]  # int64
+Server = Annotated[str | None, Option(help="OpenAI-compatible server: http://HOST:PORT")]
+ServerModel = Annotated[str | None, Option(help="the server's name for the target")]
+KeyVariable = Annotated[str | None, Option(help="environment variable with the server's key")]
 Recipe = Annotated[Path, Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")]
 Overrides = Annotated[list[str] | None, Argument(help="key.path=value ...")]
 Json = Annotated[Path | None, Option("--json", help="write the figures here")]
+TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for one head;
+default: the heads' own; repeatable"""
+Trees = Annotated[list[str] | None, Option(help=TREES)]
 
 
 def load_target(
@@ -58,8 +62,8 @@ def load_target(
     revision: str | None = None,
     heads: Sequence[HeadFolder] = (),
 ) -> Target:
-    """The target, with the adapter that `heads` were trained together with, where they were, and
-    with transformers' own chatter silenced. Raises ValueError for a device there is not.
+    """Load the target, with the adapter that `heads` were trained with, if any. Raises ValueError
+    for a device that this machine does not have.
     """
     import torch
     import transformers
@@ -70,7 +74,7 @@ def load_target(
     if device is not None:
         try:
             torch.empty(0, device=device)
-        except (AssertionError, RuntimeError) as error:  # of several lines, and not of the option
+        except (AssertionError, RuntimeError) as error:  # several lines that name no option
             usable = "cuda:0" if torch.cuda.is_available() else "cpu; torch finds no usable GPU"
             raise ValueError(
                 f"--device: expected a device of this machine, got {device!r}; try {usable}"
@@ -83,7 +87,7 @@ def load_target(
 
 
 def rule(temperature: float, top_p: float, top_k: int, typical: bool, seed: int) -> Acceptance:
-    """The acceptance rule that these options ask for."""
+    """The acceptance rule that these options request."""
     from draftheads.infer.accept import Greedy, Sampled, Typical
 
     rule: Acceptance = Greedy()
@@ -96,12 +100,12 @@ def rule(temperature: float, top_p: float, top_k: int, typical: bool, seed: int)
 
 
 def template_variables(text: str) -> dict[str, Any]:
-    """The value of --template-args. Raises ValueError where it is no JSON object, or sets what is
-    set anyway.
+    """The value of --template-args. Raises ValueError unless it is a JSON object without the
+    variables that are always set.
     """
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # json's own words name no option
+    except (ValueError, RecursionError):  # json's message names no option
         value = None
     if not isinstance(value, dict):
         raise ValueError(
@@ -112,25 +116,16 @@ def template_variables(text: str) -> dict[str, Any]:
     if taken:
         raise ValueError(
             f"--template-args: expected variables of the chat template, got {', '.join(taken)}, "
-            "which is set anyway; leave it out"
+            "which is always set; leave it out"
         )
     return value
 
 
 def recorded_threads(out: Path) -> int | None:
-    """Those that a distillation was begun with: another number may round differently."""
+    """CPU threads of an unfinished distillation: another number may round differently."""
     from draftheads.train.data.answers import MANIFEST, read_manifest
 
     return read_manifest(out).get("threads") if (out / MANIFEST).is_file() else None
-
-
-def connect(target: str, options: dict[str, Any], revision: str | None) -> ServedTarget:
-    """The target, its answers from a server. Raises ValueError or OSError without one."""
-    from draftheads.train.data.server import ServedTarget, ServerOptions
-
-    if not options["url"]:
-        raise ValueError("--server: expected http://HOST:PORT, got none; name its address")
-    return ServedTarget(target, ServerOptions(**options), revision)
 
 
 def distill(
@@ -146,7 +141,7 @@ def distill(
     prompt_words: PromptWords = None,
     split: Split = "train",
     streaming: Streaming = None,
-    skip_empty: Annotated[bool, Option("--skip-empty", help="pass over empty prompts")] = False,
+    skip_empty: Annotated[bool, Option("--skip-empty", help="skip empty prompts")] = False,
     max_turns: Annotated[int | None, Option(min=1, help="user turns per conversation")] = None,
     tools: Tools = "drop",
     reasoning: Reasoning = "keep",
@@ -154,7 +149,7 @@ def distill(
     server: Server = None,
     server_model: ServerModel = None,
     api_key_env: KeyVariable = None,
-    concurrency: Annotated[int, Option(min=1, help="requests to the server at a time")] = 32,
+    concurrency: Annotated[int, Option(min=1, help="concurrent requests to the server")] = 32,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -163,12 +158,12 @@ def distill(
 ) -> None:
     """Let the target answer prompts; its own tokens become the training set.
 
-    Learned is all that the target writes; with --reasoning drop its thoughts are context, as tool
-    calls and results of the prompts are. Exit code 1: prompts are unanswered.
+    Exit code 1: some prompts are unanswered.
     """
     from draftheads.train.data.distill import DistillOptions
     from draftheads.train.data.distill import distill as run
     from draftheads.train.data.prompts import Hub, read_prompts
+    from draftheads.train.data.server import ServedTarget, ServerOptions
 
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     options = DistillOptions(
@@ -184,9 +179,9 @@ def distill(
     reading: dict[str, Any] = {"prompt_words": prompt_words, "skip_empty": skip_empty}
     texts = read_prompts(prompts, hub=Hub(split, streaming), limit=limit, tools=tools, **reading)
     if server or server_model or api_key_env:
-        served = {"url": server, "model": server_model, "api_key_env": api_key_env}
-        there = connect(target, {**served, "concurrency": concurrency}, revision)
-        report = run(there, texts, options)
+        served: Any = {"url": server or "", "model": server_model, "api_key_env": api_key_env}
+        remote = ServerOptions(**served, concurrency=concurrency)
+        report = run(ServedTarget(target, remote, revision), texts, options)
     else:
         local = load_target(target, dtype, device, revision)
         choose_threads(threads or recorded_threads(out), local, batch_size)
@@ -199,33 +194,33 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     no_probe: Annotated[
-        bool, Option("--no-probe", help="count from shapes alone; train nothing")
+        bool, Option("--no-probe", help="count from shapes; train nothing")
     ] = False,
-    processes: Annotated[
-        int | None, Option(min=1, help="of the launch; default: WORLD_SIZE, else 1")
-    ] = None,
-    engine: Annotated[
-        str, Option(help="what divides the head: ddp, zero1, zero2, zero3, fsdp2")
-    ] = "ddp",
+    processes: Annotated[int | None, Option(min=1, help="default: WORLD_SIZE, else 1")] = None,
+    engine: Annotated[str, Option(help="ddp, zero1, zero2, zero3 or fsdp2")] = "ddp",
     threads: Threads = None,
     json_out: Json = None,
 ) -> None:
-    """Predict memory, disk and time of a recipe before anything is loaded: from shapes, and from a
-    few training steps on a shallow random target.
+    """Predict memory, disk and time of a recipe from shapes and a few training steps on a shallow
+    random target.
     """
     import transformers
 
-    from draftheads.scripts.printing import print_plan, write_plan
+    from draftheads.heads.files import write_text
+    from draftheads.scripts.printing import print_plan
     from draftheads.train.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
     if threads:
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the process that takes the steps
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for the process that trains
     transformers.logging.disable_progress_bar()
+    if not no_probe:
+        print("training a few steps to measure memory and time; --no-probe skips this", flush=True)
     made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
     print_plan(made)
     if json_out:
-        write_plan(made, json_out)
+        json_out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(json_out, json.dumps(made.to_json(), indent=2) + "\n")
 
 
 def train(recipe: Recipe, overrides: Overrides = None, threads: Threads = None) -> None:
@@ -237,11 +232,11 @@ def train(recipe: Recipe, overrides: Overrides = None, threads: Threads = None) 
     from draftheads.train.entry import train as run
 
     set_threads(threads)
-    raise typer.Exit(run(str(recipe), overrides or [], "medusa"))
+    sys.exit(run(str(recipe), overrides or [], "medusa"))
 
 
 def keys() -> None:
-    """List all keys of recipes: what each takes, its default and what it is."""
+    """List all recipe keys with types, defaults and descriptions."""
     from draftheads.train.recipe import key_table
 
     for key, takes, default, description in key_table():
@@ -249,16 +244,16 @@ def keys() -> None:
 
 
 def report(
-    run: Annotated[Path, Argument(help="a run's output folder, e.g. out/demo-medusa")],
+    run: Annotated[Path, Argument(help="output folder of a run, e.g. out/demo-medusa")],
 ) -> None:
-    """Write a run's report.md and its curves again, from its metrics and checkpoints."""
+    """Write a run's report.md and curves again from its metrics and checkpoints."""
     from draftheads.train.progress import write_report
 
     print(write_report(run))
 
 
 def demo(
-    out: Annotated[Path, Option(help="folder for everything the demo makes")] = Path("out/demo"),
+    out: Annotated[Path, Option(help="folder for all outputs of the demo")] = Path("out/demo"),
 ) -> None:
     """Distill, train, bench and chat on the embedded target: a few minutes of CPU, no network."""
     from draftheads.scripts.demo import demo as run
@@ -272,13 +267,7 @@ def bench(
     prompts: Prompts,
     max_new_tokens: Annotated[int, Option(min=1)] = 128,
     nodes: Annotated[list[int] | None, Option(min=1, help="draft nodes to try; repeatable")] = None,
-    tree: Annotated[
-        list[str] | None,
-        Option(
-            help="4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for "
-            "one head; default: the heads' own; repeatable"
-        ),
-    ] = None,
+    tree: Trees = None,
     limit: Annotated[int, Option(min=1, help="use only the first N prompts")] = 16,
     repetitions: Annotated[int, Option(min=1, help="runs of every prompt")] = 3,
     prompt_words: PromptWords = None,
@@ -295,14 +284,17 @@ def bench(
     threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
-    """Measure heads against `generate` and against this engine without drafts, in one process."""
-    from draftheads.heads.hub import open_head
-    from draftheads.infer.bench import BenchOptions, print_report
+    """Measure heads against `generate` and against this engine without drafts."""
+    from draftheads.heads.hub import open_head, record_measured
+    from draftheads.infer.bench import BenchOptions, measured_facts, print_report, write_json
     from draftheads.infer.bench import bench as run
-    from draftheads.scripts import journey
+    from draftheads.infer.bench import plot as draw
+    from draftheads.scripts.journey import check_outputs, opening_ids, with_trees
 
-    journey.check_outputs([json_out], head if card else [], plot)
-    folders = dict(zip(journey.head_names(head), map(open_head, head), strict=True))
+    check_outputs([json_out], head if card else [], plot)
+    names = [Path(source).name for source in head]
+    names = names if len(set(names)) == len(names) else head
+    folders = dict(zip(names, map(open_head, head), strict=True))
     model = load_target(target, dtype, device, revision, list(folders.values()))
     choose_threads(threads, model)
     loaded = {name: folder.load(model) for name, folder in folders.items()}
@@ -313,10 +305,16 @@ def bench(
         nodes=nodes or (),
         seed=seed,
     )
-    ids = journey.opening_ids(model, prompts, prompt_words, limit)
-    report = run(model, journey.with_trees(loaded, tree or ()), ids, options)
+    ids = opening_ids(model, prompts, prompt_words, limit)
+    report = run(model, with_trees(loaded, tree or ()), ids, options)
     print_report(report)
-    journey.write_outputs(report, json_out, plot, folders if card else {})
+    if json_out:
+        write_json(report, json_out)
+    if plot:
+        draw(report, plot)
+    for name, folder in folders.items() if card else ():
+        results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
+        record_measured(folder.path, [measured_facts(report, each) for each in results])
 
 
 def chat(
@@ -330,15 +328,13 @@ def chat(
     typical: IsTypical = False,
     nodes: Annotated[int | None, Option(min=1, help="draft nodes per step")] = None,
     tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
-    show_accepted: Annotated[
-        bool, Option("--show-accepted", help="colour accepted drafts")
-    ] = False,
+    show_accepted: Annotated[bool, Option("--show-accepted", help="in colour")] = False,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
-    """Talk with the target, its answers sped up by the heads."""
+    """Chat with the target, sped up by a head."""
     from draftheads.heads.hub import open_head
     from draftheads.heads.tree import parse_tree
     from draftheads.infer.chat import ChatOptions
@@ -349,11 +345,11 @@ def chat(
     name, revision = (target, None) if target else folder.target
     model = load_target(name, dtype, device, revision, [folder])
     choose_threads(threads, model)
-    drafts = folder.load(model)
-    shape = parse_tree(tree) if tree else drafts.tree
+    drafter = folder.load(model)
+    shape = parse_tree(tree) if tree else drafter.tree
     sampling = rule(temperature, top_p, top_k, typical, seed)
     run(
-        Speculator(model, drafts, tree=shape.head(nodes) if nodes else shape),
+        Speculator(model, drafter, tree=shape.head(nodes) if nodes else shape),
         ChatOptions(system, sampling, max_new_tokens, show_accepted),
     )
 
@@ -363,46 +359,38 @@ def publish(
     repo_id: Annotated[str, Argument(help="user/name on the Hub")],
     public: Annotated[bool, Option("--public", help="make a new repository public")] = False,
     revision: Annotated[str, Option(help="branch to write to")] = "main",
-    licence: Annotated[
-        str | None, Option("--license", help="of the heads, e.g. apache-2.0")
-    ] = None,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="print the files and the card; send nothing")
-    ] = False,
+    licence: Annotated[str | None, Option("--license", help="e.g. apache-2.0")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="print files and card only")] = False,
 ) -> None:
     """Upload a checked head folder to the Hub (private unless --public)."""
     from draftheads.scripts.publish import prepare
-    from draftheads.scripts.publish import publish as send
+    from draftheads.scripts.publish import publish as upload_files
 
     upload = prepare(folder, repo_id, licence=licence)
     for note in upload.notes:
         print(f"note: {note}", file=sys.stderr)
     if dry_run:
         kind = "public" if public else "private"
-        print(f"{upload.folder} -> {repo_id} ({kind} if new), branch {revision}; nothing is sent")
+        print(f"{upload.folder} -> {repo_id} ({kind} if new), branch {revision}; dry run")
         print(f"{upload.listing()}\n\n{upload.card}")
     else:
         print(upload.listing())
-        print(send(upload, public=public, revision=revision))
+        print(upload_files(upload, public=public, revision=revision))
 
 
 def data_preview(
-    path: Annotated[str, Argument(help="a distillation folder, or prompts (then give --target)")],
-    target: Annotated[
-        str | None, Option(help="whose tokenizer: a folder or Hub id; default: the manifest's")
-    ] = None,
+    path: Annotated[str, Argument(help="a distillation folder, or prompts (with --target)")],
+    target: Annotated[str | None, Option(help="default: the one in the manifest")] = None,
     count: Annotated[int, Option("-n", min=0, help="documents to print")] = 3,
-    plain: Annotated[
-        bool, Option("--plain", help="no colours: what is learned is in [[ ]]")
-    ] = False,
+    plain: Annotated[bool, Option("--plain", help="[[ ]] instead of colours")] = False,
     boundaries: Annotated[bool, Option("--boundaries", help="put a | between tokens")] = False,
     split: Split = "train",
     tools: Tools = "drop",
     template_args: TemplateArgs = "{}",
 ) -> None:
-    """Print what heads would learn from: documents with the target's tokens marked, and a summary.
+    """Print documents with the target's tokens marked, and a summary; or rendered prompts.
 
-    Loads a tokenizer, no weights. Of prompts: how the first of them render.
+    Loads a tokenizer, no weights.
     """
     from rich.console import Console
 
@@ -426,11 +414,9 @@ def data_preview(
 
 
 def import_answers(
-    conversations: Annotated[
-        str, Argument(help="a file, a folder or a Hub data set, answers included")
-    ],
+    conversations: Annotated[str, Argument(help="a file, folder or Hub data set with answers")],
     target: TargetName,
-    out: Annotated[Path, Option(help="folder to write, a new one")],
+    out: Annotated[Path, Option(help="new folder to write")],
     tools: Tools = "keep",
     reasoning: Reasoning = "keep",
     limit: Limit = None,
@@ -438,10 +424,10 @@ def import_answers(
     streaming: Streaming = None,
     template_args: TemplateArgs = "{}",
 ) -> None:
-    """Make a training set of conversations that the target wrote earlier, without asking it again.
+    """Make a training set from conversations that the target wrote earlier.
 
-    Learned is what the assistant says: reasoning and calls of tools, unless dropped, and the end of
-    each answer. Loads a tokenizer, no weights, so that the target wrote it is not checked.
+    Heads learn the assistant's turns with their end tokens; reasoning and tool calls, too, unless
+    dropped. Loads a tokenizer, no weights, so it is not checked that the target wrote them.
     """
     from draftheads.train.data.conversation import TextSide
     from draftheads.train.data.imports import import_answers as run
@@ -462,3 +448,38 @@ def import_answers(
     )
     for why, number in counts.reasons.most_common():
         print(f"  {number} {why}")
+
+
+def convert(
+    source: Annotated[str, Argument(help="a head: folder, run folder or Hub id, any layout")],
+    folder: Annotated[Path, Argument(help="new folder to write")],
+    to: Annotated[str, Option("--to", help="draftheads, vllm, sglang, tgi or speculators")],
+    target: Annotated[str | None, Option(help="the head's target, if it is needed")] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+) -> None:
+    """Convert a head to or from the layout of vLLM, SGLang, TGI and others, bit by bit.
+
+    --target is needed where a layout leaves something to the target.
+    """
+    from draftheads.scripts.convert import converted
+
+    print(converted(source, folder, to, load_target(target, dtype, device) if target else None))
+
+
+def merge(
+    head: Annotated[str, Argument(help="head folder, run folder or Hub id, with an adapter")],
+    out: Annotated[Path, Argument(help="new folder to write: the model, with heads/ in it")],
+    target: MaybeTarget = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Write the adapted target of Medusa-2 heads as a plain model that any engine loads.
+
+    Its heads are in OUT/heads. --dtype auto is the target's own.
+    """
+    import transformers
+
+    from draftheads.scripts.convert import merged
+
+    transformers.logging.disable_progress_bar()
+    print(merged(head, out, target, dtype))

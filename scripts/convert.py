@@ -1,48 +1,30 @@
-"""`draftheads convert` brings heads into the layout of another program, or into ours; `draftheads
-merge` makes one model of a target and the adapter of its heads.
+"""Bring heads into the layout of another program or into ours, and merge an adapter with its
+target.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import typer
+import torch
+from transformers import AutoConfig
 
-from draftheads.scripts.commands import Device, Dtype, MaybeTarget, load_target
-
-if TYPE_CHECKING:
-    from draftheads.heads.target import Target
-
-
-def convert(
-    source: Annotated[str, typer.Argument(help="a head: folder, run folder or Hub id, any layout")],
-    folder: Annotated[Path, typer.Argument(help="folder to write; it must not be there yet")],
-    to: Annotated[str, typer.Option("--to", help="draftheads, vllm, sglang, tgi or speculators")],
-    target: Annotated[str | None, typer.Option(help="the head's target, if it is needed")] = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-) -> None:
-    """Write a head as vLLM, SGLang, TGI and others read it, or read theirs; weights stay as they
-    are, bit by bit. --target is needed where a layout leaves something to the target.
-    """
-    print(converted(source, folder, to, load_target(target, dtype, device) if target else None))
+from draftheads.heads.card import render_card, write_remote_code
+from draftheads.heads.files import staged
+from draftheads.heads.formats.stored import Stored, named
+from draftheads.heads.formats.table import written
+from draftheads.heads.hub import CARD, FORMAT, about_target, head_config, open_head, save_head
+from draftheads.heads.target import Target
 
 
 def converted(source: str | Path, folder: Path, to: str, target: Target | None = None) -> Path:
-    """Write `folder` for the program `to`; it appears complete or not at all.
+    """Write `folder` for the program `to`, completely or not at all.
 
-    Raises ValueError for what `to` cannot express and what cannot be read, FileExistsError where
-    there is something at `folder`.
+    Raises ValueError for what `to` cannot express and what cannot be read, FileExistsError if
+    `folder` exists.
     """
-    from draftheads.heads.card import render_card, write_remote_code
-    from draftheads.heads.files import staged
-    from draftheads.heads.formats.stored import Stored, named
-    from draftheads.heads.formats.table import written
-    from draftheads.heads.hub import CARD, FORMAT, about_target, head_config, open_head
-
     if folder.exists():
-        raise FileExistsError(f"{folder} is there already; choose another folder, or remove it")
+        raise FileExistsError(f"{folder} already exists; choose another folder, or remove it")
     found = open_head(source)
     head, stored = found.read(target)
     recorded = {"name": None, "revision": None, **(stored.facts.get("target") or {})}
@@ -70,52 +52,22 @@ def converted(source: str | Path, folder: Path, to: str, target: Target | None =
         theirs.save(staging)
         (staging / CARD).write_text(render_card(ours) + "\n")
         if to == "tgi" and target is not None and target.tokenizer is not None:
-            target.tokenizer.save_pretrained(staging)  # which TGI looks for there
+            target.tokenizer.save_pretrained(staging)  # TGI reads it from the head's folder
         if to == "draftheads":
             write_remote_code(staging)
     return folder
 
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def merge(
-    head: Annotated[str, typer.Argument(help="head folder, run folder or Hub id, with an adapter")],
-    out: Annotated[Path, typer.Argument(help="folder to write: the model, and heads/ in it")],
-    target: MaybeTarget = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="of the written model; auto: the target's own")
-    ] = "auto",
-) -> None:
-    """Write the adapted target of Medusa-2 heads as a plain model, with its heads beside it.
-
-    The model is one that any engine loads; its heads are in OUT/heads.
-    """
-    import transformers
-
-    transformers.logging.disable_progress_bar()
-    print(merged(head, out, target, dtype))
-
-
 def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
-    """Write both; returns the folder of the heads.
+    """Write the adapted target to `out` and its heads to out/heads, which is returned.
 
-    Raises ValueError for heads without an adapter, an existing folder and an unknown dtype.
+    Raises ValueError for heads without an adapter, and if `out` exists.
     """
-    import torch
-    from transformers import AutoConfig
-
-    from draftheads.heads.files import staged
-    from draftheads.heads.hub import open_head, save_head
-    from draftheads.heads.target import Target
-
     folder = open_head(head)
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype: expected {', '.join(DTYPES)}, got {dtype!r}")
     if folder.adapter is None:
         raise ValueError(f"{head}: expected heads with an adapter/, found none; nothing to merge")
     if out.exists():
-        raise ValueError(f"{out} exists already; give a folder that does not")
+        raise ValueError(f"{out} already exists; choose another folder, or remove it")
     name, revision = (target, None) if target else folder.target
     if dtype == "auto":
         own = AutoConfig.from_pretrained(name, revision=revision).get_text_config(decoder=True)

@@ -1,6 +1,4 @@
-"""The whole journey on the embedded target: distill, train, bench, and a sample chat. CPU only, no
-network.
-"""
+"""Distill, train, bench and a sample chat on the embedded target. CPU only, no network."""
 
 from __future__ import annotations
 
@@ -28,11 +26,10 @@ from draftheads.train.loop import fit
 from draftheads.train.recipe import load_recipe
 
 RECIPES = Path(str(files("draftheads.recipes")))
-"""The installed recipes, the demo target and its prompts among them."""
 KINDS = {
-    "medusa": "five Medusa heads learn to guess the next tokens",
-    "sequential": "six heads learn it that also see the draft before their guess",
-    "eagle3": "an EAGLE-3 head learns to continue its own guesses",
+    "medusa": "five Medusa heads learn to predict the next tokens",
+    "sequential": "six heads learn it that also see the preceding draft tokens",
+    "eagle3": "an EAGLE-3 head learns to continue its own drafts",
 }
 NODES = (4, 8, 16)
 BENCH_PROMPTS = 16
@@ -40,9 +37,7 @@ QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json
 
 
 def demo(out: Path) -> BenchReport:
-    """Run the journey below `out`; what is there already is continued or kept. Returns the bench
-    report.
-    """
+    """Run all stages in `out`; an earlier run is resumed. Returns the bench report."""
     console, began = Console(), time.monotonic()
     transformers.logging.disable_progress_bar()
     target = Target.load(RECIPES / "demo-target")
@@ -50,8 +45,8 @@ def demo(out: Path) -> BenchReport:
     choose_threads(None, target)
     millions = sum(p.numel() for p in target.model.parameters()) / 1e6
     console.print(
-        f"The target: a Llama of {millions:.1f} M parameters that answers questions about Python's "
-        "standard library. It stays frozen."
+        f"The target: a frozen Llama of {millions:.1f} M parameters that answers questions about "
+        "Python's standard library."
     )
     with _stage(console, "1 of 6: distill - the target answers prompts, its tokens are the data"):
         prompts = read_prompts(RECIPES / "demo-prompts.jsonl")
@@ -68,26 +63,26 @@ def demo(out: Path) -> BenchReport:
         print_report(report, console)
     best = max(report.heads, key=lambda result: result.speedup)
     kind = best.name.partition("@")[0]
-    with _stage(console, f"6 of 6: chat - with {best.name}; accepted drafts are coloured"):
+    with _stage(console, f"6 of 6: chat - with {best.name}; accepted draft tokens are coloured"):
         tree = heads[kind].tree.head(best.nodes or heads[kind].tree.draft_nodes)
         sample_chat(Speculator(target, heads[kind], tree=tree), QUESTIONS, console=console)
     console.print(
         f"\n{best.name}: {best.speedup:.2f} times as fast as generate, {best.tokens_per_step:.2f} "
-        f"tokens per step, lossless: {best.lossless}. All of it took "
+        f"tokens per step, lossless: {best.lossless}. Total time: "
         f"{time.monotonic() - began:.0f} s.\nNext:  draftheads chat --head {out / kind}"
     )
     return report
 
 
 def trained(kind: str, target: Target, out: Path, threads: int) -> DraftHead:
-    """The best head of a finished run of the recipe for this kind; threads: of the training."""
+    """Train the recipe for this kind; returns its best head. threads: for training."""
     places = {"target": target.name, "data.path": out / "data", "run.output": out / kind}
     overrides = [f"{key}={value}" for key, value in places.items()]
     decoding = torch.get_num_threads()
     torch.set_num_threads(threads)
     outcome = fit(load_recipe(RECIPES / f"demo-{kind}.yaml", overrides))
     torch.set_num_threads(decoding)
-    if not outcome.finished:  # Ctrl-C or SIGTERM: what is there is saved
+    if not outcome.finished:  # Ctrl-C or SIGTERM; the run is saved
         raise SystemExit(INTERRUPTED)
     return load_head(out / kind, target=target)
 

@@ -8,20 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Exit, Option
 
-from draftheads.scripts.commands import (
-    Device,
-    Dtype,
-    PromptWords,
-    Seed,
-    TargetName,
-    Temperature,
-    Threads,
-    load_target,
-    rule,
-)
+from draftheads.scripts import commands
 from draftheads.train.entry import choose_threads
 
 if TYPE_CHECKING:
@@ -31,26 +21,25 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    target: TargetName,
-    head: Annotated[str, typer.Option("--head", help="head folder, run folder or Hub id")],
+    target: commands.TargetName,
+    head: commands.Head,
     data: Annotated[
-        Path | None,
-        typer.Option(help="a folder that distill wrote; default: the one the head was trained on"),
+        Path | None, Option(help="a folder that distill wrote; default: the head's training data")
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="decode these prompts instead of the data's own")
+        str | None, Option(help="decode these prompts instead of the data's own")
     ] = None,
-    prompt_words: PromptWords = None,
-    limit: Annotated[int, typer.Option(min=1, help="prompts to decode")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="tokens per answer")] = 64,
-    temperature: Temperature = 0.0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="write the findings here")] = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
-    seed: Seed = 0,
+    prompt_words: commands.PromptWords = None,
+    limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16,
+    max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64,
+    temperature: commands.Temperature = 0.0,
+    json_out: commands.Json = None,
+    dtype: commands.Dtype = "auto",
+    device: commands.Device = None,
+    threads: commands.Threads = None,
+    seed: commands.Seed = 0,
 ) -> None:
-    """Say why few drafts are accepted: what is wrong, the number that shows it, and the next step.
+    """Find out why few draft tokens are accepted: faults, the numbers that show them, next steps.
 
     Exit code 0: healthy. 1: something was found.
     """
@@ -60,11 +49,11 @@ def doctor(
     from draftheads.train.doctor import Evidence, diagnose, openings_of, unseen
 
     folder = open_head(head)
-    model = load_target(target, dtype, device, heads=[folder])
+    model = commands.load_target(target, dtype, device, heads=[folder])
     choose_threads(threads, model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the target has changed is a finding with a price
-        drafts = folder.load(model)
+        warnings.simplefilter("ignore")  # a changed target is a finding with a price
+        drafter = folder.load(model)
     training = folder.facts.get("training") or {}
     documents, manifest = _read_data(data, training, model)
     if prompts:
@@ -74,25 +63,25 @@ def doctor(
         openings = openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
     else:
         raise ValueError(
-            "expected something to decode, got neither --prompts nor --data, and the folder that "
-            "the head was trained on is not here; give one of them"
+            "expected --prompts or --data, got neither, and the head's training data is not on "
+            "this machine; give one of them"
         )
-    sampling = rule(temperature, 1.0, 0, False, seed) if temperature else None
+    sampling = commands.rule(temperature, 1.0, 0, False, seed) if temperature else None
     evidence = Evidence(
-        model, drafts, folder.facts, openings, documents, manifest, max_new_tokens, sampling
+        model, drafter, folder.facts, openings, documents, manifest, max_new_tokens, sampling
     )
     diagnosis = diagnose(evidence)
     print_diagnosis(evidence, diagnosis)
     if json_out:
         values = {"healthy": not diagnosis.findings, **asdict(diagnosis)}
         write_text(json_out, json.dumps(values, indent=2) + "\n")
-    raise typer.Exit(1 if diagnosis.findings else 0)
+    raise Exit(1 if diagnosis.findings else 0)
 
 
 def _read_data(
     folder: Path | None, training: dict[str, Any], target: Target
 ) -> tuple[Documents | None, dict[str, Any]]:
-    """The data, by default that of training where it is still there, and its manifest."""
+    """The data and its manifest. Default: the training data, if it still exists."""
     from draftheads.train.batches import Documents
     from draftheads.train.data.answers import MANIFEST, read_answers, read_manifest
 
@@ -112,12 +101,12 @@ def _read_data(
 
 
 def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
-    """Findings, the one that explains most first, then what costs nothing that can be noticed."""
+    """Print findings, then remarks."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
     console.print(
         f"{evidence.head.kind} head on {evidence.target.name}: {diagnosis.measured:.2f} tokens per "
-        "step measured (greedy, the target's own token counted); "
+        "step measured (greedy, with the target's own token); "
         f"{diagnosis.predicted:.2f} predicted for the best fixed tree of {evidence.nodes} draft "
         f"nodes{recorded}"
     )
@@ -128,7 +117,7 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
             title = f"{number}. {finding.check}: explains {finding.explains:.2f} tokens per step"
             console.print(title, style="bold red")
         else:
-            console.print(f"also seen, at no price: {finding.check}", style="yellow")
+            console.print(f"also seen, at no cost: {finding.check}", style="yellow")
         console.print(f"   found:  {finding.shown}")
         console.print(f"   normal: {finding.normal}")
         console.print(f"   next:   {finding.advice}")

@@ -1,4 +1,4 @@
-"""Steps between commands: prompts and trees for a bench, its figures into files and cards."""
+"""Prompts and trees for a bench, and checks of its outputs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import HeadFolder, open_head, record_measured
+from draftheads.heads.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import parse_tree
-from draftheads.infer.bench import BenchReport, Entry, measured_facts, new_figure, plot, write_json
+from draftheads.infer.bench import Entry, new_figure
 from draftheads.infer.text import encode_prompt
 from draftheads.train.data.prompts import read_prompts
 
@@ -18,7 +18,7 @@ from draftheads.train.data.prompts import read_prompts
 def opening_ids(
     target: Target, source: str, prompt_words: int | None, limit: int | None
 ) -> list[list[int]]:
-    """Token ids of the prompts in `source`; of a conversation, up to its first user turn."""
+    """Token ids of the prompts in `source`; conversations end with their first user turn."""
     ids = []
     for prompt in read_prompts(source, limit=limit, prompt_words=prompt_words):
         if prompt.messages is None:
@@ -29,17 +29,9 @@ def opening_ids(
     return ids
 
 
-def head_names(sources: list[str]) -> list[str]:
-    """A short name for each head: its folder's, or all that was typed where that is ambiguous."""
-    names = [Path(source).name for source in sources]
-    return names if len(set(names)) == len(names) else sources
-
-
 def with_trees(heads: Mapping[str, DraftHead], texts: Sequence[str]) -> dict[str, Entry]:
-    """Each head with each of the trees that were typed, as "name@tree", or else by itself.
-
-    A tree that is typed as "name@tree" is for the head of that name alone. Raises ValueError when
-    there is none.
+    """Each head with each tree, as "name@tree"; "name@tree" is for that head alone. A head without
+    a tree keeps its own. Raises ValueError for an unknown name.
     """
     trees: dict[str, Entry] = {}
     plain: dict[str, Entry] = dict(heads)
@@ -59,18 +51,15 @@ def with_trees(heads: Mapping[str, DraftHead], texts: Sequence[str]) -> dict[str
 def check_outputs(
     files: Sequence[Path | None], card_heads: Sequence[str], picture: Path | None = None
 ) -> None:
-    """Refuse, before anything is measured, what could not be written afterwards.
-
-    Raises ValueError for a folder, for a file in one that cannot be written, for a picture that
-    cannot be drawn, and for a head that is not on this machine or in another layout, and so has no
-    card here.
+    """Raise ValueError, before anything is measured, for outputs that cannot be written: files,
+    a picture, and cards of heads that are not on this machine or in another layout.
     """
-    for file in [file for file in (*files, picture) if file]:
+    for file in filter(None, (*files, picture)):
         folder = next(parent for parent in file.absolute().parents if parent.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
         if file.is_dir():
-            raise ValueError(f"{file}: expected a file to write, found a folder; add a file's name")
+            raise ValueError(f"{file}: expected a file to write, got a folder; add a file's name")
     if picture:
         try:
             formats = new_figure(1, 1).canvas.get_supported_filetypes()
@@ -86,23 +75,3 @@ def check_outputs(
                 f"--card: expected a head in this project's own layout, got {source}; "
                 f"draftheads convert {source} DIR --to draftheads writes one"
             )
-
-
-def write_outputs(
-    report: BenchReport,
-    json_out: Path | None,
-    picture: Path | None,
-    cards: Mapping[str, HeadFolder],
-) -> None:
-    """Write a bench's figures where they were asked for.
-
-    cards: name in the report -> head folder, whose config.json and model card get its rows.
-    """
-    if json_out:
-        write_json(report, json_out)
-    if picture:
-        plot(report, picture)
-    for name, folder in cards.items():
-        names = [result.name for result in report.heads]
-        trees = [each for each in names if each == name or each.startswith(f"{name}@")]
-        record_measured(folder.path, [measured_facts(report, each) for each in trees])

@@ -1,8 +1,7 @@
-"""What commands print of data and plans: documents as text with a summary, a plan as a table."""
+"""Print data and plans: documents as text with a summary, a plan as a table."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.heads.files import write_text
 from draftheads.infer.chat import printable
 from draftheads.infer.text import TextStream
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
@@ -22,26 +20,21 @@ from draftheads.train.plan import Plan
 
 LEARNED, ENDING, REST = "green", "bold reverse green", "dim"
 FREQUENT = 12
-"""Learned tokens that the summary names."""
+"""Learned tokens listed in the summary."""
 VOCABULARIES = (1024, 4096, 8192, 32768)
-"""Sizes of draft vocabularies whose coverage the summary gives."""
-
-Span = tuple[int, int]
+"""Draft vocabulary sizes whose coverage the summary reports."""
 
 
 class Pen:
-    """Writes token ids as text.
-
-    plain: brackets around what is learned, instead of colours. boundaries: | between tokens.
+    """Writes token ids as text. plain: brackets around learned tokens, instead of colours.
+    boundaries: | between tokens.
     """
 
     def __init__(self, side: TextSide, *, plain: bool, boundaries: bool) -> None:
-        self._side = side
-        self._plain = plain
-        self._boundaries = boundaries
+        self._side, self._plain, self._boundaries = side, plain, boundaries
 
-    def document(self, tokens: Sequence[int], learn: Sequence[Span]) -> Text:
-        """A document's text; end tokens that are learned stand out."""
+    def document(self, tokens: Sequence[int], learn: Sequence[tuple[int, int]]) -> Text:
+        """A document's text with its learned spans and end tokens marked."""
         text, stream, at = Text(), TextStream(self._side.tokenizer, skip_special_tokens=False), 0
         for start, stop in learn:
             end = stop - (tokens[stop - 1] in self._side.eos_ids)
@@ -56,7 +49,7 @@ class Pen:
         return text
 
     def token(self, token: int) -> str:
-        """One token as a Python literal, its spaces visible."""
+        """One token as a Python literal."""
         return repr(self._side.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def _write(self, text: Text, stream: TextStream, tokens: Sequence[int], style: str) -> None:
@@ -66,7 +59,7 @@ class Pen:
 
 
 def show_answers(folder: Path, side: TextSide, pen: Pen, limit: int, out: Console) -> None:
-    """Print the first documents of a folder, `limit` at most, and a summary of all."""
+    """Print the first `limit` documents of a folder and a summary of all."""
     learned: Counter[int] = Counter()
     for number, answer in enumerate(read_answers(folder)):
         written = [token for start, stop in answer.learn for token in answer.tokens[start:stop]]
@@ -91,7 +84,7 @@ def show_answers(folder: Path, side: TextSide, pen: Pen, limit: int, out: Consol
         f"answers        {counts.turns:,}, {learned.total() / max(1, counts.turns):.1f} tokens on "
         f"average; {counts.cut / max(1, counts.documents):.1%} of the documents cut by length",
         f"most frequent  {', '.join(frequent)}",
-        f"draft tokens   {', '.join([*shares, f'{len(learned):,} all'])} (of what is learned here)",
+        f"draft tokens   {', '.join([*shares, f'{len(learned):,} all'])} (of the learned tokens)",
         *(f"               {number:,} {why}" for why, number in counts.reasons.most_common()),
     ]
     out.print(Text(f"{folder}, answered by {manifest['target']['name']}{note}", style="bold"))
@@ -99,23 +92,23 @@ def show_answers(folder: Path, side: TextSide, pen: Pen, limit: int, out: Consol
 
 
 def coverage(learned: Counter[int], size: int) -> float:
-    """Share of the learned tokens that the `size` most frequent token ids make."""
+    """Share of the learned tokens covered by the `size` most frequent token ids."""
     return sum(number for _, number in learned.most_common(size)) / max(1, learned.total())
 
 
 def show_prompts(prompts: Sequence[Prompt], renderer: Renderer, pen: Pen, out: Console) -> None:
-    """Print what the target is asked first by each prompt, or why it is not."""
+    """Print each prompt's first rendered turn, or why it is skipped."""
     for prompt in prompts:
         conversation = Conversation(prompt, renderer, context=1 << 30)
         conversation.ask()
         reasons = [f"{kind}: {why}" for kind, why in conversation.outcome.items()]
-        said = "".join(reasons) or f"{len(conversation.tokens)} tokens asked first"
-        out.print(Text(f"prompt {prompt.index}: {said}", style="bold"))
+        title = "".join(reasons) or f"{len(conversation.tokens)} tokens in the first turn"
+        out.print(Text(f"prompt {prompt.index}: {title}", style="bold"))
         out.print(pen.document(conversation.tokens, []), end="\n\n")
 
 
 def text_side(target: str | None, folder: str) -> TextSide:
-    """The text side of the target that is named, else of the one in a folder's manifest."""
+    """The text side of `target`, default: of the target in the folder's manifest."""
     if target:
         return TextSide.load(target)
     if not (Path(folder) / MANIFEST).is_file():
@@ -129,11 +122,11 @@ def text_side(target: str | None, folder: str) -> TextSide:
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Memory as a table, then lines for disk, steps, time and what does not fit."""
+    """Print memory as a table, then disk, steps, time and what does not fit."""
     console = console or Console(highlight=False, soft_wrap=True)
     shapes, work, disk = plan.shapes, plan.work, plan.disk
     adapter = f" and {shapes.adapter:,} of an adapter of {shapes.adapted} layers"
-    source = f"from shapes alone ({plan.reason}): activations are an upper bound"
+    source = f"from shapes alone ({plan.reason}): activations are not measured"
     if plan.trial:
         source = f"measured with {plan.trial.layers} of {shapes.layers} layers"
     console.print(
@@ -143,17 +136,18 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     )
     table = Table("memory per process", "", box=box.SIMPLE_HEAD)
     for part, size in plan.memory.items():
-        table.add_row(part, _size(size))
-    table.add_row(f"peak, of {_size(plan.limit)}", _size(plan.peak))
+        table.add_row(part, "not measured" if size is None else _size(size))
+    total = "peak" if plan.trial else "sum without activations"
+    table.add_row(f"{total}, of {_size(plan.limit)}", _size(plan.peak))
     console.print(table)
     console.print(
         f"disk   at most {disk['checkpoints']} checkpoints of {_size(disk['checkpoint'])}; "
         f"features: {_size(disk['features'])}; free: {_size(disk['free'])}"
     )
-    rows = f"{work.rows:,} rows" if work.rows else "no data there: full rows are assumed"
+    rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
     console.print(
-        f"steps  {work.steps or 'unknown'} of {plan.tokens_per_step:,.0f} tokens "
+        f"steps  {work.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
         f"({work.micro_batches} micro batches); {epochs}{rows}"
     )
     if work.note:
@@ -171,16 +165,17 @@ def _time(plan: Plan) -> str:
         kinds = f" ({time['alone']:.3g} s for heads alone, {time['joint']:.3g} s with the adapter)"
     elif time["later"] < time["step"]:
         kinds = f" ({time['later']:.3g} s once features are known)"
+    speed = plan.work.tokens_per_step / time["step"]
     total = f"{time['total'] / 3600:.2f} hours" if "total" in time else "unknown"
     return (
-        f"time   {time['step']:.3g} s per step{kinds}, {plan.tokens_per_step / time['step']:,.0f} "
-        f"tokens/s; {time['save']:.3g} s per save; {total} in all"
+        f"time   {time['step']:.3g} s per step{kinds}, {speed:,.0f} tokens/s; "
+        f"{time['save']:.3g} s per save; {total} in total"
     )
 
 
 def remedy(plan: Plan) -> str:
-    """What to do where something does not fit, or ""."""
-    features, allowed = plan.disk["features"], int(plan.recipe.features.disk_gb * 1e9)
+    """The error line for a plan that does not fit, or ""."""
+    disk, allowed = plan.disk, int(plan.recipe.features.disk_gb * 1e9)
     if plan.peak > plan.limit:
         needed, limit = plan.peak, plan.limit
         what = (
@@ -188,21 +183,15 @@ def remedy(plan: Plan) -> str:
             "head.vocabulary or run.gradient_checkpointing, or divide the head's state over "
             "processes with --engine zero2"
         )
-    elif features > allowed:
-        needed, limit = features, allowed
-        what = "features; take features.dtype=fp8 or raise features.disk_gb"
-    elif plan.written > plan.disk["free"]:
-        needed, limit = plan.written, plan.disk["free"]
-        what = "disk; lower run.keep, take features.dtype=fp8, or another run.output"
+    elif disk["features"] > allowed:
+        needed, limit = disk["features"], allowed
+        what = "features; set features.dtype=fp8 or raise features.disk_gb"
+    elif disk["total"] > disk["free"]:
+        needed, limit = disk["total"], disk["free"]
+        what = "disk; lower run.keep, set features.dtype=fp8, or use another run.output"
     else:
         return ""
     return f"does not fit: expected at most {_size(limit)}, needs {_size(needed)} of {what}"
-
-
-def write_plan(plan: Plan, path: Path) -> None:
-    """The plan as JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(plan.to_json(), indent=2) + "\n")
 
 
 def _size(size: int) -> str:

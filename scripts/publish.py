@@ -20,13 +20,13 @@ from draftheads.heads.formats.stored import opened
 from draftheads.heads.hub import CARD, CONFIG, WEIGHTS, open_head
 
 PLACES = re.compile(r"[a-z]\w+://\S+|(?<![\w.])(?:~?/|\.\.?/|[A-Za-z]:\\)[^\s\"'`,;]+")
-"""Addresses and paths of one machine or network, in a text."""
+"""URLs and local paths in a text."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What goes into a repository. files: path there -> contents, or where they are. notes: what
-    its reader will miss, though nothing is wrong.
+    """The files of a repository. files: path there -> contents, or local path. notes: what readers
+    will miss.
     """
 
     folder: Path
@@ -36,7 +36,7 @@ class Upload:
 
     @property
     def card(self) -> str:
-        """The model card as it will be published."""
+        """The published model card."""
         card = self.files[CARD]
         assert isinstance(card, bytes)
         return card.decode()
@@ -47,16 +47,16 @@ class Upload:
             name: len(each) if isinstance(each, bytes) else each.stat().st_size
             for name, each in self.files.items()
         }
-        sizes["in all"] = sum(sizes.values())
+        sizes["total"] = sum(sizes.values())
         return "\n".join(f"{size:>15,} bytes  {name}" for name, size in sizes.items())
 
 
 def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload:
-    """Everything that `publish` sends, once the folder has passed its checks; sends nothing. What
-    config and card say of this machine and its network stays here.
+    """Check a head folder or run folder and collect the files for `publish`, without the paths and
+    addresses of this machine in config and card.
 
-    source: a head folder or a run folder. licence: a Hub identifier, e.g. apache-2.0. Raises
-    ValueError for what is wrong, or FileNotFoundError.
+    licence: a Hub identifier, e.g. apache-2.0. Raises ValueError or FileNotFoundError for a folder
+    that should not be published.
     """
     if not HUB_ID.fullmatch(repo_id):
         raise ValueError(f"repository {repo_id!r}: expected user/name in letters, digits and ._-")
@@ -79,30 +79,29 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
     files[CARD] = without(card, private).encode()
     target = folder.facts["target"].get("name")
     if target in private:
-        private[target] = ""  # its last part, where models are looked up, may be another's model
+        private[target] = ""  # its last part may be the name of another model
     for name, value in texts.items():
         files[name] = f"{json.dumps(without(value, private), indent=2)}\n".encode()
     files |= {name: text.encode() for name, text in REMOTE_CODE.items()}
     notes = []
     if not is_hub_id(target):
-        notes.append(f"the target is no repository on the Hub ({target}): others cannot load it")
+        notes.append(f"the target is not on the Hub ({target}): others cannot load it")
     if not folder.facts.get("measured"):
-        notes.append("nothing was measured: draftheads bench --card adds it to the card")
+        notes.append("no measurements: draftheads bench --card adds them to the card")
     if "\nlicense:" not in card:
-        notes.append("no licence is stated: give --license, after a look at the target's own")
+        notes.append("no licence: check the target's own, then pass --license")
     return Upload(folder.path, repo_id, files, notes)
 
 
 def publish(upload: Upload, *, public: bool = False, revision: str = "main") -> str:
-    """Send it in one commit, whose address is returned.
+    """Upload in one commit; returns its URL.
 
-    A repository that does not exist is created, private unless `public`; so is the branch
-    `revision`. Raises ValueError when the Hub refuses the card, PermissionError when it does not
-    let us write.
+    Creates the repository, private unless `public`, and the branch `revision` if they do not exist.
+    Raises ValueError if the Hub refuses the card, PermissionError if it refuses access.
     """
     api, repo_id = HfApi(), upload.repo_id
     operations = [CommitOperationAdd(name, contents) for name, contents in upload.files.items()]
-    try:  # the library's line names a request, not what to do
+    try:
         api.create_repo(repo_id, private=not public, exist_ok=True)
         if revision != "main" and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -115,18 +114,18 @@ def publish(upload: Upload, *, public: bool = False, revision: str = "main") -> 
     except HfHubHTTPError as error:
         if error.response.status_code not in (401, 403):
             raise
-        raise PermissionError(
+        raise PermissionError(  # the library's message has no next step
             f"{repo_id}: {api.endpoint} refused access (status {error.response.status_code}); log "
             "in (hf auth login), or set HF_TOKEN to a token that may write there"
         ) from error
-    except ValueError as error:  # the Hub refuses the card, in several lines
+    except ValueError as error:  # several lines about the card
         raise ValueError(" ".join(str(error).split())) from error
     return str(commit.commit_url)
 
 
 def private_names(config: dict[str, Any]) -> dict[str, str]:
-    """What a config says of this machine and its network -> what is published in its place: of
-    addresses nothing, of paths the last part.
+    """URLs and local paths in a config -> what is published instead: nothing for URLs, the last
+    part of paths.
     """
     facts = flat(config)
     texts = [str(value) for value in facts.values()]
@@ -137,12 +136,12 @@ def private_names(config: dict[str, Any]) -> dict[str, str]:
             names.add(name)
     return {
         name: "" if "://" in name else re.split(r"[/\\]", name.rstrip("/\\"))[-1]
-        for name in sorted(names, key=len, reverse=True)  # a path before the paths that begin it
+        for name in sorted(names, key=len, reverse=True)  # longer paths before their parents
     }
 
 
 def without(value: Any, private: dict[str, str]) -> Any:
-    """A text or JSON value without what `private_names` has found."""
+    """A text or JSON value with private names replaced."""
     if isinstance(value, dict):
         return {key: without(each, private) for key, each in value.items()}
     if isinstance(value, list):
@@ -155,8 +154,8 @@ def without(value: Any, private: dict[str, str]) -> Any:
 
 
 def _card(path: Path, repo_id: str, licence: str | None) -> str:
-    """A folder's card as it is published: commands name the repository."""
-    try:  # it may have been edited by hand
+    """The folder's card, with the repository's name in its commands."""
+    try:  # users may have edited it
         card = ModelCard(path.read_text().replace(HERE, repo_id))
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = str(error).strip().splitlines()[0]

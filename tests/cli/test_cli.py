@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 import yaml
 from tiny_chat import llama
 from tiny_targets import random_model
@@ -33,8 +34,7 @@ def run(monkeypatch, capsys):
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         captured = capsys.readouterr()
-        ours = "error:", "│ Invalid value for"  # the second: of typer, in a box
-        errors = [line for line in captured.err.splitlines() if line.startswith(ours)]
+        errors = [line for line in captured.err.splitlines() if line.startswith("error:")]
         return int(stopped.value.code or 0), captured.out, errors
 
     return typed
@@ -170,9 +170,9 @@ def test_template_that_cannot_show_tool_calls(run, target, tmp_path):
                "--out", tmp_path / "data"]  # fmt: skip
     for command in (distill, ["data-preview", source, "--target", target]):
         failed(run(*command, "--tools", "keep"), "drops them", "leave them out with --tools drop")
-        failed(run(*command, "--tools", "some"), "--tools", "'some' is not one of")
+        failed(run(*command, "--tools", "some"), "--tools: expected keep or drop, got 'some'")
     assert not (tmp_path / "data").exists()
-    failed(run(*distill, "--reasoning", "some"), "--reasoning", "'some' is not one of")
+    failed(run(*distill, "--reasoning", "some"), "--reasoning: expected keep or drop, got 'some'")
     assert run(*distill, "--tools", "drop")[0] == 0
 
 
@@ -269,7 +269,7 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(
     (tmp_path / "file").write_text("")
     bench = ["bench", "--target", target, "--head", "me/heads", "--prompts", questions(tmp_path)]
     failed(run(*bench, "--json", tmp_path / "file" / "a.json"), "a.json", "can be written")
-    failed(run(*bench, "--json", tmp_path), "expected a file to write, found a folder")
+    failed(run(*bench, "--json", tmp_path), "expected a file to write, got a folder")
     pytest.importorskip("matplotlib")
     failed(run(*bench, "--plot", tmp_path / "a.xyz"), "a.xyz: expected a file ending in .png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -280,7 +280,7 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(
 
 DEVICES = {
     "--device": ("cuda:99", "--device: expected a device of this machine, got 'cuda:99'"),
-    "--dtype": ("fp32", "'fp32' is not one of 'auto'"),
+    "--dtype": ("fp32", "--dtype: expected auto, float32, bfloat16 or float16, got 'fp32'"),
 }
 
 
@@ -314,9 +314,9 @@ def test_a_device_that_is_none(run, target, tmp_path, device):
         ("{", "expected a JSON object"),
         ("[]", "expected a JSON object"),
         ("[" * 100_000, "expected a JSON object"),
-        ('{"tokenize": true}', "got tokenize, which is set anyway"),
-        ('{"messages": []}', "got messages, which is set anyway"),
-        ('{"add_generation_prompt": false}', "got add_generation_prompt, which is set anyway"),
+        ('{"tokenize": true}', "got tokenize, which is always set"),
+        ('{"messages": []}', "got messages, which is always set"),
+        ('{"add_generation_prompt": false}', "got add_generation_prompt, which is always set"),
     ],
 )
 def test_template_arguments_that_none_can_be(run, target, tmp_path, text, complaint):
@@ -378,9 +378,45 @@ def test_help_waits_for_no_library():
     assert ended.stderr.strip() == "set()"
 
 
-def test_options_that_do_not_exist(run):
-    assert run("frobnicate")[0] == 2
-    assert run("distill", "--target", "x")[0] == 2
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("frobnicate", "No such command 'frobnicate'; see `draftheads --help`"),
+        ("distil", "Did you mean 'distill'?"),
+        ("distill --temprature 1", "No such option: --temprature (Possible options: "),
+        ("distill --target x", "Missing option '--prompts'; see `draftheads distill --help`"),
+        ("chat --system", "Option '--system' requires an argument"),
+        ("keys all", "Got unexpected extra argument(s) (all); see `draftheads keys --help`"),
+        ("distill --tools maybe", "--tools: expected keep or drop, got 'maybe'; see `draftheads "),
+        ("bench --dtype fp", "--dtype: expected auto, float32, bfloat16 or float16, got 'fp'"),
+        ("distill --limit 0", "--limit: expected greater than or equal to 1, got '0'; see "),
+        ("distill --limit few", "--limit: expected a valid integer, got 'few'; see `draftheads"),
+    ],
+)
+def test_a_command_line_that_is_wrong(run, words, line):
+    failed(run(*words.split()), line)
+
+
+def test_no_command_shows_the_help(run):
+    code, out, errors = run()
+    assert code == 2 and errors == [] and "Usage: draftheads" in out and "data-preview" in out
+    assert run("--help")[0] == 0
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, typer.Abort])
+def test_ctrl_c_is_one_line(monkeypatch, capsys, raised):
+    def stop() -> None:
+        raise raised
+
+    monkeypatch.setattr(sys, "argv", ["draftheads", "keys"])
+    monkeypatch.setattr(cli, "app", typer.Typer())
+    cli.app.command("keys")(stop)
+    cli.app.command("other")(stop)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    line = "interrupted by Ctrl-C; run the same command again to resume\n"
+    assert capsys.readouterr() == ("", line)
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_tgi_finds_the_targets_tokenizer_beside_the_heads(tmp_path):
 def test_nothing_is_replaced(tmp_path):
     ours = saved("medusa-own", tmp_path / "ours")
     (tmp_path / "theirs").mkdir()
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         converted(ours, tmp_path / "theirs", "vllm")
 
 
@@ -240,7 +240,7 @@ def test_the_command_prints_the_folder_and_mistakes_in_one_line(tmp_path, monkey
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     command[3] = str(tmp_path / "other")
     monkeypatch.setattr("sys.argv", [*command, "llama.cpp"])
     with pytest.raises(SystemExit) as ended:

@@ -537,7 +537,7 @@ def test_mistakes_are_named(
         (("--server", "http://me:sec/ret@host"), "expected no password in the address"),
         (("--server", "http://host:port"), "expected http://HOST:PORT, got 'http://host:port'"),
         (("--server", "http://[::1"), "expected http://HOST:PORT, got"),
-        (("--server-model", "x"), "--server: expected http://HOST:PORT, got none"),
+        (("--server-model", "x"), "--server: expected http://HOST:PORT, got ''"),
     ):
         code, error = typed(*words)
         assert code == 2 and complaint in error and "secret" not in error
