@@ -41,15 +41,18 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 class Section(BaseModel):
-    """Refuses unknown keys and non-finite numbers."""
+    """Refuses unknown keys, empty values and non-finite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _expand_home(cls, values: Any) -> Any:
+    def _plain(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        for key, value in values.items():
+            if value == "":  # of an unset variable, as in run.output=$OUT
+                raise ValueError(f"{key} is empty; set it, or leave it out")
         expand = os.path.expanduser  # no shell expands ~ in key=~/value
         return {key: expand(x) if isinstance(x, str) else x for key, x in values.items()}
 

@@ -114,6 +114,7 @@ def test_true_and_false_are_not_numbers_in_extra_keys(path):
     [
         ("target: caf\xe9".encode("latin1"), "not YAML in UTF-8: 'utf-8' codec can't decode"),
         (MINIMAL.encode("utf-16"), "not YAML in UTF-8"),
+        (MINIMAL.replace("output: out", "output: ''"), "run: output is empty; set it"),
         (MINIMAL + "\0", "not YAML in UTF-8"),
         (MINIMAL + "  steps: 99\n", 'found duplicate key "steps" with value "99"'),
         (MINIMAL + "run:\n  steps: 3\n", 'found duplicate key "run"'),
