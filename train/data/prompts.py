@@ -112,7 +112,7 @@ def read_prompts(
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
-    prompts = []
+    prompts: list[Prompt] = []
     for where, messages, text in _parsed(records, _Kept(tools == "keep"), limit, skip_empty):
         if prompt_words is not None:
             if text is None:

@@ -152,8 +152,8 @@ class ServedTarget(Answerer):
             try:
                 while True:
                     for row in islice(rows, self._options.concurrency - len(pending)):
-                        task = self._converse(client, row, sampling, seeds)
-                        pending.add(runner.get_loop().create_task(task))
+                        conversation = self._converse(client, row, sampling, seeds)
+                        pending.add(runner.get_loop().create_task(conversation))
                     if not pending:
                         return
                     waiting = asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +237,8 @@ class ServedTarget(Answerer):
         number = 0
         while True:
             number += 1
-            wait, kind = 0.0, ServerFault
+            wait = 0.0
+            kind: type[ServerError] = ServerFault
             try:
                 async with asyncio.timeout(patience):  # for the whole answer
                     response = await client.post("/completions", json=request)
