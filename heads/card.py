@@ -76,7 +76,7 @@ def render_card(config: dict[str, Any]) -> str:
         shape=_two_columns(shape),
         training=_two_columns(flat(training)),
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
-        measured=_table(
+        measured=markdown_table(
             MEASURED, [[row.get(key, "") for key in MEASURED] for row in facts.get("measured", [])]
         ),
     )
@@ -108,11 +108,11 @@ def flat(values: dict[str, Any], name: str = "") -> dict[str, Any]:
 
 
 def _two_columns(values: dict[str, Any]) -> str:
-    return _table(("", ""), values.items())
+    return markdown_table(("", ""), values.items())
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; "" without rows."""
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table, floats with four significant digits; "" without rows."""
     lines = [[_cell(value) for value in row] for row in rows]
     if not lines:
         return ""

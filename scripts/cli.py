@@ -82,12 +82,13 @@ def usage_line(error: Any) -> str:
     command = error.ctx.command_path if error.ctx else "draftheads"
     line = error.format_message().rstrip(".")
     cause = error.__cause__
-    if isinstance(error, typer.BadParameter) and isinstance(cause, ValidationError):
+    parameter = getattr(error, "param", None)
+    if parameter and isinstance(cause, ValidationError):
         fault = cause.errors()[0]
         expected = fault["msg"].removeprefix("Input should be ").partition(", unable")[0]
         if choices := expected.partition(" is not one of ")[2]:
             expected = " or ".join(choices.rstrip(".").replace("'", "").rsplit(", ", 1))
-        line = f"{error.param.opts[0]}: expected {expected}, got {fault['input']!r}"
+        line = f"{parameter.opts[0]}: expected {expected}, got {fault['input']!r}"
     return f"{line}; see `{command} --help`"
 
 
