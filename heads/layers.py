@@ -388,9 +388,9 @@ def token_map(vocabulary: Sequence[int] | None, vocab_size: int) -> Tensor | Non
     """
     if vocabulary is None or len(vocabulary) >= vocab_size:
         return None
-    ids_v = torch.tensor(sorted(set(vocabulary)))
-    check_ids(ids_v, vocab_size)
-    return ids_v
+    ids = sorted(set(vocabulary))
+    check_ids(ids, vocab_size)
+    return torch.tensor(ids)
 
 
 def draft_index(tokens_M: Tensor, token_map: Tensor | None) -> Tensor:
@@ -408,11 +408,10 @@ def t2d(token_map: Tensor, vocab_size: int) -> Tensor:
     return known_V
 
 
-def check_ids(ids_v: Tensor, vocab_size: int) -> None:
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
     """Raise ValueError for duplicate or unknown target ids of a draft vocabulary. With two equal
     children of one node, sampling would not be exact.
     """
-    ids = ids_v.tolist()
     distinct = sorted(set(ids))
     if len(distinct) < len(ids) or distinct[0] < 0 or distinct[-1] >= vocab_size:
         raise ValueError(

@@ -77,7 +77,7 @@ class MedusaDesign:
         else:
             (vocab_size,) = needed(config, "vocab_size")
         if ids_v is not None:
-            check_ids(ids_v, vocab_size)
+            check_ids(ids_v.tolist(), vocab_size)
         depth = count_of(tensors, r"blocks\.(\d+)\.")
         layers = count_of(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
         return cls(width, vocab_size, depth, layers, bool(lm_heads), ids_v)

@@ -259,7 +259,7 @@ def test_no_head_and_bad_trees(run, target, tmp_path):
         "--prompts",
         questions(tmp_path),
     ]
-    failed(run(*bench, "--tree", "1,1,1"), "3 deep, the head guesses only 2")
+    failed(run(*bench, "--tree", "1,1,1"), "3 deep, the head predicts only 2")
     failed(run(*bench, "--tree", "4;2"), "expected widths like 4,2,1")
 
 

@@ -256,5 +256,5 @@ def test_launcher_that_starts_one_process_is_refused(
 ) -> None:
     done = launch("accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m")
     assert done.returncode and "Traceback" not in done.stderr.split("error:")[0]
-    assert "`accelerate launch --cpu --num_processes N` starts only one process" in done.stderr
+    assert "accelerate launch started only one of the --num_processes" in done.stderr
     assert not (tmp_path / "o").exists()

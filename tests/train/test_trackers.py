@@ -279,7 +279,8 @@ def test_a_tracker_that_cannot_begin_is_one_line(made, tmp_path):
     assert status == 2
     assert line.startswith("error: run.trackers: cannot start tensorboard (")
     assert line.endswith(
-        f"; to start a new run there, delete {output / RECORD}; or set run.trackers=[]"
+        f"; to start a new run there, delete {output / RECORD}; "
+        "to train without, set run.trackers=[]"
     )
 
 
