@@ -24,6 +24,8 @@ from draftheads.scripts.benchmarks import ablation
 from draftheads.scripts.benchmarks.ablation import combinations, main, plan
 from draftheads.train.recipe import load_recipe
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ([5, 17, 33, 8], [90, 2, 41], [60, 61, 7, 7, 3])
 SHARED = ["--vary", "head.conditioning=markov,hydra", "--vary", "head.rank=null,4"]
 MEDUSA = ["--case", "head.kind=medusa head.depth=2"]

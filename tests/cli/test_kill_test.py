@@ -9,6 +9,8 @@ import pytest
 
 from draftheads.scripts.benchmarks.kill_test import Options, compare, kill_test
 
+pytestmark = pytest.mark.slow
+
 SURVIVES = """
 import sys, time
 from pathlib import Path

@@ -207,6 +207,7 @@ EXTRA = ["x", "blocks.20000.layers.0.weight", "blocks.x", "layers.20000.mlp.x", 
          "embed_tokens.weight", "down.0.weight", "prefix.norm.weight"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_tensor_with_any_shape_loads_or_is_refused(folder):
     file = weights_of(folder)
     tensors = dict(load_file(file) if file.suffix == ".safetensors" else torch.load(file))

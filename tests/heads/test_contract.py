@@ -91,6 +91,7 @@ def learned(batch):
     return cache(lambda kind: overfitted(kind, tiny_target(), batch))
 
 
+@pytest.mark.slow
 def test_overfitted_saved_and_loaded_every_draft_is_accepted(kind, learned, batch, tmp_path):
     head, target = learned(kind), tiny_target()
     save_head(head, tmp_path / "head", target=target)

@@ -314,6 +314,7 @@ SEE = sorted(MULTIMODAL.keys() - {"paligemma"})
 TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "qwen2_vl": "mm_token_type_ids"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEE)
 def test_multimodal_models_decode_text_as_generate_does(name):
     model = random_multimodal(name)

@@ -30,6 +30,8 @@ from draftheads.train.data.distill import Sampling, distill, generate
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.server import ServedTarget, ServerError, ServerOptions
 
+pytestmark = pytest.mark.slow
+
 
 def saved(target: Target, folder: Path) -> Path:
     target.model.save_pretrained(folder)
@@ -430,7 +432,6 @@ def test_ctrl_c_cuts_requests_under_way(
     assert not read_manifest(tmp_path / "o")["complete"]
 
 
-@pytest.mark.slow
 def test_killed_run_goes_on_without_asking_again(
     folder: Path, start: Callable[..., LocalServer], tmp_path: Path
 ) -> None:

@@ -30,6 +30,8 @@ from draftheads.scripts import cli
 from draftheads.train.data.answers import Answer
 from draftheads.train.evaluate import calibrate
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = ["apples 1", "bees, 22", "a cat? 3", "dogs: 44", "eels = 5", "6 flies!"]
 NEW, DEPTH = 50, 4
 KINDS: dict[str, dict[str, Any]] = {

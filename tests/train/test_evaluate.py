@@ -47,6 +47,8 @@ from draftheads.train.features import OnlineFeatures
 from draftheads.train.progress import Progress, read_metrics
 from draftheads.train.setup import load_data
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DECODING = ["eval.every=2", "eval.prompts=3", "eval.new_tokens=12"]
 TIMES = {"tokens_per_second", "speedup"}
@@ -182,7 +184,6 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
 save = loop.save
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("measure", "best"),
     [
@@ -343,7 +344,6 @@ def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
         check_eval(recipe_of({**values, "eval": {"best": "tokens_per_step"}}), said.append)
 
 
-@pytest.mark.slow
 def test_two_processes_judge_as_one(made, tmp_path):
     values = tiny_recipe(made, output=str(tmp_path / "run"), steps=2)
     values["eval"] = {"prompts": 3, "new_tokens": 12, "report": False}

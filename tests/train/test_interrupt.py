@@ -34,6 +34,8 @@ from draftheads.train import checkpoint, loop
 from draftheads.train.launch import STOP_FILE
 from draftheads.train.progress import Progress, read_metrics
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def whole(made, tmp_path_factory) -> Path:
@@ -286,7 +288,6 @@ def killed_while_saving(made: Path, output: Path) -> None:
     run(made, output)
 
 
-@pytest.mark.slow
 def test_a_save_that_was_killed_leaves_nothing_after_the_next_launch(made, half, tmp_path):
     arguments = ", ".join(f"Path({str(path)!r})" for path in (made, half))
     code = "import sys; sys.path.append('train'); from test_interrupt import *; "

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from draftheads.scripts.cli import app
 from draftheads.train.progress import CURVES, REPORT, read_metrics, write_report
 
+pytestmark = pytest.mark.slow
+
 EVALUATIONS = "Evaluations on held-out documents"
 SECTIONS = [EVALUATIONS, "Skipped steps", "Use", "Recipe"]
 PNG = b"\x89PNG"

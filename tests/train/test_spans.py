@@ -16,6 +16,8 @@ from draftheads.train.data.answers import Record, documents_of
 from draftheads.train.data.conversation import Renderer, TextSide
 from draftheads.train.data.imports import import_answers, replay
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parents[3] / "shared" / "data"
 TEMPLATES = sorted((DATA / "chat-templates").rglob("*.jinja"))
 needs_data = pytest.mark.skipif(not TEMPLATES, reason=f"no chat templates below {DATA}")

@@ -24,6 +24,8 @@ from tiny_training import run, tiny_recipe
 
 from draftheads.train.progress import RECORD, read_metrics
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CHOICES = {"head/kind": "medusa", "head/depth": "3", "optim/betas/2": "0.95"}
 
@@ -196,7 +198,6 @@ def tracker(request, monkeypatch, tmp_path) -> str:
     return request.param
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # reading imports trackers, which warn
 def test_a_run_and_its_continuation_are_one_run_of_a_tracker(tracker, made, tmp_path):
     output = tmp_path / "folder"
@@ -213,7 +214,6 @@ def test_a_run_and_its_continuation_are_one_run_of_a_tracker(tracker, made, tmp_
         assert found.numbers[key] == [pytest.approx(value)], key
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes_log_once(tracker, made, tmp_path):
     output = tmp_path / "folder"
@@ -268,7 +268,6 @@ def test_a_tracker_that_is_not_there_is_one_line_before_anything_is_loaded(
     assert says in line
 
 
-@pytest.mark.slow
 def test_a_tracker_that_cannot_begin_is_one_line(made, tmp_path):
     """TensorBoard's folder is a file here, and a record says that there were runs before."""
     output = tmp_path / "run"

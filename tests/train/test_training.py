@@ -78,6 +78,7 @@ def test_the_loss_falls_and_a_checkpoint_says_how_it_was_made(made, tmp_path, ki
     assert load_head(tmp_path / "run").tree.draft_nodes <= 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["data.cache_gb=0", "data.cache_gb=1"])
 def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
     whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
@@ -104,6 +105,7 @@ def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
     assert [x for x in timeless[1] if "loss" in x] == [x for x in timeless[0] if "loss" in x]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAWN)
 def test_noise_on_features_is_drawn_from_the_seed(made, tmp_path, kind):
     def first_loss(name: str, *overrides: str) -> float:
