@@ -31,6 +31,7 @@ def train(path: Path, output: Path) -> tuple[Target, Engine]:
 
     loop.train_step = noted
     loop.fit(load_recipe(path, [f"run.output={output}"]), accelerator)
+    loop.train_step = train_step  # else an engine would outlive its process group
     return runs[-1]
 
 
