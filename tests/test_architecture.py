@@ -16,7 +16,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-LINES = {"heads": 5_790, "infer": 1_825, "train": 6_605, "scripts": 1_355}
+LINES = {"heads": 5_790, "infer": 1_825, "train": 6_611, "scripts": 1_355}
 """Packaged lines per folder. These numbers only shrink; who must raise one says in the commit what
 the lines bring.
 """

@@ -177,6 +177,12 @@ class EagleChoices(DecoderChoices):
     labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
     noise: float = Field(0.2, ge=0, description="(u - 0.5) * noise * 512 / sequence_length")
 
+    @model_validator(mode="after")
+    def _check_loss(self) -> EagleChoices:
+        if not self.regression and not self.classification:
+            raise ValueError("regression and classification are both 0; raise one of them")
+        return self
+
 
 HeadChoices = Annotated[
     MedusaChoices | SequentialChoices | Eagle3Choices | EagleChoices, Field(discriminator="kind")

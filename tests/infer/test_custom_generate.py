@@ -376,10 +376,18 @@ class Forgetful(LlamaForCausalLM):
         return super().prepare_inputs_for_generation(input_ids[:, -5:], **kwargs)
 
 
-def test_models_that_read_only_part_of_a_prompt_are_refused():
+class Rewriting(LlamaForCausalLM):
+    """Reads other tokens than those of the prompt."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(input_ids.flip(1), **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Rewriting])
+def test_models_that_do_not_read_the_prompt_as_it_is_are_refused(kind):
     model, head = random_model("llama"), taught("medusa", "llama")
-    model.__class__ = Forgetful
-    with pytest.raises(ValueError, match="whole rows and .* or from Forgetful"):
+    model.__class__ = kind
+    with pytest.raises(ValueError, match=f"whole rows and .* or from {kind.__name__}"):
         model.generate(**inputs(1), **GREEDY, custom_generate=speculative(head))
 
 

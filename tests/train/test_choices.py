@@ -198,3 +198,8 @@ def test_a_dumped_recipe_is_a_recipe(path):
 def test_another_kind_of_head_is_another_run(path):
     old, new = (load_recipe(path, kind=kind) for kind in ("eagle3", "eagle"))
     assert "head.kind: eagle3 -> eagle" in differences(old, new)
+
+
+def test_a_head_has_something_to_learn(path):
+    nothing = ["head.regression=0", "head.classification=0"]
+    assert "regression and classification are both 0" in error(path, "head.kind=eagle", *nothing)
