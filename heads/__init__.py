@@ -2,6 +2,7 @@
 
 from draftheads.heads.base import Committed, Drafter, DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
+from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head, EagleHead
 from draftheads.heads.hub import HEADS, load_head, load_pair, save_head
 from draftheads.heads.medusa import MedusaHead
@@ -12,6 +13,7 @@ from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, pars
 __all__ = [
     "HEADS",
     "Batch",
+    "BlockHead",
     "Committed",
     "DraftHead",
     "Drafter",

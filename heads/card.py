@@ -23,6 +23,7 @@ PAPERS = {
     "sequential": ("Sequential Medusa", "https://arxiv.org/abs/2402.05109"),
     "eagle": ("EAGLE", "https://arxiv.org/abs/2401.15077"),
     "eagle3": ("EAGLE-3", "https://arxiv.org/abs/2503.01840"),
+    "block": ("DSpark", "https://github.com/deepseek-ai/DeepSpec"),
 }
 ENGINES = {
     "vllm": "vLLM (0.33; for Medusa 0.9.2 to 0.32)",

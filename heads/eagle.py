@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.config import needed
-from draftheads.heads.formats.stored import count_of, integers, matrix
+from draftheads.heads.formats.stored import count_of, matrix
 from draftheads.heads.layers import (
     Angles,
     DecoderLayer,
@@ -33,10 +33,11 @@ from draftheads.heads.layers import (
     Memory,
     RMSNorm,
     Rope,
+    Vocabulary,
     check_embeddings,
+    check_features,
     draft_index,
     refresh,
-    t2d,
     token_map,
 )
 from draftheads.heads.losses import Objective, Teacher, chunked_ranks, linear_cross_entropy
@@ -176,7 +177,7 @@ class AutoregressiveHead(DraftHead):
         unrolled = self._unroll(batch, self.noisy(inputs_BTD), target, self.steps)
         weights = self.decay ** torch.arange(self.steps, dtype=torch.float32)
         weights_R = (weights / weights.sum()).to(inputs_BTD.device)[unrolled.steps_R]
-        loss, ranks_R = linear_cross_entropy(
+        loss, ranks_R, _ = linear_cross_entropy(
             *self._predictions(batch, unrolled, target),
             weights_R=weights_R,
             teacher=self._teacher(features_BTD, unrolled, target),
@@ -295,7 +296,7 @@ class EagleHead(AutoregressiveHead):
         return cls(EagleDesign.read(config, tensors, vocab_size, draft_vocab_size=vocab_size))
 
 
-class Eagle3Head(AutoregressiveHead):
+class Eagle3Head(Vocabulary, AutoregressiveHead):
     """EAGLE-3 (arXiv 2503.01840): fuses low, middle and high features, predicts tokens directly and
     is trained on its own output. The norms of EAGLE-3.1 are switches of the design.
     """
@@ -303,8 +304,6 @@ class Eagle3Head(AutoregressiveHead):
     kind = "eagle3"
     architecture = "LlamaForCausalLMEagle3"
     steps, noise = 7, 0.0
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__(design)
@@ -323,10 +322,7 @@ class Eagle3Head(AutoregressiveHead):
             self.layers = nn.ModuleList([first, *others])
         self.norm = RMSNorm(width, shape.eps)
         self.lm_head = nn.Linear(width, design.draft_vocab_size, bias=False)
-        if design.draft_vocab_size < design.vocab_size:
-            ids_v = torch.arange(design.draft_vocab_size)
-            self.register_buffer("d2t", torch.zeros_like(ids_v))  # target id minus draft index
-            self.register_buffer("t2d", t2d(ids_v, design.vocab_size))
+        self.add_vocabulary(design.draft_vocab_size, design.vocab_size)
 
     @classmethod
     def create(cls, target: Target, **choices: Any) -> Eagle3Head:
@@ -337,11 +333,7 @@ class Eagle3Head(AutoregressiveHead):
         """
         ids_v = token_map(choices.get("vocabulary"), target.vocab_size)
         layers = tuple(choices.get("feature_layers") or default_features(target.layers))
-        if not all(0 <= layer <= target.layers for layer in layers):
-            raise ValueError(
-                f"head.feature_layers: expected indices from 0 (embeddings) to {target.layers} "
-                f"(the last state of {target.name}), got {list(layers)}"
-            )
+        check_features(layers, target)
         words = target.vocab_size if ids_v is None else len(ids_v)
         head = cls(EagleDesign.of(target, choices, feature_layers=layers, draft_vocab_size=words))
         head.prepare(choices)
@@ -350,8 +342,7 @@ class Eagle3Head(AutoregressiveHead):
         weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
         head.lm_head.weight.data.copy_(weight_VD if ids_v is None else weight_VD[ids_v])
         if ids_v is not None:
-            head.d2t.copy_(ids_v - torch.arange(len(ids_v)))
-            head.t2d.copy_(t2d(ids_v, target.vocab_size))
+            head.fill_vocabulary(ids_v)
         return head
 
     @property
@@ -361,12 +352,6 @@ class Eagle3Head(AutoregressiveHead):
     @property
     def needs_unembed(self) -> bool:
         return self.labels == "soft"
-
-    @property
-    def token_map(self) -> Tensor | None:
-        if self.design.draft_vocab_size == self.vocab_size:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def fuse(self, features_BQD: Tensor) -> Tensor:
         if self.design.norm_before_fc:
@@ -418,17 +403,8 @@ class Eagle3Head(AutoregressiveHead):
         layers = (config.get("draftheads") or {}).get("feature_layers")
         if not layers:
             (layers,) = needed(config, "eagle_aux_hidden_state_layer_ids")
-        offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
-        if offsets_v is not None and known_V is not None:  # if one is missing, loading fails
-            ids_v = offsets_v + torch.arange(len(offsets_v), device=offsets_v.device)
-            if ids_v.sort().values.tolist() != known_V.nonzero()[:, 0].tolist():
-                raise ValueError(
-                    "expected d2t to hold target id minus draft index for each token in t2d, got "
-                    f"{len(ids_v)} ids from {int(ids_v.min())} to {int(ids_v.max())} for "
-                    f"{int(known_V.sum())} tokens; were absolute ids stored?"
-                )
         words = len(matrix(tensors, "lm_head.weight"))
-        vocab_size = words if known_V is None else len(known_V)
+        _, vocab_size = cls.sizes_in(tensors) or (words, words)
         more = {"feature_layers": tuple(layers), "draft_vocab_size": words}
         return cls(EagleDesign.read(config, tensors, vocab_size, **more))
 

@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
 from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
+from draftheads.heads.block import BlockHead
 from draftheads.heads.card import HUB_ID, render_card, write_remote_code
 from draftheads.heads.eagle import Eagle3Head, EagleHead
 from draftheads.heads.files import staged, write_text
@@ -50,7 +51,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import tree_from_json
 
 HEADS: dict[str, type[DraftHead]] = {
-    kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head)
+    kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head, BlockHead)
 }
 """All head kinds. A new one is a new file and an entry here."""
 

@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.heads.base import Stateless
 from draftheads.heads.formats.config import needed
+from draftheads.heads.formats.stored import integers
 from draftheads.heads.target import Target
 
 T = TypeVar("T")
@@ -284,9 +285,12 @@ class RMSNorm(nn.RMSNorm, Stateless):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; its input may be wider than its output."""
+    """Grouped-query attention; its input may be wider than its output.
 
-    def __init__(self, shape: LayerShape, in_width: int) -> None:
+    qk_norm: the queries and keys of each head are normed, as in Qwen3.
+    """
+
+    def __init__(self, shape: LayerShape, in_width: int, *, qk_norm: bool = False) -> None:
         super().__init__()
         self.shape = shape
         wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -294,21 +298,50 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(in_width, narrow, bias=False)
         self.v_proj = nn.Linear(in_width, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
-        self._stack: Cached[Tensor] = Cached()
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, shape.eps)
+            self.k_norm = RMSNorm(shape.head_dim, shape.eps)
+        self._stack: Cached[tuple[Tensor, Tensor | None]] = Cached()
 
     def forward(self, x_BQE: Tensor, angles: Angles, memory: Memory) -> Tensor:
         heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
-        parts = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-        if self.training or torch.is_grad_enabled():
-            weight = torch.cat(parts)
-        else:
-            weight = self._stack.get(parts, lambda: torch.cat(parts))
-        qkv = F.linear(x_BQE, weight)
-        qkv = qkv.view(*qkv.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
-        qk = rotate(qkv[:, :turned], angles).to(qkv.dtype)  # angles are float32
+        weight, scale = self._stacked()
+        qkv = self._by_head(F.linear(x_BQE, weight))
+        qk = self._turned(qkv[:, :turned], scale, angles)
         out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], qkv[:, turned:])
         out_BQD: Tensor = self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
         return out_BQD
+
+    def entries(self, x_BTE: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, G, T, W) of a context that only is attended to."""
+        heads, (weight, scale) = self.shape.heads, self._stacked()
+        kv = self._by_head(F.linear(x_BTE, weight[heads * self.shape.head_dim :]))
+        k, v = kv.chunk(2, dim=1)
+        return self._turned(k, None if scale is None else scale[heads:], angles), v
+
+    def _stacked(self) -> tuple[Tensor, Tensor | None]:
+        """The weights of queries, keys and values; the norms of all query and key heads."""
+        parts = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
+        norms = [self.q_norm.weight, self.k_norm.weight] if self.qk_norm else []
+
+        def make() -> tuple[Tensor, Tensor | None]:
+            heads = (self.shape.heads, self.shape.kv_heads)
+            each = [norm_W.expand(n, 1, -1) for norm_W, n in zip(norms, heads, strict=bool(norms))]
+            return torch.cat(parts), torch.cat(each) if each else None
+
+        if self.training or torch.is_grad_enabled():
+            return make()
+        return self._stack.get((*parts, *norms), make)
+
+    def _by_head(self, x_BQE: Tensor) -> Tensor:
+        return x_BQE.view(*x_BQE.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
+
+    def _turned(self, x_BHQW: Tensor, scale_H1W: Tensor | None, angles: Angles) -> Tensor:
+        normed = x_BHQW
+        if scale_H1W is not None:
+            normed = F.rms_norm(x_BHQW, x_BHQW.shape[-1:], eps=self.shape.eps) * scale_H1W
+        return rotate(normed, angles).to(x_BHQW.dtype)  # angles are float32
 
 
 class GatedMlp(Stateless):
@@ -326,11 +359,15 @@ class GatedMlp(Stateless):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm Llama layer. input_norm: False for EAGLE-1's first layer, which has none."""
+    """A pre-norm Llama layer. input_norm: False for EAGLE-1's first layer, which has none. qk_norm:
+    as in Qwen3.
+    """
 
-    def __init__(self, shape: LayerShape, *, input_norm: bool = True) -> None:
+    def __init__(
+        self, shape: LayerShape, *, input_norm: bool = True, qk_norm: bool = False
+    ) -> None:
         super().__init__()
-        self.self_attn = Attention(shape, shape.hidden_size)
+        self.self_attn = Attention(shape, shape.hidden_size, qk_norm=qk_norm)
         self.mlp = GatedMlp(shape)
         if input_norm:
             self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps)
@@ -369,6 +406,59 @@ class FusingLayer(nn.Module):
         hidden_BQD = residual_BQD + self.self_attn(x_BQE, angles, memory)
         out_BQD: Tensor = hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
         return out_BQD
+
+
+class Vocabulary:
+    """The draft vocabulary of a head, stored as in published checkpoints: `d2t` holds target id
+    minus draft index, `t2d` whether the head can draft each of the target's tokens.
+    """
+
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    def add_vocabulary(self, size: int, vocab_size: int) -> None:
+        """Create the buffers, unless the vocabulary is the target's."""
+        ids_v = torch.arange(size) if size < vocab_size else None
+        module = cast(nn.Module, self)
+        module.register_buffer("d2t", None if ids_v is None else torch.zeros_like(ids_v))
+        module.register_buffer("t2d", None if ids_v is None else t2d(ids_v, vocab_size))
+
+    def fill_vocabulary(self, ids_v: Tensor) -> None:
+        """Set the target ids, which rise."""
+        assert self.d2t is not None and self.t2d is not None
+        self.d2t.copy_(ids_v - torch.arange(len(ids_v)))
+        self.t2d.copy_(t2d(ids_v, len(self.t2d)))
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @staticmethod
+    def sizes_in(tensors: dict[str, Tensor]) -> tuple[int, int] | None:
+        """v and V of stored tensors; None without a map. Raises ValueError for maps that disagree."""
+        offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
+        if offsets_v is None or known_V is None:  # if one is missing, loading fails
+            return None
+        ids_v = offsets_v + torch.arange(len(offsets_v), device=offsets_v.device)
+        if ids_v.sort().values.tolist() != known_V.nonzero()[:, 0].tolist():
+            raise ValueError(
+                "expected d2t to hold target id minus draft index for each token in t2d, got "
+                f"{len(ids_v)} ids from {int(ids_v.min())} to {int(ids_v.max())} for "
+                f"{int(known_V.sum())} tokens; were absolute ids stored?"
+            )
+        return len(offsets_v), len(known_V)
+
+
+def check_features(layers: Sequence[int], target: Target) -> None:
+    """Raise ValueError for hidden states that the target does not have."""
+    if not all(0 <= layer <= target.layers for layer in layers):
+        raise ValueError(
+            f"head.feature_layers: expected indices from 0 (embeddings) to {target.layers} "
+            f"(the last state of {target.name}), got {list(layers)}"
+        )
 
 
 def check_embeddings(target: Target) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,21 @@ CHUNK_ROWS = 256
 
 LowRank = tuple[Tensor, Tensor]
 """Rows (R, r) and a matrix (v, r) whose product is added to the logits."""
-Scored = tuple[Tensor, Tensor, Tensor]
-"""For each row of a chunk: loss (C,), its gradient by logits (C, v), the weight of both (C,)."""
-Objective = Literal["ce", "kl", "tv", "lk", "hybrid"]
+Objective = Literal["ce", "kl", "tv", "lk", "hybrid", "dspark"]
 """ce: cross-entropy. kl: ce less the entropy of p. The others depend on the acceptance
 a = sum min(p, q). tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s) tv, where s = exp(-3 a) falls as
-the head improves (LK losses, arXiv 2602.23881).
+the head improves (LK losses, arXiv 2602.23881). dspark: 0.1 of the cross-entropy with the true
+token and 0.9 of |p - q| = 2 tv.
 """
+
+
+class Scored(NamedTuple):
+    """The rows of a chunk."""
+
+    loss_C: Tensor
+    grad_Cv: Tensor  # of the loss, by the logits
+    known_C: Tensor  # weight 0 or 1
+    accepted_C: Tensor  # sum min(p, q), without labels from a teacher q(label)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,29 @@ class Teacher:
     objective: Objective = "ce"
     vocab_size: int = 0
     """V, which limits the rows of a chunk; 0: only v does."""
+    acceptance: bool = False
+    """Whether acceptances are needed with objectives ce and kl, which do without; else they are 0."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Weights of D-PACE (dynamic position-aware cross-entropy): row j of a block weighs
+    sum over m >= j of prod over i <= m of (1 - floor) a_i + floor, where a_i is the acceptance of
+    row i. So the loss has the gradient of the expected number of tokens accepted.
+
+    slots: rows of a block. real_R: 1, or 0 for rows after the end of a document, and any scale.
+    """
+
+    slots: int
+    real_R: Tensor
+    floor: float = 0.5
+
+    def weights(self, accepted_C: Tensor, part: slice) -> Tensor:
+        """The weights of the rows of a chunk, which consists of whole blocks."""
+        real_C = self.real_R[part]
+        kept_C = ((1 - self.floor) * accepted_C + self.floor) * (real_C > 0)
+        reached = kept_C.view(-1, self.slots).cumprod(1)
+        return reached.flip(1).cumsum(1).flip(1).flatten() * real_C
 
 
 def linear_cross_entropy(
@@ -56,11 +87,12 @@ def linear_cross_entropy(
     labels_R: Tensor,
     plus: LowRank | None = None,
     *,
-    weights_R: Tensor | None = None,
+    weights_R: Tensor | Pace | None = None,
     teacher: Teacher | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The loss of logits `hidden @ weight.T`, summed over rows (scalar, float32), and the rank of
-    each label (int64 (R,), 0 = best, RANKS for all worse ranks).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of logits `hidden @ weight.T`, summed over rows (scalar, float32); the rank of each
+    label (int64 (R,), 0 = best, RANKS for all worse ranks); and the acceptance of each row (float32
+    (R,), without gradient).
 
     plus: a second product, added to the logits. labels_R: int64 draft indices; -1 for tokens
     outside the draft vocabulary, which have rank RANKS and, without a teacher, no loss. weights_R:
@@ -69,8 +101,10 @@ def linear_cross_entropy(
     if weights_R is None:
         weights_R = hidden_RD.new_ones((), dtype=torch.float32).expand(len(labels_R))
     factors = (hidden_RD, weight_vD, *(plus or ()))
-    loss, ranks_R = _LinearLoss.apply(labels_R, weights_R, teacher, *factors)  # type: ignore[no-untyped-call]
-    return loss, ranks_R
+    result: tuple[Tensor, Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+        labels_R, weights_R, teacher, *factors
+    )
+    return result
 
 
 def chunked_ranks(
@@ -91,41 +125,49 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, labels_R: Tensor, weights_R: Tensor, teacher: Teacher | None, *factors: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        labels_R: Tensor,
+        weights_R: Tensor | Pace,
+        teacher: Teacher | None,
+        *factors: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         hidden_RD, weight_vD = factors[:2]
         gradients = [
             torch.zeros_like(factor) if wanted else None
             for factor, wanted in zip(factors, ctx.needs_input_grad[3:], strict=True)
         ]
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
-        ranks = [labels_R[:0]]
+        ranks, accepted = [labels_R[:0]], [loss.new_zeros(0)]
         widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
-        for part in _chunks(hidden_RD, widest):
+        pace = weights_R if isinstance(weights_R, Pace) else None
+        for part in _chunks(hidden_RD, widest, pace.slots if pace else 1):
             logits_Cv = _logits(factors, part)
             ranks.append(_ranks(logits_Cv, labels_R[part]))
             if teacher is None:
-                scored = _hard(logits_Cv, labels_R[part], weights_R[part])
+                scored = _hard(logits_Cv, labels_R[part])
             else:
-                scored = _soft(logits_Cv, teacher, part, weights_R[part])
-            loss_C, grad_Cv, weights_C = scored
-            loss += loss_C @ weights_C
-            _add_gradients(gradients, factors, grad_Cv, weights_C, part)
+                scored = _soft(logits_Cv, labels_R[part], teacher, part)
+            accepted.append(scored.accepted_C)
+            weights_C = pace.weights(scored.accepted_C, part) if pace else weights_R[part]
+            weights_C = weights_C * scored.known_C
+            loss += scored.loss_C @ weights_C
+            _add_gradients(gradients, factors, scored.grad_Cv, weights_C, part)
         ctx.save_for_backward(*gradients)
-        ranks_R = torch.cat(ranks)
-        ctx.mark_non_differentiable(ranks_R)
-        return loss, ranks_R
+        ranks_R, accepted_R = torch.cat(ranks), torch.cat(accepted)
+        ctx.mark_non_differentiable(ranks_R, accepted_R)
+        return loss, ranks_R, accepted_R
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [
             grad if grad is None else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors
         ]
         return None, None, None, *scaled
 
 
-def _chunks(rows: Tensor, vocab_size: int) -> list[slice]:
+def _chunks(rows: Tensor, vocab_size: int, multiple: int = 1) -> list[slice]:
     size = max(CHUNK_ROWS, CHUNK_LOGITS.get(rows.device.type, 1 << 25) // vocab_size)
+    size = max(size - size % multiple, multiple)
     return [slice(start, start + size) for start in range(0, len(rows), size)]
 
 
@@ -164,29 +206,37 @@ def _add_gradients(
                 torch.addmm(grad_vD, grad_Cv.T, rows_CD, out=grad_vD)
 
 
-def _hard(logits_Cv: Tensor, labels_C: Tensor, weights_C: Tensor) -> Scored:
+def _hard(logits_Cv: Tensor, labels_C: Tensor) -> Scored:
     """Cross-entropy with the true tokens; overwrites the logits."""
-    weights_C = weights_C * (labels_C >= 0)
+    known_C = (labels_C >= 0).float()
     index_C1 = labels_C.clamp(min=0)[:, None]
     label_C1 = logits_Cv.gather(1, index_C1)
     q_Cv, normaliser_C1 = _softmax(logits_Cv)
     loss_C = (normaliser_C1 - label_C1)[:, 0]
     minus_one_C1 = label_C1.new_full((), -1.0).expand_as(label_C1)
-    return loss_C, q_Cv.scatter_add_(1, index_C1, minus_one_C1), weights_C
+    grad_Cv = q_Cv.scatter_add_(1, index_C1, minus_one_C1)
+    return Scored(loss_C, grad_Cv, known_C, torch.exp(-loss_C) * known_C)
 
 
-def _soft(logits_Cv: Tensor, teacher: Teacher, part: slice, weights_C: Tensor) -> Scored:
+def _soft(logits_Cv: Tensor, labels_C: Tensor, teacher: Teacher, part: slice) -> Scored:
     """The teacher's objective; overwrites the logits."""
     p_Cv, known_C = _distribution(teacher, part)
     expected_C = torch.linalg.vecdot(p_Cv, logits_Cv)
+    index_C1 = labels_C.clamp(min=0)[:, None]
+    label_C = logits_Cv.gather(1, index_C1)[:, 0]
     q_Cv, normaliser_C1 = _softmax(logits_Cv)
     entropy_C = normaliser_C1[:, 0] - expected_C
     if teacher.objective in ("ce", "kl"):
+        accepted_C = torch.minimum(p_Cv, q_Cv).sum(1) if teacher.acceptance else 0 * entropy_C
         known = torch.special.entr(p_Cv).sum(1) if teacher.objective == "kl" else 0.0
-        loss_C, grad_Cv = entropy_C - known, q_Cv.sub_(p_Cv)
-    else:
-        loss_C, grad_Cv = _acceptance(q_Cv, p_Cv, entropy_C, teacher.objective)
-    return loss_C, grad_Cv, weights_C * known_C
+        return Scored(entropy_C - known, q_Cv.sub_(p_Cv), known_C, accepted_C)
+    loss_C, grad_Cv, accepted_C = _acceptance(q_Cv, p_Cv, entropy_C, teacher.objective)
+    if teacher.objective == "dspark":
+        share_C = 0.1 * (labels_C >= 0)
+        loss_C = 1.8 * loss_C + share_C * (normaliser_C1[:, 0] - label_C)
+        grad_Cv = grad_Cv.mul_(1.8).addcmul_(share_C[:, None], q_Cv)
+        grad_Cv.scatter_add_(1, index_C1, -share_C[:, None])
+    return Scored(loss_C, grad_Cv, known_C, accepted_C)
 
 
 def _softmax(logits_Cv: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,21 +251,22 @@ def _softmax(logits_Cv: Tensor) -> tuple[Tensor, Tensor]:
 
 def _acceptance(
     q_Cv: Tensor, p_Cv: Tensor, entropy_C: Tensor, objective: Objective
-) -> tuple[Tensor, Tensor]:
-    """Loss of each row and its gradient by the logits, for objectives that depend on acceptance;
-    entropy_C: the cross-entropy of each row.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of each row, its gradient by the logits and the acceptance, for objectives that depend
+    on it (dspark: of tv); entropy_C: the cross-entropy of each row.
     """
     accepted_C = torch.minimum(p_Cv, q_Cv).sum(1)
     short_Cv = (q_Cv < p_Cv).float()  # where more probability increases acceptance
     tv_Cv = q_Cv * (torch.linalg.vecdot(q_Cv, short_Cv)[:, None] - short_Cv)
-    if objective == "tv":
-        return 1 - accepted_C, tv_Cv
+    if objective in ("tv", "dspark"):
+        return 1 - accepted_C, tv_Cv, accepted_C
     if objective == "lk":
         floor_C = accepted_C.clamp(min=torch.finfo(torch.float32).tiny)
-        return -floor_C.log(), tv_Cv / floor_C[:, None]
+        return -floor_C.log(), tv_Cv / floor_C[:, None], accepted_C
     share_C = torch.exp(-3 * accepted_C)
     loss_C = share_C * entropy_C + (1 - share_C) * (1 - accepted_C)
-    return loss_C, share_C[:, None] * (q_Cv - p_Cv) + (1 - share_C[:, None]) * tv_Cv
+    grad_Cv = share_C[:, None] * (q_Cv - p_Cv) + (1 - share_C[:, None]) * tv_Cv
+    return loss_C, grad_Cv, accepted_C
 
 
 def _distribution(teacher: Teacher, part: slice) -> tuple[Tensor, Tensor]:

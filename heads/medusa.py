@@ -170,7 +170,7 @@ class MedusaHead(DraftHead):
             teacher = None
             if self.labels == "soft":
                 teacher = self._teacher(features_BTD[roots_BT.roll(k, dims=1)], target)
-            part, ranks_M = linear_cross_entropy(*factors, teacher=teacher)
+            part, ranks_M, _ = linear_cross_entropy(*factors, teacher=teacher)
             loss = loss + self.decay**k * part
             counts.append(torch.bincount(ranks_M, minlength=RANKS + 1))
         return HeadLoss(loss, torch.stack(counts))

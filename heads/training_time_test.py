@@ -34,7 +34,7 @@ class RowMemory:
         self.visible_B1TT = visible_BTT[:, None]
 
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
-        k_BHQW, v_BHQW = _per_query_head(q_BHQW, k_BGQW, v_BGQW)
+        k_BHQW, v_BHQW = per_query_head(q_BHQW.shape[1], k_BGQW, v_BGQW)
         return F.scaled_dot_product_attention(q_BHQW, k_BHQW, v_BHQW, attn_mask=self.visible_B1TT)
 
 
@@ -61,9 +61,11 @@ class UnrolledMemory:
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
         if self.step == 0:
             mask_B1TT = self.mask_B1TT.to(q_BHQW.dtype)
-            k_BHTW, v_BHTW = _per_query_head(q_BHQW, k_BGQW, v_BGQW)
-            extended = self._extend(k_BHTW, v_BHTW, mask_B1TT)
-            self._first = self._first or extended
+            k_BHTW, v_BHTW = per_query_head(q_BHQW.shape[1], k_BGQW, v_BGQW)
+            index = self.roots_BQ[:, None, :, None].expand(-1, 1, -1, mask_B1TT.shape[-1])
+            mask_B1QT = F.pad(mask_B1TT.gather(2, index), (1, 0))
+            first = *extended(k_BHTW, v_BHTW), mask_B1QT  # again, where checkpointing repeats it
+            self._first = self._first or first
             return F.scaled_dot_product_attention(q_BHQW, k_BHTW, v_BHTW, attn_mask=mask_B1TT)
         # copies, because views would keep the queries alive
         k_BGQW, v_BGQW = k_BGQW.contiguous(), v_BGQW.contiguous()
@@ -72,17 +74,6 @@ class UnrolledMemory:
             self.values.append(v_BGQW)
         q_BHQW = q_BHQW * q_BHQW.shape[-1] ** -0.5
         return self._merged(q_BHQW, self.keys[: self.step], self.values[: self.step])
-
-    def _extend(self, k: Tensor, v: Tensor, mask_B1TT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values of step 0 after the additional one, and the mask of each root."""
-        key = F.pad(torch.zeros_like(k[:, :, :1]), (0, SPARE))
-        value = key.clone()
-        key[..., k.shape[-1] : k.shape[-1] + 2] = 1.0
-        value[..., v.shape[-1]] = 1.0
-        keys = torch.cat([key, F.pad(k, (0, SPARE))], dim=2)
-        values = torch.cat([value, F.pad(v, (0, SPARE))], dim=2)
-        index = self.roots_BQ[:, None, :, None].expand(-1, 1, -1, mask_B1TT.shape[-1])
-        return keys, values, F.pad(mask_B1TT.gather(2, index), (1, 0))
 
     def _merged(self, q_BHQW: Tensor, keys_J: list[Tensor], values_J: list[Tensor]) -> Tensor:
         assert self._first is not None
@@ -93,20 +84,47 @@ class UnrolledMemory:
             gone_BQT = F.pad(distance_BQT >= self.window, (1, 0))
             mask_B1QT = mask_B1QT.masked_fill(gone_BQT[:, None], -torch.inf)
             keys_J, values_J = keys_J[-self.window :], values_J[-self.window :]
-        own_BHQW, score_BHQ1 = _own(q_BHQW, keys_J, values_J)
-        high = score_BHQ1.to(q_BHQW.dtype)  # in two parts, to keep its precision in bfloat16
-        low = (score_BHQ1 - high.float()).to(q_BHQW.dtype)
-        query = F.pad(torch.cat([q_BHQW, high, low], dim=-1), (0, SPARE - 2))
-        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask_B1QT, scale=1.0)
-        width = q_BHQW.shape[-1]
-        return out[..., :width] + out[..., width : width + 1] * own_BHQW
+        return joined(q_BHQW, (keys, values), mask_B1QT, _own(q_BHQW, keys_J, values_J))
 
 
-def _per_query_head(q_BHQW: Tensor, *of_groups_BGQW: Tensor) -> list[Tensor]:
+def extended(k_BHTW: Tensor, v_BHTW: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values after the additional one that `joined` needs."""
+    key = F.pad(torch.zeros_like(k_BHTW[:, :, :1]), (0, SPARE))
+    value = key.clone()
+    key[..., k_BHTW.shape[-1] : k_BHTW.shape[-1] + 2] = 1.0
+    value[..., v_BHTW.shape[-1]] = 1.0
+    keys = torch.cat([key, F.pad(k_BHTW, (0, SPARE))], dim=2)
+    values = torch.cat([value, F.pad(v_BHTW, (0, SPARE))], dim=2)
+    return keys, values
+
+
+def joined(
+    q_BHQW: Tensor,
+    memory: tuple[Tensor, Tensor],
+    mask_B1QT: Tensor,
+    own: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Attention of scaled queries to T - 1 keys and, as one more key, to all own entries of each
+    query; one call of torch's fused attention.
+
+    memory: `extended` keys and values. mask_B1QT: 0 or -inf; the additional key is always seen.
+    own: the attention to own entries alone, (B, H, Q, W), and the log-sum-exp of its scores,
+    (B, H, Q, 1).
+    """
+    own_BHQW, score_BHQ1 = own
+    high = score_BHQ1.to(q_BHQW.dtype)  # in two parts, to keep its precision in bfloat16
+    low = (score_BHQ1 - high.to(score_BHQ1.dtype)).to(q_BHQW.dtype)
+    query = F.pad(torch.cat([q_BHQW, high, low], dim=-1), (0, SPARE - 2))
+    out = F.scaled_dot_product_attention(query, *memory, attn_mask=mask_B1QT, scale=1.0)
+    width = q_BHQW.shape[-1]
+    return out[..., :width] + out[..., width : width + 1] * own_BHQW
+
+
+def per_query_head(heads: int, *of_groups_BGQW: Tensor) -> list[Tensor]:
     """Repeat keys and values for each query head: with grouped heads and a mask, some devices
     materialise all scores.
     """
-    times = q_BHQW.shape[1] // of_groups_BGQW[0].shape[1]
+    times = heads // of_groups_BGQW[0].shape[1]
     return [each.repeat_interleave(times, dim=1) for each in of_groups_BGQW]
 
 
@@ -153,7 +171,7 @@ def unroll(
     stream.
     """
     masks = list(batch.roots(steps))
-    roots_BQ, real_BQ = _packed(masks[0])
+    roots_BQ, real_BQ = packed(masks[0])
     visible_BTT = visible(batch, head.window)
     memories = [UnrolledMemory(visible_BTT, roots_BQ, head.window) for _ in range(head.layer_count)]
 
@@ -191,8 +209,8 @@ def visible(batch: Batch, window: int | None) -> Tensor:
     return (same_BTT & near_TT & paired_BT[:, None, :]) | (distance_TT == 0)
 
 
-def _packed(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The true places of each row, int64 (B, Q), and bool (B, Q): False for padding."""
+def packed(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The true places of each row, int64 (B, Q), rising, and bool (B, Q): False for padding."""
     count_B = mask_BT.sum(1)
     most = max(int(count_B.max()), 1)
     order_BT = torch.sort(mask_BT, dim=1, descending=True, stable=True).indices

@@ -31,7 +31,7 @@ from draftheads.heads.tree import DynamicTree
 
 logger = logging.getLogger("draftheads")
 
-Kind = Literal["medusa", "sequential", "eagle3", "eagle"]
+Kind = Literal["medusa", "sequential", "eagle3", "eagle", "block"]
 Precision = Literal["fp32", "bf16"]
 Measure = Literal["tokens_per_step", "tokens_per_second", "simulated", "loss"]
 DECODED = ("tokens_per_step", "tokens_per_second")
@@ -184,14 +184,77 @@ class EagleChoices(DecoderChoices):
         return self
 
 
+class BlockChoices(LayerSizes):
+    """Block-parallel heads (DFlash, DSpark)."""
+
+    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "depth", "top_k"})
+
+    kind: Literal["block"] = Field("block", description="drafts a whole block in one pass")
+    layers: int = Field(2, ge=1, le=16, description="decoder layers")
+    block_size: int = Field(7, ge=2, le=16, description="slots of a block, the anchor's included")
+    slots: Literal["dspark", "dflash"] = Field(
+        "dspark",
+        description="dspark: each slot predicts the next token; dflash: its own, the anchor none",
+    )
+    feature_layers: list[Annotated[int, Ge(0)]] | None = Field(
+        None, min_length=1, description="0: embeddings; null: five from 2 to n-2"
+    )
+    mask: Annotated[int, Ge(0)] | Literal["auto", "learned"] = Field(
+        "auto",
+        description="input of unknown slots: a token id, a learned vector, or auto: an id that no "
+        "text contains, else learned",
+    )
+    conditioning: Literal["none", "markov", "gated", "rnn"] = Field(
+        "rnn",
+        description="on the preceding draft tokens; markov: the previous one adds to the logits; "
+        "gated: as much as the state lets it; rnn: all of them, by a recurrence",
+    )
+    rank: int = Field(64, ge=1, description="inner width of the conditioning")
+    confidence: bool = Field(False, description="also predict the acceptance of each draft")
+    sliding_window: int | None = Field(
+        None, ge=17, description="attention window; null: all tokens"
+    )
+    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
+    lm_head: Literal["own", "shared"] = Field("shared", description="shared: of the target, frozen")
+    embeddings: Literal["own", "shared"] = Field("shared", description="shared: of the target")
+    labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
+    loss: Literal["ce", "kl", "tv", "lk", "hybrid", "dspark"] = Field(
+        "ce",
+        description="as for eagle3; kl: ce less the target's entropy; dspark: 0.1 cross-entropy + "
+        "0.9 |p - q|",
+    )
+    weighting: Literal["decay", "pace"] = Field(
+        "decay", description="of a block's tokens; pace: by expected acceptance (D-PACE)"
+    )
+    decay_tokens: float = Field(4.0, gt=0, description="decay: token k weighs exp(-k/decay_tokens)")
+    anchors: int = Field(64, ge=1, description="random blocks per row and step")
+    nodes: int = Field(16, ge=1, description="draft tokens in the dynamic tree")
+    depth: int | None = Field(None, ge=1, le=16, description="depth of the tree; null: the block's")
+    top_k: int = Field(4, ge=1, description="nodes expanded per level, children per node")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> BlockChoices:
+        depth = self.block_size - (self.slots == "dflash")
+        if (self.depth or depth) > depth:
+            raise ValueError(f"depth: expected at most the {depth} drafts of a block")
+        DynamicTree(self.nodes, self.depth or depth, self.top_k)  # refuses too many nodes
+        if self.loss != "ce" and self.labels != "soft":
+            raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
+        if self.vocabulary is not None and self.lm_head != "own":
+            raise ValueError("vocabulary needs an lm_head of as many tokens; set lm_head to own")
+        return self
+
+
 HeadChoices = Annotated[
-    MedusaChoices | SequentialChoices | Eagle3Choices | EagleChoices, Field(discriminator="kind")
+    MedusaChoices | SequentialChoices | Eagle3Choices | EagleChoices | BlockChoices,
+    Field(discriminator="kind"),
 ]
-HEAD_MODELS: dict[str, type[MedusaChoices] | type[DecoderChoices]] = {
+HEAD_MODELS: dict[str, type[Section]] = {
     "medusa": MedusaChoices,
     "sequential": SequentialChoices,
     "eagle3": Eagle3Choices,
     "eagle": EagleChoices,
+    "block": BlockChoices,
 }
 
 

@@ -39,7 +39,7 @@ READERS: list[tuple[str, str, Translates]] = [
 """Layouts in addition to our own: name, a config key or tensor name unique to it, its reader."""
 
 WRITERS: dict[str, dict[str, Translates]] = {
-    "draftheads": dict.fromkeys(("medusa", "sequential", "eagle", "eagle3"), as_ours),
+    "draftheads": dict.fromkeys(("medusa", "sequential", "eagle", "eagle3", "block"), as_ours),
     "vllm": {"medusa": medusa.to_vllm, "eagle": eagle.to_vllm, "eagle3": as_is},
     "sglang": {"eagle": as_is, "eagle3": as_is},
     "tgi": {"medusa": medusa.to_tgi},

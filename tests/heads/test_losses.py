@@ -185,7 +185,7 @@ def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, 
     monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
     given = token_map if reduced else None
     teacher = Teacher(states_R, lambda states: logits_UV[states], given, objective)
-    got, _ = linear_cross_entropy(hidden, weight, labels, weights_R=weights_R, teacher=teacher)
+    got, *_ = linear_cross_entropy(hidden, weight, labels, weights_R=weights_R, teacher=teacher)
 
     vocabulary = token_map.tolist()
     wide_hidden, wide_weight = hidden.double(), weight.double()
@@ -239,7 +239,7 @@ def test_ranks_equal_those_of_a_stable_sort(monkeypatch):
         expected.append(min(order.index(label), RANKS) if label >= 0 else RANKS)
     assert {0, 1, RANKS} < set(expected)
     assert chunked_ranks(hidden_RD, weight_vD, labels_R).tolist() == expected
-    _, ranks_R = linear_cross_entropy(hidden_RD, weight_vD, labels_R)
+    _, ranks_R, _ = linear_cross_entropy(hidden_RD, weight_vD, labels_R)
     assert ranks_R.tolist() == expected
 
 
@@ -249,7 +249,7 @@ def test_no_rows_cost_nothing_and_leave_zero_gradients(objective):
     weight_vD = torch.randn(6, 4, requires_grad=True)
     none_R = torch.zeros(0, dtype=torch.long)
     teacher = Teacher(none_R, lambda states: torch.zeros(len(states), 6), None, objective or "ce")
-    loss, ranks_R = linear_cross_entropy(
+    loss, ranks_R, _ = linear_cross_entropy(
         hidden_RD, weight_vD, none_R, teacher=teacher if objective else None
     )
     loss.backward()
@@ -261,7 +261,7 @@ def test_no_rows_cost_nothing_and_leave_zero_gradients(objective):
 def test_a_frozen_matrix_still_passes_gradients_on():
     hidden, weight, _, _, _, labels, _ = rows_to_judge(9, 3, 4)
     frozen = weight.detach()
-    loss, _ = linear_cross_entropy(hidden, frozen, labels)
+    loss, *_ = linear_cross_entropy(hidden, frozen, labels)
     kept = labels >= 0
     expected = F.cross_entropy(hidden[kept] @ frozen.T, labels[kept], reduction="sum")
     torch.testing.assert_close(loss, expected)

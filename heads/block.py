@@ -1,0 +1,669 @@
+"""Block-parallel heads: one pass of a small transformer drafts a whole block (DFlash, DSpark).
+
+The block of an anchor, the newest committed token at position a, is embed(anchor), MASK, .., MASK
+at the positions a, a + 1, ... In every layer it attends to itself, in both directions, and to the
+target's fused features of all positions before a, which enter as keys and values alone. There are
+two conventions of what its slots predict:
+
+    dspark    slot j = 0, 1, ... predicts token a + j + 1: as many drafts as slots
+    dflash    slot j = 1, 2, ... predicts token a + j, the one at its own position
+
+The slots do not see each other's tokens. `conditioning` adds what the preceding ones bring, on
+logits alone, so it is grown along a tree without another pass (w1, w2: tables of rank r):
+
+    markov    logits + w2 w1[previous]
+    gated     logits + w2 (sigmoid(gate [h; w1[previous]]) w1[previous])
+    rnn       logits + w2 tanh(o); (g, c, o) = joint [s; w1[previous]; h]; next state
+              s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), zero at the anchor
+
+Sources: DFlash, DSpark (arXiv and github.com/deepseek-ai/DeepSpec, MIT); names of tensors are those
+of DeepSpec's checkpoints.
+
+Legend: B batch, T tokens, N anchors of a row, M anchors of a batch, K drafts of a block, Q queries,
+A newly committed tokens, F nodes expanded together, D width of the target, r rank, v draft
+vocabulary, V vocabulary of the target, H query heads, G key/value heads, W head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss
+from draftheads.heads.batch import Batch
+from draftheads.heads.formats.config import needed
+from draftheads.heads.formats.stored import count_of, matrix
+from draftheads.heads.layers import (
+    Angles,
+    DecoderLayer,
+    LayerShape,
+    Memory,
+    RMSNorm,
+    Rope,
+    Vocabulary,
+    check_embeddings,
+    check_features,
+    draft_index,
+    refresh,
+    token_map,
+)
+from draftheads.heads.losses import (
+    LowRank,
+    Objective,
+    Pace,
+    Teacher,
+    chunked_ranks,
+    linear_cross_entropy,
+)
+from draftheads.heads.target import Target
+from draftheads.heads.training_time_test import extended, joined, packed, per_query_head
+from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
+
+TRAINING = ("labels", "loss", "weighting", "decay_tokens", "anchors")
+"""Choices of a recipe for training."""
+EVALUATED = 64
+"""Anchors per row whose blocks are evaluated together."""
+SLOTS = {"dspark": 0, "dflash": 1}
+"""Convention -> number of slots at the start of a block that predict nothing."""
+ARCHITECTURES = {"dspark": "Qwen3DSparkModel", "dflash": "DFlashDraftModel"}
+MARKOV_TYPES = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
+"""Conditioning -> its name in config.json."""
+RESERVED = ("reserved", "unused", "placeholder", "mask")
+"""Parts of the names of tokens that no text contains."""
+
+
+@dataclass(frozen=True)
+class BlockDesign:
+    """The architecture of a block head."""
+
+    shape: LayerShape
+    rope: Rope
+    vocab_size: int  # V
+    target_layers: int
+    layers: int
+    block_size: int  # slots, the anchor's included
+    slots: str  # "dspark" or "dflash"
+    feature_layers: tuple[int, ...]  # indices into the target's hidden states, 0 = embeddings
+    mask_token: int | None  # None: a learned vector
+    conditioning: str | None  # "markov", "gated" or "rnn"
+    rank: int
+    confidence: str | None  # reads "state", or "state+token" with the code of the previous token
+    window: int | None  # positions that a slot sees, its own included; None: all
+    draft_vocab_size: int
+    own_lm_head: bool
+    own_embeddings: bool
+
+
+class Conditioning(nn.Module):
+    """What the preceding tokens add to the logits of a slot: `markov_w2` of r numbers, its code.
+
+    It begins with zeros, so that a new head is one without conditioning.
+    """
+
+    def __init__(self, design: BlockDesign) -> None:
+        super().__init__()
+        rank, width = design.rank, design.shape.hidden_size
+        self.markov_w1 = nn.Embedding(design.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, design.draft_vocab_size, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+        self.kind = design.conditioning
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def prepare(self, states_BKD: Tensor) -> Tensor:
+        """What the states of all slots bring to their codes, (B, K, 0 or r or 3 r)."""
+        if self.kind == "gated":
+            weight = self.gate_proj.weight[:, : states_BKD.shape[-1]]
+            return F.linear(states_BKD, weight, self.gate_proj.bias)
+        if self.kind == "rnn":
+            weight = self.joint_proj.weight[:, -states_BKD.shape[-1] :]
+            return F.linear(states_BKD, weight, self.joint_proj.bias)
+        return states_BKD[..., :0]
+
+    def step(
+        self, tokens_BF: Tensor, given_BFX: Tensor, carried_BFr: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Codes (B, F, r) of a slot after these tokens, and what the next slot carries on.
+
+        given_BFX: of this slot, from `prepare`.
+        """
+        code_BFr: Tensor = self.markov_w1(tokens_BF)
+        rank = code_BFr.shape[-1]
+        if self.kind == "gated":
+            gate_BFr = F.linear(code_BFr, self.gate_proj.weight[:, -rank:]) + given_BFX
+            return gate_BFr.sigmoid() * code_BFr, None
+        if self.kind == "rnn":
+            state_BFr = torch.zeros_like(code_BFr) if carried_BFr is None else carried_BFr
+            inputs = torch.cat([state_BFr, code_BFr], dim=-1)
+            joint = F.linear(inputs, self.joint_proj.weight[:, : 2 * rank]) + given_BFX
+            gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
+            carried_BFr = torch.lerp(candidate_BFr.tanh(), state_BFr, gate_BFr.sigmoid())
+            return output_BFr.tanh(), carried_BFr
+        return code_BFr, None
+
+    def along(self, tokens_MK: Tensor, states_MKD: Tensor) -> Tensor:
+        """The codes (M, K, r) of all slots; tokens_MK: the text's token before each prediction."""
+        given_MKX, carried, codes = self.prepare(states_MKD), None, []
+        for slot in range(tokens_MK.shape[1]):
+            one = slice(slot, slot + 1)
+            code_M1r, carried = self.step(tokens_MK[:, one], given_MKX[:, one], carried)
+            codes.append(code_M1r)
+        return torch.cat(codes, dim=1)
+
+
+class Confidence(nn.Module):
+    """The logit of the probability that a draft is accepted, given that those before it are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+        nn.init.zeros_(self.proj.weight)
+
+
+class Blocks(NamedTuple):
+    """The predictions of blocks, at the places of a batch's text."""
+
+    states_MKD: Tensor
+    tokens_MK: Tensor  # int64, the token before the predicted one
+    places_MK: Tensor  # int64, the predicted token in the flattened batch (B T)
+    real_MK: Tensor  # bool, whether a drafter could reach and the target wrote it
+
+
+class BlockHead(Vocabulary, DraftHead):
+    """One pass over a block of slots, and a thin product per level of the tree."""
+
+    kind = "block"
+    feature_layers: tuple[int, ...] = ()
+    labels: Literal["hard", "soft"] = "hard"
+    loss: Objective = "ce"  # for soft labels
+    weighting: Literal["decay", "pace"] = "decay"
+    decay_tokens = 4.0  # slot j weighs exp(-j / decay_tokens), divided by the sum of these weights
+    anchors = 64  # per row and step
+
+    def __init__(self, design: BlockDesign) -> None:
+        super().__init__()
+        self.design, shape = design, design.shape
+        self.hidden_size, self.vocab_size = shape.hidden_size, design.vocab_size
+        self.feature_layers, self.rope, self.window = (
+            design.feature_layers,
+            design.rope,
+            design.window,
+        )
+        self.silent = SLOTS[design.slots]
+        self.tree: Tree = DynamicTree(min(16, 4 * self.depth), self.depth, 4)
+        width = shape.hidden_size
+        self.fc = nn.Linear(len(design.feature_layers) * width, width, bias=False)
+        self.hidden_norm = RMSNorm(width, shape.eps)
+        layers = range(design.layers)
+        self.layers = nn.ModuleList(DecoderLayer(shape, qk_norm=True) for _ in layers)
+        self.norm = RMSNorm(width, shape.eps)
+        if design.mask_token is None:
+            self.mask_embedding = nn.Parameter(torch.zeros(width))
+        if design.own_embeddings:
+            self.embed_tokens = nn.Embedding(design.vocab_size, width)
+        if design.own_lm_head:
+            self.lm_head = nn.Linear(width, design.draft_vocab_size, bias=False)
+        self.add_vocabulary(design.draft_vocab_size, design.vocab_size)
+        self.markov_head = Conditioning(design) if design.conditioning else None
+        self.confidence_head: Confidence | None = None
+        if design.confidence:
+            wide = design.rank if design.confidence == "state+token" else 0
+            self.confidence_head = Confidence(width + wide)
+
+    @classmethod
+    def create(cls, target: Target, **choices: Any) -> BlockHead:
+        """A new head for `target`; choices: keys of a recipe's head section, all optional;
+        vocabulary: target ids of the draft vocabulary, default all.
+
+        Raises ValueError for a target whose embeddings or lm_head it cannot share.
+        """
+        check_embeddings(target)
+        shape = LayerShape.of(target, choices)
+        ids_v = token_map(choices.get("vocabulary"), target.vocab_size)
+        features = tuple(choices.get("feature_layers") or default_features(target.layers))
+        check_features(features, target)
+        conditioning = choices.get("conditioning", "rnn")
+        is_conditioned = conditioning != "none"
+        confidence = "state+token" if is_conditioned else "state"
+        head = cls(
+            BlockDesign(
+                shape,
+                Rope.of(target, choices, shape.head_dim),
+                target.vocab_size,
+                target.layers,
+                choices.get("layers", 2),
+                choices.get("block_size", 7),
+                choices.get("slots", "dspark"),
+                features,
+                mask_token(target, choices.get("mask", "auto")),
+                conditioning if is_conditioned else None,
+                choices.get("rank", 64),
+                confidence if choices.get("confidence") else None,
+                choices.get("sliding_window"),
+                target.vocab_size if ids_v is None else len(ids_v),
+                bool(choices.get("lm_head") == "own" or ids_v is not None),
+                choices.get("embeddings") == "own",
+            )
+        )
+        head.prepare(target, choices, ids_v)
+        return head
+
+    def prepare(self, target: Target, choices: dict[str, Any], ids_v: Tensor | None) -> None:
+        """Start from the target's matrices; set a recipe's choices for training and its tree."""
+        for name in TRAINING:
+            setattr(self, name, choices.get(name) or getattr(self, name))
+        names = {"nodes": "draft_nodes", "depth": "depth", "top_k": "top_k"}
+        given = {names[key]: choices[key] for key in names if choices.get(key)}
+        self.tree = DynamicTree(**{**self.tree.to_json(), **given})
+        self.check_tree(self.tree)
+        if ids_v is not None:
+            self.fill_vocabulary(ids_v)
+        if self.design.own_lm_head:
+            weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
+            self.lm_head.weight.data.copy_(weight_VD if ids_v is None else weight_VD[ids_v])
+        if not self.design.own_lm_head or self.labels == "soft":
+            target.unembed_weight()  # raises here rather than in the first step
+        embedded_VD = target.model.get_input_embeddings().weight.detach().float().cpu()
+        if self.design.own_embeddings:
+            self.embed_tokens.weight.data.copy_(embedded_VD[: self.vocab_size])
+        if self.design.mask_token is None:
+            nn.init.normal_(self.mask_embedding, std=float(embedded_VD.std()))
+
+    @property
+    def depth(self) -> int:
+        return self.design.block_size - SLOTS[self.design.slots]
+
+    @property
+    def architecture(self) -> str:  # type: ignore[override]
+        return ARCHITECTURES[self.design.slots]
+
+    @property
+    def training_layers(self) -> tuple[int, ...]:
+        return (*self.feature_layers, -1) if self.labels == "soft" else self.feature_layers
+
+    @property
+    def needs_unembed(self) -> bool:
+        return self.labels == "soft" or not self.design.own_lm_head
+
+    def check_tree(self, tree: Tree) -> None:
+        check_fits(tree, self.design.draft_vocab_size, self.depth)
+
+    def unembed_weight(self, target: Target) -> Tensor:
+        """The lm_head weight (v, D)."""
+        return self.lm_head.weight if self.design.own_lm_head else target.unembed_weight()
+
+    def config(self) -> dict[str, Any]:
+        """config.json as DeepSpec's, and DFlash's own section where slots are DFlash's."""
+        design = self.design
+        # ids of features count outputs of layers, so the embeddings are -1
+        shared = {
+            "mask_token_id": design.mask_token,
+            "target_layer_ids": [layer - 1 for layer in self.feature_layers],
+        }
+        return {
+            "model_type": "qwen3",
+            **design.shape.config(),
+            "num_hidden_layers": design.layers,
+            "num_target_layers": design.target_layers,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": design.draft_vocab_size,
+            "block_size": design.block_size,
+            **(shared if design.slots == "dspark" else {"dflash_config": shared}),
+            "markov_rank": design.rank if design.conditioning else 0,
+            "markov_head_type": MARKOV_TYPES.get(design.conditioning or ""),
+            "enable_confidence_head": design.confidence is not None,
+            "confidence_head_with_markov": design.confidence == "state+token",
+            "tie_word_embeddings": False,
+            "rope_theta": design.rope.theta,
+            "rope_scaling": design.rope.scaling,
+            "use_sliding_window": design.window is not None,
+            "sliding_window": design.window,
+            "layer_types": ["sliding_attention" if design.window else "full_attention"]
+            * design.layers,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
+        """Layers, ranks and vocabularies of the tensors; slots, features and RoPE of the config."""
+        size, vocab_size, target_layers = needed(
+            config, "block_size", "vocab_size", "num_target_layers"
+        )
+        nested = config.get("dflash_config")
+        ids, mask = (
+            (nested or config).get("target_layer_ids"),
+            (nested or config).get("mask_token_id"),
+        )
+        if not ids:
+            raise ValueError("expected target_layer_ids in config.json, got none")
+        shape = LayerShape.read(config)
+        conditioning, rank, confidence = None, 0, None
+        if "markov_head.markov_w1.weight" in tensors:
+            rank, conditioning = matrix(tensors, "markov_head.markov_w1.weight").shape[1], "markov"
+            for kind, name in (("gated", "gate_proj"), ("rnn", "joint_proj")):
+                if f"markov_head.{name}.weight" in tensors:
+                    conditioning = kind
+        if "confidence_head.proj.weight" in tensors:
+            wide = matrix(tensors, "confidence_head.proj.weight").shape[1] > shape.hidden_size
+            confidence = "state+token" if wide else "state"
+        words, vocab_size = cls.sizes_in(tensors) or (vocab_size, vocab_size)
+        return cls(
+            BlockDesign(
+                shape,
+                Rope.read(config, shape.head_dim),
+                vocab_size,
+                target_layers,
+                max(1, count_of(tensors, r"layers\.(\d+)\.")),
+                size,
+                "dflash" if nested else "dspark",
+                tuple(layer + 1 for layer in ids),
+                None if "mask_embedding" in tensors else mask,
+                conditioning,
+                rank,
+                confidence,
+                config.get("sliding_window"),
+                words,
+                "lm_head.weight" in tensors,
+                "embed_tokens.weight" in tensors,
+            )
+        )
+
+    def context(self, features_BTD: Tensor) -> Tensor:
+        """What all layers read of the target's features, (B, T, D)."""
+        context_BTD: Tensor = self.hidden_norm(self.fc(features_BTD.to(self.fc.weight.dtype)))
+        return context_BTD
+
+    def block(self, anchors_BN: Tensor, target: Target) -> Tensor:
+        """The input (B, N x slots, D) of the blocks of anchors with these tokens."""
+        embed = self.embed_tokens if self.design.own_embeddings else target.embed
+        size, mask = self.design.block_size, self.design.mask_token
+        if mask is not None:
+            masks_BNS = F.pad(anchors_BN[:, :, None], (0, size - 1), value=mask)
+            return embed(masks_BNS.flatten(1)).to(self.fc.weight.dtype)
+        anchors_BN1D = embed(anchors_BN)[:, :, None].to(self.mask_embedding.dtype)
+        masks_BNSD = self.mask_embedding.expand(*anchors_BN.shape, size - 1, -1)
+        return torch.cat([anchors_BN1D, masks_BNSD], dim=2).flatten(1, 2)
+
+    def read(self, x_BQD: Tensor, angles: Angles, memories: Sequence[Memory]) -> Tensor:
+        """The states (B, Q, D) that lm_head multiplies."""
+        for layer, memory in zip(self.layers, memories, strict=True):
+            x_BQD = layer(x_BQD, angles, memory)
+        states_BQD: Tensor = self.norm(x_BQD)
+        return states_BQD
+
+    def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
+        """The weighted loss of the blocks of random anchors, as many as make a sum over all learned
+        tokens.
+        """
+        roots_BTK = torch.stack([*batch.roots(self.depth)], dim=-1)
+        learned_BT = roots_BTK[..., 0]
+        chosen_BT = self._chosen(learned_BT)
+        blocks = self._blocks(batch, features_BTD, target, roots_BTK & chosen_BT[..., None])
+        steps_K = torch.arange(self.depth, device=chosen_BT.device)
+        weights_K = torch.exp(-steps_K / self.decay_tokens)
+        share = learned_BT.sum() / chosen_BT.sum().clamp(min=1)
+        weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share
+        weights: Tensor | Pace = weights_MK.flatten()
+        if self.weighting == "pace":
+            weights = Pace(self.depth, (blocks.real_MK * share / self.depth).flatten())
+        factors = self._factors(batch, blocks, target)
+        teacher = self._teacher(features_BTD, blocks, target)
+        loss, ranks_R, accepted_R = linear_cross_entropy(
+            *factors, weights_R=weights, teacher=teacher
+        )
+        if self.confidence_head is not None:
+            logits_MK = self.confidence(blocks.tokens_MK, blocks.states_MKD).float()
+            accepted_MK = accepted_R.view_as(logits_MK)
+            loss = loss + F.binary_cross_entropy_with_logits(
+                logits_MK, accepted_MK, weights_MK, reduction="sum"
+            )
+        cells_MK = steps_K * (RANKS + 1) + ranks_R.view_as(blocks.places_MK)
+        counts = torch.bincount(cells_MK[blocks.real_MK], minlength=self.depth * (RANKS + 1))
+        return HeadLoss(loss, counts.view(self.depth, RANKS + 1))
+
+    @torch.no_grad()
+    def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
+        roots_BTK = torch.stack([*batch.roots(self.depth)], dim=-1)
+        ranks_PK = torch.full_like(roots_BTK.flatten(0, 1), -1, dtype=torch.long)
+        number_BT = roots_BTK[..., 0].cumsum(1) - 1
+        for first in range(0, int(number_BT.max()) + 1, EVALUATED):
+            part_BT = (number_BT >= first) & (number_BT < first + EVALUATED)
+            blocks = self._blocks(batch, features_BTD, target, roots_BTK & part_BT[..., None])
+            ranks_MK = chunked_ranks(*self._factors(batch, blocks, target)).view_as(blocks.real_MK)
+            known_MK = blocks.real_MK & (ranks_MK < RANKS)
+            ranks_PK[blocks.places_MK[:, 0] - 1] = torch.where(known_MK, ranks_MK, -1)
+        return ranks_PK[batch.loss_mask_BT.flatten()]
+
+    def confidence(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """Logits (...) of acceptance at slots with these states (..., D), after these tokens."""
+        assert self.confidence_head is not None
+        if self.design.confidence == "state+token":
+            assert self.markov_head is not None
+            states = torch.cat([states, self.markov_head.markov_w1(tokens)], dim=-1)
+        logits: Tensor = self.confidence_head.proj(states)
+        return logits[..., 0]
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
+        return BlockDrafter(self, target, tree or self.tree)
+
+    def _chosen(self, learned_BT: Tensor) -> Tensor:
+        """bool (B, T): at most `anchors` of the true places of each row, at random. The numbers are
+        the CPU's on all devices.
+        """
+        noise_BT = torch.rand(learned_BT.shape).to(learned_BT.device).masked_fill(~learned_BT, -1.0)
+        last_B1 = noise_BT.topk(min(self.anchors, noise_BT.shape[1])).values[:, -1:]
+        return learned_BT & (noise_BT >= last_B1)
+
+    def _blocks(
+        self, batch: Batch, features_BTD: Tensor, target: Target, roots_BTK: Tensor
+    ) -> Blocks:
+        """The blocks of all anchors that `roots_BTK[..., 0]` marks."""
+        anchors_BN, real_BN = packed(roots_BTK[..., 0])
+        context_BTD = self.context(features_BTD[..., : self.fc.in_features])
+        slots = torch.arange(self.design.block_size, device=anchors_BN.device)
+        positions_BQ = (batch.positions_BT.gather(1, anchors_BN)[:, :, None] + slots).flatten(1)
+        mask_B1QT = self._mask(batch, anchors_BN, positions_BQ)
+        # a feature is the state at the position before its token
+        context_angles, angles = self.rope(batch.positions_BT - 1), self.rope(positions_BQ)
+
+        def advance(layer: DecoderLayer, x_BQD: Tensor) -> Tensor:
+            entries = layer.self_attn.entries(context_BTD, context_angles)
+            memory = BlockMemory(*entries, mask_B1QT, len(slots), layer.self_attn.shape.heads)
+            moved_BQD: Tensor = layer(x_BQD, angles, memory)
+            return moved_BQD
+
+        x_BQD = self.block(batch.tokens_BT.gather(1, anchors_BN), target)
+        for layer in self.layers:
+            x_BQD = self.checkpointed(advance, layer, x_BQD)
+        states_BNSD = self.norm(x_BQD).unflatten(1, (-1, len(slots)))
+        rows, length = batch.tokens_BT.shape
+        offset_B1 = torch.arange(rows, device=anchors_BN.device)[:, None] * length
+        first_M1 = (anchors_BN + offset_B1)[real_BN][:, None]
+        before_MK = first_M1 + torch.arange(self.depth, device=anchors_BN.device)
+        before_MK = before_MK.clamp(max=rows * length - 2)
+        return Blocks(
+            states_BNSD[real_BN][:, self.silent :],
+            batch.tokens_BT.flatten()[before_MK],
+            before_MK + 1,
+            roots_BTK.flatten(0, 1)[first_M1[:, 0]],
+        )
+
+    def _mask(self, batch: Batch, anchors_BN: Tensor, positions_BQ: Tensor) -> Tensor:
+        """Which features each slot sees, (B, 1, Q, 1 + T), 0 or -inf: those of its document up to
+        its anchor's, which is the state before it; first, the additional key of `joined`.
+        """
+        documents_BT, positions_BT = batch.documents_BT, batch.positions_BT
+        places_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+        seen_BNT = documents_BT.gather(1, anchors_BN)[:, :, None] == documents_BT[:, None]
+        seen_BNT &= (places_T <= anchors_BN[:, :, None]) & (positions_BT > 0)[:, None]
+        seen_BQT = seen_BNT.repeat_interleave(self.design.block_size, dim=1)
+        if self.window is not None:
+            distance_BQT = positions_BQ[:, :, None] - (positions_BT - 1)[:, None]
+            seen_BQT &= distance_BQT < self.window
+        mask_BQT = torch.zeros(seen_BQT.shape, device=seen_BQT.device)
+        return F.pad(mask_BQT.masked_fill_(~seen_BQT, -torch.inf), (1, 0))[:, None]
+
+    def _factors(
+        self, batch: Batch, blocks: Blocks, target: Target
+    ) -> tuple[Tensor, Tensor, Tensor, LowRank | None]:
+        """Arguments of `linear_cross_entropy`."""
+        labels_MK = draft_index(batch.tokens_BT.flatten()[blocks.places_MK], self.token_map)
+        labels_MK = labels_MK.masked_fill(~blocks.real_MK, -1)
+        plus: LowRank | None = None
+        if self.markov_head is not None:
+            codes_MKr = self.markov_head.along(blocks.tokens_MK, blocks.states_MKD)
+            plus = codes_MKr.flatten(0, 1), self.markov_head.markov_w2.weight
+        weight_vD = self.unembed_weight(target)
+        return blocks.states_MKD.flatten(0, 1), weight_vD, labels_MK.flatten(), plus
+
+    def _teacher(self, features_BTD: Tensor, blocks: Blocks, target: Target) -> Teacher | None:
+        if self.labels == "hard":
+            return None
+        last_PD = features_BTD[..., -self.hidden_size :].flatten(0, 1).to(target.dtype)
+        return Teacher(
+            blocks.places_MK.flatten(),
+            lambda places: target.unembed(last_PD[places]),
+            self.token_map,
+            self.loss,
+            self.vocab_size,
+            acceptance=self.weighting == "pace" or self.confidence_head is not None,
+        )
+
+
+class BlockMemory:
+    """Attention of one layer in training: slots see the features before their anchor, and all slots
+    of their own block, which are joined as one more key.
+
+    keys, values: of the features, (B, G, T, W). mask_B1QT: from `BlockHead._mask`.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, mask_B1QT: Tensor, slots: int, heads: int
+    ) -> None:
+        self.context = extended(*per_query_head(heads, keys, values))
+        self.mask_B1QT, self.slots = mask_B1QT, slots
+
+    def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
+        q_BHQW = q_BHQW * q_BHQW.shape[-1] ** -0.5
+        parts = (q_BHQW, *per_query_head(q_BHQW.shape[1], k_BGQW, v_BGQW))
+        q, k, v = (each.unflatten(2, (-1, self.slots)) for each in parts)  # (B, H, N, slots, W)
+        scores = q @ k.transpose(3, 4)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        own = torch.softmax(scores, dim=-1).to(v.dtype) @ v
+        total = scores.logsumexp(-1, keepdim=True)
+        mask_B1QT = self.mask_B1QT.to(q.dtype)
+        return joined(q_BHQW, self.context, mask_B1QT, (own.flatten(2, 3), total.flatten(2, 3)))
+
+
+class ContextCache(DraftCache):
+    """Keys and values of the target's features. The block is written after them, and forgotten."""
+
+    def _append(self, tokens_BA: Tensor, features_BAD: Tensor, counts: list[int]) -> Tensor:
+        self.table.reserve(tokens_BA.shape[1])
+        context_BAD = self.read(tokens_BA, features_BAD, self.angles(tokens_BA.shape[1]))
+        self.table.advance(counts)
+        return context_BAD
+
+    def extend_block(self, slots: int) -> None:
+        """Prepare the memories for a block after the newest feature of each row."""
+        device = self.table.lengths_B.device
+        if self.table.uniform and self.window is None:  # all slots see all that is written
+            self.table.reserve(slots)
+            for memory in self.memories:
+                memory.visible_B1QS = None
+        else:
+            own_1SS = torch.ones(1, slots, slots, dtype=torch.bool, device=device)
+            self.extend(own_1SS, torch.arange(slots, device=device)[None])
+
+
+class BlockDrafter:
+    """One pass over the block per step; a tree grows from its logits, level by level."""
+
+    def __init__(self, head: BlockHead, target: Target, tree: Tree) -> None:
+        head.check_tree(tree)
+        refresh(head)
+        self.head, self.target, self.depth = head, target, tree.depth
+        self.feature_layers = head.feature_layers
+        self.weight_vD = head.unembed_weight(target)
+        self.builder = tree_builder(tree, head.token_map, target.device)
+        layers = len(head.layers)
+        self.cache = ContextCache(layers, head.rope, head.window, self._write, target.device)
+
+    def propose(self, committed: Committed) -> TokenTree:
+        head, builder = self.head, self.builder
+        self.cache.commit(committed)
+        roots_B = committed.last_tokens_B()
+        size = head.design.block_size
+        self.cache.extend_block(size)
+        x_BSD = head.block(roots_B[:, None], self.target)
+        states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
+        states_BKD = states_BSD[:, head.silent : head.silent + self.depth]
+        base_BKv = F.linear(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
+        given_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
+        builder.start()
+        tokens_BF, carried_BFr = roots_B[:, None], None
+        for level in count():
+            logits_BFv = base_BKv[:, level, None]
+            if head.markov_head is not None and given_BKX is not None:
+                given_B1X = given_BKX[:, level, None]
+                codes_BFr, carried_BFr = head.markov_head.step(tokens_BF, given_B1X, carried_BFr)
+                logits_BFv = logits_BFv + head.markov_head.markov_w2(codes_BFr)
+            elif level:
+                logits_BFv = logits_BFv.expand(-1, tokens_BF.shape[1], -1)
+            if not builder.add(logits_BFv):
+                break
+            tokens_BF = builder.tokens_BF
+            if carried_BFr is not None:
+                carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
+        return builder.tree(roots_B)
+
+    def _write(self, tokens_BA: Tensor, features_BAD: Tensor, angles: Angles) -> Tensor:
+        context_BAD = self.head.context(features_BAD)
+        for layer, memory in zip(self.head.layers, self.cache.memories, strict=True):
+            memory.layer.update(*layer.self_attn.entries(context_BAD, angles))
+        return context_BAD
+
+
+def default_features(layers: int) -> tuple[int, ...]:
+    """At most five states, evenly from 2 to n - 2 of the n layers' (DeepSpec); of small targets all
+    between embeddings and last.
+    """
+    low, high = (2, layers - 2) if layers > 8 else (1, max(layers - 1, 1))
+    number = min(5, high - low + 1)
+    return tuple(
+        sorted({round(low + (high - low) * i / max(number - 1, 1)) for i in range(number)})
+    )
+
+
+def mask_token(target: Target, choice: str | int) -> int | None:
+    """The token that fills unknown slots: an id that no text contains, or None for a learned
+    vector. choice: "auto" (an id if there is one), "learned" or an id.
+    """
+    tokenizer = target.tokenizer
+    rows = target.model.get_input_embeddings().weight.shape[0]
+    if choice == "learned":
+        return None
+    if choice != "auto":
+        if not 0 <= int(choice) < min(rows, target.vocab_size):
+            raise ValueError(
+                f"head.mask: expected auto, learned or an id below {target.vocab_size}, got "
+                f"{choice}"
+            )
+        return int(choice)
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    known = len(tokenizer)
+    if known < min(rows, target.vocab_size):  # rows that pad the matrix
+        return known
+    for token, id in sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1]):
+        if any(part in token.lower() for part in RESERVED):
+            return int(id)
+    return None
