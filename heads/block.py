@@ -26,10 +26,10 @@ vocabulary, V vocabulary of the target, H query heads, G key/value heads, W head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -160,15 +160,6 @@ class Conditioning(nn.Module):
         return torch.cat(codes, dim=1)
 
 
-class Confidence(nn.Module):
-    """The logit of the probability that a draft is accepted, given that those before it are."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-        nn.init.zeros_(self.proj.weight)
-
-
 class Blocks(NamedTuple):
     """The predictions of blocks, at the places of a batch's text."""
 
@@ -193,12 +184,8 @@ class BlockHead(Vocabulary, DraftHead):
         super().__init__()
         self.design, shape = design, design.shape
         self.hidden_size, self.vocab_size = shape.hidden_size, design.vocab_size
-        self.feature_layers, self.rope, self.window = (
-            design.feature_layers,
-            design.rope,
-            design.window,
-        )
-        self.silent = SLOTS[design.slots]
+        self.feature_layers, self.rope = design.feature_layers, design.rope
+        self.window, self.silent = design.window, SLOTS[design.slots]
         self.tree: Tree = DynamicTree(min(16, 4 * self.depth), self.depth, 4)
         width = shape.hidden_size
         self.fc = nn.Linear(len(design.feature_layers) * width, width, bias=False)
@@ -214,10 +201,10 @@ class BlockHead(Vocabulary, DraftHead):
             self.lm_head = nn.Linear(width, design.draft_vocab_size, bias=False)
         self.add_vocabulary(design.draft_vocab_size, design.vocab_size)
         self.markov_head = Conditioning(design) if design.conditioning else None
-        self.confidence_head: Confidence | None = None
+        self.confidence_head: nn.ModuleDict | None = None
         if design.confidence:
-            wide = design.rank if design.confidence == "state+token" else 0
-            self.confidence_head = Confidence(width + wide)
+            read = width + (design.rank if design.confidence == "state+token" else 0)
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(read, 1)})
 
     @classmethod
     def create(cls, target: Target, **choices: Any) -> BlockHead:
@@ -232,28 +219,26 @@ class BlockHead(Vocabulary, DraftHead):
         features = tuple(choices.get("feature_layers") or default_features(target.layers))
         check_features(features, target)
         conditioning = choices.get("conditioning", "rnn")
-        is_conditioned = conditioning != "none"
-        confidence = "state+token" if is_conditioned else "state"
-        head = cls(
-            BlockDesign(
-                shape,
-                Rope.of(target, choices, shape.head_dim),
-                target.vocab_size,
-                target.layers,
-                choices.get("layers", 2),
-                choices.get("block_size", 7),
-                choices.get("slots", "dspark"),
-                features,
-                mask_token(target, choices.get("mask", "auto")),
-                conditioning if is_conditioned else None,
-                choices.get("rank", 64),
-                confidence if choices.get("confidence") else None,
-                choices.get("sliding_window"),
-                target.vocab_size if ids_v is None else len(ids_v),
-                bool(choices.get("lm_head") == "own" or ids_v is not None),
-                choices.get("embeddings") == "own",
-            )
+        confidence = "state" if conditioning == "none" else "state+token"
+        design = BlockDesign(
+            shape,
+            rope=Rope.of(target, choices, shape.head_dim),
+            vocab_size=target.vocab_size,
+            target_layers=target.layers,
+            layers=choices.get("layers", 2),
+            block_size=choices.get("block_size", 7),
+            slots=choices.get("slots", "dspark"),
+            feature_layers=features,
+            mask_token=mask_token(target, choices.get("mask", "auto")),
+            conditioning=None if conditioning == "none" else conditioning,
+            rank=choices.get("rank", 64),
+            confidence=confidence if choices.get("confidence") else None,
+            window=choices.get("sliding_window"),
+            draft_vocab_size=target.vocab_size if ids_v is None else len(ids_v),
+            own_lm_head=choices.get("lm_head") == "own" or ids_v is not None,
+            own_embeddings=choices.get("embeddings") == "own",
         )
+        head = cls(design)
         head.prepare(target, choices, ids_v)
         return head
 
@@ -263,7 +248,7 @@ class BlockHead(Vocabulary, DraftHead):
             setattr(self, name, choices.get(name) or getattr(self, name))
         names = {"nodes": "draft_nodes", "depth": "depth", "top_k": "top_k"}
         given = {names[key]: choices[key] for key in names if choices.get(key)}
-        self.tree = DynamicTree(**{**self.tree.to_json(), **given})
+        self.tree = DynamicTree(**{**asdict(self.tree), **given})
         self.check_tree(self.tree)
         if ids_v is not None:
             self.fill_vocabulary(ids_v)
@@ -304,6 +289,7 @@ class BlockHead(Vocabulary, DraftHead):
     def config(self) -> dict[str, Any]:
         """config.json as DeepSpec's, and DFlash's own section where slots are DFlash's."""
         design = self.design
+        attention = "sliding_attention" if design.window else "full_attention"
         # ids of features count outputs of layers, so the embeddings are -1
         shared = {
             "mask_token_id": design.mask_token,
@@ -327,8 +313,7 @@ class BlockHead(Vocabulary, DraftHead):
             "rope_scaling": design.rope.scaling,
             "use_sliding_window": design.window is not None,
             "sliding_window": design.window,
-            "layer_types": ["sliding_attention" if design.window else "full_attention"]
-            * design.layers,
+            "layer_types": [attention] * design.layers,
         }
 
     @classmethod
@@ -337,13 +322,8 @@ class BlockHead(Vocabulary, DraftHead):
         size, vocab_size, target_layers = needed(
             config, "block_size", "vocab_size", "num_target_layers"
         )
-        nested = config.get("dflash_config")
-        ids, mask = (
-            (nested or config).get("target_layer_ids"),
-            (nested or config).get("mask_token_id"),
-        )
-        if not ids:
-            raise ValueError("expected target_layer_ids in config.json, got none")
+        (ids,) = needed(config.get("dflash_config") or config, "target_layer_ids")
+        mask = (config.get("dflash_config") or config).get("mask_token_id")
         shape = LayerShape.read(config)
         conditioning, rank, confidence = None, 0, None
         if "markov_head.markov_w1.weight" in tensors:
@@ -355,26 +335,25 @@ class BlockHead(Vocabulary, DraftHead):
             wide = matrix(tensors, "confidence_head.proj.weight").shape[1] > shape.hidden_size
             confidence = "state+token" if wide else "state"
         words, vocab_size = cls.sizes_in(tensors) or (vocab_size, vocab_size)
-        return cls(
-            BlockDesign(
-                shape,
-                Rope.read(config, shape.head_dim),
-                vocab_size,
-                target_layers,
-                max(1, count_of(tensors, r"layers\.(\d+)\.")),
-                size,
-                "dflash" if nested else "dspark",
-                tuple(layer + 1 for layer in ids),
-                None if "mask_embedding" in tensors else mask,
-                conditioning,
-                rank,
-                confidence,
-                config.get("sliding_window"),
-                words,
-                "lm_head.weight" in tensors,
-                "embed_tokens.weight" in tensors,
-            )
+        design = BlockDesign(
+            shape,
+            rope=Rope.read(config, shape.head_dim),
+            vocab_size=vocab_size,
+            target_layers=target_layers,
+            layers=max(1, count_of(tensors, r"layers\.(\d+)\.")),
+            block_size=size,
+            slots="dflash" if "dflash_config" in config else "dspark",
+            feature_layers=tuple(layer + 1 for layer in ids),
+            mask_token=None if "mask_embedding" in tensors else mask,
+            conditioning=conditioning,
+            rank=rank,
+            confidence=confidence,
+            window=config.get("sliding_window"),
+            draft_vocab_size=words,
+            own_lm_head="lm_head.weight" in tensors,
+            own_embeddings="embed_tokens.weight" in tensors,
         )
+        return cls(design)
 
     def context(self, features_BTD: Tensor) -> Tensor:
         """What all layers read of the target's features, (B, T, D)."""
@@ -448,7 +427,7 @@ class BlockHead(Vocabulary, DraftHead):
         if self.design.confidence == "state+token":
             assert self.markov_head is not None
             states = torch.cat([states, self.markov_head.markov_w1(tokens)], dim=-1)
-        logits: Tensor = self.confidence_head.proj(states)
+        logits: Tensor = self.confidence_head["proj"](states)
         return logits[..., 0]
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
@@ -554,7 +533,8 @@ class BlockMemory:
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
         q_BHQW = q_BHQW * q_BHQW.shape[-1] ** -0.5
         parts = (q_BHQW, *per_query_head(q_BHQW.shape[1], k_BGQW, v_BGQW))
-        q, k, v = (each.unflatten(2, (-1, self.slots)) for each in parts)  # (B, H, N, slots, W)
+        # (B, H, N, slots, W)
+        q, k, v = (x.view(*x.shape[:2], -1, self.slots, x.shape[3]) for x in parts)
         scores = q @ k.transpose(3, 4)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         own = torch.softmax(scores, dim=-1).to(v.dtype) @ v
@@ -574,14 +554,13 @@ class ContextCache(DraftCache):
 
     def extend_block(self, slots: int) -> None:
         """Prepare the memories for a block after the newest feature of each row."""
-        device = self.table.lengths_B.device
         if self.table.uniform and self.window is None:  # all slots see all that is written
             self.table.reserve(slots)
             for memory in self.memories:
                 memory.visible_B1QS = None
         else:
-            own_1SS = torch.ones(1, slots, slots, dtype=torch.bool, device=device)
-            self.extend(own_1SS, torch.arange(slots, device=device)[None])
+            own_1SS = torch.ones(1, slots, slots, dtype=torch.bool, device=self.device)
+            self.extend(own_1SS, torch.arange(slots, device=self.device)[None])
 
 
 class BlockDrafter:
@@ -627,7 +606,8 @@ class BlockDrafter:
 
     def _write(self, tokens_BA: Tensor, features_BAD: Tensor, angles: Angles) -> Tensor:
         context_BAD = self.head.context(features_BAD)
-        for layer, memory in zip(self.head.layers, self.cache.memories, strict=True):
+        layers = cast(Iterable[DecoderLayer], self.head.layers)
+        for layer, memory in zip(layers, self.cache.memories, strict=True):
             memory.layer.update(*layer.self_attn.entries(context_BAD, angles))
         return context_BAD
 
@@ -638,32 +618,26 @@ def default_features(layers: int) -> tuple[int, ...]:
     """
     low, high = (2, layers - 2) if layers > 8 else (1, max(layers - 1, 1))
     number = min(5, high - low + 1)
-    return tuple(
-        sorted({round(low + (high - low) * i / max(number - 1, 1)) for i in range(number)})
-    )
+    step = (high - low) / max(number - 1, 1)
+    return tuple(round(low + step * index) for index in range(number))
 
 
 def mask_token(target: Target, choice: str | int) -> int | None:
     """The token that fills unknown slots: an id that no text contains, or None for a learned
-    vector. choice: "auto" (an id if there is one), "learned" or an id.
+    vector. choice: an id, "learned", or "auto", an id if the tokenizer has one to spare.
     """
+    rows = min(target.model.get_input_embeddings().weight.shape[0], target.vocab_size)
+    if isinstance(choice, int):
+        if not 0 <= choice < rows:
+            raise ValueError(f"head.mask: expected an id from 0 to {rows - 1}, got {choice}")
+        return choice
     tokenizer = target.tokenizer
-    rows = target.model.get_input_embeddings().weight.shape[0]
-    if choice == "learned":
+    if choice == "learned" or tokenizer is None:
         return None
-    if choice != "auto":
-        if not 0 <= int(choice) < min(rows, target.vocab_size):
-            raise ValueError(
-                f"head.mask: expected auto, learned or an id below {target.vocab_size}, got "
-                f"{choice}"
-            )
-        return int(choice)
     if tokenizer.mask_token_id is not None:
         return int(tokenizer.mask_token_id)
-    known = len(tokenizer)
-    if known < min(rows, target.vocab_size):  # rows that pad the matrix
-        return known
-    for token, id in sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1]):
-        if any(part in token.lower() for part in RESERVED):
-            return int(id)
-    return None
+    if len(tokenizer) < rows:  # rows that pad the matrix
+        return len(tokenizer)
+    added = tokenizer.get_added_vocab()
+    spare = [id for token, id in added.items() if any(part in token.lower() for part in RESERVED)]
+    return min(spare, default=None)

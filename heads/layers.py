@@ -438,7 +438,7 @@ class Vocabulary:
 
     @staticmethod
     def sizes_in(tensors: dict[str, Tensor]) -> tuple[int, int] | None:
-        """v and V of stored tensors; None without a map. Raises ValueError for maps that disagree."""
+        """v and V of stored tensors; None without maps. Raises ValueError where they disagree."""
         offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
         if offsets_v is None or known_V is None:  # if one is missing, loading fails
             return None

@@ -57,7 +57,7 @@ class Teacher:
     vocab_size: int = 0
     """V, which limits the rows of a chunk; 0: only v does."""
     acceptance: bool = False
-    """Whether acceptances are needed with objectives ce and kl, which do without; else they are 0."""
+    """Whether acceptances are wanted with objectives ce and kl, too; else they are 0."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class _LinearLoss(torch.autograd.Function):
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
         ranks, accepted = [labels_R[:0]], [loss.new_zeros(0)]
         widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
-        pace = weights_R if isinstance(weights_R, Pace) else None
-        for part in _chunks(hidden_RD, widest, pace.slots if pace else 1):
+        multiple = weights_R.slots if isinstance(weights_R, Pace) else 1
+        for part in _chunks(hidden_RD, widest, multiple):
             logits_Cv = _logits(factors, part)
             ranks.append(_ranks(logits_Cv, labels_R[part]))
             if teacher is None:
@@ -148,8 +148,10 @@ class _LinearLoss(torch.autograd.Function):
             else:
                 scored = _soft(logits_Cv, labels_R[part], teacher, part)
             accepted.append(scored.accepted_C)
-            weights_C = pace.weights(scored.accepted_C, part) if pace else weights_R[part]
-            weights_C = weights_C * scored.known_C
+            if isinstance(weights_R, Pace):
+                weights_C = weights_R.weights(scored.accepted_C, part) * scored.known_C
+            else:
+                weights_C = weights_R[part] * scored.known_C
             loss += scored.loss_C @ weights_C
             _add_gradients(gradients, factors, scored.grad_Cv, weights_C, part)
         ctx.save_for_backward(*gradients)

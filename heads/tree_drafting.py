@@ -226,7 +226,7 @@ class DraftCache:
 class CachedMemory:
     """Attention of one layer to the text and the tree after it."""
 
-    visible_B1QS: Tensor
+    visible_B1QS: Tensor | None = None  # None: all slots
 
     def __init__(self, layer: SlotLayer) -> None:
         self.layer = layer
