@@ -179,6 +179,7 @@ class BlockHead(Vocabulary, DraftHead):
     weighting: Literal["decay", "pace"] = "decay"
     decay_tokens = 4.0  # slot j weighs exp(-j / decay_tokens), divided by the sum of these weights
     anchors = 64  # per row and step
+    confidence_threshold = 0.0  # drafts less likely to be accepted end the tree
 
     def __init__(self, design: BlockDesign) -> None:
         super().__init__()
@@ -244,7 +245,7 @@ class BlockHead(Vocabulary, DraftHead):
 
     def prepare(self, target: Target, choices: dict[str, Any], ids_v: Tensor | None) -> None:
         """Start from the target's matrices; set a recipe's choices for training and its tree."""
-        for name in TRAINING:
+        for name in (*TRAINING, "confidence_threshold"):
             setattr(self, name, choices.get(name) or getattr(self, name))
         if choices.get("top_k"):
             self.tree = DynamicTree(choices.get("nodes", 59), self.depth, choices["top_k"])
@@ -306,6 +307,7 @@ class BlockHead(Vocabulary, DraftHead):
             "markov_head_type": MARKOV_TYPES.get(design.conditioning or ""),
             "enable_confidence_head": design.confidence is not None,
             "confidence_head_with_markov": design.confidence == "state+token",
+            "confidence_threshold": self.confidence_threshold,
             "tie_word_embeddings": False,
             "rope_theta": design.rope.theta,
             "rope_scaling": design.rope.scaling,
@@ -351,7 +353,9 @@ class BlockHead(Vocabulary, DraftHead):
             own_lm_head="lm_head.weight" in tensors,
             own_embeddings="embed_tokens.weight" in tensors,
         )
-        return cls(design)
+        head = cls(design)
+        head.confidence_threshold = config.get("confidence_threshold") or 0.0
+        return head
 
     def context(self, features_BTD: Tensor) -> Tensor:
         """What all layers read of the target's features, (B, T, D)."""
@@ -424,7 +428,8 @@ class BlockHead(Vocabulary, DraftHead):
         assert self.confidence_head is not None
         if self.design.confidence == "state+token":
             assert self.markov_head is not None
-            states = torch.cat([states, self.markov_head.markov_w1(tokens)], dim=-1)
+            codes = self.markov_head.markov_w1(tokens)
+            states = torch.cat([states.expand(*codes.shape[:-1], -1), codes], dim=-1)
         logits: Tensor = self.confidence_head["proj"](states)
         return logits[..., 0]
 
@@ -587,7 +592,14 @@ class BlockDrafter:
         given_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
         builder.start()
         tokens_BF, carried_BFr = roots_B[:, None], None
+        reached_BF1 = base_BKv.new_ones(len(roots_B), 1, 1)
         for level in count():
+            if head.confidence_head is not None and head.confidence_threshold:
+                chance_BF = head.confidence(tokens_BF, states_BKD[:, level, None]).sigmoid()
+                reached_BF1 = reached_BF1 * chance_BF[:, :, None]
+                # the one wait for the device, and only with a threshold
+                if level and not bool((reached_BF1 >= head.confidence_threshold).any()):
+                    break
             logits_BFv = base_BKv[:, level, None]
             if head.markov_head is not None and given_BKX is not None:
                 given_B1X = given_BKX[:, level, None]
@@ -598,6 +610,8 @@ class BlockDrafter:
             if not builder.add(logits_BFv):
                 break
             tokens_BF = builder.tokens_BF
+            if head.confidence_threshold:
+                reached_BF1 = gather_nodes(reached_BF1, builder.parents_BF)
             if carried_BFr is not None:
                 carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
         return builder.tree(roots_B)

@@ -33,7 +33,8 @@ def gather_nodes(x_BFX: Tensor, nodes_BC: Tensor) -> Tensor:
 
 class DynamicTreeBuilder:
     """Expansion and reranking of EAGLE-2 (arXiv 2406.16858, section 4): call `start`, then `add`
-    until it returns False, then `tree`. token_map: target ids of the draft vocabulary.
+    until it returns False, or for fewer levels, then `tree`. token_map: target ids of the draft
+    vocabulary.
 
     The score of a candidate is the sum of log-probabilities on its path from the root. Among equal
     scores the earlier candidate wins, so a parent always precedes its children.
@@ -110,7 +111,8 @@ class StaticTreeBuilder:
         self.token_map = token_map
         self.start()
         paths = sorted(tree.paths, key=lambda path: (len(path), path))
-        self.topology = StaticTree(tuple(paths)).topology(device)
+        parents_1N = StaticTree(tuple(paths)).topology(device).parents_BN
+        self.topologies = [Topology(parents_1N[:, :1])]  # of the first levels
         # for each level: ranks needed of each frontier node; which of them become nodes; which of
         # these are the next frontier; places of their parents in this one
         self.levels: list[tuple[int, Tensor, Tensor, Tensor]] = []
@@ -125,6 +127,8 @@ class StaticTreeBuilder:
             parents = [place[path[:-1]] for path in frontier]
             tensor = partial(torch.tensor, dtype=torch.long, device=device)
             self.levels.append((width, tensor(picks), tensor(expanded), tensor(parents)))
+            reached = sum(len(path) <= depth for path in paths)
+            self.topologies.append(Topology(parents_1N[:, : 1 + reached], depth))
 
     def start(self) -> None:
         self.tokens: list[Tensor] = []  # (B, C) for each level
@@ -145,7 +149,8 @@ class StaticTreeBuilder:
         return len(self.tokens) < len(self.levels)
 
     def tree(self, roots_B: Tensor) -> TokenTree:
-        return TokenTree(torch.cat([roots_B[:, None], *self.tokens], dim=1), self.topology)
+        topology = self.topologies[len(self.tokens)]
+        return TokenTree(torch.cat([roots_B[:, None], *self.tokens], dim=1), topology)
 
 
 TreeBuilder = DynamicTreeBuilder | StaticTreeBuilder

@@ -187,7 +187,7 @@ class EagleChoices(DecoderChoices):
 class BlockChoices(LayerSizes):
     """Block-parallel heads (DFlash, DSpark)."""
 
-    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "top_k"})
+    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "top_k", "confidence_threshold"})
 
     kind: Literal["block"] = Field("block", description="drafts a whole block in one pass")
     layers: int = Field(2, ge=1, le=16, description="decoder layers")
@@ -211,6 +211,9 @@ class BlockChoices(LayerSizes):
     )
     rank: int = Field(64, ge=1, description="inner width of the conditioning")
     confidence: bool = Field(False, description="also predict the acceptance of each draft")
+    confidence_threshold: float = Field(
+        0.0, ge=0, lt=1, description="drafts less likely to be accepted are not proposed"
+    )
     sliding_window: int | None = Field(
         None, ge=17, description="attention window; null: all tokens"
     )
@@ -237,6 +240,8 @@ class BlockChoices(LayerSizes):
             DynamicTree(self.nodes, self.block_size - (self.slots == "dflash"), self.top_k)
         if self.loss != "ce" and self.labels != "soft":
             raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
+        if self.confidence_threshold and not self.confidence:
+            raise ValueError("confidence_threshold needs the confidence head; set confidence: true")
         if self.vocabulary is not None and self.lm_head != "own":
             raise ValueError("vocabulary needs an lm_head of as many tokens; set lm_head to own")
         return self

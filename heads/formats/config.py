@@ -17,6 +17,7 @@ Count = Annotated[int, Field(gt=0, lt=1 << 31)]
 Nodes = Annotated[int, Field(gt=0, lt=1 << 12)]
 Layer = Annotated[int, Field(ge=-1, lt=1 << 16)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 KEYS: list[tuple[Any, str]] = [
@@ -27,6 +28,7 @@ KEYS: list[tuple[Any, str]] = [
     (Nodes | None, "draft_nodes depth top_k"),
     (Positive | None, "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor"),
     (Positive | None, "beta_fast beta_slow attention_factor"),
+    (Share | None, "confidence_threshold"),
     (bool | None, "truncate fc_norm norm_before_fc norm_before_residual norm_output"),
     (bool | None, "norm_embeddings"),
     (str | None, "model_type type rope_type speculators_model_type base_model_name_or_path"),
