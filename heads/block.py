@@ -388,11 +388,12 @@ class BlockHead(Vocabulary, DraftHead):
         blocks = self._blocks(batch, features_BTD, target, roots_BTK & chosen_BT[..., None])
         steps_K = torch.arange(self.depth, device=chosen_BT.device)
         weights_K = torch.exp(-steps_K / self.decay_tokens)
-        share = learned_BT.sum() / chosen_BT.sum().clamp(min=1)
-        weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share
+        share_B1 = learned_BT.sum(1, keepdim=True) / chosen_BT.sum(1, keepdim=True).clamp(min=1)
+        share_M1 = share_B1.expand(chosen_BT.shape)[chosen_BT][:, None]
+        weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share_M1
         weights: Tensor | Pace = weights_MK.flatten()
         if self.weighting == "pace":
-            weights = Pace(self.depth, (blocks.real_MK * share / self.depth).flatten())
+            weights = Pace(self.depth, (blocks.real_MK * share_M1 / self.depth).flatten())
         factors = self._factors(batch, blocks, target)
         teacher = self._teacher(features_BTD, blocks, target)
         loss, ranks_R, accepted_R = linear_cross_entropy(
