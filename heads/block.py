@@ -100,6 +100,13 @@ class BlockDesign:
     own_lm_head: bool
     own_embeddings: bool
 
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < self.block_size:
+            raise ValueError(
+                f"expected a sliding window of at least the {self.block_size} slots of a block, "
+                f"which all see each other, got {self.window}; set head.sliding_window"
+            )
+
 
 class Conditioning(nn.Module):
     """What the preceding tokens add to the logits of a slot: `markov_w2` of r numbers, its code.
@@ -146,7 +153,8 @@ class Conditioning(nn.Module):
             inputs = torch.cat([state_BFr, code_BFr], dim=-1)
             joint = F.linear(inputs, self.joint_proj.weight[:, : 2 * rank]) + given_BFX
             gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
-            carried_BFr = torch.lerp(candidate_BFr.tanh(), state_BFr, gate_BFr.sigmoid())
+            kept_BFr = gate_BFr.sigmoid()  # of lower precision than the state, under autocast
+            carried_BFr = kept_BFr * state_BFr + (1 - kept_BFr) * candidate_BFr.tanh()
             return output_BFr.tanh(), carried_BFr
         return code_BFr, None
 
