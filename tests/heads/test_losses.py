@@ -20,7 +20,7 @@ from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 
 DEPTH = 3
-OBJECTIVES = ["ce", "tv", "lk", "hybrid"]
+OBJECTIVES = ["ce", "kl", "tv", "lk", "hybrid", "dspark"]
 
 
 @pytest.fixture(scope="module")
@@ -159,19 +159,24 @@ def rows_to_judge(rows: int, states: int, width: int):
     return hidden_RD, weight_vD, token_map, logits_UV, states_R, labels_R, weights_R
 
 
-def plain_row_loss(log_q_v, teacher_V, vocabulary: list[int], objective: str):
-    """One row, as the formulas stand in the papers, left to autograd."""
+def plain_row_loss(log_q_v, teacher_V, vocabulary: list[int], objective: str, label: int = -1):
+    """One row, as the formulas stand in the papers, left to autograd. label: as of
+    `linear_cross_entropy`.
+    """
     if int(teacher_V.argmax()) not in vocabulary:
         return log_q_v.sum() * 0.0
     p_v = teacher_V[vocabulary].exp() / teacher_V[vocabulary].exp().sum()
     accepted = torch.minimum(p_v, log_q_v.exp()).sum()
     ce = -sum(p * log_q for p, log_q in zip(p_v, log_q_v, strict=True))
     share = torch.exp(-3 * accepted).detach()
+    hard_ce = -log_q_v[label] if label >= 0 else 0.0
     return {
         "ce": ce,
+        "kl": ce + sum(p * torch.log(p) for p in p_v),
         "tv": 1 - accepted,
         "lk": -torch.log(accepted),
         "hybrid": share * ce + (1 - share) * (1 - accepted),
+        "dspark": 0.1 * hard_ce + 0.9 * (p_v - log_q_v.exp()).abs().sum(),
     }[objective]
 
 
@@ -194,7 +199,7 @@ def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, 
         logits_v = wide_weight @ wide_hidden[row]
         log_q_v = logits_v - logits_v.exp().sum().log()
         teacher_V = logits_UV[states_R[row]].double()
-        row_loss = plain_row_loss(log_q_v, teacher_V, vocabulary, objective)
+        row_loss = plain_row_loss(log_q_v, teacher_V, vocabulary, objective, int(labels[row]))
         expected = expected + weights_R[row] * row_loss
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     wanted = torch.autograd.grad(expected, [hidden, weight])

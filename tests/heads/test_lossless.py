@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 import torch
 from tiny_heads import (
+    EACH,
     SMALL,
-    VARIANTS,
     Oracle,
     decode,
     drafts_of,
@@ -156,7 +156,7 @@ def test_output_is_right_up_to_the_last_position_of_the_context(name):
         assert decode(target, random_head(kind, target), [prompt])[0] == [truth]
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.mark.parametrize("kind", EACH)
 def test_a_prompt_longer_than_a_prefill_chunk_changes_no_draft(monkeypatch, kind):
     target, prompts = tiny_target("mistral-window"), some_prompts(40, 23, 7)
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
@@ -168,7 +168,7 @@ def test_a_prompt_longer_than_a_prefill_chunk_changes_no_draft(monkeypatch, kind
     assert drafts_of(head, target, prompts, NEW) == before
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.mark.parametrize("kind", EACH)
 def test_caches_that_are_too_small_grow_and_change_no_draft(monkeypatch, kind):
     target, prompts = tiny_target(), some_prompts(*LENGTHS)
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
@@ -181,7 +181,7 @@ def test_caches_that_are_too_small_grow_and_change_no_draft(monkeypatch, kind):
     assert drafts_of(head, target, prompts, NEW) == before
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.mark.parametrize("kind", EACH)
 def test_rows_draft_in_a_batch_what_they_draft_alone(kind):
     target, prompts = tiny_target(), some_prompts(*LENGTHS)
     head = random_head(kind, target, layers=2, sliding_window=9)
