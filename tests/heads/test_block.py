@@ -419,12 +419,6 @@ def test_trees_that_a_block_cannot_fill_are_refused(target, tree, reason):
         new_head(target, vocabulary=ODD).drafter(target, tree)
 
 
-@pytest.mark.parametrize("choices", [{}, {"lm_head": "own", "labels": "soft"}])
-def test_a_target_with_capped_logits_needs_an_own_matrix_and_hard_labels(choices):
-    with pytest.raises(ValueError, match="final_logit_softcapping.*own lm_head and hard labels"):
-        BlockHead.create(tiny_target("gemma2-window"), **choices)
-
-
 def test_a_target_that_embeds_in_another_width_is_refused():
     target = Target(random_model("llama"), name="narrow")
     target.model.set_input_embeddings(torch.nn.Embedding(VOCABULARY, 16))
