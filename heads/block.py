@@ -100,6 +100,13 @@ class BlockDesign:
     own_lm_head: bool
     own_embeddings: bool
 
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < self.block_size:
+            raise ValueError(
+                f"expected a sliding window of at least the {self.block_size} slots of a block, "
+                f"which all see each other, got {self.window}; set head.sliding_window"
+            )
+
 
 class Conditioning(nn.Module):
     """What the preceding tokens add to the logits of a slot: `markov_w2` of r numbers, its code.
@@ -146,7 +153,8 @@ class Conditioning(nn.Module):
             inputs = torch.cat([state_BFr, code_BFr], dim=-1)
             joint = F.linear(inputs, self.joint_proj.weight[:, : 2 * rank]) + given_BFX
             gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
-            carried_BFr = torch.lerp(candidate_BFr.tanh(), state_BFr, gate_BFr.sigmoid())
+            kept_BFr = gate_BFr.sigmoid()  # of lower precision than the state, under autocast
+            carried_BFr = kept_BFr * state_BFr + (1 - kept_BFr) * candidate_BFr.tanh()
             return output_BFr.tanh(), carried_BFr
         return code_BFr, None
 
@@ -390,11 +398,12 @@ class BlockHead(Vocabulary, DraftHead):
         blocks = self._blocks(batch, features_BTD, target, roots_BTK & chosen_BT[..., None])
         steps_K = torch.arange(self.depth, device=chosen_BT.device)
         weights_K = torch.exp(-steps_K / self.decay_tokens)
-        share = learned_BT.sum() / chosen_BT.sum().clamp(min=1)
-        weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share
+        share_B1 = learned_BT.sum(1, keepdim=True) / chosen_BT.sum(1, keepdim=True).clamp(min=1)
+        share_M1 = share_B1.expand(chosen_BT.shape)[chosen_BT][:, None]
+        weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share_M1
         weights: Tensor | Pace = weights_MK.flatten()
         if self.weighting == "pace":
-            weights = Pace(self.depth, (blocks.real_MK * share / self.depth).flatten())
+            weights = Pace(self.depth, (blocks.real_MK * share_M1 / self.depth).flatten())
         factors = self._factors(batch, blocks, target)
         teacher = self._teacher(features_BTD, blocks, target)
         loss, ranks_R, accepted_R = linear_cross_entropy(

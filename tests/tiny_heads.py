@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from tiny_targets import greedy
 
@@ -24,10 +25,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sequential-low-rank": ("sequential", {"rank": 24}),
     "sequential-hydra": ("sequential", {"conditioning": "hydra"}),
     "sequential-prefix": ("sequential", {"prefix": True}),
+    "block-none": ("block", {"conditioning": "none", "weighting": "pace"}),
+    "block-markov": ("block", {"conditioning": "markov", "slots": "dflash", "mask": 3}),
+    "block-gated": ("block", {"conditioning": "gated", "confidence": True, "embeddings": "own"}),
 }
 """Every kind, and what differs so much within a kind that it must keep all promises by itself: name
 -> (kind, choices).
 """
+BLOCKS = [name for name in VARIANTS if name.startswith("block-")]
+EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in BLOCKS)) for name in VARIANTS]
+"""The variants as parameters of a test; those of block heads are for the full suite."""
 SMALL = {"depth": 4, "nodes": 24, "top_k": 3, "labels": "hard"}
 """Choices, of whatever kind has them, of a head that drafts little and stands on any target."""
 BY_HEART = {"labels": "hard", "noise": 0.0, "steps": 8, "classification": 1.0, "regression": 0.0}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny_heads import BY_HEART, VARIANTS, drafts_of, new_head, random_head, written_by
+from tiny_heads import BY_HEART, EACH, VARIANTS, drafts_of, new_head, random_head, written_by
 from tiny_targets import VOCABULARY, some_prompts, tiny_target
 
 from draftheads.heads.base import DraftHead
@@ -33,7 +33,7 @@ def drafts(head: DraftHead) -> list:
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", EACH)
 def test_weights_written_through_data_are_drafted_with(name, write):
     head = random_head(name, tiny_target())
     before = drafts(head)
@@ -45,7 +45,7 @@ def test_weights_written_through_data_are_drafted_with(name, write):
     assert drafts(head) != before, "the change must matter for this to prove anything"
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", EACH)
 def test_heads_made_and_used_in_inference_mode_draft_the_same(name):
     expected = drafts(random_head(name, tiny_target()))
     with torch.inference_mode():
@@ -54,7 +54,7 @@ def test_heads_made_and_used_in_inference_mode_draft_the_same(name):
     assert drafts(head) == expected
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_head_that_has_drafted_can_be_trained(name):
     """Nothing that was made in inference mode may be in the way of gradients."""
     target = tiny_target()

@@ -18,6 +18,7 @@ from tiny_targets import (
 )
 
 from draftheads.heads.batch import Batch
+from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head, EagleHead
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.training_time_test import unroll, visible
@@ -73,6 +74,14 @@ TOKENS = """
     F F F F F F T F F F
     F F F F F F T T F F
     F F F F F F T T F F
+"""
+THE_ROOT_ALONE = """
+    F F T F F F F F F F
+    F F T F F F F F F F
+    F F F T F F F F F F
+    F F F F F F T F F F
+    F F F F F F T F F F
+    F F F F F F F T F F
 """
 TOKENS_BEHIND_THE_ROOT = """
     F F T F F F F F F F
@@ -167,6 +176,30 @@ def said_behind_a_prefix(request):
         yield log
 
 
+@pytest.fixture(params=["none", "markov", "gated", "rnn"])
+def block(request):
+    choices = {"block_size": 2, "mask": 3, "feature_layers": [3], "rank": 4}
+    return awake(BlockHead.create(tiny_target(), conditioning=request.param, **choices))
+
+
+@pytest.fixture
+def said_by_a_block(block):
+    """The same of a block head: the logits of each slot, with what its conditioning adds."""
+
+    def log(tokens_BT, hidden_BTH):
+        batch, target = replace(BATCH, tokens_BT=tokens_BT), tiny_target()
+        roots_BTK = torch.stack([*BATCH.roots(2)], dim=-1)
+        blocks = block._blocks(batch, hidden_BTH, target, roots_BTK)
+        states_MD, weight_vD, _, plus = block._factors(batch, blocks, target)
+        logits_Mv = states_MD @ weight_vD.T + (plus[0] @ plus[1].T if plus else 0.0)
+        real = roots_BTK[0].nonzero().tolist()
+        assert [tuple(each) for each in real] == JUDGED
+        return logits_Mv.view(*blocks.real_MK.shape, -1)[blocks.real_MK]
+
+    with torch.no_grad():
+        yield log
+
+
 def influence(said, changes) -> list[list[bool]]:
     """Line per thing judged, column per change: whether it made a difference."""
     torch.manual_seed(7)
@@ -203,3 +236,13 @@ def test_behind_a_prefix_layer_features_reach_the_same(said_behind_a_prefix):
 
 def test_behind_a_prefix_layer_tokens_since_the_root_matter(said_behind_a_prefix):
     assert influence(said_behind_a_prefix, other_token) == drawn(TOKENS_BEHIND_THE_ROOT)
+
+
+def test_blocks_see_the_features_up_to_their_anchor(said_by_a_block):
+    assert influence(said_by_a_block, other_feature) == drawn(FEATURES)
+
+
+def test_blocks_see_their_anchor_and_what_their_conditioning_brings(block, said_by_a_block):
+    """Never a token of another block, nor one that is still to be predicted."""
+    seen = THE_ROOT_ALONE if block.markov_head is None else TOKENS_BEHIND_THE_ROOT
+    assert influence(said_by_a_block, other_token) == drawn(seen)

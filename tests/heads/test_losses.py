@@ -13,14 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftheads.heads import losses
 from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
-from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import Pace, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 
 DEPTH = 3
-OBJECTIVES = ["ce", "tv", "lk", "hybrid"]
+OBJECTIVES = ["ce", "kl", "tv", "lk", "hybrid", "dspark"]
 
 
 @pytest.fixture(scope="module")
@@ -159,19 +159,24 @@ def rows_to_judge(rows: int, states: int, width: int):
     return hidden_RD, weight_vD, token_map, logits_UV, states_R, labels_R, weights_R
 
 
-def plain_row_loss(log_q_v, teacher_V, vocabulary: list[int], objective: str):
-    """One row, as the formulas stand in the papers, left to autograd."""
+def plain_row_loss(log_q_v, teacher_V, vocabulary: list[int], objective: str, label: int = -1):
+    """One row, as the formulas stand in the papers, left to autograd. label: as of
+    `linear_cross_entropy`.
+    """
     if int(teacher_V.argmax()) not in vocabulary:
         return log_q_v.sum() * 0.0
     p_v = teacher_V[vocabulary].exp() / teacher_V[vocabulary].exp().sum()
     accepted = torch.minimum(p_v, log_q_v.exp()).sum()
     ce = -sum(p * log_q for p, log_q in zip(p_v, log_q_v, strict=True))
     share = torch.exp(-3 * accepted).detach()
+    hard_ce = -log_q_v[label] if label >= 0 else 0.0
     return {
         "ce": ce,
+        "kl": ce + sum(p * torch.log(p) for p in p_v),
         "tv": 1 - accepted,
         "lk": -torch.log(accepted),
         "hybrid": share * ce + (1 - share) * (1 - accepted),
+        "dspark": 0.1 * hard_ce + 0.9 * (p_v - log_q_v.exp()).abs().sum(),
     }[objective]
 
 
@@ -194,7 +199,7 @@ def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, 
         logits_v = wide_weight @ wide_hidden[row]
         log_q_v = logits_v - logits_v.exp().sum().log()
         teacher_V = logits_UV[states_R[row]].double()
-        row_loss = plain_row_loss(log_q_v, teacher_V, vocabulary, objective)
+        row_loss = plain_row_loss(log_q_v, teacher_V, vocabulary, objective, int(labels[row]))
         expected = expected + weights_R[row] * row_loss
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     wanted = torch.autograd.grad(expected, [hidden, weight])
@@ -202,6 +207,48 @@ def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, 
         torch.autograd.grad(got / 2, [hidden, weight]), wanted, strict=True
     ):  # the outer factor must reach the gradients, too
         torch.testing.assert_close(left, right / 2, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("objective", [None, *OBJECTIVES])
+def test_acceptance_is_the_overlap_of_both_distributions(objective, monkeypatch):
+    """Of a row without teacher: the probability of its label."""
+    hidden, weight, token_map, logits_UV, states_R, labels, weights_R = rows_to_judge(23, 9, 7)
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 5 * len(token_map))
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
+    teacher = None
+    q_Rv = (hidden @ weight.T).softmax(-1)
+    if objective:
+        logits = lambda states: logits_UV[states]  # noqa: E731
+        teacher = Teacher(states_R, logits, token_map, objective, acceptance=True)
+        expected_R = torch.minimum(logits_UV[states_R][:, token_map].softmax(-1), q_Rv).sum(1)
+    else:
+        expected_R = q_Rv[range(23), labels] * (labels >= 0)
+    *_, accepted_R = linear_cross_entropy(hidden, weight, labels, teacher=teacher)
+    torch.testing.assert_close(accepted_R, expected_R.detach())
+    assert not accepted_R.requires_grad
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_pace_makes_a_loss_with_the_gradient_of_the_expected_accepted_tokens(soft, monkeypatch):
+    """Of blocks of 4 rows, some of which are cut short, in chunks of at most 10 rows; each row's
+    loss is -log a, and nothing is added to a.
+    """
+    hidden, weight, token_map, logits_UV, _, labels, _ = rows_to_judge(24, 24, 7)
+    real_R = torch.arange(24) % 4 < torch.tensor([4, 1, 3, 2, 4, 0]).repeat_interleave(4)
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 10 * len(token_map))
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
+    labels, teacher, q_Rv = labels.clamp(min=0), None, (hidden @ weight.T).softmax(-1)
+    accepted_R = q_Rv[range(24), labels]
+    if soft:
+        logits_Rv = logits_UV[:, token_map]
+        teacher = Teacher(torch.arange(24), lambda states: logits_Rv[states], None, "lk")
+        accepted_R = torch.minimum(logits_Rv.softmax(-1), q_Rv).sum(1)
+    pace = Pace(4, 0.7 * real_R, floor=0.0)
+    loss, *_ = linear_cross_entropy(hidden, weight, labels, weights_R=pace, teacher=teacher)
+    expected = 0.7 * (accepted_R * real_R).view(6, 4).cumprod(1).sum()
+    wanted = torch.autograd.grad(-expected, [hidden, weight])
+    for left, right in zip(torch.autograd.grad(loss, [hidden, weight]), wanted, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_heads import VARIANTS, new_head, written_by
+from tiny_heads import EACH, new_head, written_by
 from tiny_targets import some_prompts, tiny_target
 
 from draftheads.heads.base import DraftHead, HeadLoss
@@ -21,7 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "soft labels": {"labels": "soft"},
     "two layers, a window and norms": {
-        "layers": 2, "sliding_window": 3, "fc_norm": True, "norm_output": True,
+        "layers": 2, "sliding_window": 7, "fc_norm": True, "norm_output": True,
     },
     "shared lm_head": {"lm_head": "shared", "vocabulary": list(range(12))},
 }  # fmt: skip
@@ -32,7 +32,7 @@ def batch() -> Batch:
     return written_by(tiny_target(), some_prompts(6, 6, 6), NEW)
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=EACH)
 def kind(request) -> str:
     return request.param
 

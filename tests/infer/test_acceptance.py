@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from tiny_heads import decode, random_head
+from tiny_heads import BLOCKS, decode, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 from transformers import (
     LogitsProcessorList,
@@ -135,7 +135,7 @@ def small_head(kind: str, target: Target, vocabulary: list[int] | None = None) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [*HEADS, *BLOCKS])
 def test_sampled_output_of_the_whole_engine_has_the_targets_law(small_target, kind):
     head, fixed = small_head(kind, small_target, [0, 2, 3, 5]), StaticTree.from_widths((3, 2))
     for tree in [fixed, head.tree] if isinstance(head.tree, DynamicTree) else [fixed]:
