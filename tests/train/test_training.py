@@ -34,7 +34,7 @@ from draftheads.train.loop import fit
 from draftheads.train.progress import Progress, read_metrics
 from draftheads.train.recipe import OptimChoices
 
-DRAWN = {"eagle3": ["head.noise=0.1"], "eagle": ["head.noise=0.2"]}
+DRAWN = {"eagle3": "head.noise=0.1", "eagle": "head.noise=0.2", "block": "head.anchors=3"}
 """Choices that make a step random."""
 UNTRAINED = {"fc.bias", "d2t", "t2d", "token_map"}
 """Buffers in a folder."""
@@ -84,7 +84,7 @@ def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
     whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
     whole.parent.mkdir()
     parts.parent.mkdir()
-    choices = ["run.steps=9", cache, *DRAWN.get(kind, [])]
+    choices = ["run.steps=9", cache, DRAWN.get(kind, "head.depth=3")]
     assert run(made, whole, *choices, kind=kind) == 0
     torch.manual_seed(99)  # what a process drew before a step must not matter
     with monkeypatch.context() as patch:
@@ -107,14 +107,15 @@ def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAWN)
-def test_noise_on_features_is_drawn_from_the_seed(made, tmp_path, kind):
+def test_what_is_random_in_a_step_is_drawn_from_the_seed(made, tmp_path, kind):
     def first_loss(name: str, *overrides: str) -> float:
         assert run(made, tmp_path / name, "run.steps=1", *overrides, kind=kind) == 0
         return read_metrics(tmp_path / name)[0]["loss"]
 
-    noisy = first_loss("noisy", *DRAWN[kind])
-    assert noisy == first_loss("again", *DRAWN[kind])
-    assert noisy != first_loss("quiet", "head.noise=0")
+    drawn = first_loss("drawn", DRAWN[kind])
+    assert drawn == first_loss("again", DRAWN[kind])
+    nothing = "head.anchors=64" if kind == "block" else "head.noise=0"
+    assert drawn != first_loss("nothing", nothing)
 
 
 def test_a_finished_run_says_so_and_may_be_lengthened(made, tmp_path, capsys):
