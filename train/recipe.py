@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from annotated_types import Ge, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
@@ -199,7 +199,7 @@ class BlockChoices(LayerSizes):
     feature_layers: list[Annotated[int, Ge(0)]] | None = Field(
         None, min_length=1, description="0: embeddings; null: five from 2 to n-2"
     )
-    mask: Annotated[int, Ge(0)] | Literal["auto", "learned"] = Field(
+    mask: int | Literal["auto", "learned"] = Field(
         "auto",
         description="input of unknown slots: a token id, a learned vector, or auto: an id that no "
         "text contains, else learned",
@@ -232,11 +232,21 @@ class BlockChoices(LayerSizes):
     depth: int | None = Field(None, ge=1, le=16, description="depth of the tree; null: the block's")
     top_k: int = Field(4, ge=1, description="nodes expanded per level, children per node")
 
+    @field_validator("mask", mode="before")
+    @classmethod
+    def _check_mask(cls, value: Any) -> Any:
+        if not re.fullmatch(r"\d+|auto|learned", str(value)):
+            raise ValueError("expected a token id, auto or learned")
+        return value
+
     @model_validator(mode="after")
     def _check_together(self) -> BlockChoices:
         depth = self.block_size - (self.slots == "dflash")
         if (self.depth or depth) > depth:
-            raise ValueError(f"depth: expected at most the {depth} drafts of a block")
+            raise ValueError(
+                f"depth: expected at most the {depth} drafts of a block, got {self.depth}; lower "
+                "depth, or raise block_size"
+            )
         DynamicTree(self.nodes, self.depth or depth, self.top_k)  # refuses too many nodes
         if self.loss != "ce" and self.labels != "soft":
             raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")

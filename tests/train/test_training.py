@@ -188,6 +188,13 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("eagle", ["run.precision=bf16"]),
         ("eagle", ["head.layers=2", "head.sliding_window=5", "head.steps=1"]),
         ("eagle", ["head.regression=0", "head.rope_theta=500000"]),
+        ("block", ["run.precision=bf16", "head.confidence=true", "head.conditioning=gated"]),
+        ("block", ["run.gradient_checkpointing=true", "head.labels=soft", "head.loss=dspark"]),
+        ("block", ["run.compile=true", "data.cache_gb=1", "head.weighting=pace"]),
+        ("block", ["head.vocabulary=40", "head.lm_head=own", "features.mode=cached"]),
+        ("block", ["head.slots=dflash", "head.conditioning=none", "head.nodes=6"]),
+        ("block", ["head.mask=3", "head.embeddings=own", "head.sliding_window=17"]),
+        ("block", ["head.feature_layers=[0]", "head.heads=2", "head.head_dim=24"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
