@@ -27,7 +27,7 @@ vocabulary, V vocabulary of the target, H query heads, G key/value heads, W head
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal, NamedTuple, cast
 
@@ -63,7 +63,7 @@ from draftheads.heads.losses import (
 )
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import extended, joined, packed, per_query_head
-from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 
 TRAINING = ("labels", "loss", "weighting", "decay_tokens", "anchors")
@@ -186,7 +186,7 @@ class BlockHead(Vocabulary, DraftHead):
         self.hidden_size, self.vocab_size = shape.hidden_size, design.vocab_size
         self.feature_layers, self.rope = design.feature_layers, design.rope
         self.window, self.silent = design.window, SLOTS[design.slots]
-        self.tree: Tree = DynamicTree(min(16, 4 * self.depth), self.depth, 4)
+        self.tree: Tree = StaticTree.unfitted(self.depth)
         width = shape.hidden_size
         self.fc = nn.Linear(len(design.feature_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, shape.eps)
@@ -246,10 +246,8 @@ class BlockHead(Vocabulary, DraftHead):
         """Start from the target's matrices; set a recipe's choices for training and its tree."""
         for name in TRAINING:
             setattr(self, name, choices.get(name) or getattr(self, name))
-        names = {"nodes": "draft_nodes", "depth": "depth", "top_k": "top_k"}
-        given = {names[key]: choices[key] for key in names if choices.get(key)}
-        self.tree = DynamicTree(**{**asdict(self.tree), **given})
-        self.check_tree(self.tree)
+        if choices.get("top_k"):
+            self.tree = DynamicTree(choices.get("nodes", 59), self.depth, choices["top_k"])
         if ids_v is not None:
             self.fill_vocabulary(ids_v)
         if self.design.own_lm_head:

@@ -104,8 +104,7 @@ class MedusaHead(DraftHead):
         self.labels, self.decay = "hard", 0.8
         self._stack: Cached[StackedHeads] = Cached()
         self._shared_rows: Cached[Tensor] = Cached()
-        chances = [0.6**power for power in range(1, depth + RANKS)]  # until a tree is fitted
-        self.tree = StaticTree.best_first([chances[k : k + RANKS] for k in range(depth)], 16)
+        self.tree = StaticTree.unfitted(depth)
         self.blocks = nn.ModuleList(ResidualBlock(width, design.layers) for _ in range(depth))
         self.register_buffer("token_map", ids_v)
         matrices = depth if design.own_lm_head else 0

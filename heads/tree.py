@@ -147,6 +147,12 @@ class StaticTree:
         return cls(tuple(best[1:]))
 
     @classmethod
+    def unfitted(cls, depth: int) -> StaticTree:
+        """The 16 most probable nodes for a head of which nothing is known yet."""
+        chances = [0.6**power for power in range(1, depth + 10)]
+        return cls.best_first([chances[k : k + 10] for k in range(depth)], 16)
+
+    @classmethod
     def most_frequent(cls, ranks_MK: Tensor, nodes: int) -> StaticTree:
         """The `nodes` paths that were right most often: the best static tree for these
         continuations. It is prefix-closed, as no path is right more often than its parent.

@@ -187,7 +187,7 @@ class EagleChoices(DecoderChoices):
 class BlockChoices(LayerSizes):
     """Block-parallel heads (DFlash, DSpark)."""
 
-    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "depth", "top_k"})
+    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "top_k"})
 
     kind: Literal["block"] = Field("block", description="drafts a whole block in one pass")
     layers: int = Field(2, ge=1, le=16, description="decoder layers")
@@ -228,9 +228,8 @@ class BlockChoices(LayerSizes):
     )
     decay_tokens: float = Field(4.0, gt=0, description="decay: token k weighs exp(-k/decay_tokens)")
     anchors: int = Field(64, ge=1, description="random blocks per row and step")
-    nodes: int = Field(16, ge=1, description="draft tokens in the dynamic tree")
-    depth: int | None = Field(None, ge=1, le=16, description="depth of the tree; null: the block's")
-    top_k: int = Field(4, ge=1, description="nodes expanded per level, children per node")
+    nodes: int = Field(59, ge=1, description="draft tokens in the tree")
+    top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
 
     @field_validator("mask", mode="before")
     @classmethod
@@ -241,13 +240,8 @@ class BlockChoices(LayerSizes):
 
     @model_validator(mode="after")
     def _check_together(self) -> BlockChoices:
-        depth = self.block_size - (self.slots == "dflash")
-        if (self.depth or depth) > depth:
-            raise ValueError(
-                f"depth: expected at most the {depth} drafts of a block, got {self.depth}; lower "
-                "depth, or raise block_size"
-            )
-        DynamicTree(self.nodes, self.depth or depth, self.top_k)  # refuses too many nodes
+        if self.top_k is not None:  # refuses too many nodes
+            DynamicTree(self.nodes, self.block_size - (self.slots == "dflash"), self.top_k)
         if self.loss != "ce" and self.labels != "soft":
             raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
         if self.vocabulary is not None and self.lm_head != "own":

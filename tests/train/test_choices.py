@@ -117,7 +117,7 @@ def test_a_faulty_head_key_is_named_as_the_user_wrote_it(path):
     )
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "sequential", "block"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "sequential"])
 def test_a_tree_has_no_more_nodes_than_candidates(path, kind):
     tree = [f"head.kind={kind}", "head.depth=3", "head.top_k=4"]
     assert load_recipe(path, [*tree, "head.nodes=36"]).head.nodes == 36
@@ -169,11 +169,11 @@ def test_hydra_has_no_rank(path):
     )
 
 
-def test_a_tree_of_a_block_head_is_no_deeper_than_its_block(path):
-    block = ["head.kind=block", "head.block_size=5"]
-    assert load_recipe(path, [*block, "head.depth=5"]).head.depth == 5
-    message = error(path, *block, "head.slots=dflash", "head.depth=5")
-    assert "depth: expected at most the 4 drafts of a block, got 5; lower depth" in message
+@pytest.mark.parametrize(("slots", "most"), [("dspark", 36), ("dflash", 20)])
+def test_a_tree_of_a_block_head_is_as_deep_as_its_drafts(path, slots, most):
+    block = ["head.kind=block", "head.block_size=3", f"head.slots={slots}", "head.top_k=4"]
+    assert load_recipe(path, [*block, f"head.nodes={most}"]).head.nodes == most
+    assert f"{most} candidates, got 99" in error(path, *block, "head.nodes=99")
 
 
 def test_a_draft_vocabulary_of_a_block_head_needs_an_lm_head(path):
@@ -212,7 +212,7 @@ def test_sizes_of_a_layer_need_the_layer(path, size):
         ("sequential", ["head.nodes=9"], "head.conditioning=hydra"),
         ("eagle3", ["head.nodes=9", "head.depth=3", "head.top_k=4"], "head.steps=3"),
         ("eagle", ["head.nodes=9", "head.depth=3", "head.top_k=4"], "head.noise=0.5"),
-        ("block", ["head.nodes=9", "head.depth=3", "head.top_k=3"], "head.anchors=9"),
+        ("block", ["head.nodes=9", "head.top_k=3"], "head.anchors=9"),
     ],
 )
 def test_a_continued_run_may_change_what_only_decoding_reads(path, kind, decoding, trained):

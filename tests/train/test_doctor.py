@@ -39,14 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sequential": {"depth": DEPTH, "nodes": 8, "rank": 32, "prefix": True, "lm_head": "shared"},
     "eagle3": {"depth": DEPTH, "nodes": 16, "top_k": 3, "steps": 5, "feature_layers": [0, 2]},
     "eagle": {"depth": DEPTH, "nodes": 16, "top_k": 3, "steps": 5},
-    "block": {
-        "depth": DEPTH,
-        "nodes": 16,
-        "top_k": 3,
-        "block_size": 5,
-        "feature_layers": [0, 1],
-        "mask": 256,
-    },
+    "block": {"block_size": DEPTH, "nodes": 16, "feature_layers": [0, 1], "mask": 256},
 }
 UPDATES = {"medusa": 60, "sequential": 40, "eagle3": 50, "eagle": 100, "block": 40}
 
@@ -237,7 +230,7 @@ def test_a_fault_in_the_folder_is_named_first(examine, good, tmp_path, kind, fau
 
 
 def test_dflash_slots_read_as_dspark_are_named_first(examine, bench, tmp_path):
-    head = by_heart(bench, "block", slots="dflash", block_size=6)
+    head = by_heart(bench, "block", slots="dflash", block_size=DEPTH + 1)
     folder = save(bench, head, tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
     config |= config.pop("dflash_config")
