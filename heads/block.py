@@ -264,11 +264,12 @@ class BlockHead(Vocabulary, DraftHead):
             self.lm_head.weight.data.copy_(weight_VD if ids_v is None else weight_VD[ids_v])
         if not self.design.own_lm_head or self.labels == "soft":
             target.unembed_weight()  # raises here rather than in the first step
-        embedded_VD = target.model.get_input_embeddings().weight.detach().float().cpu()
+        embedded_VD = target.model.get_input_embeddings().weight.detach()
         if self.design.own_embeddings:
             self.embed_tokens.weight.data.copy_(embedded_VD[: self.vocab_size])
         if self.design.mask_token is None:
-            nn.init.normal_(self.mask_embedding, std=float(embedded_VD.std()))
+            own_D = nn.init.normal_(self.mask_embedding).data
+            own_D.mul_(embedded_VD.std().to(own_D))  # all may be shapes alone
 
     @property
     def depth(self) -> int:

@@ -13,19 +13,19 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, permutations
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.eagle import AutoregressiveHead
-from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.block import ARCHITECTURES, SLOTS, BlockHead, mask_token
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
@@ -55,8 +55,28 @@ PROMPTS = 64
 """Documents whose prompts are compared with the chat template."""
 SENTINEL = "Prompt42"
 
-Variant = tuple[tuple[int, ...], int]
-"""Another way to feed a head: the layers it reads, and how many tokens late they are."""
+MASKS = 16
+"""Largest number of tokens tried in place of a block head's mask."""
+READINGS = {
+    "features": "no other layers are better than those of the head's config.json",
+    "alignment": "features[i] is the state from which tokens[i] was predicted",
+    "slots": "the convention of slots that the head was trained with",
+    "mask": "no other token is better than the mask_token_id of the head's config.json",
+}
+"""Ways to read a head wrongly, and what is normal."""
+
+
+class Variant(NamedTuple):
+    """A way to read a head: the layers, how many tokens late, and, for a finding if it is better, a
+    key of READINGS, what is shown and what is advised.
+    """
+
+    head: DraftHead
+    layers: tuple[int, ...]
+    shift: int = 0
+    check: str = ""
+    shown: str = ""
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,14 +152,14 @@ class Evidence:
     @cached_property
     def ranks_MK(self) -> Tensor:
         """Ranks of the tokens of `rows`."""
-        return self.ranks_along(self.rows, [(self.layers, 0)])[0]
+        return self.ranks_along(self.rows, [Variant(self.head, self.layers)])[0]
 
     @cached_property
     def used_MK(self) -> Tensor:
         """Ranks of the decoded tokens, except at the ends, where no deep draft token can be right:
         short texts have more of these.
         """
-        ranks_MK = self.ranks_along(self.decoded_rows, [(self.layers, 0)])[0]
+        ranks_MK = self.ranks_along(self.decoded_rows, [Variant(self.head, self.layers)])[0]
         inside_M = truth(self.decoded_rows, ranks_MK.shape[1])[:, -1] >= 0
         return ranks_MK[inside_M] if bool(inside_M.any()) else ranks_MK
 
@@ -190,15 +210,15 @@ class Evidence:
     @torch.no_grad()
     def ranks_along(self, rows: Rows, variants: Sequence[Variant]) -> list[Tensor]:
         """ranks_MK of each variant. The target reads every row once."""
-        layers = sorted({layer for chosen, _ in variants for layer in chosen})
+        layers = sorted({layer for variant in variants for layer in variant.layers})
         found: list[list[Tensor]] = [[] for _ in variants]
         for batch in batches(rows):
             batch = batch.to(self.target.device)
             states = self.target.features(batch, layers).chunk(len(layers), dim=-1)
-            for (chosen, shift), ranks in zip(variants, found, strict=True):
-                parts = [states[layers.index(layer)] for layer in chosen]
-                features_BTD = torch.cat(parts, dim=-1).roll(shift, dims=1)
-                ranks.append(self.head.token_ranks(batch, features_BTD, self.target).cpu())
+            for variant, ranks in zip(variants, found, strict=True):
+                parts = [states[layers.index(layer)] for layer in variant.layers]
+                features_BTD = torch.cat(parts, dim=-1).roll(variant.shift, dims=1)
+                ranks.append(variant.head.token_ranks(batch, features_BTD, self.target).cpu())
         return [torch.cat(ranks) for ranks in found]
 
     def decode(self, openings: Sequence[Sequence[int]], rule: Acceptance | None = None) -> Decoded:
@@ -338,39 +358,97 @@ def little_data(evidence: Evidence) -> Finding | None:
     )
 
 
-def other_features(evidence: Evidence) -> Finding | None:
-    """Better features one layer lower or higher, each and all, in another order, or one token late
-    or early.
+def other_reading(evidence: Evidence) -> Finding | None:
+    """A better way to use the head: other layers, features one token late or early, and for block
+    heads other slots or another mask.
     """
-    layers, deepest = evidence.layers, evidence.target.layers
+    variants = [*other_layers(evidence), *other_blocks(evidence)]
+    found = evidence.ranks_along(evidence.rows, variants)
+    scores = [float(runs(ranks_MK).mean()) for ranks_MK in found]
+    number = scores.index(max(scores))
+    best, plain_MK, best_MK = variants[number], evidence.ranks_MK, found[number]
+    if not is_above(runs(best_MK) - runs(plain_MK), WORTH):
+        return None
+    return Finding(
+        best.check,
+        evidence.best_tree(best_MK) - evidence.best_tree(plain_MK),
+        f"with {best.shown}, the head's first draft token is right {top1(best_MK):.1%} of the "
+        f"time, with its config {top1(plain_MK):.1%} ({len(plain_MK)} positions)",
+        READINGS[best.check],
+        best.advice,
+    )
+
+
+def other_layers(evidence: Evidence) -> Iterator[Variant]:
+    """One layer lower or higher, each and all; another order; features one token late or early."""
+    head, layers, deepest = evidence.head, evidence.layers, evidence.target.layers
     changed = list(permutations(layers)) if len(layers) <= 3 else [layers[::-1]]
     for step in (-1, 1):
         changed.append(tuple(layer + step for layer in layers))
         for place in range(len(layers)):
             changed.append((*layers[:place], layers[place] + step, *layers[place + 1 :]))
-    possible = [each for each in dict.fromkeys(changed) if min(each) >= 0 and max(each) <= deepest]
-    names = {(each, 0): f"the states of layers {list(each)}" for each in possible if each != layers}
-    names |= {(layers, 1): "features one token late", (layers, -1): "features one token early"}
-    found = evidence.ranks_along(evidence.rows, list(names))
-    scores = [float(runs(ranks_MK).mean()) for ranks_MK in found]
-    best = scores.index(max(scores))
-    plain_MK, best_MK = evidence.ranks_MK, found[best]
-    if not is_above(runs(best_MK) - runs(plain_MK), WORTH):
+    for each in dict.fromkeys(changed):
+        if each == layers or min(each) < 0 or max(each) > deepest:
+            continue
+        key = "draftheads.feature_layers there to these layers (0 = embeddings; SGLang's numbers "
+        key += "are one lower)"
+        if isinstance(head, BlockHead):
+            key = f"target_layer_ids there to {[layer - 1 for layer in each]} (0 = the first layer)"
+        shown = f"the states of layers {list(each)}"
+        advice = f"set {key}, or train again with the layers it has now"
+        yield Variant(head, each, 0, "features", shown, advice)
+    advice = "the head was trained on pairs shifted by one: export or train it again"
+    yield Variant(head, layers, 1, "alignment", "features one token late", advice)
+    yield Variant(head, layers, -1, "alignment", "features one token early", advice)
+
+
+def other_blocks(evidence: Evidence) -> Iterator[Variant]:
+    """A block head with the other convention of slots, and with other masks."""
+    head, layers, target = evidence.head, evidence.layers, evidence.target
+    if not isinstance(head, BlockHead):
+        return
+    design, (slots,) = head.design, SLOTS.keys() - {head.design.slots}
+    shown = f"its slots read as those of {slots}, not {design.slots}"
+    place = "at its top" if slots == "dspark" else "in dflash_config"
+    advice = f"write config.json as for {ARCHITECTURES[slots]}: with target_layer_ids {place}"
+    yield Variant(redesigned(head, slots=slots), layers, 0, "slots", shown, advice)
+    if design.mask_token is None:
+        return
+    near = [mask_token(target, "auto"), design.mask_token - 1, design.mask_token + 1]
+    for mask in list(dict.fromkeys([*near, *special_tokens(target.tokenizer)]))[:MASKS]:
+        if mask is not None and mask != design.mask_token and 0 <= mask < head.vocab_size:
+            shown, advice = f"mask_token_id {mask}", f"set mask_token_id there to {mask}"
+            other = redesigned(head, mask_token=mask)
+            yield Variant(other, layers, 0, "mask", shown, advice)
+
+
+def redesigned(head: BlockHead, **changes: Any) -> BlockHead:
+    """The same weights with another design."""
+    other = copy(head)
+    other.design = replace(head.design, **changes)
+    other.silent = SLOTS[other.design.slots]
+    return other
+
+
+def special_tokens(tokenizer: Any) -> list[int]:
+    """Ids of tokens that are not made of text; none without a tokenizer."""
+    return [] if tokenizer is None else sorted(tokenizer.get_added_vocab().values())
+
+
+def common_mask(evidence: Evidence) -> Finding | None:
+    """A block head's mask that text may contain."""
+    head, tokenizer = evidence.head, evidence.target.tokenizer
+    mask = head.design.mask_token if isinstance(head, BlockHead) else None
+    if mask is None or tokenizer is None or mask >= len(tokenizer):
         return None
-    is_shifted = list(names)[best][1] != 0
+    if mask in special_tokens(tokenizer):
+        return None
     return Finding(
-        "alignment" if is_shifted else "features",
-        evidence.best_tree(best_MK) - evidence.best_tree(plain_MK),
-        f"with {list(names.values())[best]}, the head's first draft token is right "
-        f"{top1(best_MK):.1%} of the time, with its config {top1(plain_MK):.1%} ({len(plain_MK)} "
-        "positions)",
-        "features[i] is the state from which tokens[i] was predicted"
-        if is_shifted
-        else "no other layers are better than those of the head's config.json",
-        "the head was trained on pairs shifted by one: export or train it again"
-        if is_shifted
-        else "set draftheads.feature_layers there to these layers (0 = embeddings; SGLang's "
-        "numbers are one lower), or train again with the layers it has now",
+        "mask",
+        0.0,
+        f"mask_token_id {mask} is {tokenizer.decode([mask])!r}, a token of ordinary text",
+        "an id that the tokenizer never makes from text",
+        "correct mask_token_id in config.json if it is a mistake, or train with head.mask=auto",
     )
 
 
@@ -501,8 +579,8 @@ def wrong_tree(evidence: Evidence) -> Finding | None:
 
 def small_vocabulary(evidence: Evidence) -> Finding | None:
     """Too many tokens that the head cannot draft."""
-    head, ranks_MK = evidence.head, evidence.ranks_MK
-    ids_v = head.token_map if isinstance(head, MedusaHead | AutoregressiveHead) else None
+    ranks_MK = evidence.ranks_MK
+    ids_v: Tensor | None = getattr(evidence.head, "token_map", None)
     if ids_v is None:
         return None
     truth_MK = truth(evidence.rows, ranks_MK.shape[1])
@@ -571,7 +649,8 @@ def fallen_short(evidence: Evidence) -> Finding | None:
 CHECKS = (
     unfit_weights,
     little_data,
-    other_features,
+    other_reading,
+    common_mask,
     other_target,
     other_template,
     other_writer,
@@ -581,7 +660,7 @@ CHECKS = (
     other_use,
     fallen_short,
 )
-SKIPPED = (other_features, other_use, fallen_short)
+SKIPPED = (other_reading, other_use, fallen_short)
 """Checks that fail because of other faults, too: skipped once something was found."""
 
 

@@ -80,8 +80,8 @@ class Shapes:
 
     frozen, per_layer: parameters of the target and of one of its layers. itemsize: bytes per
     number of the target. head, adapter: trained parameters; trained: their bytes in float32.
-    adapted: layers with an adapter. states: number of target layers that training reads. buffers:
-    bytes of the head's other tensors.
+    adapted: layers with an adapter. states: number of target layers that training reads; features:
+    that the head reads. buffers: bytes of the head's other tensors.
 
     Raises OSError without the target's config.json, ValueError for a head or an adapter that does
     not fit the target.
@@ -115,6 +115,7 @@ class Shapes:
                 self.adapter = sum(p.numel() for p in adapter.parameters.values())
                 self.adapted = len(adapter.config["layers_to_transform"])
         self.head, self.states = _count(head), len(head.training_layers)
+        self.features = len(head.feature_layers)
         self.trained = 4 * (self.head + self.adapter)
         self.buffers = sum(x.nbytes for x in head.state_dict().values()) - 4 * self.head
 
@@ -213,8 +214,7 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str) -> Tri
     values["run"] |= {"steps": kinds * steps, "save_every": kinds * steps, "epochs": None}
     values["run"] |= {"tokens_per_step": micro * batch * work.length, "trackers": []}
     if "feature_layers" in values["head"] and layers < shapes.layers:
-        read = values["head"]["feature_layers"] or range(3)
-        values["head"]["feature_layers"] = list(range(len(read)))
+        values["head"]["feature_layers"] = list(range(shapes.features))
     if recipe.adapter:
         values["adapter"] |= {"layers": adapted, "start": 2 / 3 if kinds == 3 else 0}
     with tempfile.TemporaryDirectory(prefix="draftheads-plan-") as name:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from annotated_types import Ge, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
@@ -199,7 +199,7 @@ class BlockChoices(LayerSizes):
     feature_layers: list[Annotated[int, Ge(0)]] | None = Field(
         None, min_length=1, description="0: embeddings; null: five from 2 to n-2"
     )
-    mask: Annotated[int, Ge(0)] | Literal["auto", "learned"] = Field(
+    mask: int | Literal["auto", "learned"] = Field(
         "auto",
         description="input of unknown slots: a token id, a learned vector, or auto: an id that no "
         "text contains, else learned",
@@ -233,6 +233,13 @@ class BlockChoices(LayerSizes):
     anchors: int = Field(64, ge=1, description="random blocks per row and step")
     nodes: int = Field(59, ge=1, description="draft tokens in the tree")
     top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
+
+    @field_validator("mask", mode="before")
+    @classmethod
+    def _check_mask(cls, value: Any) -> Any:
+        if not re.fullmatch(r"\d+|auto|learned", str(value)):
+            raise ValueError("expected a token id, auto or learned")
+        return value
 
     @model_validator(mode="after")
     def _check_together(self) -> BlockChoices:

@@ -38,7 +38,7 @@ def test_every_kind_of_head_has_a_section():
 
 def test_a_wrong_kind_lists_the_kinds(path):
     said = "head: Input tag 'eagel' found using 'kind' does not match any of the expected tags: "
-    said += "'medusa', 'sequential', 'eagle3', 'eagle'"
+    said += "'medusa', 'sequential', 'eagle3', 'eagle', 'block'"
     assert error(path, "head.kind=eagel") == f"{path}: {said}"
     path.write_text(MINIMAL + "head:\n  kind: [eagle]\n")
     assert "Input tag '['eagle']' found" in error(path)
@@ -101,8 +101,9 @@ def test_no_key_of_another_kind_is_suggested(path):
 
 def test_a_key_of_another_kind_says_whose_it_is(path):
     assert error(path, "head.steps=3").endswith("; it belongs to head.kind eagle3 or eagle")
-    for key in ("conditioning=hydra", "rank=4", "prefix=true"):
-        assert error(path, f"head.{key}").endswith("; it belongs to head.kind sequential")
+    assert error(path, "head.prefix=true").endswith("; it belongs to head.kind sequential")
+    for key in ("conditioning=hydra", "rank=4"):
+        assert error(path, f"head.{key}").endswith("; it belongs to head.kind sequential or block")
 
 
 def test_a_faulty_head_key_is_named_as_the_user_wrote_it(path):
@@ -125,12 +126,21 @@ def test_a_tree_has_no_more_nodes_than_candidates(path, kind):
     assert load_recipe(path, single).head.depth == 1
 
 
-@pytest.mark.parametrize("loss", ["tv", "lk", "hybrid"])
-def test_losses_on_acceptance_need_the_targets_distribution(path, loss):
-    head = ["head.kind=eagle3", f"head.loss={loss}"]
-    assert load_recipe(path, head).head.labels == "soft"
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("eagle3", "tv"),
+        ("eagle3", "lk"),
+        ("eagle3", "hybrid"),
+        ("block", "kl"),
+        ("block", "dspark"),
+    ],
+)
+def test_losses_between_distributions_need_the_targets(path, kind, loss):
+    head = [f"head.kind={kind}", f"head.loss={loss}"]
+    assert load_recipe(path, [*head, "head.labels=soft"]).head.loss == loss
     assert f"loss: {loss} compares distributions" in error(path, *head, "head.labels=hard")
-    load_recipe(path, ["head.kind=eagle3", "head.labels=hard"])
+    load_recipe(path, [*head[:1], "head.labels=hard"])
 
 
 def test_switches_that_exclude_one_another(path):
@@ -159,6 +169,30 @@ def test_hydra_has_no_rank(path):
     )
 
 
+@pytest.mark.parametrize(("slots", "most"), [("dspark", 36), ("dflash", 20)])
+def test_a_tree_of_a_block_head_is_as_deep_as_its_drafts(path, slots, most):
+    block = ["head.kind=block", "head.block_size=3", f"head.slots={slots}", "head.top_k=4"]
+    assert load_recipe(path, [*block, f"head.nodes={most}"]).head.nodes == most
+    assert f"{most} candidates, got 99" in error(path, *block, "head.nodes=99")
+
+
+def test_a_draft_vocabulary_of_a_block_head_needs_an_lm_head(path):
+    block = ["head.kind=block", "head.vocabulary=9"]
+    assert "vocabulary needs an lm_head of as many tokens; set lm_head to own" in error(
+        path, *block
+    )
+    assert load_recipe(path, [*block, "head.lm_head=own"]).head.vocabulary == 9
+
+
+@pytest.mark.parametrize(("mask", "read"), [("3", 3), ("auto", "auto"), ("learned", "learned")])
+def test_a_mask_is_an_id_or_a_word(path, mask, read):
+    assert load_recipe(path, ["head.kind=block", f"head.mask={mask}"]).head.mask == read
+    for wrong in ("-1", "none", "1.5"):
+        assert error(path, "head.kind=block", f"head.mask={wrong}") == (
+            f"command line: head.mask: expected a token id, auto or learned, got {wrong!r}"
+        )
+
+
 @pytest.mark.parametrize(
     "size",
     ["heads=4", "kv_heads=2", "head_dim=8", "intermediate_size=16", "rope_theta=1e4",
@@ -178,6 +212,7 @@ def test_sizes_of_a_layer_need_the_layer(path, size):
         ("sequential", ["head.nodes=9"], "head.conditioning=hydra"),
         ("eagle3", ["head.nodes=9", "head.depth=3", "head.top_k=4"], "head.steps=3"),
         ("eagle", ["head.nodes=9", "head.depth=3", "head.top_k=4"], "head.noise=0.5"),
+        ("block", ["head.nodes=9", "head.top_k=3"], "head.anchors=9"),
     ],
 )
 def test_a_continued_run_may_change_what_only_decoding_reads(path, kind, decoding, trained):

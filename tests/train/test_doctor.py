@@ -39,8 +39,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "sequential": {"depth": DEPTH, "nodes": 8, "rank": 32, "prefix": True, "lm_head": "shared"},
     "eagle3": {"depth": DEPTH, "nodes": 16, "top_k": 3, "steps": 5, "feature_layers": [0, 2]},
     "eagle": {"depth": DEPTH, "nodes": 16, "top_k": 3, "steps": 5},
+    "block": {"block_size": DEPTH, "nodes": 16, "feature_layers": [0, 1], "mask": 256},
 }
-UPDATES = {"medusa": 60, "sequential": 40, "eagle3": 50, "eagle": 100}
+UPDATES = {"medusa": 60, "sequential": 40, "eagle3": 50, "eagle": 100, "block": 40}
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,10 @@ def save(
 @pytest.fixture(scope="module")
 def good(bench) -> dict[str, Path]:
     """A head of each kind that knows the answers by heart."""
-    more = {"eagle3": {"vocabulary": bench.words, "rope_theta": 500000.0}}
+    more = {
+        "eagle3": {"vocabulary": bench.words, "rope_theta": 500000.0},
+        "block": {"vocabulary": bench.words},
+    }
     return {
         kind: save(bench, by_heart(bench, kind, **more.get(kind, {})), bench.folder / kind)
         for kind in KINDS
@@ -181,23 +185,59 @@ def a_matrix_left_at_zero(config, tensors) -> None:
     tensors["fc.weight"].zero_()
 
 
+def ids_of_another_format(config, tensors) -> None:
+    """EAGLE-3's ids of the same states."""
+    config["target_layer_ids"] = [layer + 1 for layer in config["target_layer_ids"]]
+
+
+def another_mask(config, tensors) -> None:
+    config["mask_token_id"] = 65
+
+
+def read_as_dflash(config, tensors) -> None:
+    config["dflash_config"] = {
+        name: config.pop(name) for name in ("target_layer_ids", "mask_token_id")
+    }
+
+
 IN_THE_FOLDER = [
-    (features_swapped, "features"),
-    (features_a_layer_low, "features"),
-    (not_a_number, "weights"),
-    (a_matrix_left_at_zero, "weights"),
+    ("eagle3", features_swapped, "features", "set draftheads.feature_layers there"),
+    ("eagle3", features_a_layer_low, "features", "set draftheads.feature_layers there"),
+    ("eagle3", not_a_number, "weights", "use an earlier checkpoint"),
+    ("eagle3", a_matrix_left_at_zero, "weights", "use an earlier checkpoint"),
+    ("block", ids_of_another_format, "features", "set target_layer_ids there to [-1, 0]"),
+    ("block", another_mask, "mask", "set mask_token_id there to 256"),
+    ("block", read_as_dflash, "slots", "write config.json as for Qwen3DSparkModel"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "check"), IN_THE_FOLDER, ids=lambda x: getattr(x, "__name__", x))
-def test_a_fault_in_the_folder_is_named_first(examine, good, tmp_path, fault, check):
-    folder = Path(shutil.copytree(good["eagle3"], tmp_path / "head"))
+@pytest.mark.parametrize(
+    ("kind", "fault", "check", "advice"), IN_THE_FOLDER, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_a_fault_in_the_folder_is_named_first(examine, good, tmp_path, kind, fault, check, advice):
+    folder = Path(shutil.copytree(good[kind], tmp_path / "head"))
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     fault(config, tensors)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
-    assert first(examine(folder)) == check
+    _, found, printed = result = examine(folder)
+    assert first(result) == check
+    assert found["findings"][0]["advice"].startswith(advice)
+    assert found["findings"][0]["explains"] > 0.5, "most of what was lost"
+    said = "mask_token_id 65 is" in printed and "a token of ordinary text" in printed
+    assert said is (fault is another_mask)
+
+
+def test_dflash_slots_read_as_dspark_are_named_first(examine, bench, tmp_path):
+    head = by_heart(bench, "block", slots="dflash", block_size=DEPTH + 1)
+    folder = save(bench, head, tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    config |= config.pop("dflash_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    _, found, _ = result = examine(folder)
+    assert first(result) == "slots"
+    assert "as for DFlashDraftModel" in found["findings"][0]["advice"]
 
 
 def test_other_weights_of_the_target_are_named_first(examine, good, tmp_path):
@@ -245,8 +285,9 @@ def test_data_without_learned_tokens_is_named_first(examine, bench, tmp_path):
     assert first(examine(folder, data=data)) == "data"
 
 
-def test_a_small_draft_vocabulary_is_named_first(examine, bench, tmp_path):
-    head = by_heart(bench, "eagle3", vocabulary=bench.words[::2])
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_a_small_draft_vocabulary_is_named_first(examine, bench, tmp_path, kind):
+    head = by_heart(bench, kind, vocabulary=bench.words[::2])
     assert first(examine(save(bench, head, tmp_path / "head"))) == "draft vocabulary"
 
 

@@ -46,10 +46,10 @@ JOINT = "joint"
 KINDS = {
     "ddp": [*HEADS, JOINT],
     "zero1": ["medusa", JOINT],
-    "zero2": ["medusa", "sequential", "eagle3", JOINT],
+    "zero2": ["medusa", "sequential", "eagle3", "block", JOINT],
 }
-DRAWN = {"eagle3": 0.1, "eagle": 0.2}
-"""Noise on features: random numbers belong to a micro batch, not to a process."""
+DRAWN = {"eagle3": {"noise": 0.1}, "eagle": {"noise": 0.2}, "block": {"anchors": 3}}
+"""Choices that make steps random: the numbers belong to a micro batch, not to a process."""
 
 
 def recipe_for(made: Path, folder: Path, kind: str) -> Path:
@@ -59,8 +59,7 @@ def recipe_for(made: Path, folder: Path, kind: str) -> Path:
     if is_joint:
         values["adapter"] = {"rank": 4, "lr": 0.02, "start": 0.3}
     values["data"]["rows_per_batch"] = 1
-    if kind in DRAWN:
-        values["head"]["noise"] = DRAWN[kind]
+    values["head"] |= DRAWN.get(kind, {})
     folder.mkdir()
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -92,7 +91,7 @@ def together(request, alone, tmp_path_factory) -> tuple[str, Path]:
     """An engine, and a folder for each kind: what two processes made with it."""
     more, config = LAUNCHES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    kinds = KINDS.get(request.param, ["medusa", "sequential", "eagle3"])
+    kinds = KINDS.get(request.param, ["medusa", "sequential", "eagle3", "block"])
     for kind in kinds:
         (folder / kind).mkdir()
     with socket.socket() as free:

@@ -119,9 +119,9 @@ def test_prompts_that_leave_no_room_are_one_line(made, tmp_path, capsys):
 
 def test_judging_does_not_change_what_is_trained(made, tmp_path, kind):
     with_, without = tmp_path / "with", tmp_path / "without"
-    noise = {"eagle3": ["head.noise=0.1"], "eagle": ["head.noise=0.2"]}.get(kind, [])
+    drawn = {"eagle3": ["head.noise=0.1"], "eagle": ["head.noise=0.2"], "block": ["head.anchors=3"]}
     for output, choices in ((with_, DECODING), (without, ["run.save_every=2"])):
-        assert run(made, output, *choices, *noise, kind=kind) == 0
+        assert run(made, output, *choices, *drawn.get(kind, []), kind=kind) == 0
     assert [line["step"] for line in judged(with_)] == [2, 4, 6]
     assert not judged(without)
     assert_same(weights(with_, 6), weights(without, 6))

@@ -64,6 +64,9 @@ CHOICES = [
     ("eagle3", {"layers": 2, "vocabulary": None, "fc_norm": True, "feature_layers": [0, 1]}),
     ("eagle3", {"labels": "hard", "heads": 2, "head_dim": 24, "norm_before_fc": True}),
     ("eagle", {"layers": 2, "intermediate_size": 40}),
+    ("block", {"vocabulary": 40, "lm_head": "own", "labels": "soft", "feature_layers": [0, 2]}),
+    ("block", {"conditioning": "none", "mask": "learned", "confidence": True, "heads": 2}),
+    ("block", {"conditioning": "gated", "confidence": True, "mask": 3, "embeddings": "own"}),
 ]
 
 
@@ -178,15 +181,16 @@ def test_the_probe_trains_and_leaves_nothing(made, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_deep_target_is_extrapolated(made, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kind", "layers"), [("eagle3", 4), ("block", 5)])
+def test_a_deep_target_is_extrapolated(made, tmp_path, monkeypatch, kind, layers):
     config = tiny_model().config
     config.num_hidden_layers = 40
     config.save_pretrained(tmp_path / "deep")  # no weights: they are not needed
-    values = {**tiny_recipe(made, "eagle3"), "target": str(tmp_path / "deep")}
+    values = {**tiny_recipe(made, kind), "target": str(tmp_path / "deep")}
     values["data"]["path"] = str(tmp_path / "missing")
     monkeypatch.setattr("draftheads.train.plan.MOST", 4)
     plan = make_plan(recipe_of(values))
-    assert plan.trial is not None and plan.trial.layers == 4, plan.reason
+    assert plan.trial is not None and plan.trial.layers == layers, plan.reason
     assert plan.time and plan.time["step"] > 0
 
 

@@ -34,7 +34,7 @@ from draftheads.train.loop import fit
 from draftheads.train.progress import Progress, read_metrics
 from draftheads.train.recipe import OptimChoices
 
-DRAWN = {"eagle3": ["head.noise=0.1"], "eagle": ["head.noise=0.2"]}
+DRAWN = {"eagle3": "head.noise=0.1", "eagle": "head.noise=0.2", "block": "head.anchors=3"}
 """Choices that make a step random."""
 UNTRAINED = {"fc.bias", "d2t", "t2d", "token_map"}
 """Buffers in a folder."""
@@ -84,7 +84,7 @@ def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
     whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
     whole.parent.mkdir()
     parts.parent.mkdir()
-    choices = ["run.steps=9", cache, *DRAWN.get(kind, [])]
+    choices = ["run.steps=9", cache, DRAWN.get(kind, "head.depth=3")]
     assert run(made, whole, *choices, kind=kind) == 0
     torch.manual_seed(99)  # what a process drew before a step must not matter
     with monkeypatch.context() as patch:
@@ -107,14 +107,15 @@ def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAWN)
-def test_noise_on_features_is_drawn_from_the_seed(made, tmp_path, kind):
+def test_what_is_random_in_a_step_is_drawn_from_the_seed(made, tmp_path, kind):
     def first_loss(name: str, *overrides: str) -> float:
         assert run(made, tmp_path / name, "run.steps=1", *overrides, kind=kind) == 0
         return read_metrics(tmp_path / name)[0]["loss"]
 
-    noisy = first_loss("noisy", *DRAWN[kind])
-    assert noisy == first_loss("again", *DRAWN[kind])
-    assert noisy != first_loss("quiet", "head.noise=0")
+    drawn = first_loss("drawn", DRAWN[kind])
+    assert drawn == first_loss("again", DRAWN[kind])
+    nothing = "head.anchors=64" if kind == "block" else "head.noise=0"
+    assert drawn != first_loss("nothing", nothing)
 
 
 def test_a_finished_run_says_so_and_may_be_lengthened(made, tmp_path, capsys):
@@ -187,6 +188,13 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("eagle", ["run.precision=bf16"]),
         ("eagle", ["head.layers=2", "head.sliding_window=5", "head.steps=1"]),
         ("eagle", ["head.regression=0", "head.rope_theta=500000"]),
+        ("block", ["run.precision=bf16", "head.confidence=true", "head.conditioning=gated"]),
+        ("block", ["run.gradient_checkpointing=true", "head.labels=soft", "head.loss=dspark"]),
+        ("block", ["run.compile=true", "data.cache_gb=1", "head.weighting=pace"]),
+        ("block", ["head.vocabulary=40", "head.lm_head=own", "features.mode=cached"]),
+        ("block", ["head.slots=dflash", "head.conditioning=none", "head.nodes=6"]),
+        ("block", ["head.mask=3", "head.embeddings=own", "head.sliding_window=17"]),
+        ("block", ["head.feature_layers=[0]", "head.heads=2", "head.head_dim=24"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
