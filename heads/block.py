@@ -41,6 +41,7 @@ from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.stored import count_of, matrix
 from draftheads.heads.layers import (
     Angles,
+    Cached,
     DecoderLayer,
     LayerShape,
     Memory,
@@ -149,13 +150,14 @@ class Conditioning(nn.Module):
             gate_BFr = F.linear(code_BFr, self.gate_proj.weight[:, -rank:]) + given_BFX
             return gate_BFr.sigmoid() * code_BFr, None
         if self.kind == "rnn":
-            state_BFr = torch.zeros_like(code_BFr) if carried_BFr is None else carried_BFr
-            inputs = torch.cat([state_BFr, code_BFr], dim=-1)
-            joint = F.linear(inputs, self.joint_proj.weight[:, : 2 * rank]) + given_BFX
+            weight = self.joint_proj.weight
+            joint = F.linear(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
+            if carried_BFr is not None:
+                joint = joint + F.linear(carried_BFr, weight[:, :rank])
             gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
-            kept_BFr = gate_BFr.sigmoid()  # of lower precision than the state, under autocast
-            carried_BFr = kept_BFr * state_BFr + (1 - kept_BFr) * candidate_BFr.tanh()
-            return output_BFr.tanh(), carried_BFr
+            gate_BFr, candidate_BFr = gate_BFr.sigmoid(), candidate_BFr.tanh()
+            before = -candidate_BFr if carried_BFr is None else carried_BFr - candidate_BFr
+            return output_BFr.tanh(), candidate_BFr + gate_BFr * before
         return code_BFr, None
 
     def along(self, tokens_MK: Tensor, states_MKD: Tensor) -> Tensor:
@@ -210,6 +212,7 @@ class BlockHead(Vocabulary, DraftHead):
             self.lm_head = nn.Linear(width, design.draft_vocab_size, bias=False)
         self.add_vocabulary(design.draft_vocab_size, design.vocab_size)
         self.markov_head = Conditioning(design) if design.conditioning else None
+        self._entries: Cached[Entries] = Cached()
         self.confidence_head: nn.ModuleDict | None = None
         if design.confidence:
             read = width + (design.rank if design.confidence == "state+token" else 0)
@@ -382,6 +385,11 @@ class BlockHead(Vocabulary, DraftHead):
         masks_BNSD = self.mask_embedding.expand(*anchors_BN.shape, size - 1, -1)
         return torch.cat([anchors_BN1D, masks_BNSD], dim=2).flatten(1, 2)
 
+    def entries(self) -> Entries:
+        """Of all layers, for drafting."""
+        layers = cast(Iterable[DecoderLayer], self.layers)
+        return self._entries.get(self.layers.parameters(), lambda: Entries(layers))
+
     def read(self, x_BQD: Tensor, angles: Angles, memories: Sequence[Memory]) -> Tensor:
         """The states (B, Q, D) that lm_head multiplies."""
         for layer, memory in zip(self.layers, memories, strict=True):
@@ -467,7 +475,7 @@ class BlockHead(Vocabulary, DraftHead):
         context_angles, angles = self.rope(batch.positions_BT - 1), self.rope(positions_BQ)
 
         def advance(layer: DecoderLayer, x_BQD: Tensor) -> Tensor:
-            entries = layer.self_attn.entries(context_BTD, context_angles)
+            entries = Entries([layer])(context_BTD, context_angles)[0]
             memory = BlockMemory(*entries, mask_B1QT, len(slots), layer.self_attn.shape.heads)
             moved_BQD: Tensor = layer(x_BQD, angles, memory)
             return moved_BQD
@@ -530,6 +538,26 @@ class BlockHead(Vocabulary, DraftHead):
         )
 
 
+class Entries:
+    """Keys and values that layers keep of what is only attended to; one product for all layers."""
+
+    def __init__(self, layers: Iterable[DecoderLayer]) -> None:
+        attentions = [layer.self_attn for layer in layers]
+        self.first, self.layers = attentions[0], len(attentions)
+        groups = self.first.shape.kv_heads
+        keys, values = [a.k_proj.weight for a in attentions], [a.v_proj.weight for a in attentions]
+        self.weight_ED = torch.cat([*keys, *values])
+        self.scale_G1W = torch.cat([a.k_norm.weight.expand(groups, 1, -1) for a in attentions])
+
+    def __call__(self, x_BTD: Tensor, angles: Angles) -> list[tuple[Tensor, Tensor]]:
+        """For each layer, (B, G, T, W) of both."""
+        kv = F.linear(x_BTD, self.weight_ED)
+        kv = kv.view(*kv.shape[:2], -1, self.first.shape.head_dim).transpose(1, 2)
+        k, v = kv.chunk(2, dim=1)
+        k = self.first.turned(k, self.scale_G1W, angles)
+        return list(zip(k.chunk(self.layers, dim=1), v.chunk(self.layers, dim=1), strict=True))
+
+
 class BlockMemory:
     """Attention of one layer in training: slots see the features before their anchor, and all slots
     of their own block, which are joined as one more key.
@@ -586,8 +614,10 @@ class BlockDrafter:
         self.feature_layers = head.feature_layers
         self.weight_vD = head.unembed_weight(target)
         self.builder = tree_builder(tree, head.token_map, target.device)
-        layers = len(head.layers)
-        self.cache = ContextCache(layers, head.rope, head.window, self._write, target.device)
+        self.entries = head.entries()
+        self.cache = ContextCache(
+            len(head.layers), head.rope, head.window, self._write, target.device
+        )
 
     def propose(self, committed: Committed) -> TokenTree:
         head, builder = self.head, self.builder
@@ -628,9 +658,9 @@ class BlockDrafter:
 
     def _write(self, tokens_BA: Tensor, features_BAD: Tensor, angles: Angles) -> Tensor:
         context_BAD = self.head.context(features_BAD)
-        layers = cast(Iterable[DecoderLayer], self.head.layers)
-        for layer, memory in zip(layers, self.cache.memories, strict=True):
-            memory.layer.update(*layer.self_attn.entries(context_BAD, angles))
+        entries = self.entries(context_BAD, angles)
+        for memory, (keys, values) in zip(self.cache.memories, entries, strict=True):
+            memory.layer.update(keys, values)
         return context_BAD
 
 

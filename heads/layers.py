@@ -308,17 +308,10 @@ class Attention(nn.Module):
         heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
         weight, scale = self._stacked()
         qkv = self._by_head(F.linear(x_BQE, weight))
-        qk = self._turned(qkv[:, :turned], scale, angles)
+        qk = self.turned(qkv[:, :turned], scale, angles)
         out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], qkv[:, turned:])
         out_BQD: Tensor = self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
         return out_BQD
-
-    def entries(self, x_BTE: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, G, T, W) of a context that only is attended to."""
-        heads, (weight, scale) = self.shape.heads, self._stacked()
-        kv = self._by_head(F.linear(x_BTE, weight[heads * self.shape.head_dim :]))
-        k, v = kv.chunk(2, dim=1)
-        return self._turned(k, None if scale is None else scale[heads:], angles), v
 
     def _stacked(self) -> tuple[Tensor, Tensor | None]:
         """The weights of queries, keys and values; the norms of all query and key heads."""
@@ -337,7 +330,8 @@ class Attention(nn.Module):
     def _by_head(self, x_BQE: Tensor) -> Tensor:
         return x_BQE.view(*x_BQE.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
 
-    def _turned(self, x_BHQW: Tensor, scale_H1W: Tensor | None, angles: Angles) -> Tensor:
+    def turned(self, x_BHQW: Tensor, scale_H1W: Tensor | None, angles: Angles) -> Tensor:
+        """Queries or keys, normed and scaled if there is a scale, with their RoPE."""
         normed = x_BHQW
         if scale_H1W is not None:
             normed = F.rms_norm(x_BHQW, x_BHQW.shape[-1:], eps=self.shape.eps) * scale_H1W

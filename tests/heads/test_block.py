@@ -389,8 +389,6 @@ def test_a_new_head_of_any_conditioning_is_one_without(target, batch):
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        ({"depth": 5}, "5 deep, the head predicts only 4 tokens ahead"),
-        ({"slots": "dflash", "depth": 4}, "4 deep, the head predicts only 3 tokens ahead"),
         ({"mask": VOCABULARY}, rf"head.mask: expected an id from 0 to {VOCABULARY - 1}, got 19"),
         ({"mask": -1}, "head.mask: expected an id"),
         ({"feature_layers": [1, 4]}, r"head.feature_layers: expected indices from 0.*to 3.*got"),
