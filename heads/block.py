@@ -26,6 +26,7 @@ vocabulary, V vocabulary of the target, H query heads, G key/value heads, W head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -76,6 +77,8 @@ SLOTS = {"dspark": 0, "dflash": 1}
 ARCHITECTURES = {"dspark": "Qwen3DSparkModel", "dflash": "DFlashDraftModel"}
 MARKOV_TYPES = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
 """Conditioning -> its name in config.json."""
+SHARP = 128
+"""Width of the heads whose normed queries and keys have scores large enough (Qwen3's)."""
 RESERVED = ("reserved", "unused", "placeholder", "mask")
 """Parts of the names of tokens that no text contains."""
 
@@ -270,6 +273,10 @@ class BlockHead(Vocabulary, DraftHead):
         embedded_VD = target.model.get_input_embeddings().weight.detach()
         if self.design.own_embeddings:
             self.embed_tokens.weight.data.copy_(embedded_VD[: self.vocab_size])
+        width = self.design.shape.head_dim
+        for name, parameter in self.layers.named_parameters():
+            if name.endswith("q_norm.weight"):  # else narrow heads could not attend to few places
+                nn.init.constant_(parameter, max(1.0, math.sqrt(SHARP / width)))
         if self.design.mask_token is None:
             own_D = nn.init.normal_(self.mask_embedding).data
             own_D.mul_(embedded_VD.std().to(own_D))  # all may be shapes alone
