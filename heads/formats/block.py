@@ -62,7 +62,9 @@ DESIGN: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 """Keys of config.json, its sections and its RoPE, with the values that our heads implement."""
-ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+COPIED = ("block_size", "target_layer_ids", "mask_token_id")
+COPIED += ("rope_theta", "rope_scaling", "rope_parameters")
+"""Keys that ours have, too."""
 MARKOV = ("markov_rank", "markov_head_type")
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
 SHARED = ("block_size", "draft_vocab_size", "mask_token_id", "num_target_layers", "dtype")
@@ -101,22 +103,22 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
             raise ValueError(
                 f"expected a DSpark or DFlash head with Qwen3's layers, got {architecture}"
             )
-    check_values({**config, **(config.get("rope_parameters") or {})}, DESIGN)
-    needed({**config, **(config.get("rope_parameters") or {})}, "rope_theta", "mask_token_id")
+    whole = {**config, **(config.get("rope_parameters") or {})}
+    check_values(whole, DESIGN)
+    needed(whole, "rope_theta", "mask_token_id", "block_size", "target_layer_ids")
     vocab_size, _ = complete_maps(tensors, config, target)
     _drop_copies(tensors, target)
     if _is_silent(tensors) and not config.get("confidence_head_with_markov"):
         tensors = renamed(tensors, [(r"^markov_head\..*", "")])
     facts = {"target": {"name": target_name(config)}, **stored.facts, "kind": "block"}
     ours = {
-        **{key: config[key] for key in ("block_size", "target_layer_ids", *ROPE) if key in config},
+        **{key: config[key] for key in COPIED if key in config},
         **_sizes(tensors),
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
         "max_position_embeddings": config.get("max_position_embeddings") or 32768,
         "vocab_size": vocab_size,
         "num_target_layers": config.get("num_target_layers")
         or require(target, "config.json does not say how many layers it has").layers,
-        "mask_token_id": config["mask_token_id"],
         "sample_from_anchor": _samples_from_anchor(config),
         "sliding_window": _window(config),
         "draftheads": facts,
