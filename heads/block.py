@@ -231,7 +231,7 @@ class BlockHead(Vocabulary, DraftHead):
             feature_layers=features,
             mask_token=mask_token(target, choices.get("mask", "auto")),
             conditioning=None if conditioning == "none" else conditioning,
-            rank=choices.get("rank", 64),
+            rank=0 if conditioning == "none" else choices.get("rank", 64),
             confidence=confidence if choices.get("confidence") else None,
             window=choices.get("sliding_window"),
             draft_vocab_size=target.vocab_size if ids_v is None else len(ids_v),
