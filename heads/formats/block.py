@@ -161,11 +161,16 @@ def _is_silent(tensors: dict[str, Tensor]) -> bool:
 
 
 def _samples_from_anchor(config: dict[str, Any]) -> bool:
-    said = config.get("sample_from_anchor")
+    said, kind = config.get("sample_from_anchor"), config.get("markov_head_type")
     if said is None and config.get("speculators_model_type") == "dspark":
         raise ValueError(
             "expected sample_from_anchor in config.json, got none, for which the speculators "
             "library assumes true and vLLM false; add the value that it was trained with"
+        )
+    if said is False and "speculators_model_type" in config and kind == "rnn":
+        raise ValueError(
+            "expected an rnn that begins after the anchor's slot, got one of the speculators "
+            "library with sample_from_anchor false, whose first step is that slot"
         )
     return not config["architectures"][0].startswith("DFlash") if said is None else bool(said)
 

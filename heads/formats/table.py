@@ -101,6 +101,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("speculators", "block"): [
         "a learned mask vector",
         "sliding_window",  # trained there from the anchor, and served from the slot
+        "rnn conditioning of DFlash's slots",  # there, the anchor's slot is its first step
         "an lm_head of its own for all tokens",
         "embeddings of its own",
         "the last state as a feature",
@@ -141,6 +142,8 @@ def _traits_of_block(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "a learned mask vector": config.get("mask_token_id") is None,
         "gated or rnn conditioning": kind in ("gated", "rnn"),
+        "rnn conditioning of DFlash's slots": kind == "rnn"
+        and not config.get("sample_from_anchor"),
         "confidence without conditioning": config.get("enable_confidence_head") and kind is None,
         "a draft vocabulary in DFlash's layout": is_reduced and "dflash_config" in config,
         "an lm_head of its own": own_lm_head,

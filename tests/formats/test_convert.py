@@ -83,6 +83,7 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "block-dflash": ({**BLOCK, **DFLASH}, ALL),
     "block-dflash-markov": ({**BLOCK, **DFLASH, "conditioning": "markov"}, ALL),
+    "block-dflash-rnn": ({**BLOCK, "slots": "dflash"}, {"sglang"}),
     "block-dflash-reduced": (
         {**BLOCK, **DFLASH, "vocabulary": FEW},
         {"vllm", "speculators"},
@@ -195,6 +196,7 @@ REASONS = {
     ("block-dflash-reduced", "llamacpp"): "it has a draft vocabulary in DFlash's layout",
     ("block-learned-mask", "vllm"): "it has a learned mask vector, gated or rnn conditioning",
     ("block-last", "llamacpp"): "it has the last state as a feature",
+    ("block-dflash-rnn", "speculators"): "it has rnn conditioning of DFlash's slots; nothing",
     ("block-window", "speculators"): "it has sliding_window",
     ("sequential-hydra", "vllm"): "got sequential; use --to draftheads$",
     ("medusa-own", "sglang"): "got medusa; use --to draftheads, vllm, tgi$",

@@ -165,6 +165,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"target_layer_ids": [0, 1, 2]}, "fc.weight: expected numbers (32, 96)"),
     "no-block": ({"block_size": None}, "expected block_size in config.json, got none"),
     "dflash2": ({"speculators_model_type": "dflash2"}, "expected speculators_model_type: absent"),
+    "rnn-after-anchor": (
+        {
+            "speculators_model_type": "dspark",
+            "sample_from_anchor": False,
+            "markov_head_type": "rnn",
+        },
+        "expected an rnn that begins after the anchor's slot",
+    ),
     "anchor": (
         {"speculators_model_type": "dspark"}, "speculators library assumes true and vLLM false"
     ),

@@ -64,7 +64,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "rnn": {**BLOCK, "conditioning": "rnn", "confidence": True},
     "none": {**BLOCK, "conditioning": "none"},
     "dflash": {**BLOCK, "conditioning": "none", "slots": "dflash"},
-    "dflash-rnn": {**BLOCK, "conditioning": "rnn", "slots": "dflash"},
+    "dflash-gated": {**BLOCK, "conditioning": "gated", "slots": "dflash"},
     "reduced": {**BLOCK, **USUAL},
     "sizes": {**BLOCK, "heads": 4, "kv_heads": 2, "head_dim": 24, "rope_theta": 500.0, "layers": 1},
     "yarn": {**BLOCK, "rope_scaling": VARIANTS["yarn"]["rope_scaling"]},
