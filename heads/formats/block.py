@@ -62,8 +62,7 @@ DESIGN: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 """Keys of config.json, its sections and its RoPE, with the values that our heads implement."""
-COPIED = ("block_size", "target_layer_ids", "mask_token_id")
-COPIED += ("rope_theta", "rope_scaling", "rope_parameters")
+COPIED = ("block_size", "target_layer_ids", "mask_token_id", "rope_theta", "rope_scaling")
 """Keys that ours have, too."""
 MARKOV = ("markov_rank", "markov_head_type")
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
@@ -112,7 +111,7 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
         tensors = renamed(tensors, [(r"^markov_head\..*", "")])
     facts = {"target": {"name": target_name(config)}, **stored.facts, "kind": "block"}
     ours = {
-        **{key: config[key] for key in COPIED if key in config},
+        **{key: config.get(key) for key in (*COPIED, "rope_parameters")},
         **_sizes(tensors),
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
         "max_position_embeddings": config.get("max_position_embeddings") or 32768,
