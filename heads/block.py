@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
+from draftheads.heads.formats.block import feature_layers, flat, layer_ids
 from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.stored import count_of, matrix
 from draftheads.heads.layers import (
@@ -74,7 +75,6 @@ EVALUATED = 64
 """Anchors per row whose blocks are evaluated together."""
 SLOTS = {"dspark": 0, "dflash": 1}
 """Convention -> number of slots at the start of a block that predict nothing."""
-ARCHITECTURES = {"dspark": "Qwen3DSparkModel", "dflash": "DFlashDraftModel"}
 MARKOV_TYPES = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
 """Conditioning -> its name in config.json."""
 SHARP = 128
@@ -246,7 +246,7 @@ class BlockHead(Vocabulary, DraftHead):
             feature_layers=features,
             mask_token=mask_token(target, choices.get("mask", "auto")),
             conditioning=None if conditioning == "none" else conditioning,
-            rank=choices.get("rank", 64),
+            rank=0 if conditioning == "none" else choices.get("rank", 64),
             confidence=confidence if choices.get("confidence") else None,
             window=choices.get("sliding_window"),
             draft_vocab_size=target.vocab_size if ids_v is None else len(ids_v),
@@ -287,7 +287,9 @@ class BlockHead(Vocabulary, DraftHead):
 
     @property
     def architecture(self) -> str:  # type: ignore[override]
-        return ARCHITECTURES[self.design.slots]
+        design = self.design
+        is_dflash = design.slots == "dflash" and not design.conditioning and not design.confidence
+        return "DFlashDraftModel" if is_dflash else "Qwen3DSparkModel"
 
     @property
     def training_layers(self) -> tuple[int, ...]:
@@ -305,13 +307,12 @@ class BlockHead(Vocabulary, DraftHead):
         return self.lm_head.weight if self.design.own_lm_head else target.unembed_weight()
 
     def config(self) -> dict[str, Any]:
-        """config.json as DeepSpec's, and DFlash's own section where slots are DFlash's."""
+        """config.json as DeepSpec's, and with DFlash's own section where the head is DFlash's."""
         design = self.design
         attention = "sliding_attention" if design.window else "full_attention"
-        # ids of features count outputs of layers, so the embeddings are -1
         shared = {
             "mask_token_id": design.mask_token,
-            "target_layer_ids": [layer - 1 for layer in self.feature_layers],
+            "target_layer_ids": layer_ids(self.feature_layers),
         }
         return {
             "model_type": "qwen3",
@@ -321,13 +322,17 @@ class BlockHead(Vocabulary, DraftHead):
             "vocab_size": self.vocab_size,
             "draft_vocab_size": design.draft_vocab_size,
             "block_size": design.block_size,
-            **(shared if design.slots == "dspark" else {"dflash_config": shared}),
+            "sample_from_anchor": design.slots == "dspark",
+            **({"dflash_config": shared} if "DFlash" in self.architecture else shared),
             "markov_rank": design.rank if design.conditioning else 0,
             "markov_head_type": MARKOV_TYPES.get(design.conditioning or ""),
             "enable_confidence_head": design.confidence is not None,
             "confidence_head_with_markov": design.confidence == "state+token",
             "confidence_threshold": self.confidence_threshold,
+            "has_own_lm_head": design.own_lm_head,
+            "has_embed_tokens": design.own_embeddings,
             "tie_word_embeddings": False,
+            "is_causal": False,  # within a block
             "rope_theta": design.rope.theta,
             "rope_scaling": design.rope.scaling,
             "use_sliding_window": design.window is not None,
@@ -338,11 +343,18 @@ class BlockHead(Vocabulary, DraftHead):
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
         """Layers, ranks and vocabularies of the tensors; slots, features and RoPE of the config."""
-        size, vocab_size, target_layers = needed(
-            config, "block_size", "vocab_size", "num_target_layers"
+        config = flat(config)
+        size, vocab_size, target_layers, ids, anchored = needed(
+            config,
+            "block_size",
+            "vocab_size",
+            "num_target_layers",
+            "target_layer_ids",
+            "sample_from_anchor",
         )
-        (ids,) = needed(config.get("dflash_config") or config, "target_layer_ids")
-        mask = (config.get("dflash_config") or config).get("mask_token_id")
+        mask = config.get("mask_token_id")
+        if mask is not None and mask >= vocab_size:
+            raise ValueError(f"expected mask_token_id below {vocab_size}, got {mask}")
         shape = LayerShape.read(config)
         conditioning, rank, confidence = None, 0, None
         if "markov_head.markov_w1.weight" in tensors:
@@ -361,8 +373,8 @@ class BlockHead(Vocabulary, DraftHead):
             target_layers=target_layers,
             layers=max(1, count_of(tensors, r"layers\.(\d+)\.")),
             block_size=size,
-            slots="dflash" if "dflash_config" in config else "dspark",
-            feature_layers=tuple(layer + 1 for layer in ids),
+            slots="dspark" if anchored else "dflash",
+            feature_layers=feature_layers(ids),
             mask_token=None if "mask_embedding" in tensors else mask,
             conditioning=conditioning,
             rank=rank,

@@ -29,9 +29,12 @@ ENGINES = {
     "vllm": "vLLM (0.33; for Medusa 0.9.2 to 0.32)",
     "sglang": "SGLang (0.5.23)",
     "tgi": "text-generation-inference",
+    "llamacpp": "llama.cpp",
 }
 CHAIN = 3
-"""Longest chain in a command: later tokens are rarely accepted."""
+"""Longest chain in a command for heads that are not made for a block: later tokens are rarely
+accepted.
+"""
 HERE = "THIS_FOLDER_OR_REPO"
 """Placeholder for the head in commands, until it is published."""
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -72,7 +75,8 @@ def render_card(config: dict[str, Any]) -> str:
         here=HERE,
         install=install_command(),
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
-        chain=min(CHAIN, tree.depth),
+        chain=tree.depth if kind == "block" else min(CHAIN, tree.depth),
+        method=_method(config),
         tree=tree,
         shape=_two_columns(shape),
         training=_two_columns(flat(training)),
@@ -87,7 +91,8 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
     """The card's entry of an engine. convert: options of `draftheads convert`, if it is needed."""
     kind = config["draftheads"]["kind"]
     is_shared = kind == "medusa" and config["original_lm_head"]
-    converts = to == "tgi" or (to == "vllm" and (kind == "eagle" or is_shared))
+    is_bare = _method(config) == "dspark" and not config["markov_rank"]
+    converts = to == "tgi" or is_bare or (to == "vllm" and (kind == "eagle" or is_shared))
     target = f" --target {config['draftheads']['target']['name']}" if is_shared else ""
     return {
         "to": to,
@@ -95,6 +100,13 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
         "loss": loss(to, Stored(config, {})),
         "convert": f"--to {to}{target}" if converts else "",
     }
+
+
+def _method(config: dict[str, Any]) -> str:
+    """Engines' name of the way to draft: the kind, or the one of two that a block head is."""
+    if config["draftheads"]["kind"] != "block":
+        return str(config["draftheads"]["kind"])
+    return "dflash" if "dflash_config" in config else "dspark"
 
 
 def flat(values: dict[str, Any], name: str = "") -> dict[str, Any]:

@@ -2,26 +2,73 @@
 
     python interop_speculators.py FOLDER INPUTS.safetensors OUTPUTS.safetensors
 
-inputs: features (T, 3 D) and tokens (T). outputs: logits (steps, T, v) of three steps; a step reads
-the token that came and the state of the step before. Prints, as JSON, the tensors that were missing
-and unexpected.
+EAGLE-3: inputs are features (T, 3 D) and tokens (T), outputs are logits (steps, T, v) of three
+steps; a step reads the token that came and the state of the step before. DSpark and DFlash: inputs
+are features (N, T, m D), tokens (N, T) and anchors (N), outputs are logits (N, slots, v) of the
+blocks after N texts. Prints, as JSON, the tensors that were missing and unexpected.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from speculators.models.dflash import core as dflash
+from speculators.models.dflash.config import DFlashSpeculatorConfig
+from speculators.models.dspark import core as dspark
+from speculators.models.dspark.config import DSparkSpeculatorConfig
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 
 STEPS = 3
 
 
+BLOCKS: dict[str, Any] = {
+    "dflash": (dflash, DFlashSpeculatorConfig, dflash.DFlashDraftModel),
+    "dspark": (dspark, DSparkSpeculatorConfig, dspark.DSparkDraftModel),
+}
+
+
 def main(folder: str, inputs: str, outputs: str) -> None:
+    kind = json.loads((Path(folder) / "config.json").read_text())["speculators_model_type"]
+    given = load_file(inputs)
+    logits, found = blocks(kind, folder, given) if kind in BLOCKS else eagle3(folder, given)
+    save_file({"logits": logits.contiguous()}, outputs)
+    print(json.dumps({name: sorted(map(str, found[name])) for name in sorted(found)}))
+
+
+def blocks(kind: str, folder: str, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """One text at a time, whose only anchor is the given one."""
+    module, config_class, model_class = BLOCKS[kind]
+    config = config_class.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"
+    model, found = model_class.from_pretrained(
+        folder, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    model.load_verifier_weights()
+    logits: list[torch.Tensor] = []
+
+    def keep(scores: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        logits.append(scores.view(config.block_size, -1))
+        return torch.zeros(()), {}
+
+    module.compute_metrics = keep
+    texts = zip(given["features"], given["tokens"], given["anchors"].tolist(), strict=True)
+    for features, tokens, anchor in texts:
+        mask = torch.zeros(1, len(tokens))
+        mask[0, anchor] = 1
+        last = torch.zeros(1, len(tokens), config.transformer_layer_config.hidden_size)
+        documents = torch.zeros(1, len(tokens), dtype=torch.long)
+        with torch.no_grad():
+            model.eval()(features[None], tokens[None], mask, last, documents, max_anchors=1)
+    return torch.stack(logits), found
+
+
+def eagle3(folder: str, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
     config: Any = Eagle3SpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
     model = Eagle3DraftModel.from_pretrained(folder, config=config, dtype=torch.float32)
@@ -29,7 +76,6 @@ def main(folder: str, inputs: str, outputs: str) -> None:
         folder, config=config, output_loading_info=True
     )
     model.load_verifier_weights()
-    given = load_file(inputs)
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0]))
     with torch.no_grad():
@@ -39,8 +85,7 @@ def main(folder: str, inputs: str, outputs: str) -> None:
             torch.zeros_like(given["tokens"])[None],
             ttt_steps=STEPS,
         )
-    save_file({"logits": torch.stack(logits)}, outputs)
-    print(json.dumps({name: sorted(map(str, found[name])) for name in sorted(found)}))
+    return torch.stack(logits), found
 
 
 if __name__ == "__main__":

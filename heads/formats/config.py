@@ -15,28 +15,40 @@ CONFIG = "config.json"
 Size = Annotated[int, Field(gt=0, lt=1 << 20)]  # a product of three fits in int64
 Count = Annotated[int, Field(gt=0, lt=1 << 31)]
 Nodes = Annotated[int, Field(gt=0, lt=1 << 12)]
+Slots = Annotated[int, Field(gt=1, le=64)]
 Layer = Annotated[int, Field(ge=-1, lt=1 << 16)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+LAYER_IDS = "target_layer_ids aux_hidden_state_layer_ids"
 
 KEYS: list[tuple[Any, str]] = [
     (Size | None, "hidden_size num_attention_heads num_key_value_heads head_dim layers"),
     (Size | None, "intermediate_size target_hidden_size"),
     (Count | None, "vocab_size truncated_vocab_size max_position_embeddings sliding_window"),
     (Count | None, "original_max_position_embeddings"),
-    (Nodes | None, "draft_nodes depth top_k"),
+    (Nodes | None, "draft_nodes depth top_k num_target_layers"),
+    (Slots | None, "block_size"),
+    (Rank | None, "mask_token_id markov_rank"),
+    (Count | None, "swa_window_size"),
     (Positive | None, "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor"),
     (Positive | None, "beta_fast beta_slow attention_factor"),
     (Share | None, "confidence_threshold"),
     (bool | None, "truncate fc_norm norm_before_fc norm_before_residual norm_output"),
-    (bool | None, "norm_embeddings"),
+    (bool | None, "norm_embeddings sample_from_anchor sliding_window_non_causal is_causal causal"),
+    (bool | None, "enable_confidence_head confidence_head_with_markov use_swa"),
+    (bool | None, "has_own_lm_head has_embed_tokens"),
     (str | None, "model_type type rope_type speculators_model_type base_model_name_or_path"),
     (str | None, "kind name name_or_path revision fingerprint architecture"),
     (dict[str, Any] | None, "rope_scaling rope_parameters transformer_layer_config adapter"),
-    (dict[str, Any] | None, "eagle_config prefix_layer speculators_config verifier"),
+    (
+        dict[str, Any] | None,
+        "eagle_config prefix_layer speculators_config verifier dflash_config dspark_config",
+    ),
     (list[str] | None, "architectures layer_types"),
     (list[Layer] | None, "eagle_aux_hidden_state_layer_ids layer_ids feature_layers"),
+    (Annotated[list[Layer], Field(min_length=1)] | None, LAYER_IDS),
     (list[list[Rank]] | dict[str, Any] | None, "tree"),
     (dict[str, Any], "draftheads target training"),
     (list[dict[str, Any]], "measured"),

@@ -107,15 +107,19 @@ def _drop_embeddings(tensors: dict[str, Tensor], target: Target | None) -> None:
     del tensors["embed_tokens.weight"]
     if target is None:
         return
-    ours_VD = target.model.get_input_embeddings().weight.detach().cpu()
-    rows = min(len(theirs_VD), len(ours_VD))  # one of them may be padded
-    if theirs_VD.shape[1] != ours_VD.shape[1] or not torch.allclose(
-        theirs_VD[:rows].float(), ours_VD[:rows].float(), rtol=1e-2, atol=1e-3
-    ):
+    if not is_copy(theirs_VD, target.model.get_input_embeddings().weight.detach().cpu()):
         raise ValueError(
             "expected the embeddings of the target, got other ones in embed_tokens.weight, which "
             "are not supported; pass the target this head was trained for"
         )
+
+
+def is_copy(theirs_VD: Tensor, ours_VD: Tensor) -> bool:
+    """Whether these are the same rows, rounded; one of them may be padded."""
+    rows = min(len(theirs_VD), len(ours_VD))
+    return theirs_VD.shape[1] == ours_VD.shape[1] and torch.allclose(
+        theirs_VD[:rows].float(), ours_VD[:rows].float(), rtol=1e-2, atol=1e-3
+    )
 
 
 def _sizes(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any]:
@@ -161,12 +165,10 @@ def _vocab_size(config: dict[str, Any], target: Target | None) -> int:
     return int(size or require(target, "config.json has no vocab_size").vocab_size)
 
 
-def _complete_vocabulary(
+def complete_maps(
     tensors: dict[str, Tensor], config: dict[str, Any], target: Target | None
-) -> int:
-    """Leave both maps of a draft vocabulary or none, add an lm_head that the file leaves to the
-    target, and return V.
-    """
+) -> tuple[int, Tensor]:
+    """Leave both maps of a draft vocabulary or none; returns V and the target ids (v,)."""
     offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
     vocab_size = _vocab_size(config, target) if known_V is None else len(known_V)
     for name in ("d2t", "t2d"):
@@ -181,15 +183,26 @@ def _complete_vocabulary(
             )
         tensors["d2t"] = offsets_v
         tensors["t2d"] = t2d(ids_v, vocab_size) if known_V is None else known_V
-    if "lm_head.weight" not in tensors:
-        weight_VD = require(target, "this head uses its lm_head").unembed_weight().detach()
-        ids_v = ids_v[ids_v < len(weight_VD)]  # all, unless it is another target's
-        tensors["lm_head.weight"] = weight_VD.to("cpu", tensors["fc.weight"].dtype)[ids_v]
-    elif "d2t" not in tensors and (rows := len(matrix(tensors, "lm_head.weight"))) < vocab_size:
+    elif (
+        "lm_head.weight" in tensors
+        and (rows := len(matrix(tensors, "lm_head.weight"))) < vocab_size
+    ):
         raise ValueError(
             f"expected d2t, which maps the {rows} draft tokens to the target's, got none; the file "
             "is incomplete"
         )
+    return vocab_size, ids_v
+
+
+def _complete_vocabulary(
+    tensors: dict[str, Tensor], config: dict[str, Any], target: Target | None
+) -> int:
+    """Complete the maps, add an lm_head that the file leaves to the target, and return V."""
+    vocab_size, ids_v = complete_maps(tensors, config, target)
+    if "lm_head.weight" not in tensors:
+        weight_VD = require(target, "this head uses its lm_head").unembed_weight().detach()
+        ids_v = ids_v[ids_v < len(weight_VD)]  # all, unless it is another target's
+        tensors["lm_head.weight"] = weight_VD.to("cpu", tensors["fc.weight"].dtype)[ids_v]
     return vocab_size
 
 
@@ -222,8 +235,10 @@ def to_speculators(stored: Stored, target: Target | None) -> Stored:
     return Stored(config, tensors)
 
 
-def speculators_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys that the speculators library adds to a config of ours.
+def speculators_config(
+    config: dict[str, Any], kind: str = "eagle3", model_type: str = "llama"
+) -> dict[str, Any]:
+    """The keys that the speculators library adds to a config of ours. model_type: of the layers.
 
     Raises ValueError where the target is not recorded.
     """
@@ -239,11 +254,11 @@ def speculators_config(config: dict[str, Any]) -> dict[str, Any]:
         "accept_tolerance": 0.0,
     }
     return {
-        "speculators_model_type": "eagle3",
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
-        "transformer_layer_config": {**layer, "model_type": "llama"},
+        "transformer_layer_config": {**layer, "model_type": model_type},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {

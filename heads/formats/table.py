@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
-from draftheads.heads.formats import eagle, medusa
+from draftheads.heads.formats import block, eagle, medusa
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.target import Target
 
@@ -27,6 +28,11 @@ def as_ours(stored: Stored, target: Target | None) -> Stored:
 
 READERS: list[tuple[str, str, Translates]] = [
     ("Hydra", r"^hydra_", medusa.from_hydra),
+    (
+        "DSpark and DFlash",
+        r"^(dflash_config|target_layer_ids|(model\.)?hidden_norm\.weight)$",
+        block.from_block,
+    ),
     ("speculators EAGLE-3", r"^speculators_model_type$", eagle.from_speculators),
     ("vLLM Medusa", r"^(medusa_heads?\.)?blocks\.0\.layers\.0\.weight$", medusa.from_vllm),
     (
@@ -40,10 +46,16 @@ READERS: list[tuple[str, str, Translates]] = [
 
 WRITERS: dict[str, dict[str, Translates]] = {
     "draftheads": dict.fromkeys(("medusa", "sequential", "eagle", "eagle3", "block"), as_ours),
-    "vllm": {"medusa": medusa.to_vllm, "eagle": eagle.to_vllm, "eagle3": as_is},
-    "sglang": {"eagle": as_is, "eagle3": as_is},
+    "vllm": {
+        "medusa": medusa.to_vllm,
+        "eagle": eagle.to_vllm,
+        "eagle3": as_is,
+        "block": block.to_engine,
+    },
+    "sglang": {"eagle": as_is, "eagle3": as_is, "block": block.to_engine},
+    "llamacpp": {"block": block.to_engine},
     "tgi": {"medusa": medusa.to_tgi},
-    "speculators": {"eagle3": eagle.to_speculators},
+    "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
 """Destination -> kind of head -> its writer."""
 
@@ -65,6 +77,35 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("speculators", "eagle3"): ["fc_norm and norm_before_fc", "the last state as a feature"],
+    ("vllm", "block"): [
+        "a learned mask vector",
+        "gated or rnn conditioning",
+        "the last state as a feature",
+    ],
+    ("sglang", "block"): [
+        "a learned mask vector",
+        "an lm_head of its own",  # only the target's are read
+        "embeddings of its own",
+        "embeddings as a feature",
+        "the last state as a feature",
+    ],
+    ("llamacpp", "block"): [
+        "a learned mask vector",
+        "gated or rnn conditioning",
+        "confidence without conditioning",  # it is read as wide as with it
+        "a draft vocabulary in DFlash's layout",
+        "an lm_head of its own for all tokens",
+        "embeddings of its own",  # they would become the lm_head
+        "the last state as a feature",
+    ],
+    ("speculators", "block"): [
+        "a learned mask vector",
+        "sliding_window",  # trained there from the anchor, and served from the slot
+        "rnn conditioning of DFlash's slots",  # there, the anchor's slot is its first step
+        "an lm_head of its own for all tokens",
+        "embeddings of its own",
+        "the last state as a feature",
+    ],
 }
 """(destination, kind) -> traits of heads that the destination does not support. Engines read the
 last state before the final norm, and our heads after it.
@@ -74,7 +115,8 @@ last state before the final norm, and our heads after it.
 def loss(to: str, stored: Stored) -> str | None:
     """The traits of a head of ours that a destination does not support; None if it supports all."""
     config, bias = stored.config, stored.tensors.get("fc.bias")
-    features = config.get(eagle.AUX_LAYERS) or [None]
+    features = stored.facts.get("feature_layers") or config.get(eagle.AUX_LAYERS) or [None]
+    layers = config.get("num_target_layers") or stored.facts["target"].get("layers")
     is_deep = config.get("num_hidden_layers") not in (None, 0, 1)
     traits = {
         "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
@@ -86,10 +128,28 @@ def loss(to: str, stored: Stored) -> str | None:
         "fc_norm and norm_before_fc": config.get("fc_norm") and config.get("norm_before_fc"),
         "a single feature": len(features) == 1,
         "embeddings as a feature": 0 in features,
-        "the last state as a feature": features[-1] in (-1, stored.facts["target"].get("layers")),
+        "the last state as a feature": -1 in features or layers in features,
+        **_traits_of_block(config),
     }
     unsupported = UNSUPPORTED.get((to, stored.facts["kind"]), [])
     return ", ".join(name for name in unsupported if traits[name]) or None
+
+
+def _traits_of_block(config: dict[str, Any]) -> dict[str, Any]:
+    config = block.flat(config)
+    is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")
+    own_lm_head, kind = config.get("has_own_lm_head"), config.get("markov_head_type")
+    return {
+        "a learned mask vector": config.get("mask_token_id") is None,
+        "gated or rnn conditioning": kind in ("gated", "rnn"),
+        "rnn conditioning of DFlash's slots": kind == "rnn"
+        and not config.get("sample_from_anchor"),
+        "confidence without conditioning": config.get("enable_confidence_head") and kind is None,
+        "a draft vocabulary in DFlash's layout": is_reduced and "dflash_config" in config,
+        "an lm_head of its own": own_lm_head,
+        "an lm_head of its own for all tokens": own_lm_head and not is_reduced,
+        "embeddings of its own": config.get("has_embed_tokens"),
+    }
 
 
 def translated(stored: Stored, target: Target | None) -> Stored:

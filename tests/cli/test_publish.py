@@ -14,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from test_convert import CHOICES as LAYOUTS
 from test_convert import forget, saved
 from test_custom_generate import modules_cache  # noqa: F401
 from test_hub import trained
@@ -24,6 +25,7 @@ from tiny_targets import random_model, some_prompts, tiny_target
 from draftheads.heads.card import install_command
 from draftheads.heads.hub import HEADS, load_head, load_pair, open_head, save_head
 from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree
 from draftheads.scripts import cli
 from draftheads.scripts.publish import prepare, publish
 
@@ -335,6 +337,7 @@ SERVED = {
     "sequential": ["No serving engine"],
     "eagle": ["--to vllm", "--speculative-algorithm EAGLE "],
     "eagle3": ['"method": "eagle3"', "--speculative-algorithm EAGLE3 "],
+    "block": ["SGLang (0.5.23) does not support this head: it has a learned mask vector"],
 }
 UNSERVED = {
     "medusa-reduced": (") does not support this head: it has truncated_vocab_size", "```"),
@@ -344,8 +347,35 @@ UNSERVED = {
         "sglang.launch",
     ),
     "eagle3-last": (") does not support this head: it has the last state", "vllm serve"),
+    "block-rnn": ("llama.cpp does not support this head: it has gated or rnn", "llama-server"),
+    "block-reduced": (
+        "SGLang (0.5.23) does not support this head: it has an lm_head of its own",
+        "launch_server",
+    ),
+    "block-last": (") does not support this head: it has the last state", "vllm serve"),
     "eagle-window": (") does not support this head: it has sliding_window", "--to vllm"),
 }
+
+
+BLOCKS = {
+    "block-markov": (["dspark", "DSPARK", "draft-dspark"], 5),
+    "block-none": (["dspark", "DSPARK", "draft-dspark"], 5),
+    "block-dflash": (["dflash", "DFLASH", "draft-dflash"], 4),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_card_serves_a_block_head_where_it_can_be_loaded(tmp_path, name):
+    (vllm, sglang, llamacpp), drafts = BLOCKS[name]
+    head = trained("block", **LAYOUTS[name][0])
+    head.tree = DynamicTree(9, drafts, 3)
+    folder = save_head(head, tmp_path / "head", target=Target(random_model("llama"), name="us/x"))
+    serve = (folder / "README.md").read_text().partition("## Serve")[2].partition("\n## ")[0]
+    assert f'"method": "{vllm}"' in serve and f'"num_speculative_tokens": {drafts}}}' in serve
+    assert f"--speculative-algorithm {sglang} " in serve and "--speculative-num-steps" not in serve
+    assert f"--spec-type {llamacpp} --spec-draft-n-max {drafts}" in serve
+    assert ("draftheads convert" in serve) == (name == "block-none")
+    assert "does not support" not in serve and "verifies a tree" not in serve
 
 
 @pytest.mark.parametrize("name", UNSERVED)

@@ -23,6 +23,9 @@ from draftheads.scripts.convert import converted
 
 THREE = {"feature_layers": [1, 2, 3]}
 USUAL = {"feature_layers": [2, 2, 2]}  # what n = 5 layers would have: [2, n // 2, n - 3]
+BLOCK = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5}
+DFLASH = {"slots": "dflash", "conditioning": "none"}
+ALL = {"vllm", "sglang", "llamacpp", "speculators"}
 CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "medusa-own": ({"layers": 1, "depth": 3}, {"vllm", "tgi"}),
     "medusa-shared": ({"lm_head": "shared"}, {"vllm", "tgi"}),
@@ -69,6 +72,52 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {**USUAL, "rope_scaling": SCALED},
         {"vllm", "sglang", "speculators"},
     ),
+    "block-markov": ({**BLOCK, "conditioning": "markov"}, ALL),
+    "block-confident": ({**BLOCK, "conditioning": "markov", "confidence": True}, ALL),
+    "block-gated": ({**BLOCK, "conditioning": "gated"}, {"sglang", "speculators"}),
+    "block-rnn": ({**BLOCK, "confidence": True}, {"sglang", "speculators"}),
+    "block-none": ({**BLOCK, "conditioning": "none"}, ALL),
+    "block-state": (
+        {**BLOCK, "conditioning": "none", "confidence": True},
+        {"vllm", "sglang", "speculators"},
+    ),
+    "block-dflash": ({**BLOCK, **DFLASH}, ALL),
+    "block-dflash-markov": ({**BLOCK, **DFLASH, "conditioning": "markov"}, ALL),
+    "block-dflash-rnn": ({**BLOCK, "slots": "dflash"}, {"sglang"}),
+    "block-dflash-reduced": (
+        {**BLOCK, **DFLASH, "vocabulary": FEW},
+        {"vllm", "speculators"},
+    ),
+    "block-reduced": (
+        {**BLOCK, "conditioning": "markov", "vocabulary": FEW},
+        {"vllm", "llamacpp", "speculators"},
+    ),
+    "block-sizes": (
+        {
+            **BLOCK,
+            "conditioning": "markov",
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 24,
+            "intermediate_size": 40,
+            "layers": 1,
+            "rope_theta": 5e5,
+        },
+        ALL,
+    ),
+    "block-scaled": ({**BLOCK, "conditioning": "markov", "rope_scaling": SCALED}, ALL),
+    "block-window": (
+        {**BLOCK, "conditioning": "markov", "sliding_window": 5},
+        {"vllm", "sglang", "llamacpp"},
+    ),
+    "block-own-head": ({**BLOCK, "conditioning": "markov", "lm_head": "own"}, {"vllm"}),
+    "block-own-embeddings": ({**BLOCK, "conditioning": "markov", "embeddings": "own"}, {"vllm"}),
+    "block-learned-mask": ({"feature_layers": [1, 2], "mask": "learned"}, set()),
+    "block-embeddings": (
+        {**BLOCK, "conditioning": "markov", "feature_layers": [0, 2]},
+        {"vllm", "llamacpp", "speculators"},
+    ),
+    "block-last": ({**BLOCK, "conditioning": "markov", "feature_layers": [1, 3]}, set()),
 }
 """Heads, and the destinations that can be told of them."""
 POSSIBLE = [
@@ -106,7 +155,9 @@ def test_there_and_back_nothing_has_changed(tmp_path, name, to):
     assert (back / "README.md").read_text() == (ours / "README.md").read_text()
 
 
-DRAFTING = ["medusa-shared", "eagle-scaled", "eagle3-reduced", "eagle3-residual"]
+DRAFTING = ["medusa-shared", "eagle-scaled", "eagle3-reduced", "eagle3-residual", "block-rnn",
+            "block-gated", "block-dflash", "block-dflash-markov", "block-none", "block-reduced",
+            "block-window", "block-own-head"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "to"), [pair for pair in POSSIBLE if pair[0] in DRAFTING])
@@ -140,6 +191,13 @@ REASONS = {
     ("eagle3-last", "vllm"): "it has the last state as a feature",
     ("eagle3-both-norms", "speculators"): "it has fc_norm and norm_before_fc",
     ("medusa-deep-shared", "tgi"): "it has deep blocks with a shared lm_head",
+    ("block-rnn", "vllm"): "it has gated or rnn conditioning; nothing",
+    ("block-reduced", "sglang"): "it has an lm_head of its own",
+    ("block-dflash-reduced", "llamacpp"): "it has a draft vocabulary in DFlash's layout",
+    ("block-learned-mask", "vllm"): "it has a learned mask vector, gated or rnn conditioning",
+    ("block-last", "llamacpp"): "it has the last state as a feature",
+    ("block-dflash-rnn", "speculators"): "it has rnn conditioning of DFlash's slots; nothing",
+    ("block-window", "speculators"): "it has sliding_window",
     ("sequential-hydra", "vllm"): "got sequential; use --to draftheads$",
     ("medusa-own", "sglang"): "got medusa; use --to draftheads, vllm, tgi$",
     ("medusa-own", "fasterdecoding"): "got 'fasterdecoding'; --to tgi writes the same tensors",

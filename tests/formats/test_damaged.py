@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_convert import saved
+from test_formats_block import DEEPSPEC, PLAIN, ZLAB, head_of, tensors_of
 from test_formats_layouts import (
     HEADLESS,
     LLAMA,
@@ -74,8 +75,12 @@ FOREIGN: dict[str, Callable[[Path], Path]] = {
         renamed(eagle3(norm_before_residual=True, vocabulary=FEW), "midlayer.", "layers.0."),
         SPECULATORS,
     ),
+    "dspark": lambda path: folder_of(
+        path, "model.safetensors", tensors_of(head_of({"confidence": True})), DEEPSPEC
+    ),
+    "dflash": lambda path: folder_of(path, "model.safetensors", tensors_of(head_of(PLAIN)), ZLAB),
 }  # fmt: skip
-OURS = ["medusa-own", "sequential-prefix", "eagle3-reduced", "eagle-scaled"]
+OURS = ["medusa-own", "sequential-prefix", "eagle3-reduced", "eagle-scaled", "block"]
 
 
 def ours(name: str, path: Path) -> Path:
@@ -204,7 +209,9 @@ SPOILED: list[Callable[[Tensor], Tensor | None]] = [
 EXTRA = ["x", "blocks.20000.layers.0.weight", "blocks.x", "layers.20000.mlp.x", "d2t", "t2d",
          "lm_heads.99999999999.weight", "hydra_lm_head.7777777777.weight", "token_map", "fc.bias",
          "hydra_mlp.0.999999999.linear.weight", "99999999999.0.linear.weight", "lm_head.weight",
-         "embed_tokens.weight", "down.0.weight", "prefix.norm.weight"]  # fmt: skip
+         "embed_tokens.weight", "down.0.weight", "markov_head.joint_proj.weight", "mask_embedding",
+         "markov_head.markov_w1.weight", "confidence_head.proj.weight",
+         "prefix.norm.weight"]  # fmt: skip
 
 
 @pytest.mark.slow

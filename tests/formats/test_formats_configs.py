@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import DATA
+from emulators_block import block_shapes, confidence_shapes, markov_shapes
 
+from draftheads.heads.formats.block import flat
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import translated
 from draftheads.heads.hub import HEADS
@@ -25,9 +27,9 @@ FILES = sorted(FOLDER.rglob("*.json"))
 TARGET: Any = SimpleNamespace(layers=32, hidden_size=3072, vocab_size=256000, name="their target")
 
 REFUSED = {
-    "dspark": "expected an EAGLE head with Llama layers, got ",
-    "dflash": "expected an EAGLE head with Llama layers, got ",
-    "domino": "expected an EAGLE head with Llama layers, got ",
+    "domino": "expected a DSpark or DFlash head with Qwen3's layers, got DominoDraftModel",
+    "qwen3.6-27b-dflash": "expected layers that all have a window or all have none",
+    "dflash_draft_config": "expected block_size in config.json",
     "peagle": "expected an EAGLE head with Llama layers, got ",
     "_mla.": "expected kv_lora_rank: absent",
     "mrope": "expected mrope_section: absent",
@@ -40,7 +42,7 @@ REFUSED = {
     "CR2_eagle_config": "expected a head in one of the layouts",
 }
 """Part of a path -> part of the reason."""
-COUNTS = {"medusa": 1, "eagle": 16, "eagle3": 43, "refused": 37}
+COUNTS = {"medusa": 1, "eagle": 16, "eagle3": 43, "block": 13, "refused": 24}
 
 
 def layer(config: dict[str, Any], wide: int) -> dict[str, tuple[int, ...]]:
@@ -73,6 +75,12 @@ def published(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     if "hidden_size" not in config:
         return {}
+    if said := flat(config).get("target_layer_ids"):
+        shapes = block_shapes(config, len(said))
+        if "markov_rank" in flat(config):
+            shapes |= markov_shapes(config, flat(config)["markov_rank"])
+            shapes |= confidence_shapes(flat(config))
+        return {name: torch.ones(()).expand(shape) for name, shape in shapes.items()}
     width, vocab = config["hidden_size"], config["vocab_size"]
     draft = config.get("draft_vocab_size") or vocab
     if draft == vocab and "Eagle3" not in config["architectures"][0]:

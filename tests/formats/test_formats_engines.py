@@ -12,20 +12,35 @@ from typing import Any
 import pytest
 import torch
 from emulators import EngineError, Served, tgi, vllm_medusa
+from emulators_block import PlainBlock, llamacpp_block, sglang_block, vllm_block
 from emulators_eagle import sglang_eagle1, sglang_eagle3, vllm_eagle1, vllm_eagle3
+from plain_hydra import awake
 from safetensors.torch import load_file, save_file
 from test_convert import CHOICES, saved, trained
 from test_hub import FEW
-from tiny_targets import tiny_target
+from tiny_targets import some_prompts, tiny_target
 
+from draftheads.heads.base import Committed
+from draftheads.heads.batch import Batch
 from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.tree import DynamicTree
+from draftheads.heads.tree_drafting import DynamicTreeBuilder
 from draftheads.scripts.convert import converted
 
 ENGINES = {
-    "vllm": {"medusa": vllm_medusa, "eagle": vllm_eagle1, "eagle3": vllm_eagle3},
-    "sglang": {"eagle": sglang_eagle1, "eagle3": sglang_eagle3},
+    "vllm": {
+        "medusa": vllm_medusa,
+        "eagle": vllm_eagle1,
+        "eagle3": vllm_eagle3,
+        "block": vllm_block,
+    },
+    "sglang": {"eagle": sglang_eagle1, "eagle3": sglang_eagle3, "block": sglang_block},
+    "llamacpp": {"block": llamacpp_block},
     "tgi": {"medusa": tgi},
-    "speculators": {"eagle3": partial(vllm_eagle3, style="speculators")},
+    "speculators": {
+        "eagle3": partial(vllm_eagle3, style="speculators"),
+        "block": partial(vllm_block, style="speculators"),
+    },
 }
 EXPORTS = [(name, to) for name, (_, ways) in CHOICES.items() for to in sorted(ways & set(ENGINES))]
 
@@ -48,8 +63,12 @@ def believed(name: str, folder: Path, head: Served) -> None:
     if kind != "medusa":
         assert head.facts["rope"] == (ours.rope.theta, ours.rope.scaling)
         assert head.facts.get("window") == ours.window
-    if kind == "eagle3":
+    if kind in ("eagle3", "block"):
         assert tuple(head.facts["aux"]) == ours.feature_layers
+    if kind == "block":
+        assert head.facts["anchored"] == (ours.design.slots == "dspark")
+        assert not head.facts["causal"] and head.facts["mask"] == ours.design.mask_token
+    if kind == "eagle3":
         assert head.facts["switches"] == {
             switch: getattr(ours.design, switch) for switch in head.facts["switches"]
         }
@@ -78,7 +97,12 @@ def test_what_training_writes_of_eagle_3_is_complete_for_vllm(tmp_path, name, st
     believed(name, ours, head)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, ways) in CHOICES.items() if "sglang" in ways])
+SILENT = ["block-none", "block-state"]  # DSpark folders without a Markov head
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (_, ways) in CHOICES.items() if "sglang" in ways and name not in SILENT]
+)
 def test_what_training_writes_is_complete_for_sglang(tmp_path, name):
     ours = saved(name, tmp_path / "ours")
     head = served(name, "sglang", ours)
@@ -115,6 +139,62 @@ def test_vllm_reads_eagle_1_under_another_name_and_without_its_bias(tmp_path):
     assert complete(vllm_eagle1(theirs))
 
 
+@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_a_dspark_folder_needs_the_markov_head_that_convert_adds(tmp_path, name, to):
+    with pytest.raises(EngineError, match="markov_rank > 0|rows of no numbers"):
+        served(name, to, saved(name, tmp_path / "ours"))
+
+
+class Chain(DynamicTreeBuilder):
+    """The builder of a greedy chain, which keeps the logits of its levels."""
+
+    def add(self, logits_BFv: torch.Tensor) -> bool:
+        self.logits = [*getattr(self, "logits", []), logits_BFv[0, 0]]
+        return super().add(logits_BFv)
+
+
+def our_chain(head: Any, target: Any, prompt: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """Our draft tokens after a prompt, and their logits (K, v)."""
+    tree = DynamicTree(head.depth, head.depth, 1)
+    drafter = head.drafter(target, tree)
+    drafter.builder = builder = Chain(tree, head.token_map)
+    features_1TD = features_of(target, prompt, head.feature_layers)
+    count_B = torch.tensor([len(prompt)])
+    tokens = drafter.propose(Committed(prompt[None], features_1TD, count_B, [len(prompt)]))
+    return tokens.tokens_BN[0, 1:].tolist(), torch.stack(builder.logits)
+
+
+def features_of(target: Any, prompt: torch.Tensor, layers: Any) -> torch.Tensor:
+    places_1T = torch.arange(len(prompt))[None]
+    documents = torch.zeros_like(places_1T)
+    return target.features(Batch(prompt[None], places_1T > 0, places_1T, documents), layers)
+
+
+CHAINS = [(name, to) for name, to in EXPORTS if name.startswith("block")]
+
+
+@pytest.mark.parametrize(("name", "to"), CHAINS)
+@torch.no_grad()
+def test_an_engine_drafts_our_chain_from_what_it_reads(tmp_path, name, to):
+    target = tiny_target()
+    head = awake(trained("block", **CHOICES[name][0])).eval()
+    ours = save_head(head, tmp_path / "ours", target=target)
+    plain = PlainBlock(
+        served(name, to, converted(ours, tmp_path / "theirs", to, target)),
+        target.model.get_input_embeddings().weight,
+        target.unembed_weight(),
+    )
+    for prompt in some_prompts(3, 9):
+        tokens = torch.tensor(prompt)
+        drafts, logits = our_chain(head, target, tokens)
+        # the engine's states are those after the tokens, ours those before them
+        states_TX = features_of(target, tokens, plain.facts["aux"])[0, 1:]
+        expected, scores = plain.chain(states_TX, prompt[-1])
+        assert drafts == expected
+        torch.testing.assert_close(logits.double(), scores, rtol=1e-4, atol=1e-4)
+
+
 def broken(folder: Path, change: str, name: str, config: dict[str, Any]) -> None:
     """The folder with one tensor renamed or gone, and other words in its config."""
     file = next(folder.glob("*.safetensors"))
@@ -128,6 +208,7 @@ def broken(folder: Path, change: str, name: str, config: dict[str, Any]) -> None
     (folder / "config.json").write_text(json.dumps(said | config))
 
 
+LESS = {"target_layer_ids": [1], "mask_token_id": 7}
 FAULTS = {
     "medusa-bias-renamed": ("medusa-own", "vllm", "renamed", "blocks.0.layers.0.bias", {}),
     "medusa-key-gone": ("medusa-own", "vllm", "gone", "lm_heads.1.weight", {}),
@@ -150,6 +231,12 @@ FAULTS = {
     "eagle3-key-gone": ("eagle3-usual", "vllm", "gone", "midlayer.hidden_norm.weight", {}),
     "eagle3-unknown-key": ("eagle3-usual", "vllm", "renamed", "norm.weight", {}),
     "eagle3-wrong-vocabulary": ("eagle3-reduced", "vllm", "", "", {"draft_vocab_size": 9}),
+    "block-norm-renamed": ("block-markov", "sglang", "renamed", "hidden_norm.weight", {}),
+    "block-key-gone": ("block-markov", "vllm", "gone", "layers.1.self_attn.q_norm.weight", {}),
+    "block-rank": ("block-markov", "llamacpp", "", "", {"markov_rank": 5}),
+    "block-fewer-features": ("block-dflash", "vllm", "", "", {"dflash_config": LESS}),
+    "block-bias": ("block-dflash", "sglang", "", "", {"attention_bias": True}),
+    "block-more-layers": ("block-rnn", "speculators", "", "", {"markov_head_type": "gated"}),
     "eagle3-fewer-features": ("eagle3-usual", "sglang", "", "", {"num_aux_hidden_states": 2}),
 }
 

@@ -22,10 +22,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from plain_hydra import awake
 from safetensors.torch import load_file, save_file
+from test_formats_engines import features_of, our_chain
 
 from draftheads.heads.batch import Batch
+from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head
 from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.target import Target
@@ -53,6 +56,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "two-features": {**USUAL, "feature_layers": [2, 5]},
 }  # fmt: skip
+
+BLOCK = {"mask": 7, "rank": 16, "block_size": 6, "conditioning": "markov"}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "markov": BLOCK,
+    "gated": {**BLOCK, "conditioning": "gated"},
+    "rnn": {**BLOCK, "conditioning": "rnn", "confidence": True},
+    "none": {**BLOCK, "conditioning": "none"},
+    "dflash": {**BLOCK, "conditioning": "none", "slots": "dflash"},
+    "dflash-gated": {**BLOCK, "conditioning": "gated", "slots": "dflash"},
+    "reduced": {**BLOCK, **USUAL},
+    "sizes": {**BLOCK, "heads": 4, "kv_heads": 2, "head_dim": 24, "rope_theta": 500.0, "layers": 1},
+    "yarn": {**BLOCK, "rope_scaling": VARIANTS["yarn"]["rope_scaling"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +116,17 @@ def compared(
     assert isinstance(head, Eagle3Head)
     theirs = converted(folder, tmp_path / "theirs", "speculators", target)
     inputs, ours = our_logits(head, target)
+    others = their_logits(theirs, python, inputs, tmp_path)
+    assert others.shape == ours.shape
+    judged = ~ours.isnan()
+    assert judged[:, :, 0].sum(1).tolist() == [TOKENS - 2 - step for step in range(STEPS)]
+    return float((others - ours)[:steps][judged[:steps]].abs().max())
+
+
+def their_logits(
+    theirs: Path, python: str, inputs: dict[str, torch.Tensor], tmp_path: Path
+) -> torch.Tensor:
+    """What the other code computes; asserts that nothing was missing or unexpected."""
     save_file(inputs, tmp_path / "inputs.safetensors")
     script = Path(__file__).parents[1] / "interop_speculators.py"
     files = [str(tmp_path / f"{name}.safetensors") for name in ("inputs", "outputs")]
@@ -109,11 +136,31 @@ def compared(
     assert ran.returncode == 0, ran.stderr[-2000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     assert not any(found.values()), found
-    others = load_file(files[1])["logits"]
-    assert others.shape == ours.shape
-    judged = ~ours.isnan()
-    assert judged[:, :, 0].sum(1).tolist() == [TOKENS - 2 - step for step in range(STEPS)]
-    return float((others - ours)[:steps][judged[:steps]].abs().max())
+    return load_file(files[1])["logits"]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.no_grad()
+def test_speculators_drafts_our_blocks(tmp_path, python, target, name):
+    torch.manual_seed(1)
+    head = awake(BlockHead.create(target, **BLOCKS[name])).eval()
+    ours = save_head(head, tmp_path / "ours", target=target)
+    theirs = converted(ours, tmp_path / "theirs", "speculators", target)
+    texts, features, logits = [], [], []
+    for length in (2, 13, 30):
+        prompt = torch.randint(4, target.vocab_size, (length,))
+        drafts, scores = our_chain(head, target, prompt)
+        read_TX = features_of(target, prompt, head.feature_layers)[0, 1:]  # after each token
+        padding = TOKENS - length - len(drafts)
+        texts.append(F.pad(torch.cat([prompt, torch.tensor(drafts)]), (0, padding)))
+        features.append(F.pad(read_TX, (0, 0, 0, TOKENS - len(read_TX))))
+        logits.append(scores)
+    inputs = {"features": torch.stack(features), "tokens": torch.stack(texts)}
+    inputs["anchors"] = torch.tensor([1, 12, 29])
+    others = their_logits(theirs, python, inputs, tmp_path)[:, -head.depth :]
+    difference = float((others - torch.stack(logits)).abs().max())
+    print(f"\n{name}: logits differ by at most {difference:.1e}")
+    assert difference < 1e-4
 
 
 @pytest.mark.parametrize("name", VARIANTS)

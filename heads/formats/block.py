@@ -1,0 +1,228 @@
+"""Block heads: DSpark and DFlash, in the layouts of DeepSpec, z-lab, SpecForge, vLLM, SGLang and
+llama.cpp, which differ by the place of keys, and of the speculators library.
+
+Legend: v draft vocabulary, V vocabulary of the target, D width.
+Sources: deepspec/modeling/dspark of deepseek-ai/DeepSpec; dflash/model.py of z-lab/dflash;
+qwen3_dspark.py and qwen3_dflash.py of vLLM 0.33; models/dspark.py and models/dflash.py of SGLang
+0.5.23; models/dspark and models/dflash of speculators 0.9; conversion/qwen.py of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from draftheads.heads.formats.config import needed
+from draftheads.heads.formats.eagle import complete_maps, is_copy, speculators_config
+from draftheads.heads.formats.stored import (
+    Stored,
+    check_values,
+    matrix,
+    renamed,
+    require,
+    target_name,
+)
+from draftheads.heads.target import Target
+
+RENAMES = [
+    (r"^model\.", ""),
+    (r".*rotary_emb\.inv_freq$", ""),
+    (r"^verifier_(norm|lm_head)\..*", ""),
+]
+KNOWN = re.compile(r"(Qwen3DSpark|DSparkDraft|DFlashDraft)Model|(DSpark|DFlash)Speculator")
+"""Architectures of heads with Qwen3's layers."""
+NO = (None, False)
+YES = (None, True)
+ONE = (None, 1, 1.0)
+DESIGN: dict[str, tuple[Any, ...]] = {
+    "speculators_model_type": (None, "dspark", "dflash"),
+    "model_type": (None, "qwen3", "dflash"),
+    "projector_type": (None, "dflash", "dspark"),  # not domino, nor lilicorr
+    "conv_kernel_size": (None, 0),  # DFlash 2
+    "selector_rank": (None, 0),
+    "attention_mode": (None, "gqa"),
+    "kv_lora_rank": (None,),
+    "mrope_section": (None,),
+    "partial_rotary_factor": ONE,
+    "is_neox_style": YES,
+    "rope_is_neox_style": YES,
+    "attention_bias": NO,
+    "attention_sink_bias": NO,
+    "add_swa_attention_sink_bias": NO,
+    "attention_value_scale": ONE,
+    "hidden_act": (None, "silu", "swish"),
+    "use_aux_hidden_state": YES,
+    "input_embedding_scale": ONE,
+    "output_multiplier": ONE,
+    "logit_scale": ONE,
+    "final_logit_softcapping": (None, 0),
+    "quantization_config": (None,),
+}
+"""Keys of config.json, its sections and its RoPE, with the values that our heads implement."""
+COPIED = ("block_size", "target_layer_ids", "mask_token_id", "rope_theta", "rope_scaling")
+"""Keys that ours have, too."""
+MARKOV = ("markov_rank", "markov_head_type")
+CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
+SHARED = ("block_size", "draft_vocab_size", "mask_token_id", "num_target_layers", "dtype")
+OUTSIDE = {*SHARED, *MARKOV, *CONFIDENCE, "sample_from_anchor", "target_layer_ids", "is_causal"}
+OUTSIDE |= {"dflash_config", "has_own_lm_head", "has_embed_tokens", "model_type"}
+"""Our keys that do not describe the layers."""
+ALIGNED = 8
+"""Rank of a Markov head of zeros, whose rows are then as long as kernels like them."""
+
+
+def layer_ids(features: Iterable[int]) -> list[int]:
+    """`target_layer_ids` count the outputs of layers, and -1 are the embeddings; our features, and
+    `eagle_aux_hidden_state_layer_ids`, are indices into the hidden states.
+    """
+    return [index - 1 for index in features]
+
+
+def feature_layers(ids: Iterable[int]) -> tuple[int, ...]:
+    """The inverse of `layer_ids`."""
+    return tuple(id + 1 for id in ids)
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Config.json without sections, whose keys have precedence."""
+    config = {**(config.get("transformer_layer_config") or {}), **config}
+    config |= {**(config.get("dspark_config") or {}), **(config.get("dflash_config") or {})}
+    aux = config.get("aux_hidden_state_layer_ids")
+    return {**config, "target_layer_ids": layer_ids(aux)} if aux else config
+
+
+def from_block(stored: Stored, target: Target | None) -> Stored:
+    """Copies of the target's embeddings and lm_head are dropped, others are the head's own."""
+    config, tensors = flat(stored.config), renamed(stored.tensors, RENAMES)
+    for architecture in needed(config, "architectures")[0]:
+        if not KNOWN.fullmatch(architecture):
+            raise ValueError(
+                f"expected a DSpark or DFlash head with Qwen3's layers, got {architecture}"
+            )
+    whole = {**config, **(config.get("rope_parameters") or {})}
+    check_values(whole, DESIGN)
+    needed(whole, "rope_theta", "mask_token_id", "block_size", "target_layer_ids")
+    vocab_size, _ = complete_maps(tensors, config, target)
+    _drop_copies(tensors, target)
+    if _is_silent(tensors) and not config.get("confidence_head_with_markov"):
+        tensors = renamed(tensors, [(r"^markov_head\..*", "")])
+    facts = {"target": {"name": target_name(config)}, **stored.facts, "kind": "block"}
+    ours = {
+        **{key: config.get(key) for key in (*COPIED, "rope_parameters")},
+        **_sizes(tensors),
+        "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
+        "max_position_embeddings": config.get("max_position_embeddings") or 32768,
+        "vocab_size": vocab_size,
+        "num_target_layers": config.get("num_target_layers")
+        or require(target, "config.json does not say how many layers it has").layers,
+        "sample_from_anchor": _samples_from_anchor(config),
+        "sliding_window": _window(config),
+        "draftheads": facts,
+    }
+    return Stored(ours, tensors)
+
+
+def _sizes(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The sizes of a layer, read from the tensors, as configs can leave them out."""
+    q, k = (len(matrix(tensors, f"layers.0.self_attn.{each}_proj.weight")) for each in "qk")
+    norm_W = tensors.get("layers.0.self_attn.q_norm.weight")
+    if norm_W is None or norm_W.ndim != 1 or not len(norm_W):
+        raise ValueError("expected norms of queries and keys, as Qwen3 has, got none in layer 0")
+    return {
+        "hidden_size": len(matrix(tensors, "fc.weight")),
+        "num_attention_heads": max(1, q // len(norm_W)),
+        "num_key_value_heads": max(1, k // len(norm_W)),
+        "head_dim": len(norm_W),
+        "intermediate_size": len(matrix(tensors, "layers.0.mlp.gate_proj.weight")),
+    }
+
+
+def _drop_copies(tensors: dict[str, Tensor], target: Target | None) -> None:
+    if "d2t" in tensors:
+        matrix(tensors, "lm_head.weight")  # of the draft vocabulary, which the target's is not
+    for name, get in (
+        ("embed_tokens.weight", "get_input_embeddings"),
+        ("lm_head.weight", "get_output_embeddings"),
+    ):
+        if target is not None and name in tensors and not ("d2t" in tensors and "lm_" in name):
+            theirs_VD = getattr(target.model, get)().weight.detach().cpu()
+            if is_copy(matrix(tensors, name), theirs_VD):
+                del tensors[name]
+
+
+def _is_silent(tensors: dict[str, Tensor]) -> bool:
+    """Whether the Markov head adds nothing, as in our exports of heads without one."""
+    head = [each for name, each in tensors.items() if name.startswith("markov_head.")]
+    return bool(head) and not any(bool(each.any()) for each in head)
+
+
+def _samples_from_anchor(config: dict[str, Any]) -> bool:
+    said, kind = config.get("sample_from_anchor"), config.get("markov_head_type")
+    if said is None and config.get("speculators_model_type") == "dspark":
+        raise ValueError(
+            "expected sample_from_anchor in config.json, got none, for which the speculators "
+            "library assumes true and vLLM false; add the value that it was trained with"
+        )
+    if said is False and "speculators_model_type" in config and kind == "rnn":
+        raise ValueError(
+            "expected an rnn that begins after the anchor's slot, got one of the speculators "
+            "library with sample_from_anchor false, whose first step is that slot"
+        )
+    return not config["architectures"][0].startswith("DFlash") if said is None else bool(said)
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    """The window of all layers. Layers with one are causal in their block unless config.json says
+    otherwise, and those of our heads never are.
+    """
+    kinds, uses = config.get("layer_types") or ["full_attention"], bool(config.get("use_swa"))
+    if len(set(kinds)) > 1:
+        raise ValueError(f"expected layers that all have a window or all have none, got {kinds}")
+    is_windowed = kinds[0] == "sliding_attention"
+    two_ways = [not config[key] for key in ("is_causal", "causal") if config.get(key) is not None]
+    two_ways.append(not is_windowed or bool(config.get("sliding_window_non_causal")))
+    if not two_ways[0]:
+        raise ValueError(
+            "expected blocks whose slots see each other both ways, got causal ones (is_causal, "
+            "dflash_config.causal, or a sliding window that does not say otherwise)"
+        )
+    if not is_windowed and not uses:
+        return None
+    size: int = config.get("swa_window_size") or needed(config, "sliding_window")[0]
+    return size
+
+
+def to_engine(stored: Stored, target: Target | None) -> Stored:
+    """Our layout is DSpark's and DFlash's. Engines need a Markov head in DSpark's: one of zeros."""
+    config, tensors = stored.config, dict(stored.tensors)
+    if config["architectures"] != ["Qwen3DSparkModel"] or config["markov_rank"]:
+        return stored
+    for name, size in (("w1", config["vocab_size"]), ("w2", config["draft_vocab_size"])):
+        tensors[f"markov_head.markov_{name}.weight"] = tensors["fc.weight"].new_zeros(size, ALIGNED)
+    said = {"markov_rank": ALIGNED, "markov_head_type": "vanilla"}
+    return Stored({**config, **said}, tensors)
+
+
+def to_speculators(stored: Stored, target: Target | None) -> Stored:
+    """The keys of the layers move to a nested config; embeddings, and an lm_head of all tokens,
+    are read from the target.
+    """
+    stored = to_engine(stored, target)
+    ours = flat(stored.config)
+    kind = "dflash" if ours["architectures"] == ["DFlashDraftModel"] else "dspark"
+    layer = {key: value for key, value in ours.items() if key not in OUTSIDE}
+    more = (*MARKOV, *CONFIDENCE) if kind == "dspark" else ()
+    config = {
+        "architectures": ["DFlashSpeculator" if kind == "dflash" else "DSparkSpeculator"],
+        **speculators_config(layer, kind, "qwen3"),
+        **{key: ours[key] for key in (*SHARED, "sample_from_anchor", *more)},
+        "aux_hidden_state_layer_ids": list(feature_layers(ours["target_layer_ids"])),
+        "sliding_window_non_causal": True,  # vLLM takes it for all layers
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "draftheads": ours["draftheads"],
+    }
+    return Stored(config, stored.tensors)

@@ -1,0 +1,289 @@
+"""What serving engines make of a folder of a block head, restated from the facts of their loaders,
+and the chain that they draft, in float64, one slot and one attention head at a time.
+
+Source: qwen3_dspark.py, qwen3_dflash.py, dspark/speculator.py and speculators/algos.py of vLLM
+0.33; models/dspark.py, dflash.py and dflash_utils.py of SGLang 0.5.23; conversion/qwen.py and
+models/dflash.cpp of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from emulators import Config, EngineError, Served, Shapes, read, under
+from emulators_eagle import _ids, _leniently, _strictly, llama_layer, rope
+from plain_eagle import PlainHead
+from torch import Tensor
+
+DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
+
+
+def block_shapes(config: Config, features: int) -> Shapes:
+    """The backbone, in which DSpark and DFlash agree."""
+    width = config["hidden_size"]
+    head_dim = config.get("head_dim") or width // config["num_attention_heads"]
+    layer = llama_layer(config, width) | {"input_layernorm.weight": (width,)}
+    layer |= {f"self_attn.{each}_norm.weight": (head_dim,) for each in "qk"}
+    shapes: Shapes = {f"{name}.weight": (width,) for name in ("norm", "hidden_norm")}
+    shapes["fc.weight"] = (width, features * width)
+    for number in range(config["num_hidden_layers"]):
+        shapes |= under(f"layers.{number}", layer)
+    return shapes
+
+
+def markov_shapes(config: Config, rank: int, kind: str = "vanilla") -> Shapes:
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: Shapes = {"markov_w1.weight": (vocab, rank)}
+    shapes["markov_w2.weight"] = (config.get("draft_vocab_size") or vocab, rank)
+    if kind == "gated":
+        shapes |= {"gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)}
+    if kind == "rnn":
+        shapes["joint_proj.weight"] = (3 * rank, 2 * rank + width)
+        shapes["joint_proj.bias"] = (3 * rank,)
+    return under("markov_head", shapes)
+
+
+def confidence_shapes(config: Config) -> Shapes:
+    wide = config["markov_rank"] if config.get("confidence_head_with_markov") else 0
+    proj: Shapes = {"weight": (1, config["hidden_size"] + wide), "bias": (1,)}
+    return under("confidence_head.proj", proj)
+
+
+def vllm_block(folder: Path, *, style: str = "plain") -> Served:
+    """The Markov head is the vanilla one, whatever config.json says; the confidence head is left
+    out where the file has none; embeddings and lm_head of the file are used where they differ.
+    style: "plain", or "speculators" for what that library, which knows all Markov heads, loads.
+    """
+    config, tensors = read(folder)
+    if style == "speculators":
+        config = _nested(config)
+    if config["architectures"] not in ([DSPARK], [DFLASH]) or config["model_type"] != "qwen3":
+        raise EngineError(f"{config['architectures']} of {config['model_type']} is not this")
+    is_dspark, section = config["architectures"] == [DSPARK], config.get("dflash_config") or {}
+    ids = section.get("target_layer_ids") or config.get("target_layer_ids")
+    served = Served(block_shapes(config, len(ids)))
+    draft, vocab = config.get("draft_vocab_size") or config["vocab_size"], config["vocab_size"]
+    if is_dspark:
+        if not config["markov_rank"]:
+            raise EngineError("a table with rows of no numbers")
+        kind = config["markov_head_type"] if style == "speculators" else "vanilla"
+        served.parameters |= markov_shapes(config, config["markov_rank"], kind)
+        if config.get("enable_confidence_head") and any("confidence" in name for name in tensors):
+            served.parameters |= confidence_shapes(config)
+    for name, rows in (("embed_tokens", vocab), ("lm_head", draft)):
+        if f"{name}.weight" in tensors:
+            served.parameters[f"{name}.weight"] = (rows, config["hidden_size"])
+    if draft < vocab and not {"lm_head.weight", "d2t"} <= set(tensors):
+        raise EngineError("a reduced vocabulary needs both")
+    causal = config.get("is_causal")
+    causal = section.get("causal") if causal is None else causal
+    served.facts = {
+        "aux": [layer + 1 for layer in ids],
+        "anchored": is_dspark and config.get("sample_from_anchor", True),
+        **_attention(config, section, causal),
+        "mask": section.get("mask_token_id", config.get("mask_token_id")),
+        "ids": _ids(tensors) if draft < vocab else None,
+        **_numbers(config),
+    }
+    names = {name: name for name in tensors if name not in ("t2d", "d2t")}
+    return _strictly(served, names, tensors)
+
+
+def sglang_block(folder: Path) -> Served:
+    """Reads three kinds of Markov heads; passes over lm_head, embeddings and, without ragged
+    verification, the confidence head.
+    """
+    config, tensors = read(folder)
+    section = config.get("dflash_config") or {}
+    ids = section.get("target_layer_ids") or config.get("target_layer_ids")
+    if min(ids) < 0 or max(ids) >= config["num_target_layers"]:
+        raise EngineError(f"target_layer_ids out of range: {ids}")
+    served = Served(block_shapes(config, len(ids)))
+    is_dspark = config["architectures"] == [DSPARK]
+    if is_dspark:
+        rank, kind = config["markov_rank"], config["markov_head_type"]
+        if not rank or kind not in ("vanilla", "gated", "rnn"):
+            raise EngineError(f"DSpark requires markov_rank > 0, and not {kind}")
+        served.parameters |= markov_shapes({**config, "draft_vocab_size": None}, rank, kind)
+    elif config["architectures"] != [DFLASH]:
+        raise EngineError(f"{config['architectures']} is not known")
+    served.facts = {
+        "aux": [layer + 1 for layer in ids],
+        "anchored": is_dspark and config.get("sample_from_anchor", True),
+        **_attention(config, {}, config.get("is_causal")),
+        "mask": section.get("mask_token_id", config.get("mask_token_id")),
+        "ids": None,
+        **_numbers(config),
+    }
+    served = _leniently(served, {name: name for name in tensors}, tensors)
+    served.dropped -= {name for name in tensors if name.startswith("confidence_head.")}
+    return served
+
+
+def llamacpp_block(folder: Path) -> Served:
+    """The converter and the loader together. A confidence head reads code and state; an lm_head of
+    all tokens is dropped; embeddings in the file become the lm_head too.
+    """
+    config, tensors = read(folder)
+    is_dspark = config["architectures"] == [DSPARK]
+    section = config.get("dflash_config") or {
+        key: config[key] for key in ("target_layer_ids", "mask_token_id")
+    }
+    vocab = config["vocab_size"]
+    draft = (config.get("draft_vocab_size") if is_dspark else None) or vocab
+    ids = section["target_layer_ids"]
+    served = Served(block_shapes(config, len(ids)))
+    if is_dspark:
+        if config.get("markov_head_type", "vanilla") != "vanilla":
+            raise EngineError("unsupported markov_head_type")
+        served.parameters |= markov_shapes(config, config["markov_rank"])
+        if "confidence_head.proj.weight" in tensors:
+            wide = {**config, "confidence_head_with_markov": True}
+            served.parameters |= confidence_shapes(wide)
+    if draft < vocab:
+        served.parameters["lm_head.weight"] = (draft, config["hidden_size"])
+    if "embed_tokens.weight" in tensors:
+        raise EngineError("embeddings would be taken for the lm_head")
+    windowed = bool(config.get("use_sliding_window") and config.get("sliding_window"))
+    served.facts = {
+        "aux": [layer + 1 for layer in ids],
+        "anchored": is_dspark and config.get("sample_from_anchor", True),
+        "window": config["sliding_window"] if windowed else None,
+        "causal": bool(config.get("is_causal")),
+        "mask": section["mask_token_id"],
+        "ids": _ids(tensors) if draft < vocab else None,
+        **_numbers(config),
+    }
+    skipped = {"t2d", "d2t"} if is_dspark else set()
+    return _strictly(served, {name: name for name in tensors if name not in skipped}, tensors)
+
+
+def _nested(config: Config) -> Config:
+    """What vLLM keeps of a speculators config, with its own word for what is absent."""
+    layer, kind = dict(config["transformer_layer_config"]), config["speculators_model_type"]
+    _ = config["speculators_config"]["verifier"]["name_or_path"]
+    ids = [layer - 1 for layer in config["aux_hidden_state_layer_ids"]]
+    layer["draft_vocab_size"] = config["draft_vocab_size"]
+    if kind == "dflash":
+        causal = not config.get("sliding_window_non_causal", True)
+        section = {"target_layer_ids": ids, "mask_token_id": config["mask_token_id"]}
+        return {
+            **layer,
+            "architectures": [DFLASH],
+            "block_size": config["block_size"],
+            "dflash_config": {**section, "causal": causal},
+        }
+    keys = ("mask_token_id", "markov_rank", "markov_head_type", "block_size")
+    keys += ("enable_confidence_head", "confidence_head_with_markov")
+    more = {key: config[key] for key in keys}
+    anchored = config.get("sample_from_anchor", False)
+    more |= {"architectures": [DSPARK], "target_layer_ids": ids, "sample_from_anchor": anchored}
+    return {**layer, **more}
+
+
+def _attention(config: Config, section: Config, causal: bool | None) -> dict[str, Any]:
+    """Layers with a window are causal unless it is said otherwise."""
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    windowed = kinds == {"sliding_attention"}
+    window = section.get("swa_window_size", config.get("sliding_window")) if windowed else None
+    return {"window": window, "causal": windowed if causal is None else causal}
+
+
+def _numbers(config: Config) -> dict[str, Any]:
+    return {
+        "rope": rope(config),
+        "eps": config["rms_norm_eps"],
+        "heads": (config["head_dim"], config["num_key_value_heads"]),
+        "slots": config["block_size"],
+    }
+
+
+class PlainBlock(PlainHead):
+    """Drafts a greedy chain with what an engine has loaded and believes."""
+
+    def __init__(self, served: Served, embed_VD: Tensor, unembed_VD: Tensor) -> None:
+        facts, loaded = served.facts, served.loaded
+        self.facts = facts
+        self.weights = {name: tensor.double() for name, tensor in loaded.items()}
+        theta, scaling = facts["rope"]
+        rope = SimpleNamespace(theta=theta, scaling=scaling)
+        self.head = SimpleNamespace(kind="block", rope=rope, window=facts["window"])
+        head_dim, kv_heads = facts["heads"]
+        self.shape = SimpleNamespace(head_dim=head_dim, kv_heads=kv_heads, eps=facts["eps"])
+        self.embed_VD = self.weights.get("embed_tokens.weight", embed_VD.double())
+        self.unembed_vD = self.weights.get("lm_head.weight", unembed_VD.double())
+        self.layers = len({name.split(".")[1] for name in loaded if name.startswith("layers.")})
+
+    def slots(self, states_TX: Tensor, anchor: int) -> list[Tensor]:
+        """Final states of the block of a token at position T, after the target's T fused states."""
+        start, count = len(states_TX), self.facts["slots"]
+        context = [self.norm("hidden_norm", self.linear("fc", x.double())) for x in states_TX]
+        tokens = [anchor] + [self.facts["mask"]] * (count - 1)
+        block = [self.embed_VD[token] for token in tokens]
+        for number in range(self.layers):
+            name = f"layers.{number}"
+            normed = [self.norm(f"{name}.input_layernorm", x_D) for x_D in block]
+            read = [*enumerate(context), *enumerate(normed, start)]
+            entries = [self.entry(f"{name}.self_attn", x_D, place) for place, x_D in read]
+            for slot, x_D in enumerate(normed):
+                seen = [e for e in entries if self.sees(start + slot, e[0], start)]
+                block[slot] = block[slot] + self.attend(
+                    f"{name}.self_attn", x_D, start + slot, seen
+                )
+            block = [
+                x_D + self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", x_D))
+                for x_D in block
+            ]
+        return [self.norm("norm", x_D) for x_D in block]
+
+    def sees(self, slot: int, place: int, start: int) -> bool:
+        assert not self.facts["causal"]
+        return place >= start or slot - place < (self.facts["window"] or math.inf)
+
+    def entry(self, name: str, x_D: Tensor, place: int) -> tuple[int, list[Tensor], Any]:
+        width = self.shape.head_dim
+        keys = self.linear(f"{name}.k_proj", x_D).split(width)
+        turned = [self.turned(self.norm(f"{name}.k_norm", k), place) for k in keys]
+        return place, turned, self.linear(f"{name}.v_proj", x_D).split(width)
+
+    def attend(self, name: str, x_D: Tensor, place: int, seen: list[Any]) -> Tensor:
+        width, out = self.shape.head_dim, []
+        queries = self.linear(f"{name}.q_proj", x_D).split(width)
+        for number, query in enumerate(queries):
+            group = number * self.shape.kv_heads // len(queries)
+            query = self.turned(self.norm(f"{name}.q_norm", query), place)
+            scores = torch.stack([query @ keys[group] for _, keys, _ in seen]) / width**0.5
+            values = torch.stack([values[group] for *_, values in seen])
+            out.append(scores.softmax(0) @ values)
+        return self.linear(f"{name}.o_proj", torch.cat(out))
+
+    def chain(self, states_TX: Tensor, anchor: int) -> tuple[list[int], Tensor]:
+        """Its greedy tokens, the target's ids, and their logits (K, v)."""
+        tokens, logits, state = [anchor], [], None
+        for x_D in self.slots(states_TX, anchor)[0 if self.facts["anchored"] else 1 :]:
+            bias_v, state = self.bias(x_D, tokens[-1], state)
+            logits.append(self.unembed_vD @ x_D + bias_v)
+            best = int(logits[-1].argmax())
+            tokens.append(self.facts["ids"][best] if self.facts["ids"] else best)
+        return tokens[1:], torch.stack(logits)
+
+    def bias(self, x_D: Tensor, token: int, state: Any) -> tuple[Any, Any]:
+        weights = self.weights
+        if "markov_head.markov_w1.weight" not in weights:
+            return 0.0, None
+        code_r = weights["markov_head.markov_w1.weight"][token]
+        if "markov_head.gate_proj.weight" in weights:
+            gate = self.linear("markov_head.gate_proj", torch.cat([x_D, code_r]))
+            code_r = code_r / (1 + (-gate).exp())
+        elif "markov_head.joint_proj.weight" in weights:
+            state = torch.zeros_like(code_r) if state is None else state
+            joint = self.linear("markov_head.joint_proj", torch.cat([state, code_r, x_D]))
+            gate, candidate, output = joint.split(len(code_r))
+            kept = 1 / (1 + (-gate).exp())
+            state = kept * state + (1 - kept) * candidate.tanh()
+            code_r = output.tanh()
+        return weights["markov_head.markov_w2.weight"] @ code_r, state
