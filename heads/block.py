@@ -105,6 +105,11 @@ class BlockDesign:
     own_embeddings: bool
 
     def __post_init__(self) -> None:
+        if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
+            raise ValueError(
+                f"expected a mask_token_id from 0 to {self.vocab_size - 1}, got {self.mask_token}; "
+                "correct config.json, or get the head again"
+            )
         if self.window is not None and self.window < self.block_size:
             raise ValueError(
                 f"expected a sliding window of at least the {self.block_size} slots of a block, "

@@ -4,6 +4,7 @@ loss, ranks and every gradient, in drafting every tree; both see the same, and n
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from typing import Any
 
@@ -21,6 +22,7 @@ from tiny_targets import VOCABULARY, random_model, tiny_target
 from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead
+from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
@@ -402,6 +404,15 @@ def test_choices_that_do_not_fit_are_refused_in_one_line(target, choices, reason
     with pytest.raises(ValueError, match=reason) as refused:
         BlockHead.create(target, **{**SIZES, **choices})
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("id", [-1, VOCABULARY])
+def test_a_stored_mask_token_that_no_target_knows_is_refused(target, tmp_path, id):
+    folder = save_head(new_head(target, mask=3), tmp_path / "head", target=target)
+    config = json.loads((folder / "config.json").read_text()) | {"mask_token_id": id}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"mask_token_id from 0 to {VOCABULARY - 1}, got {id}"):
+        load_head(folder, target=target)
 
 
 @pytest.mark.parametrize(
