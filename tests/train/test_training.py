@@ -194,7 +194,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("block", ["head.vocabulary=40", "head.lm_head=own", "features.mode=cached"]),
         ("block", ["head.slots=dflash", "head.conditioning=none", "head.nodes=6"]),
         ("block", ["head.mask=3", "head.embeddings=own", "head.sliding_window=17"]),
-        ("block", ["head.feature_layers=[0]", "head.heads=2", "head.head_dim=24"]),
+        ("block", ["head.feature_layers=[0]", "head.heads=2", "head.top_k=null"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
