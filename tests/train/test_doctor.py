@@ -198,6 +198,8 @@ def read_as_dflash(config, tensors) -> None:
     config["dflash_config"] = {
         name: config.pop(name) for name in ("target_layer_ids", "mask_token_id")
     }
+    tree = config["draftheads"]["tree"]  # which has one draft less now
+    config["draftheads"]["tree"] = [path for path in tree if len(path) < DEPTH]
 
 
 IN_THE_FOLDER = [
