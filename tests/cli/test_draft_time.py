@@ -104,6 +104,24 @@ def test_eagle_reads_its_layer_and_its_matrix_for_every_level(target):
     assert 0 < read - (fc + TINY.depth * per_level) < 0.5 * per_level, "the rest is the text's"
 
 
+@pytest.mark.parametrize("conditioning", ["none", "markov", "gated", "rnn"])
+def test_a_block_is_read_once_and_its_conditioning_for_every_level(target, conditioning):
+    head = create_head(f"block-{conditioning}-2", TINY, target)
+    text = sum(
+        head_bytes(projection)  # of the new tokens' features, and again of the block
+        for layer in head.layers
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.k_norm)
+    )
+    once = head_bytes(head) + text + LM_HEAD
+    if head.markov_head is not None:
+        once -= head_bytes(head.markov_head)
+        codes = head.markov_head.markov_w2.weight.numel() * 4
+        once += TINY.depth * codes
+    read = trial(f"block-{conditioning}-2", target).bytes_read
+    small = 2 * 4 * 2 * TINY.context * TINY.hidden  # keys and values of the text
+    assert 0 <= read - once < 2 * small, (read, once, small)
+
+
 def test_a_head_is_freed_before_the_next_is_made(monkeypatch):
     kinds = ["eagle3", "recurrent+prefix", "markov-shared", "medusa"]
     alive, kept = [], draft_time.create_head
