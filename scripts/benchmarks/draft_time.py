@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from draftheads.heads.base import Committed, DraftHead
+from draftheads.heads.block import MARKOV_TYPES
 from draftheads.heads.hub import HEADS
 from draftheads.heads.sequential import CONDITIONINGS
 from draftheads.heads.target import Target
@@ -56,13 +57,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "sequential",
         {"conditioning": "recurrent", "lm_head": "shared", "prefix": True},
     ),
+    **{
+        f"block-{name}-{layers}": ("block", {"conditioning": name, "layers": layers})
+        for layers in (2, 5)
+        for name in ("none", *MARKOV_TYPES)
+    },
     "eagle3": ("eagle3", {}),
     "eagle": ("eagle", {}),
 }
-"""Name -> (kind, choices). shared: the target's lm_head; others have one for each depth (eagle3:
-one). prefix: a decoder layer in front.
+"""Name -> (kind, choices). shared: the target's lm_head; others have one for each depth (eagle3,
+and block with a draft vocabulary: one). prefix: a decoder layer in front. block: conditioning and
+number of layers; blocks of BLOCK slots.
 """
-DEFAULT_KINDS = ("medusa", "medusa-shared", *CONDITIONINGS, "recurrent+prefix", "eagle3")
+DEFAULT_KINDS = (
+    *("medusa", "medusa-shared", *CONDITIONINGS, "recurrent+prefix"),
+    *("block-none-2", "block-markov-2", "block-rnn-2", "eagle3"),
+)
+BLOCK = 7
 GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 """Operators that read as much of their first tensor as they return."""
 
@@ -71,7 +82,7 @@ GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 class Setup:
     """The choices of one run. hidden, vocab, layers: the target's; attention heads and the MLP are
     in Llama 3's proportions. nodes, depth: of all trees. top_k: of the dynamic ones. draft_vocab:
-    tokens that the heads can draft, 0: all. rank: of the sequential heads, 0: their default.
+    tokens that the heads can draft, 0: all. rank: of conditioning, 0: the kind's default.
     context: committed tokens before the first tree; accepted: before each further one. clock: as in
     `step_trial`. together_gb: heads that take no more are timed in turns.
     """
@@ -135,7 +146,9 @@ def create_head(name: str, setup: Setup, target: Target) -> DraftHead:
     choices = {**choices, "depth": setup.depth, "labels": "hard"}
     if kind.startswith("eagle"):
         choices |= {"nodes": setup.nodes, "top_k": setup.top_k}
-    if kind == "sequential" and setup.rank and choices["conditioning"] != "hydra":
+    if kind == "block":
+        choices["block_size"] = max(BLOCK, setup.depth)
+    if setup.rank and choices.get("conditioning", "hydra") != "hydra":
         choices["rank"] = setup.rank
     if setup.draft_vocab:
         spread = torch.linspace(0, setup.vocab - 1, setup.draft_vocab, dtype=torch.float64)

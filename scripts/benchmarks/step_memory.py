@@ -3,8 +3,8 @@
     python scripts/benchmarks/step_memory.py --threads 1 --rows 4 --vocabulary 32000 [--json OUT]
 
 Prints peak memory and tokens per second of a Medusa step with all logits at once and with the
-chunked loss, of an EAGLE-3 step with and without gradient checkpointing, and EAGLE-3's peak by
-steps of training-time test. Legend: R rows that are judged, D width, V vocabulary.
+chunked loss, of EAGLE-3 and block steps with and without gradient checkpointing, and EAGLE-3's peak
+by steps of training-time test. Legend: R rows that are judged, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from draftheads.heads import medusa
 from draftheads.infer.bench import describe_machine, machine_line
 from draftheads.scripts.benchmarks.step_time import Clock, table
 from draftheads.scripts.benchmarks.step_trial import (
+    KINDS,
     Setup,
     Trial,
     add_options,
@@ -66,15 +67,17 @@ CASES = {
     "medusa-recompute": Case("medusa, chunked, checkpointing", "medusa", recompute=True),
     "eagle3": Case("eagle3", "eagle3"),
     "eagle3-recompute": Case("eagle3, checkpointing", "eagle3", recompute=True),
+    "block": Case("block", "block"),
+    "block-recompute": Case("block, checkpointing", "block", recompute=True),
 }
 
 
 def _all_at_once(
     hidden_RD: Tensor, weight_VD: Tensor, labels_R: Tensor, plus: None, *, teacher: None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, None]:
     """What `linear_cross_entropy` is measured against: the loss alone, without the ranks."""
     loss = F.cross_entropy(F.linear(hidden_RD, weight_VD), labels_R, reduction="sum")
-    return loss, labels_R.new_zeros(len(labels_R))
+    return loss, labels_R.new_zeros(len(labels_R)), None
 
 
 def peak_bytes(setup: Setup, case: Case) -> int:
@@ -118,7 +121,7 @@ def _peak_apart(setup: Setup, name: str) -> int:
 def measure(setup: Setup) -> dict[str, Any]:
     """The numbers of the report, ready for JSON: bytes and seconds."""
     target, batch = create_target(setup), create_batch(setup)
-    trials = {kind: Trial(kind, setup, target, batch) for kind in ("medusa", "eagle3")}
+    trials = {kind: Trial(kind, setup, target, batch) for kind in KINDS}
     clock = Clock(setup)
     for trial in trials.values():
         trial.frozen()

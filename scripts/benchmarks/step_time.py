@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/step_time.py --threads 1 --rows 4 [--profile] [--json OUT]
 
-Builds a random Llama target in memory and times training steps of Medusa and EAGLE-3 heads on it.
-The floor of a step is its arithmetic (`scripts.step_floor`) divided by the rate at which this
-machine multiplies matrices, measured between the steps. Legend: B batch, T tokens, D width.
+Builds a random Llama target in memory and times training steps of Medusa, EAGLE-3 and block heads
+on it. The floor of a step is its arithmetic (`scripts.step_floor`) divided by the rate at which
+this machine multiplies matrices, measured between the steps. Legend: B batch, T tokens, D width.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.profiler import profile
 
 from draftheads.infer.bench import describe_machine, machine_line
 from draftheads.scripts.benchmarks.step_trial import (
+    KINDS,
     Setup,
     Trial,
     add_options,
@@ -92,9 +93,9 @@ class Clock:
 
 
 def measure(setup: Setup, *, with_profile: bool = False) -> dict[str, Any]:
-    """Time both kinds; the numbers of the report, ready for JSON. Times are in seconds."""
+    """Time all kinds; the numbers of the report, ready for JSON. Times are in seconds."""
     target, batch = create_target(setup), create_batch(setup)
-    trials = [Trial(kind, setup, target, batch) for kind in ("medusa", "eagle3")]
+    trials = [Trial(kind, setup, target, batch) for kind in KINDS]
     clock = Clock(setup)
     checks = {trial.kind: [counted(trial.frozen), counted(trial.learn)] for trial in trials}
     for trial in trials:

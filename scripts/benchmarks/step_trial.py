@@ -11,7 +11,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
+from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head
 from draftheads.heads.hub import HEADS
+from draftheads.heads.layers import DecoderLayer
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows
@@ -57,6 +59,8 @@ def head_parts(head: DraftHead, batch: Batch, target: Target) -> list[Part]:
     """A head's forward and backward."""
     if isinstance(head, MedusaHead):
         return _medusa_parts(head, batch)
+    if isinstance(head, BlockHead):
+        return _block_parts(head, batch)
     assert isinstance(head, Eagle3Head), f"no formula for {head.kind}"
     return _eagle3_parts(head, batch, target)
 
@@ -112,6 +116,29 @@ def _eagle3_parts(head: Eagle3Head, batch: Batch, target: Target) -> list[Part]:
     ]
 
 
+def _block_parts(head: BlockHead, batch: Batch) -> list[Part]:
+    """Without conditioning, on the target's lm_head; random anchors stand for the mean one."""
+    tokens, size, shape = batch.tokens_BT.numel(), head.design.block_size, head.design.shape
+    masks = list(batch.roots(head.depth))
+    anchors = int(masks[0].sum(1).clamp(max=head.anchors).sum())
+    judged = anchors * int(sum(mask_BT.sum() for mask_BT in masks)) // int(masks[0].sum())
+    seen = anchors * size * (int(batch.positions_BT[masks[0]].float().mean()) + size)
+    attention = _attention(seen, shape.heads * shape.head_dim) * len(head.layers)
+    fused, layers = _linear(tokens, head.fc), _linear(anchors * size, head.layers)
+    attentions = [cast(DecoderLayer, layer).self_attn for layer in head.layers]
+    entries = sum(
+        _linear(tokens, each.k_proj) + _linear(tokens, each.v_proj) for each in attentions
+    )
+    words = 2 * judged * head.hidden_size * head.vocab_size
+    return [
+        Part("head: fc", fused, fused),
+        Part("head: keys and values of features", entries, 2 * entries),
+        Part("head: layers, over blocks", layers, 2 * layers),
+        Part("head: attention", attention, 2 * attention, is_linear=False),
+        Part("target: lm_head", words, words),
+    ]
+
+
 def _linear(rows: int, module: nn.Module) -> int:
     layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
     return 2 * rows * sum(layer.weight.numel() for layer in layers)
@@ -131,9 +158,10 @@ class Setup:
     """The choices of one run; the sizes are the target's, and EAGLE-3's layer has the same.
 
     documents: packed into each row of `length` tokens. depth: Medusa's heads. ttt: EAGLE-3's steps
-    of training-time test. threads: 0 leaves torch's number. dtype: of the target and of matrix
-    products; the heads' weights are float32, as in training. clock: "wall", or "cpu": time that all
-    threads together had, which on a busy machine is fairer where there is one thread.
+    of training-time test. anchors: block heads' blocks per row. threads: 0 leaves torch's number.
+    dtype: of the target and of matrix products; the heads' weights are float32, as in training.
+    clock: "wall", or "cpu": time that all threads together had, which on a busy machine is fairer
+    where there is one thread.
     """
 
     hidden_size: int = 512
@@ -148,6 +176,7 @@ class Setup:
     documents: int = 4
     depth: int = 4
     ttt: int = 7
+    anchors: int = 64
     repetitions: int = 5
     threads: int = 0
     seed: int = 0
@@ -193,8 +222,12 @@ def create_head(kind: str, setup: Setup, target: Target) -> DraftHead:
     choices: dict[str, dict[str, Any]] = {
         "medusa": {"depth": setup.depth},
         "eagle3": {"steps": setup.ttt, "vocabulary": range(setup.draft_vocabulary)},
+        "block": {"conditioning": "none", "anchors": setup.anchors},
     }
     return HEADS[kind].create(target, **choices[kind]).float().to(target.device)
+
+
+KINDS = ("medusa", "eagle3", "block")
 
 
 class Trial:

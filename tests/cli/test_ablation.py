@@ -102,6 +102,24 @@ def test_every_combination_is_trained_in_its_own_folder(finished):
     ]
 
 
+def test_block_heads_are_varied_in_shape_and_loss(recipe, tmp_path):
+    kind = "head.kind=block head.layers=1"
+    shapes = f"{kind} head.conditioning=none,rnn head.block_size=3,5"
+    losses = f"{kind} head.conditioning=markov head.feature_layers=[1],[0,2] head.labels=soft"
+    losses += " head.loss=tv,dspark head.weighting=pace"
+    main(arguments(recipe, tmp_path, "--case", shapes, "--case", losses))
+    report = report_of(tmp_path)
+    assert report["skipped"] == {}
+    lines = [line for line in lines_of(ablation.table(report)) if "kind=block" in line]
+    assert len(report["runs"]) == len(lines) == 8
+    for run in report["runs"]:
+        head, asked = load_head(run["checkpoint"]), run["recipe"]["head"]
+        assert head.depth == asked["block_size"] == len(run["trained"]["heldout_top1"])
+        assert head.design.conditioning == {"none": None}.get(*[asked["conditioning"]] * 2)
+        assert list(head.feature_layers) == (asked["feature_layers"] or [1])
+        assert run["lossless"] is True
+
+
 def test_what_the_recipe_refuses_is_skipped_with_its_reason(finished):
     assert list(report_of(finished)["skipped"]) == [REFUSED]
     assert "rank should be null with conditioning: hydra" in report_of(finished)["skipped"][REFUSED]

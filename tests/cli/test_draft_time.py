@@ -104,6 +104,26 @@ def test_eagle_reads_its_layer_and_its_matrix_for_every_level(target):
     assert 0 < read - (fc + TINY.depth * per_level) < 0.5 * per_level, "the rest is the text's"
 
 
+@pytest.mark.parametrize("conditioning", ["none", "markov", "gated", "rnn"])
+def test_a_block_is_read_once_and_its_conditioning_for_every_level(target, conditioning):
+    head = create_head(f"block-{conditioning}-2", TINY, target)
+    again = sum(  # for the block, and for the new tokens' features
+        head_bytes(part)
+        for layer in head.layers
+        for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)
+    )
+    once, per_level = head_bytes(head) + again + LM_HEAD, 0
+    if head.markov_head is not None:
+        parts = dict(head.markov_head.named_children())
+        once -= head_bytes(parts.pop("markov_w1")) + head_bytes(parts.pop("markov_w2"))
+        per_level = head_bytes(head.markov_head.markov_w2)
+        for joint in parts.values():  # of the state, read once, and of what was drafted
+            per_level += 4 * joint.weight[:, TINY.hidden :].numel()
+            once -= 4 * joint.weight[:, TINY.hidden :].numel()
+    read = trial(f"block-{conditioning}-2", target).bytes_read
+    assert 0 < read - (once + TINY.depth * per_level) < 0.05 * once, "the rest is the text's"
+
+
 def test_a_head_is_freed_before_the_next_is_made(monkeypatch):
     kinds = ["eagle3", "recurrent+prefix", "markov-shared", "medusa"]
     alive, kept = [], draft_time.create_head

@@ -12,6 +12,7 @@ from draftheads.scripts.benchmarks.step_memory import CASES, peak_bytes
 from draftheads.scripts.benchmarks.step_memory import main as memory_main
 from draftheads.scripts.benchmarks.step_time import main
 from draftheads.scripts.benchmarks.step_trial import (
+    KINDS,
     Setup,
     Trial,
     counted,
@@ -41,7 +42,7 @@ TINY = Setup(
 @pytest.fixture(scope="module")
 def trials() -> dict[str, Trial]:
     target, batch = create_target(TINY), create_batch(TINY)
-    made = {kind: Trial(kind, TINY, target, batch) for kind in ("medusa", "eagle3")}
+    made = {kind: Trial(kind, TINY, target, batch) for kind in KINDS}
     for trial in made.values():
         trial.frozen()
     return made
@@ -59,11 +60,13 @@ def test_medusa_linear_layers_cost_what_torch_counts(trials):
     assert total(parts, only_linear=True) == counted(trial.learn)
 
 
-def test_eagle3_computes_little_that_the_floor_does_not_ask_for(trials):
-    """Every step runs over all roots, though those near a document's end have nothing left to say;
-    and a state at the edge of two chunks is unembedded twice.
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_little_is_computed_that_the_floor_does_not_ask_for(trials, kind):
+    """EAGLE-3's steps run over all roots, though those near a document's end have nothing left to
+    say, and a state at the edge of two chunks is unembedded twice. A block attends to itself, and
+    all of its slots are unembedded.
     """
-    trial = trials["eagle3"]
+    trial = trials[kind]
     floor = total(head_parts(trial.head, trial.batch, trial.target), only_linear=True)
     assert floor <= counted(trial.learn) < 1.1 * floor
 
@@ -80,7 +83,7 @@ def test_a_report_comes_out(tmp_path, capsys):
     out = tmp_path / "step.json"
     main([*TINY.arguments(), "--profile", "--json", str(out)])
     printed = capsys.readouterr().out
-    assert "medusa: whole step" in printed and "eagle3: whole step" in printed
+    assert all(f"{kind}: whole step" in printed for kind in KINDS)
     report = json.loads(out.read_text())
     assert report["setup"]["hidden_size"] == 32
     assert set(report["heads"]["eagle3"]["reached"]) == set(report["heads"]["medusa"]["reached"])

@@ -38,6 +38,25 @@ def test_shipped_recipes_are_valid(file):
     assert file.read_text().startswith("#"), "launch line, hardware, wall time, result on top"
 
 
+@pytest.mark.parametrize(
+    "file",
+    [file for file in RECIPES.glob("*-block.yaml") if "vllm serve" in file.read_text()],
+    ids=lambda file: file.stem,
+)
+def test_block_heads_with_serve_commands_are_those_that_engines_load(file):
+    """vLLM and llama.cpp: the vanilla conditioning, a mask with a row in the target's embeddings,
+    and a chain as long as the block.
+    """
+    recipe, text = load_recipe(file), file.read_text()
+    head, output = recipe.head, recipe.run.output
+    assert head.conditioning == "markov"
+    assert isinstance(head.mask, int)
+    assert head.slots == "dspark"
+    assert head.lm_head == head.embeddings == "shared"
+    assert f'"model": "{output}/best", "num_speculative_tokens": {head.block_size}}}' in text
+    assert f"--speculative-draft-model-path {output}/best" in text
+
+
 def test_overrides_are_yaml_values(path):
     recipe = load_recipe(
         path,
