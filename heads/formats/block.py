@@ -97,7 +97,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 def from_block(stored: Stored, target: Target | None) -> Stored:
     """Copies of the target's embeddings and lm_head are dropped, others are the head's own."""
     config, tensors = flat(stored.config), renamed(stored.tensors, RENAMES)
-    for architecture in needed(config, "architectures")[0]:
+    for architecture in config.get("architectures") or ["none"]:
         if not KNOWN.fullmatch(architecture):
             raise ValueError(
                 f"expected a DSpark or DFlash head with Qwen3's layers, got {architecture}"
