@@ -5,6 +5,7 @@ loss, ranks and every gradient, in drafting every tree; both see the same, and n
 from __future__ import annotations
 
 import json
+import math
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,8 @@ from plain_hydra import awake
 from test_losses import plain_row_loss
 from test_sequential import committed_steps, drafts_of, plain_drafts, two_texts
 from test_training_time_test import LLAMA3, assert_equal
+from tiny_heads import decode
+from tiny_heads import drafts_of as drafted_trees
 from tiny_targets import VOCABULARY, random_model, tiny_target
 
 from draftheads.heads.base import RANKS
@@ -433,3 +436,45 @@ def test_a_target_that_embeds_in_another_width_is_refused():
     target.model.set_input_embeddings(torch.nn.Embedding(VOCABULARY, 16))
     with pytest.raises(ValueError, match="narrow embeds tokens in 16 dimensions.*of 32"):
         BlockHead.create(target)
+
+
+@pytest.mark.parametrize(
+    "tree", [DynamicTree(30, 4, 3), DynamicTree(4, 4, 1), StaticTree.from_widths([3, 2, 1, 1])]
+)
+def test_confidence_ends_a_tree_where_no_path_is_likely_enough(target, tree):
+    """With a chance of 0.6 at every slot, three levels have at least 0.2, and four have not."""
+    choices = {**SIZES, "conditioning": "rnn", "confidence": True}
+    head = awake(BlockHead.create(target, **choices)).eval()
+    assert head.confidence_head is not None
+    with torch.no_grad():
+        head.confidence_head["proj"].weight.zero_()
+        head.confidence_head["proj"].bias.fill_(math.log(0.6 / 0.4))
+    prompts, new = [[3, 1, 4, 1, 5], [9, 2, 6]], 12
+    plain, _ = decode(target, None, prompts, max_new_tokens=new)
+    whole = drafted(head, target, prompts, new, tree)
+    assert {depth for _, depth in whole} == {4}
+    head.confidence_threshold = 0.2
+    cut = drafted(head, target, prompts, new, tree)
+    assert {depth for _, depth in cut} == {3}
+    assert all(len(parents) < tree.nodes for parents, _ in cut)
+    assert decode(target, head, prompts, max_new_tokens=new, tree=tree)[0] == plain
+    head.confidence_threshold = 0.99
+    assert {depth for _, depth in drafted(head, target, prompts, new, tree)} == {1}, "never empty"
+
+
+def drafted(head, target, prompts, new, tree) -> list[tuple[list[int], int]]:
+    """Parents and depth of the first row's trees."""
+    trees = []
+    for _, parents in drafted_trees(head, target, prompts, new, tree):
+        depths = [0]
+        for parent in parents[0][1:]:
+            depths.append(depths[parent] + 1)
+        trees.append((parents[0], max(depths)))
+    return trees
+
+
+def test_the_confidence_threshold_is_stored(target, tmp_path):
+    head = BlockHead.create(target, **SIZES, confidence=True, confidence_threshold=0.3)
+    save_head(head, tmp_path / "head", target=target)
+    loaded = load_head(tmp_path / "head", target=target)
+    assert isinstance(loaded, BlockHead) and loaded.confidence_threshold == 0.3
