@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.block import ARCHITECTURES, SLOTS, BlockHead, mask_token
+from draftheads.heads.block import SLOTS, BlockHead, mask_token
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
@@ -409,8 +409,7 @@ def other_blocks(evidence: Evidence) -> Iterator[Variant]:
         return
     design, (slots,) = head.design, SLOTS.keys() - {head.design.slots}
     shown = f"its slots read as those of {slots}, not {design.slots}"
-    place = "at its top" if slots == "dspark" else "in dflash_config"
-    advice = f"write config.json as for {ARCHITECTURES[slots]}: with target_layer_ids {place}"
+    advice = f"set sample_from_anchor there to {'true' if slots == 'dspark' else 'false'}"
     yield Variant(redesigned(head, slots=slots), layers, 0, "slots", shown, advice)
     if design.mask_token is None:
         return

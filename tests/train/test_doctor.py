@@ -195,9 +195,7 @@ def another_mask(config, tensors) -> None:
 
 
 def read_as_dflash(config, tensors) -> None:
-    config["dflash_config"] = {
-        name: config.pop(name) for name in ("target_layer_ids", "mask_token_id")
-    }
+    config["sample_from_anchor"] = False
     tree = config["draftheads"]["tree"]  # which has one draft less now
     config["draftheads"]["tree"] = [path for path in tree if len(path) < DEPTH]
 
@@ -209,7 +207,7 @@ IN_THE_FOLDER = [
     ("eagle3", a_matrix_left_at_zero, "weights", "use an earlier checkpoint"),
     ("block", ids_of_another_format, "features", "set target_layer_ids there to [-1, 0]"),
     ("block", another_mask, "mask", "set mask_token_id there to 256"),
-    ("block", read_as_dflash, "slots", "write config.json as for Qwen3DSparkModel"),
+    ("block", read_as_dflash, "slots", "set sample_from_anchor there to true"),
 ]
 
 
@@ -235,11 +233,11 @@ def test_dflash_slots_read_as_dspark_are_named_first(examine, bench, tmp_path):
     head = by_heart(bench, "block", slots="dflash", block_size=DEPTH + 1)
     folder = save(bench, head, tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
-    config |= config.pop("dflash_config")
+    config["sample_from_anchor"] = True
     (folder / "config.json").write_text(json.dumps(config))
     _, found, _ = result = examine(folder)
     assert first(result) == "slots"
-    assert "as for DFlashDraftModel" in found["findings"][0]["advice"]
+    assert "set sample_from_anchor there to false" in found["findings"][0]["advice"]
 
 
 def test_other_weights_of_the_target_are_named_first(examine, good, tmp_path):
