@@ -161,11 +161,13 @@ class Conditioning(nn.Module):
             weight = self.joint_proj.weight
             joint = F.linear(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
             if carried_BFr is not None:
-                joint = joint + F.linear(carried_BFr, weight[:, :rank])
+                state_Brr = weight[:, :rank].T.expand(len(joint), -1, -1)
+                joint = torch.baddbmm(joint, carried_BFr, state_Brr)
             gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
             gate_BFr, candidate_BFr = gate_BFr.sigmoid(), candidate_BFr.tanh()
-            before = -candidate_BFr if carried_BFr is None else carried_BFr - candidate_BFr
-            return output_BFr.tanh(), candidate_BFr + gate_BFr * before
+            if carried_BFr is None:
+                return output_BFr.tanh(), candidate_BFr * (1 - gate_BFr)
+            return output_BFr.tanh(), torch.lerp(candidate_BFr, carried_BFr, gate_BFr)
         return code_BFr, None
 
     def along(self, tokens_MK: Tensor, states_MKD: Tensor) -> Tensor:
@@ -357,9 +359,6 @@ class BlockHead(Vocabulary, DraftHead):
             "target_layer_ids",
             "sample_from_anchor",
         )
-        mask = config.get("mask_token_id")
-        if mask is not None and mask >= vocab_size:
-            raise ValueError(f"expected mask_token_id below {vocab_size}, got {mask}")
         shape = LayerShape.read(config)
         conditioning, rank, confidence = None, 0, None
         if "markov_head.markov_w1.weight" in tensors:
@@ -380,7 +379,7 @@ class BlockHead(Vocabulary, DraftHead):
             block_size=size,
             slots="dspark" if anchored else "dflash",
             feature_layers=feature_layers(ids),
-            mask_token=None if "mask_embedding" in tensors else mask,
+            mask_token=None if "mask_embedding" in tensors else config.get("mask_token_id"),
             conditioning=conditioning,
             rank=rank,
             confidence=confidence,

@@ -414,7 +414,7 @@ def test_a_stored_mask_token_that_no_target_knows_is_refused(target, tmp_path, i
     folder = save_head(new_head(target, mask=3), tmp_path / "head", target=target)
     config = json.loads((folder / "config.json").read_text()) | {"mask_token_id": id}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"mask_token_id from 0 to {VOCABULARY - 1}, got {id}"):
+    with pytest.raises(ValueError, match=f"mask_token_id.* 0.*, got {id}"):
         load_head(folder, target=target)
 
 
