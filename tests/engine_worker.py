@@ -7,6 +7,7 @@ Beside a recipe stands `one`, a run of one process, finished.
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -62,4 +63,7 @@ if __name__ == "__main__":
         train(path, halve(path.parent / "one", folder / "moved", first=rank == 0))
     del engine
     gc.collect()
+    wait_for_everyone()
     accelerator.end_training()
+    sys.stdout.flush()
+    os._exit(0)  # DeepSpeed keeps groups of its own, whose threads may abort the interpreter's end
