@@ -3,10 +3,10 @@
 The block of an anchor, the newest committed token at position a, is embed(anchor), MASK, .., MASK
 at the positions a, a + 1, ... In every layer it attends to itself, in both directions, and to the
 target's fused features of all positions before a, which enter as keys and values alone. There are
-two conventions of what its slots predict:
+two conventions for its slots, the positions of the block:
 
-    dspark    slot j = 0, 1, ... predicts token a + j + 1: as many drafts as slots
-    dflash    slot j = 1, 2, ... predicts token a + j, the one at its own position
+    sample_from_anchor        slot j = 0, 1, ... predicts token a + j + 1 (DSpark)
+    not sample_from_anchor    slot j = 1, 2, ... predicts token a + j, at its own position (DFlash)
 
 The slots do not see each other's tokens. `conditioning` adds what the preceding ones bring, on
 logits alone, so it is grown along a tree without another pass (w1, w2: tables of rank r):
@@ -57,9 +57,9 @@ from draftheads.heads.layers import (
     token_map,
 )
 from draftheads.heads.losses import (
+    DPace,
     LowRank,
     Objective,
-    Pace,
     Teacher,
     chunked_ranks,
     linear_cross_entropy,
@@ -73,8 +73,6 @@ TRAINING = ("labels", "loss", "weighting", "decay_tokens", "anchors")
 """Choices of a recipe for training."""
 EVALUATED = 64
 """Anchors per row whose blocks are evaluated together."""
-SLOTS = {"dspark": 0, "dflash": 1}
-"""Convention -> number of slots at the start of a block that predict nothing."""
 MARKOV_TYPES = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
 """Conditioning -> its name in config.json."""
 SHARP = 128
@@ -93,7 +91,7 @@ class BlockDesign:
     target_layers: int
     layers: int
     block_size: int  # slots, the anchor's included
-    slots: str  # "dspark" or "dflash"
+    sample_from_anchor: bool  # whether the anchor's slot predicts, too
     feature_layers: tuple[int, ...]  # indices into the target's hidden states, 0 = embeddings
     mask_token: int | None  # None: a learned vector
     conditioning: str | None  # "markov", "gated" or "rnn"
@@ -148,9 +146,9 @@ class Conditioning(nn.Module):
     def step(
         self, tokens_BF: Tensor, given_BFX: Tensor, carried_BFr: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Codes (B, F, r) of a slot after these tokens, and what the next slot carries on.
+        """Codes (B, F, r) of a slot after these tokens, and the recurrent state for the next slot.
 
-        given_BFX: of this slot, from `prepare`.
+        given_BFX: from `prepare`, for this slot. carried_BFr: the state; None: zeros.
         """
         code_BFr: Tensor = self.markov_w1(tokens_BF)
         rank = code_BFr.shape[-1]
@@ -196,7 +194,7 @@ class BlockHead(Vocabulary, DraftHead):
     feature_layers: tuple[int, ...] = ()
     labels: Literal["hard", "soft"] = "hard"
     loss: Objective = "ce"  # for soft labels
-    weighting: Literal["decay", "pace"] = "decay"
+    weighting: Literal["decay", "dpace"] = "decay"
     decay_tokens = 4.0  # slot j weighs exp(-j / decay_tokens), divided by the sum of these weights
     anchors = 64  # per row and step
     confidence_threshold = 0.0  # drafts less likely to be accepted end the tree
@@ -206,7 +204,7 @@ class BlockHead(Vocabulary, DraftHead):
         self.design, shape = design, design.shape
         self.hidden_size, self.vocab_size = shape.hidden_size, design.vocab_size
         self.feature_layers, self.rope = design.feature_layers, design.rope
-        self.window, self.silent = design.window, SLOTS[design.slots]
+        self.window = design.window
         self.tree: Tree = StaticTree.unfitted(self.depth)
         width = shape.hidden_size
         self.fc = nn.Linear(len(design.feature_layers) * width, width, bias=False)
@@ -249,7 +247,7 @@ class BlockHead(Vocabulary, DraftHead):
             target_layers=target.layers,
             layers=choices.get("layers", 2),
             block_size=choices.get("block_size", 7),
-            slots=choices.get("slots", "dspark"),
+            sample_from_anchor=choices.get("sample_from_anchor", True),
             feature_layers=features,
             mask_token=mask_token(target, choices.get("mask", "auto")),
             conditioning=None if conditioning == "none" else conditioning,
@@ -290,13 +288,13 @@ class BlockHead(Vocabulary, DraftHead):
 
     @property
     def depth(self) -> int:
-        return self.design.block_size - SLOTS[self.design.slots]
+        return self.design.block_size - (not self.design.sample_from_anchor)
 
     @property
     def architecture(self) -> str:  # type: ignore[override]
         design = self.design
-        is_dflash = design.slots == "dflash" and not design.conditioning and not design.confidence
-        return "DFlashDraftModel" if is_dflash else "Qwen3DSparkModel"
+        is_dspark = design.sample_from_anchor or design.conditioning or design.confidence
+        return "Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"
 
     @property
     def training_layers(self) -> tuple[int, ...]:
@@ -329,7 +327,7 @@ class BlockHead(Vocabulary, DraftHead):
             "vocab_size": self.vocab_size,
             "draft_vocab_size": design.draft_vocab_size,
             "block_size": design.block_size,
-            "sample_from_anchor": design.slots == "dspark",
+            "sample_from_anchor": design.sample_from_anchor,
             **({"dflash_config": shared} if "DFlash" in self.architecture else shared),
             "markov_rank": design.rank if design.conditioning else 0,
             "markov_head_type": MARKOV_TYPES.get(design.conditioning or ""),
@@ -351,14 +349,10 @@ class BlockHead(Vocabulary, DraftHead):
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
         """Layers, ranks and vocabularies of the tensors; slots, features and RoPE of the config."""
         config = flat(config)
-        size, vocab_size, target_layers, ids, anchored = needed(
-            config,
-            "block_size",
-            "vocab_size",
-            "num_target_layers",
-            "target_layer_ids",
-            "sample_from_anchor",
+        size, ids, from_anchor = needed(
+            config, "block_size", "target_layer_ids", "sample_from_anchor"
         )
+        vocab_size, target_layers = needed(config, "vocab_size", "num_target_layers")
         shape = LayerShape.read(config)
         conditioning, rank, confidence = None, 0, None
         if "markov_head.markov_w1.weight" in tensors:
@@ -377,7 +371,7 @@ class BlockHead(Vocabulary, DraftHead):
             target_layers=target_layers,
             layers=max(1, count_of(tensors, r"layers\.(\d+)\.")),
             block_size=size,
-            slots="dspark" if anchored else "dflash",
+            sample_from_anchor=from_anchor,
             feature_layers=feature_layers(ids),
             mask_token=None if "mask_embedding" in tensors else config.get("mask_token_id"),
             conditioning=conditioning,
@@ -409,7 +403,7 @@ class BlockHead(Vocabulary, DraftHead):
         return torch.cat([anchors_BN1D, masks_BNSD], dim=2).flatten(1, 2)
 
     def entries(self) -> Entries:
-        """Of all layers, for drafting."""
+        """Keys and values of all layers, for drafting."""
         layers = cast(Iterable[DecoderLayer], self.layers)
         return self._entries.get(self.layers.parameters(), lambda: Entries(layers))
 
@@ -433,9 +427,9 @@ class BlockHead(Vocabulary, DraftHead):
         share_B1 = learned_BT.sum(1, keepdim=True) / chosen_BT.sum(1, keepdim=True).clamp(min=1)
         share_M1 = share_B1.expand(chosen_BT.shape)[chosen_BT][:, None]
         weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share_M1
-        weights: Tensor | Pace = weights_MK.flatten()
-        if self.weighting == "pace":
-            weights = Pace(self.depth, (blocks.real_MK * share_M1 / self.depth).flatten())
+        weights: Tensor | DPace = weights_MK.flatten()
+        if self.weighting == "dpace":
+            weights = DPace(self.depth, (blocks.real_MK * share_M1 / self.depth).flatten())
         factors = self._factors(batch, blocks, target)
         teacher = self._teacher(features_BTD, blocks, target)
         loss, ranks_R, accepted_R = linear_cross_entropy(
@@ -513,7 +507,7 @@ class BlockHead(Vocabulary, DraftHead):
         before_MK = first_M1 + torch.arange(self.depth, device=anchors_BN.device)
         before_MK = before_MK.clamp(max=rows * length - 2)
         return Blocks(
-            states_BNSD[real_BN][:, self.silent :],
+            states_BNSD[real_BN][:, -self.depth :],
             batch.tokens_BT.flatten()[before_MK],
             before_MK + 1,
             roots_BTK.flatten(0, 1)[first_M1[:, 0]],
@@ -557,12 +551,14 @@ class BlockHead(Vocabulary, DraftHead):
             self.token_map,
             self.loss,
             self.vocab_size,
-            acceptance=self.weighting == "pace" or self.confidence_head is not None,
+            acceptance=self.weighting == "dpace" or self.confidence_head is not None,
         )
 
 
 class Entries:
-    """Keys and values that layers keep of what is only attended to; one product for all layers."""
+    """Keys and values of the context, which layers attend to but do not change; one product for all
+    layers.
+    """
 
     def __init__(self, layers: Iterable[DecoderLayer]) -> None:
         attentions = [layer.self_attn for layer in layers]
@@ -650,7 +646,7 @@ class BlockDrafter:
         self.cache.extend_block(size)
         x_BSD = head.block(roots_B[:, None], self.target)
         states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
-        states_BKD = states_BSD[:, head.silent : head.silent + self.depth]
+        states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
         base_BKv = F.linear(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
         given_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
         builder.start()

@@ -38,7 +38,7 @@ class Scored(NamedTuple):
     loss_C: Tensor
     grad_Cv: Tensor  # of the loss, by the logits
     known_C: Tensor  # weight 0 or 1
-    accepted_C: Tensor  # sum min(p, q), without labels from a teacher q(label)
+    accepted_C: Tensor  # sum min(p, q); for hard labels, q(label)
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Teacher:
     vocab_size: int = 0
     """V, which limits the rows of a chunk; 0: only v does."""
     acceptance: bool = False
-    """Whether acceptances are wanted with objectives ce and kl, too; else they are 0."""
+    """Whether to compute the acceptance with objectives ce and kl, too; without, it is 0."""
 
 
 @dataclass(frozen=True)
-class Pace:
+class DPace:
     """Weights of D-PACE (dynamic position-aware cross-entropy): row j of a block weighs
     sum over m >= j of prod over i <= m of (1 - floor) a_i + floor, where a_i is the acceptance of
     row i. So the loss has the gradient of the expected number of tokens accepted.
@@ -87,7 +87,7 @@ def linear_cross_entropy(
     labels_R: Tensor,
     plus: LowRank | None = None,
     *,
-    weights_R: Tensor | Pace | None = None,
+    weights_R: Tensor | DPace | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of logits `hidden @ weight.T`, summed over rows (scalar, float32); the rank of each
@@ -127,7 +127,7 @@ class _LinearLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         labels_R: Tensor,
-        weights_R: Tensor | Pace,
+        weights_R: Tensor | DPace,
         teacher: Teacher | None,
         *factors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +139,7 @@ class _LinearLoss(torch.autograd.Function):
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
         ranks, accepted = [labels_R[:0]], [loss.new_zeros(0)]
         widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
-        multiple = weights_R.slots if isinstance(weights_R, Pace) else 1
+        multiple = weights_R.slots if isinstance(weights_R, DPace) else 1
         for part in _chunks(hidden_RD, widest, multiple):
             logits_Cv = _logits(factors, part)
             ranks.append(_ranks(logits_Cv, labels_R[part]))
@@ -148,7 +148,7 @@ class _LinearLoss(torch.autograd.Function):
             else:
                 scored = _soft(logits_Cv, labels_R[part], teacher, part)
             accepted.append(scored.accepted_C)
-            if isinstance(weights_R, Pace):
+            if isinstance(weights_R, DPace):
                 weights_C = weights_R.weights(scored.accepted_C, part) * scored.known_C
             else:
                 weights_C = weights_R[part] * scored.known_C
@@ -229,7 +229,9 @@ def _soft(logits_Cv: Tensor, labels_C: Tensor, teacher: Teacher, part: slice) ->
     q_Cv, normaliser_C1 = _softmax(logits_Cv)
     entropy_C = normaliser_C1[:, 0] - expected_C
     if teacher.objective in ("ce", "kl"):
-        accepted_C = torch.minimum(p_Cv, q_Cv).sum(1) if teacher.acceptance else 0 * entropy_C
+        accepted_C = (
+            torch.minimum(p_Cv, q_Cv).sum(1) if teacher.acceptance else torch.zeros_like(entropy_C)
+        )
         known = torch.special.entr(p_Cv).sum(1) if teacher.objective == "kl" else 0.0
         return Scored(entropy_C - known, q_Cv.sub_(p_Cv), known_C, accepted_C)
     loss_C, grad_Cv, accepted_C = _acceptance(q_Cv, p_Cv, entropy_C, teacher.objective)

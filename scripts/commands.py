@@ -453,7 +453,9 @@ def import_answers(
 def convert(
     source: Annotated[str, Argument(help="a head: folder, run folder or Hub id, any layout")],
     folder: Annotated[Path, Argument(help="new folder to write")],
-    to: Annotated[str, Option("--to", help="draftheads, vllm, sglang, tgi or speculators")],
+    to: Annotated[
+        str, Option("--to", help="draftheads, vllm, sglang, llamacpp, tgi or speculators")
+    ],
     target: Annotated[str | None, Option(help="the head's target, if it is needed")] = None,
     dtype: Dtype = "auto",
     device: Device = None,

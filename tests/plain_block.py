@@ -52,7 +52,7 @@ class PlainBlock(PlainHead):
             gate_SI = silu(h_SD @ self.weights[f"{name}.mlp.gate_proj.weight"].T)
             up_SI = h_SD @ self.weights[f"{name}.mlp.up_proj.weight"].T
             x_SD = x_SD + (gate_SI * up_SI) @ self.weights[f"{name}.mlp.down_proj.weight"].T
-        first = 1 if self.design.slots == "dflash" else 0
+        first = 0 if self.design.sample_from_anchor else 1
         return self.normed("norm", x_SD)[first:]
 
     def normed(self, name: str, x_XD: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sequential-low-rank": ("sequential", {"rank": 24}),
     "sequential-hydra": ("sequential", {"conditioning": "hydra"}),
     "sequential-prefix": ("sequential", {"prefix": True}),
-    "block-none": ("block", {"conditioning": "none", "weighting": "pace"}),
-    "block-markov": ("block", {"conditioning": "markov", "slots": "dflash", "mask": 3}),
+    "block-none": ("block", {"conditioning": "none", "weighting": "dpace"}),
+    "block-markov": ("block", {"conditioning": "markov", "sample_from_anchor": False, "mask": 3}),
     "block-gated": ("block", {"conditioning": "gated", "confidence": True, "embeddings": "own"}),
 }
 """Every kind, and what differs so much within a kind that it must keep all promises by itself: name

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.block import SLOTS, BlockHead, mask_token
+from draftheads.heads.block import BlockHead, mask_token
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
@@ -60,7 +60,7 @@ MASKS = 16
 READINGS = {
     "features": "no other layers are better than those of the head's config.json",
     "alignment": "features[i] is the state from which tokens[i] was predicted",
-    "slots": "the convention of slots that the head was trained with",
+    "sample_from_anchor": "the convention that the head was trained with",
     "mask": "no other token is better than the mask_token_id of the head's config.json",
 }
 """Ways to read a head wrongly, and what is normal."""
@@ -403,14 +403,15 @@ def other_layers(evidence: Evidence) -> Iterator[Variant]:
 
 
 def other_blocks(evidence: Evidence) -> Iterator[Variant]:
-    """A block head with the other convention of slots, and with other masks."""
+    """A block head with the other convention for its slots, and with other masks."""
     head, layers, target = evidence.head, evidence.layers, evidence.target
     if not isinstance(head, BlockHead):
         return
-    design, (slots,) = head.design, SLOTS.keys() - {head.design.slots}
-    shown = f"its slots read as those of {slots}, not {design.slots}"
-    advice = f"set sample_from_anchor there to {'true' if slots == 'dspark' else 'false'}"
-    yield Variant(redesigned(head, slots=slots), layers, 0, "slots", shown, advice)
+    design, key = head.design, "sample_from_anchor"
+    opposite = not design.sample_from_anchor
+    shown, advice = f"{key} {json.dumps(opposite)}", f"set {key} there to {json.dumps(opposite)}"
+    other = redesigned(head, sample_from_anchor=opposite)
+    yield Variant(other, layers, 0, key, shown, advice)
     if design.mask_token is None:
         return
     near = [mask_token(target, "auto"), design.mask_token - 1, design.mask_token + 1]
@@ -425,7 +426,6 @@ def redesigned(head: BlockHead, **changes: Any) -> BlockHead:
     """The same weights with another design."""
     other = copy(head)
     other.design = replace(head.design, **changes)
-    other.silent = SLOTS[other.design.slots]
     return other
 
 

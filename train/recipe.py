@@ -192,9 +192,9 @@ class BlockChoices(LayerSizes):
     kind: Literal["block"] = Field("block", description="drafts a whole block in one pass")
     layers: int = Field(2, ge=1, le=16, description="decoder layers")
     block_size: int = Field(7, ge=2, le=16, description="slots of a block, the anchor's included")
-    slots: Literal["dspark", "dflash"] = Field(
-        "dspark",
-        description="dspark: each slot predicts the next token; dflash: its own, the anchor none",
+    sample_from_anchor: bool = Field(
+        True,
+        description="true: each slot predicts the next token (DSpark); false: its own (DFlash)",
     )
     feature_layers: list[Annotated[int, Ge(0)]] | None = Field(
         None, min_length=1, description="0: embeddings; null: five from 2 to n-2"
@@ -215,7 +215,7 @@ class BlockChoices(LayerSizes):
         0.0, ge=0, lt=1, description="drafts less likely to be accepted are not proposed"
     )
     sliding_window: int | None = Field(
-        None, ge=17, description="attention window; null: all tokens"
+        None, ge=1, description="attention window, at least the block; null: all tokens"
     )
     vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
     lm_head: Literal["own", "shared"] = Field("shared", description="shared: of the target, frozen")
@@ -226,8 +226,8 @@ class BlockChoices(LayerSizes):
         description="as for eagle3; kl: ce less the target's entropy; dspark: 0.1 cross-entropy + "
         "0.9 |p - q|",
     )
-    weighting: Literal["decay", "pace"] = Field(
-        "decay", description="of a block's tokens; pace: by expected acceptance (D-PACE)"
+    weighting: Literal["decay", "dpace"] = Field(
+        "decay", description="of a block's tokens; dpace: by expected acceptance (D-PACE)"
     )
     decay_tokens: float = Field(4.0, gt=0, description="decay: token k weighs exp(-k/decay_tokens)")
     anchors: int = Field(64, ge=1, description="random blocks per row and step")
@@ -244,7 +244,7 @@ class BlockChoices(LayerSizes):
     @model_validator(mode="after")
     def _check_together(self) -> BlockChoices:
         if self.top_k is not None:  # refuses too many nodes
-            DynamicTree(self.nodes, self.block_size - (self.slots == "dflash"), self.top_k)
+            DynamicTree(self.nodes, self.block_size - (not self.sample_from_anchor), self.top_k)
         if self.loss != "ce" and self.labels != "soft":
             raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
         if self.confidence_threshold and not self.confidence:

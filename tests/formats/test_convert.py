@@ -24,7 +24,7 @@ from draftheads.scripts.convert import converted
 THREE = {"feature_layers": [1, 2, 3]}
 USUAL = {"feature_layers": [2, 2, 2]}  # what n = 5 layers would have: [2, n // 2, n - 3]
 BLOCK = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5}
-DFLASH = {"slots": "dflash", "conditioning": "none"}
+DFLASH = {"sample_from_anchor": False, "conditioning": "none"}
 ALL = {"vllm", "sglang", "llamacpp", "speculators"}
 CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "medusa-own": ({"layers": 1, "depth": 3}, {"vllm", "tgi"}),
@@ -83,7 +83,7 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "block-dflash": ({**BLOCK, **DFLASH}, ALL),
     "block-dflash-markov": ({**BLOCK, **DFLASH, "conditioning": "markov"}, ALL),
-    "block-dflash-rnn": ({**BLOCK, "slots": "dflash"}, {"sglang"}),
+    "block-dflash-rnn": ({**BLOCK, "sample_from_anchor": False}, {"sglang"}),
     "block-dflash-reduced": (
         {**BLOCK, **DFLASH, "vocabulary": FEW},
         {"vllm", "speculators"},

@@ -25,7 +25,7 @@ from draftheads.heads.hub import HEADS, load_head, open_head, save_head
 from draftheads.scripts.convert import converted
 
 HEAD = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5, "conditioning": "markov"}
-PLAIN = {"conditioning": "none", "slots": "dflash"}
+PLAIN = {"conditioning": "none", "sample_from_anchor": False}
 LAYER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": VOCABULARY,
@@ -75,7 +75,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**DEEPSPEC, "rope_theta": None, "rope_parameters": LINEAR},
     ),
     "specforge": ({}, SPECFORGE),
-    "bonus-anchor": ({"slots": "dflash"}, {**SPECFORGE, "sample_from_anchor": False}),
+    "bonus-anchor": ({"sample_from_anchor": False}, {**SPECFORGE, "sample_from_anchor": False}),
     "z-lab": (PLAIN, ZLAB),
     "z-lab-window": ({**PLAIN, "sliding_window": 6}, {**ZLAB, "dflash_config": SWA}),
     "speculators": ({}, SPECULATORS),
@@ -223,14 +223,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Any]] = {
             **QWEN3_8B, **IDS, **RANK, "architectures": ["Qwen3DSparkModel"], "block_size": 7,
             "markov_head_type": "vanilla", "enable_confidence_head": True, "num_anchors": 512,
         },
-        ("dspark", 7, "markov", 256, "state+token"),
+        (True, 7, "markov", 256, "state+token"),
     ),
     "z-lab/Qwen3-8B-DFlash-b16": (
         {
             **QWEN3_8B, "architectures": ["DFlashDraftModel"], "block_size": 16,
             "dflash_config": IDS,
         },
-        ("dflash", 15, None, 0, None),
+        (False, 15, None, 0, None),
     ),
 }  # fmt: skip
 
@@ -254,7 +254,13 @@ def test_published_shapes_load_by_name(name):
         head = HEADS["block"].from_config(ours.config, ours.tensors)
     ours.check(head.state_dict())
     design = head.design
-    found = (design.slots, head.depth, design.conditioning, design.rank, design.confidence)
-    assert found == expected and head.feature_layers == (2, 10, 18, 26, 34)
+    found = (design.conditioning, design.rank, design.confidence)
+    assert (design.sample_from_anchor, head.depth, *found) == expected and head.feature_layers == (
+        2,
+        10,
+        18,
+        26,
+        34,
+    )
     assert (head.rope.theta, design.mask_token, design.layers) == (1e6, 151669, 5)
     assert not design.own_lm_head and not design.own_embeddings

@@ -66,7 +66,7 @@ def believed(name: str, folder: Path, head: Served) -> None:
     if kind in ("eagle3", "block"):
         assert tuple(head.facts["aux"]) == ours.feature_layers
     if kind == "block":
-        assert head.facts["anchored"] == (ours.design.slots == "dspark")
+        assert head.facts["anchored"] == ours.design.sample_from_anchor
         assert not head.facts["causal"] and head.facts["mask"] == ours.design.mask_token
     if kind == "eagle3":
         assert head.facts["switches"] == {

@@ -38,16 +38,26 @@ SIZES: dict[str, Any] = {
 CHOICES: dict[str, dict[str, Any]] = {
     "none": {},
     "markov": {"conditioning": "markov", "confidence": True, "mask": 3},
-    "gated": {"conditioning": "gated", "slots": "dflash", "kv_heads": 4, "rope_scaling": LLAMA3},
-    "rnn": {"conditioning": "rnn", "confidence": True, "weighting": "pace", "decay_tokens": 2.0},
-    "kl": {"labels": "soft", "loss": "kl", "weighting": "pace", "lm_head": "own"},
+    "gated": {
+        "conditioning": "gated",
+        "sample_from_anchor": False,
+        "kv_heads": 4,
+        "rope_scaling": LLAMA3,
+    },
+    "rnn": {"conditioning": "rnn", "confidence": True, "weighting": "dpace", "decay_tokens": 2.0},
+    "kl": {"labels": "soft", "loss": "kl", "weighting": "dpace", "lm_head": "own"},
     "tv": {"labels": "soft", "loss": "tv", "kv_heads": 1, "conditioning": "gated"},
     "dspark": {"labels": "soft", "loss": "dspark", "conditioning": "markov", "confidence": True},
-    "soft": {"labels": "soft", "conditioning": "rnn", "weighting": "pace", "embeddings": "own"},
-    "reduced": {"vocabulary": ODD, "conditioning": "rnn", "weighting": "pace", "confidence": True},
-    "reduced dspark": {"vocabulary": ODD, "labels": "soft", "loss": "dspark", "slots": "dflash"},
+    "soft": {"labels": "soft", "conditioning": "rnn", "weighting": "dpace", "embeddings": "own"},
+    "reduced": {"vocabulary": ODD, "conditioning": "rnn", "weighting": "dpace", "confidence": True},
+    "reduced dspark": {
+        "vocabulary": ODD,
+        "labels": "soft",
+        "loss": "dspark",
+        "sample_from_anchor": False,
+    },
     "window": {"sliding_window": 4, "layers": 3, "confidence": True, "conditioning": "rnn"},
-    "dflash window": {"sliding_window": 5, "slots": "dflash", "block_size": 5, "mask": 7},
+    "dflash window": {"sliding_window": 5, "sample_from_anchor": False, "block_size": 5, "mask": 7},
 }
 
 # Four documents, and two tokens of padding; l marks what is learned.
@@ -87,7 +97,7 @@ def documents_of(batch: Batch) -> list[tuple[int, list[int]]]:
     return found
 
 
-def pace(accepted: list[float]) -> list[float]:
+def dpace(accepted: list[float]) -> list[float]:
     """D-PACE: the weight of each draft of a block, from the acceptances of those that are real."""
     softened = [0.5 * each + 0.5 for each in accepted]
     reached = [float(torch.tensor(softened[: m + 1]).prod()) for m in range(len(softened))]
@@ -142,8 +152,8 @@ def plain_training(head: BlockHead, batch: Batch, features_BTX, target: Target):
                 accepted.append(row_accepted)
                 confidences.append(confidence)
             weights = decay_K.tolist()
-            if head.weighting == "pace":
-                weights = [each / head.depth for each in pace(accepted)]
+            if head.weighting == "dpace":
+                weights = [each / head.depth for each in dpace(accepted)]
             loss = loss + sum(w * each for w, each in zip(weights, losses, strict=False))
             if head.confidence_head is not None:
                 for w, c, a in zip(decay_K.tolist(), confidences, accepted, strict=False):
@@ -206,7 +216,7 @@ def trained_logits(head: BlockHead, batch: Batch, features_BTX, target: Target, 
 
 ALIKE: dict[str, dict[str, Any]] = {
     "none": {},
-    "markov": {"conditioning": "markov", "slots": "dflash"},
+    "markov": {"conditioning": "markov", "sample_from_anchor": False},
     "gated": {"conditioning": "gated", "sliding_window": 5},
     "rnn": {"conditioning": "rnn", "mask": 3},
 }
@@ -302,7 +312,7 @@ def test_anchors_are_random_sorted_few_and_a_function_of_the_seed(target, batch)
     assert anchors_of(head, batch, features_BTX, target) != drawn(2), "a step after it draws others"
 
 
-@pytest.mark.parametrize("weighting", ["decay", "pace"])
+@pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @torch.no_grad()
 def test_the_loss_of_few_anchors_is_on_average_that_of_all(target, batch, weighting):
     """Though one row has twice as many anchors as the other."""
@@ -346,7 +356,7 @@ def test_gradient_checkpointing_changes_nothing(target, batch, conditioning):
 
 
 @pytest.mark.parametrize("length", [2, 12])
-@pytest.mark.parametrize("weighting", ["decay", "pace"])
+@pytest.mark.parametrize("weighting", ["decay", "dpace"])
 def test_nothing_to_learn_costs_nothing_and_leaves_zero_gradients(target, weighting, length):
     head = new_head(target, conditioning="rnn", confidence=True, weighting=weighting)
     tokens_BT = torch.randint(0, VOCABULARY, (2, length))

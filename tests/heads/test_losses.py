@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftheads.heads import losses
 from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
-from draftheads.heads.losses import Pace, Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import DPace, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows
@@ -229,7 +229,7 @@ def test_acceptance_is_the_overlap_of_both_distributions(objective, monkeypatch)
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_pace_makes_a_loss_with_the_gradient_of_the_expected_accepted_tokens(soft, monkeypatch):
+def test_dpace_makes_a_loss_with_the_gradient_of_the_expected_accepted_tokens(soft, monkeypatch):
     """Of blocks of 4 rows, some of which are cut short, in chunks of at most 10 rows; each row's
     loss is -log a, and nothing is added to a.
     """
@@ -243,8 +243,8 @@ def test_pace_makes_a_loss_with_the_gradient_of_the_expected_accepted_tokens(sof
         logits_Rv = logits_UV[:, token_map]
         teacher = Teacher(torch.arange(24), lambda states: logits_Rv[states], None, "lk")
         accepted_R = torch.minimum(logits_Rv.softmax(-1), q_Rv).sum(1)
-    pace = Pace(4, 0.7 * real_R, floor=0.0)
-    loss, *_ = linear_cross_entropy(hidden, weight, labels, weights_R=pace, teacher=teacher)
+    dpace = DPace(4, 0.7 * real_R, floor=0.0)
+    loss, *_ = linear_cross_entropy(hidden, weight, labels, weights_R=dpace, teacher=teacher)
     expected = 0.7 * (accepted_R * real_R).view(6, 4).cumprod(1).sum()
     wanted = torch.autograd.grad(-expected, [hidden, weight])
     for left, right in zip(torch.autograd.grad(loss, [hidden, weight]), wanted, strict=True):

@@ -169,9 +169,10 @@ def test_hydra_has_no_rank(path):
     )
 
 
-@pytest.mark.parametrize(("slots", "most"), [("dspark", 36), ("dflash", 20)])
-def test_a_tree_of_a_block_head_is_as_deep_as_its_drafts(path, slots, most):
-    block = ["head.kind=block", "head.block_size=3", f"head.slots={slots}", "head.top_k=4"]
+@pytest.mark.parametrize(("from_anchor", "most"), [("true", 36), ("false", 20)])
+def test_a_tree_of_a_block_head_is_as_deep_as_its_drafts(path, from_anchor, most):
+    block = ["head.kind=block", "head.block_size=3", "head.top_k=4"]
+    block.append(f"head.sample_from_anchor={from_anchor}")
     assert load_recipe(path, [*block, f"head.nodes={most}"]).head.nodes == most
     assert f"{most} candidates, got 99" in error(path, *block, "head.nodes=99")
 

@@ -207,7 +207,7 @@ IN_THE_FOLDER = [
     ("eagle3", a_matrix_left_at_zero, "weights", "use an earlier checkpoint"),
     ("block", ids_of_another_format, "features", "set target_layer_ids there to [-1, 0]"),
     ("block", another_mask, "mask", "set mask_token_id there to 256"),
-    ("block", read_as_dflash, "slots", "set sample_from_anchor there to true"),
+    ("block", read_as_dflash, "sample_from_anchor", "set sample_from_anchor there to true"),
 ]
 
 
@@ -230,13 +230,13 @@ def test_a_fault_in_the_folder_is_named_first(examine, good, tmp_path, kind, fau
 
 
 def test_dflash_slots_read_as_dspark_are_named_first(examine, bench, tmp_path):
-    head = by_heart(bench, "block", slots="dflash", block_size=DEPTH + 1)
+    head = by_heart(bench, "block", sample_from_anchor=False, block_size=DEPTH + 1)
     folder = save(bench, head, tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
     config["sample_from_anchor"] = True
     (folder / "config.json").write_text(json.dumps(config))
     _, found, _ = result = examine(folder)
-    assert first(result) == "slots"
+    assert first(result) == "sample_from_anchor"
     assert "set sample_from_anchor there to false" in found["findings"][0]["advice"]
 
 

@@ -51,7 +51,7 @@ def test_block_heads_with_serve_commands_are_those_that_engines_load(file):
     head, output = recipe.head, recipe.run.output
     assert head.conditioning == "markov"
     assert isinstance(head.mask, int)
-    assert head.slots == "dspark"
+    assert head.sample_from_anchor
     assert head.lm_head == head.embeddings == "shared"
     assert f'"model": "{output}/best", "num_speculative_tokens": {head.block_size}}}' in text
     assert f"--speculative-draft-model-path {output}/best" in text
