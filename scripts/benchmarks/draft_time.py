@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers.initialization import no_init_weights
 
 from draftheads.heads.base import Committed, DraftHead
 from draftheads.heads.block import MARKOV_TYPES
@@ -131,8 +132,9 @@ def create_target(setup: Setup) -> Target:
         tie_word_embeddings=False,
     )
     torch.manual_seed(setup.seed)
-    with torch.device(setup.device):
+    with torch.device(setup.device), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype))
+    fill(model)
     model.generation_config = GenerationConfig()
     target = Target(model.to(setup.device), name="random Llama")
     target.unembed_weight()  # its check runs the model: before it says that it is deeper
@@ -141,24 +143,32 @@ def create_target(setup: Setup) -> Target:
 
 
 def create_head(name: str, setup: Setup, target: Target) -> DraftHead:
-    """A head of one of the `KINDS`; all of its weights are drawn."""
+    """A head of one of the `KINDS`, filled with random weights."""
     kind, choices = KINDS[name]
     choices = {**choices, "depth": setup.depth, "labels": "hard"}
     if kind.startswith("eagle"):
         choices |= {"nodes": setup.nodes, "top_k": setup.top_k}
     if kind == "block":
-        choices["block_size"] = max(BLOCK, setup.depth)
+        choices |= {"block_size": max(BLOCK, setup.depth), "mask": 0}
     if setup.rank and choices.get("conditioning", "hydra") != "hydra":
         choices["rank"] = setup.rank
     if setup.draft_vocab:
         spread = torch.linspace(0, setup.vocab - 1, setup.draft_vocab, dtype=torch.float64)
         choices["vocabulary"] = spread.long().tolist()
-    with _default_dtype(target.dtype):  # float32 first would take twice the memory
+    with _default_dtype(target.dtype), no_init_weights():  # float32 would take twice the memory
         head = HEADS[kind].create(target, **choices).to(target.device, target.dtype)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.normal_(std=0.02)
+    fill(head)
     return head.eval()
+
+
+def fill(module: torch.nn.Module) -> None:
+    """Draw a million weights and repeat them: drafts take as long, and to draw all takes minutes at
+    the shape of an 8B model.
+    """
+    drawn = torch.empty(1 << 20).normal_(std=0.02)
+    for parameter in module.parameters():
+        for part in parameter.data.view(-1).split(len(drawn)):
+            part.copy_(drawn[: len(part)])
 
 
 def trees(name: str, setup: Setup) -> dict[str, Tree]:

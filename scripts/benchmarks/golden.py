@@ -36,6 +36,7 @@ KINDS = {
     "sequential": {"conditioning": "recurrent", "depth": 6, "layers": 2, "rank": 64},
     "eagle3": {},
     "eagle": {},
+    "block": {},
 }
 READERS = ("draftheads", "vllm", "sglang", "tgi", "speculators")
 STEPS, NEW_TOKENS = 20, 48

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from test_hub import FEW, SCALED, trained
 from tiny_heads import drafts_of
 from tiny_targets import random_model, some_prompts, tiny_target
+from typer.testing import CliRunner
 
 from draftheads.heads.formats.table import WRITERS
 from draftheads.heads.hub import load_head, open_head, save_head
 from draftheads.heads.target import Target
-from draftheads.scripts.cli import main
+from draftheads.scripts.cli import app, main
 from draftheads.scripts.convert import converted
 
 THREE = {"feature_layers": [1, 2, 3]}
@@ -304,3 +305,8 @@ def test_the_command_prints_the_folder_and_mistakes_in_one_line(tmp_path, monkey
     with pytest.raises(SystemExit) as ended:
         main()
     assert capsys.readouterr().err.count("--to: expected one of draftheads, vllm,")
+
+
+def test_the_help_names_every_destination():
+    text = CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "200"}).output
+    assert [to for to in WRITERS if to not in text] == []
