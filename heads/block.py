@@ -705,10 +705,10 @@ def mask_token(target: Target, choice: str | int) -> int | None:
     tokenizer = target.tokenizer
     if choice == "learned" or tokenizer is None:
         return None
-    if tokenizer.mask_token_id is not None:
+    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id < rows:
         return int(tokenizer.mask_token_id)
     if len(tokenizer) < rows:  # rows that pad the matrix
         return len(tokenizer)
     added = tokenizer.get_added_vocab()
     spare = [id for token, id in added.items() if any(part in token.lower() for part in RESERVED)]
-    return min(spare, default=None)
+    return min((id for id in spare if id < rows), default=None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -18,13 +18,14 @@ from plain_hydra import awake
 from test_losses import plain_row_loss
 from test_sequential import committed_steps, drafts_of, plain_drafts, two_texts
 from test_training_time_test import LLAMA3, assert_equal
+from tiny_chat import byte_tokenizer
 from tiny_heads import decode
 from tiny_heads import drafts_of as drafted_trees
 from tiny_targets import VOCABULARY, random_model, tiny_target
 
-from draftheads.heads.base import RANKS
+from draftheads.heads.base import RANKS, Committed
 from draftheads.heads.batch import Batch
-from draftheads.heads.block import BlockHead
+from draftheads.heads.block import BlockHead, mask_token
 from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
@@ -470,6 +471,73 @@ def test_confidence_ends_a_tree_where_no_path_is_likely_enough(target, tree):
     assert decode(target, head, prompts, max_new_tokens=new, tree=tree)[0] == plain
     head.confidence_threshold = 0.99
     assert {depth for _, depth in drafted(head, target, prompts, new, tree)} == {1}, "never empty"
+
+
+@torch.no_grad()
+def test_the_chance_of_a_path_is_the_product_along_it(target):
+    """Each level grows while one path is likely enough, with the chance of its next slot."""
+    head = new_head(target, conditioning="markov", confidence=True).eval()
+    assert head.confidence_head is not None
+    head.confidence_head["proj"].bias.fill_(-1.0)
+    tokens_BA, features_BAX = torch.tensor([[3, 1, 4, 5]]), torch.randn(1, 4, head.fc.in_features)
+    committed = Committed(tokens_BA, features_BAX, torch.tensor([4]), [4])
+    tree = StaticTree.from_widths([3, 2, 2, 1])
+
+    def propose() -> tuple[list[int], list[int]]:
+        made = head.drafter(target, tree).propose(committed)
+        return made.tokens_BN[0].tolist(), made.topology.parents_BN[0].tolist()
+
+    tokens, parents = propose()
+    plain = PlainBlock(head, target)
+    states_KD = plain.states(plain.inputs(features_BAX[0])[-1], tokens[0])
+    paths, chances = [[tokens[0]]], [1.0]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append([*paths[parent], token])
+    best_K = [0.0] * head.depth
+    for number, path in enumerate(paths):
+        if len(path) > head.depth:
+            continue
+        confidence = plain.given(states_KD, path)[1]
+        assert confidence is not None
+        before = chances[parents[number]] if number else 1.0
+        chances[number:] = [before * float(confidence.sigmoid())]
+        best_K[len(path) - 1] = max(best_K[len(path) - 1], chances[number])
+    assert all(0.99 * before > after for before, after in pairwise(best_K))
+    for depth in range(1, head.depth):
+        nodes = 1 + sum(len(path) <= depth for path in tree.paths)
+        head.confidence_threshold = 1.001 * best_K[depth]
+        assert len(propose()[0]) == nodes
+        head.confidence_threshold = 0.999 * best_K[depth]
+        assert len(propose()[0]) > nodes
+
+
+@pytest.mark.parametrize(
+    ("more", "rows", "choice", "expected"),
+    [
+        ((), 259, "auto", None),
+        ((), 262, "auto", 259),
+        (("<tool>", "<|reserved_2|>", "<|reserved_3|>"), 262, "auto", 260),
+        (("<tool>", "<mask>", "<|reserved_2|>"), 300, "auto", 260),
+        (("<mask>",), 259, "auto", None),
+        (("<|reserved_2|>",), 300, "learned", None),
+        (("<tool>",), 260, 7, 7),
+    ],
+    ids=["none", "padding", "reserved", "known", "unknown", "learned", "chosen"],
+)
+def test_the_mask_is_a_token_that_no_text_contains(more, rows, choice, expected):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([*more], special_tokens=True)
+    if "<mask>" in more:
+        tokenizer.mask_token = "<mask>"
+    target = Target(random_model("llama"), tokenizer, name="padded")
+    target.model.resize_token_embeddings(rows)
+    target.vocab_size = rows
+    assert mask_token(target, choice) == expected
+
+
+def test_a_reduced_lm_head_begins_as_the_targets_rows(target):
+    head = BlockHead.create(target, **SIZES, vocabulary=ODD)
+    assert torch.equal(head.lm_head.weight, target.model.lm_head.weight[ODD])
 
 
 def drafted(head, target, prompts, new, tree) -> list[tuple[list[int], int]]:
