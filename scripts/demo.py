@@ -29,7 +29,7 @@ RECIPES = Path(str(files("draftheads.recipes")))
 KINDS = {
     "medusa": "five Medusa heads learn to predict the next tokens",
     "sequential": "six heads learn it that also see the preceding draft tokens",
-    "block": "a block head learns to draft seven tokens in one pass",
+    "eagle3": "an EAGLE-3 head learns to continue its own drafts",
 }
 NODES = (4, 8, 16)
 BENCH_PROMPTS = 16
