@@ -19,7 +19,8 @@ from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.cache import ROOM
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
-from draftheads.infer.accept import Acceptance, Accepted, Greedy, Sampled, Typical
+from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical, commit
+from draftheads.infer.compiled import CompiledStep
 from draftheads.infer.text import StopStrings
 
 
@@ -79,7 +80,7 @@ class Speculator:
     """Decodes a target with a drafter; without one, one token per forward.
 
     drafts: a DraftHead, or a function that returns a new Drafter for each generation, or None.
-    tree: overrides the head's own tree.
+    tree: overrides the head's own tree. compile: let torch compile the steps (see `CompiledStep`).
     """
 
     def __init__(
@@ -88,8 +89,11 @@ class Speculator:
         drafts: DraftHead | Callable[[], Drafter] | None = None,
         *,
         tree: Tree | None = None,
+        compile: bool = False,
     ) -> None:
         self.target = target
+        self.compile = compile
+        self._compiled: dict[tuple[int, str], CompiledStep] = {}
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
         if isinstance(drafts, DraftHead):
             self.tree: Tree = tree or drafts.tree
@@ -152,25 +156,41 @@ class Speculator:
         new = [[token] for token in first_B.tolist()]
         seconds = self._clock() - start
         yield [row.step(new[b], -1, 0.0, seconds) for b, row in enumerate(rows)]
+        step: CompiledStep | None = None
         while not all(row.finish for row in rows):
             start = self._clock()
+            if step is not None:
+                committed, new = step(committed, [row.finish is None for row in rows])
+                halves = 0.0, self._clock() - start
+                yield [
+                    None if row.finish else row.step(ids[:n], n - 1, *halves)
+                    for row, ids, n in zip(rows, new, committed.counts, strict=True)
+                ]
+                continue
             tree = drafter.propose(committed)
             drafted = self._clock()
             target.recompute({b: r.text for b, r in enumerate(rows) if not r.finish}, cache)
             out = target.verify(tree, cache, drafter.feature_layers)
             accepted = accept(out.logits_BNV, tree)
+            chosen, in_place = accepted.read()
             counts = [
                 0 if row.finish else min(count, target.room(len(row.text)))
-                for row, count in zip(rows, accepted.counts, strict=True)
+                for row, count in zip(rows, chosen, strict=True)
             ]
-            cache.keep(accepted.path_BA, counts, in_place=accepted.in_place)
-            committed = _commit(tree, out, accepted, counts)
+            path_BA = accepted.path_BN[:, : max(chosen)]
+            cache.keep(path_BA, counts, in_place=in_place)
+            count_B = torch.tensor(counts, device=path_BA.device)
+            committed = Committed(*commit(tree, out, accepted, path_BA), count_B, counts)
             new = [ids[:n] for ids, n in zip(committed.tokens_BA.tolist(), counts, strict=True)]
             halves = drafted - start, self._clock() - drafted
             yield [
                 None if row.finish else row.step(new[b], counts[b] - 1, *halves)
                 for b, row in enumerate(rows)
             ]
+            if self.compile:
+                key = len(rows), repr(accept)
+                step = self._compiled.setdefault(key, CompiledStep(target, self.tree))
+                committed = step.begin(drafter, cache, accept, committed)
 
     def _clock(self) -> float:
         if self.profile and self.target.device.type == "cuda":
@@ -239,23 +259,6 @@ def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tenso
     else:
         first = torch.zeros_like(prefilled.features_BND[:, :1])
         features_BAD = torch.cat([first, prefilled.features_BND], dim=1)
-    return Committed(tokens_BA, features_BAD, count_B, counts)
-
-
-def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]) -> Committed:
-    """Commit the accepted nodes and the bonus token, each with the state that predicted it."""
-    path_BA, count_B = accepted.path_BA, torch.tensor(counts, device=accepted.path_BA.device)
-    if tree.tokens_BN.shape[1] == 1:
-        tokens_BA = accepted.bonus_B[:, None]
-    else:
-        tokens_BA = tree.tokens_BN.gather(1, path_BA).roll(-1, dims=1)
-        last_B1 = torch.tensor(accepted.counts, device=path_BA.device)[:, None] - 1
-        tokens_BA.scatter_(1, last_B1, accepted.bonus_B[:, None])
-    if out.features_BND is None:
-        features_BAD = path_BA.new_zeros(*path_BA.shape, 0, dtype=torch.float)
-    else:
-        index_BAD = path_BA[:, :, None].expand(-1, -1, out.features_BND.shape[-1])
-        features_BAD = out.features_BND.gather(1, index_BAD)
     return Committed(tokens_BA, features_BAD, count_B, counts)
 
 
