@@ -55,6 +55,8 @@ class Cached(Generic[T]):
         self, parameters: Iterable[Tensor], make: Callable[[], T], frozen: Iterable[Tensor] = ()
     ) -> T:
         """The result of `make` for these parameters; frozen: others, compared without checksums."""
+        if torch.compiler.is_compiling():  # after a step that was not compiled
+            return self._value
         self._parameters = tuple(parameters)
         read = (*self._parameters, *frozen)
         versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in read]

@@ -312,9 +312,7 @@ class Target:
                     f"expected text and tree to fit into {self._slots} cache slots of this target, "
                     f"got {visible_BNS.shape[2]}; use a smaller tree"
                 )
-        if (
-            table.fixed_S is not None or table.span > self.context
-        ):  # only by nodes that are never committed
+        if table.fixed_S is not None or table.span > self.context:  # by nodes that are not kept
             positions_BN = positions_BN.clamp(max=self.context - 1)
         arguments: dict[str, Any] = {}
         if layers:
