@@ -56,6 +56,11 @@ class SlotTable:
             self._grow(span + 1)
         self.uniform, self.fixed_S = False, self._slots_S[:span]
 
+    def free(self) -> None:
+        """Undo `fix`."""
+        self.fixed_S = None
+        self.set_lengths(self.lengths)
+
     def reserve(self, tokens: int, *, after: int = 0) -> None:
         """Prepare for a forward pass that writes `tokens` tokens after each row's length and the
         `after` pending tokens there.

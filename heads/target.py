@@ -203,6 +203,11 @@ class Target:
         with self._longrope.factors(cache.table.lengths_B[:, None] + tree.topology.levels_BN):
             return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
 
+    @property
+    def has_long_rope(self) -> bool:
+        """Whether RoPE factors depend on the length of a text (LongRoPE)."""
+        return bool(self._longrope.limit)
+
     def room(self, length: int) -> int:
         """The number of tokens that a text of `length` tokens may grow by before `recompute`."""
         crossing = self._longrope.crossing

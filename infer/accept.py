@@ -277,6 +277,7 @@ def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int
 
 def processed(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
     """float32 logits (..., V) after processors that do not read the previous tokens."""
-    flat = logits.float().reshape(-1, logits.shape[-1])
-    scores: Tensor = processors(torch.empty(0, device=logits.device), flat)
+    scores = logits.float().reshape(-1, logits.shape[-1])
+    for processor in processors:
+        scores = processor(torch.empty(0, device=logits.device), scores)
     return scores.reshape(logits.shape)

@@ -9,6 +9,7 @@ Legend: B batch, N tree nodes, A most tokens of a step, D feature width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +24,7 @@ from draftheads.heads.tree import Tree
 from draftheads.heads.tree_drafting import DraftCache
 from draftheads.infer.accept import Acceptance, commit
 
-OPTIONS: dict[str, Any] = {"guard_filter_fn": lambda guards: [_can_fail(each) for each in guards]}
+BACKEND: Any = "inductor"
 FROZEN_BYTES = 2 << 30
 """Targets up to this size are copied in the layout that the CPU multiplies fastest."""
 
@@ -39,12 +40,15 @@ class CompiledStep:
     def __init__(self, target: Target, tree: Tree) -> None:
         self.target, self.width = target, tree.depth + 1
         self.nodes, self.room = tree.nodes, 0
+        options: dict[str, Any] = {"guard_filter_fn": _kept}
         size = sum(p.nbytes for p in target.model.parameters())
-        frozen = target.device.type == "cpu" and size <= FROZEN_BYTES
-        # a code object of its own: torch keeps what it compiled by code object
+        if BACKEND == "inductor" and target.device.type == "cpu" and size <= FROZEN_BYTES:
+            options["freezing"] = True
+        # a code object of its own, as torch keeps what it compiled by code object
         function = FunctionType(_advance.__code__.replace(), globals())
-        options = {**OPTIONS, "freezing": frozen}
-        self.compiled = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+        self.compiled = torch.compile(
+            function, backend=BACKEND, fullgraph=True, dynamic=False, options=options
+        )
 
     def begin(
         self, drafter: Drafter, cache: SlotCache, accept: Acceptance, committed: Committed
@@ -75,6 +79,12 @@ class CompiledStep:
             self.drafts.table.note(committed.counts)
         return Committed(tokens_BA, features_BAD, count_B, counts), read
 
+    def end(self) -> None:
+        """Let the generation continue with steps that are not compiled."""
+        self.cache.table.free()
+        if self.drafts is not None:
+            self.drafts.table.free()
+
     def _fix(self, cache: SlotCache, room: int) -> None:
         capacity = cache.table.capacity if cache.table.fixed_S is not None else 0
         cache.fix(room)
@@ -84,6 +94,15 @@ class CompiledStep:
             for layer in cache.layers:
                 torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
                 torch._dynamo.maybe_mark_dynamic(layer.values, 2)
+
+
+def why_not(target: Target) -> str | None:
+    """Why steps of this target cannot be compiled, as far as can be told before."""
+    if target.has_long_rope:
+        return "its RoPE factors change with the length of the text"
+    if len({parameter.device for parameter in target.model.parameters()}) > 1:
+        return "its layers are on several devices"
+    return None
 
 
 def _advance(
@@ -104,9 +123,10 @@ def _advance(
     return (*commit(tree, out, accepted, path_BA), new_B)
 
 
-def _can_fail(guard: Any) -> bool:
-    """Whether to check this assumption of the compiler before each step: shapes may change, the
-    step's objects are the same or of the same kind and sizes.
+def _kept(guards: Sequence[Any]) -> list[bool]:
+    """Which assumptions of the compiler to check before each step: shapes. Its objects are those of
+    one engine, or of the same kind and sizes.
     """
-    is_parameter = "_parameters" in guard.name or "_buffers" in guard.name
-    return guard.guard_type in ("SHAPE_ENV", "TENSOR_MATCH") and not is_parameter
+    kinds = ("SHAPE_ENV", "TENSOR_MATCH")
+    own = ("_parameters", "_buffers")
+    return [g.guard_type in kinds and not any(part in g.name for part in own) for g in guards]

@@ -5,6 +5,7 @@ Legend: B batch, N tree nodes, A committed tokens of a step, D feature width, V 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from transformers import GenerationConfig
 
 from draftheads.heads.base import Committed, Drafter, DraftHead
@@ -20,7 +22,7 @@ from draftheads.heads.cache import ROOM
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical, commit
-from draftheads.infer.compiled import CompiledStep
+from draftheads.infer.compiled import CompiledStep, why_not
 from draftheads.infer.text import StopStrings
 
 
@@ -80,7 +82,8 @@ class Speculator:
     """Decodes a target with a drafter; without one, one token per forward.
 
     drafts: a DraftHead, or a function that returns a new Drafter for each generation, or None.
-    tree: overrides the head's own tree. compile: let torch compile the steps (see `CompiledStep`).
+    tree: overrides the head's own tree. compile: let torch compile all steps but the first (see
+    `CompiledStep`), once for each batch size and rule; where it cannot, a warning says why.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Speculator:
         compile: bool = False,
     ) -> None:
         self.target = target
-        self.compile = compile
+        self.compile = compile and self._allowed(why_not(target))
         self._compiled: dict[tuple[int, str], CompiledStep] = {}
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
         if isinstance(drafts, DraftHead):
@@ -159,11 +162,16 @@ class Speculator:
         step: CompiledStep | None = None
         while not all(row.finish for row in rows):
             start = self._clock()
-            if step is not None:
-                committed, new = step(committed, [row.finish is None for row in rows])
-                halves = 0.0, self._clock() - start
+            if step is not None and self.compile:
+                try:
+                    committed, new = step(committed, [row.finish is None for row in rows])
+                except TorchDynamoException as error:  # at its first call, before it computes
+                    self.compile = self._allowed(str(error).strip().partition("\n")[0])
+                    step.end()
+                    continue
+                seconds = self._clock() - start
                 yield [
-                    None if row.finish else row.step(ids[:n], n - 1, *halves)
+                    None if row.finish else row.step(ids[:n], n - 1, 0.0, seconds)
                     for row, ids, n in zip(rows, new, committed.counts, strict=True)
                 ]
                 continue
@@ -191,6 +199,11 @@ class Speculator:
                 key = len(rows), repr(accept)
                 step = self._compiled.setdefault(key, CompiledStep(target, self.tree))
                 committed = step.begin(drafter, cache, accept, committed)
+
+    def _allowed(self, fault: str | None) -> bool:
+        if fault is not None:
+            warnings.warn(f"decoding without compilation: {fault}", stacklevel=3)
+        return fault is None
 
     def _clock(self) -> float:
         if self.profile and self.target.device.type == "cuda":
