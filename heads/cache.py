@@ -187,7 +187,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def fit(self) -> None:
         """Grow to the capacity of the table."""
-        if self.keys.shape[2] < self.table.capacity:
+        if self.is_initialized and self.keys.shape[2] < self.table.capacity:
             old_keys, old_values = self.keys, self.values
             self.lazy_initialization(old_keys, old_values)
             self.keys[:, :, : old_keys.shape[2]] = old_keys

@@ -10,6 +10,7 @@ Legend: B batch, N tree nodes, A most tokens of a step, D feature width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -91,7 +92,7 @@ class CompiledStep:
         assert cache.table.fixed_S is not None
         torch._dynamo.maybe_mark_dynamic(cache.table.fixed_S, 0)
         if cache.table.capacity != capacity:
-            for layer in cache.layers:
+            for layer in filter(attrgetter("is_initialized"), cache.layers):
                 torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
                 torch._dynamo.maybe_mark_dynamic(layer.values, 2)
 

@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 
 from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.cache import ROOM
@@ -292,12 +292,12 @@ class NoDraft:
 
 
 class Baseline:
-    """transformers' own `generate` with its default cache: the baseline of every speedup, and the
-    reference output.
+    """transformers' own `generate`: with its default cache the baseline of every speedup, and the
+    reference output. compile: with its static cache, and compiled.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, *, compile: bool = False) -> None:
+        self.target, self.compile = target, compile
 
     def generate(
         self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
@@ -326,6 +326,10 @@ class Baseline:
             config.temperature = float(sampling.temperature)
             config.top_p = float(sampling.top_p)
             config.top_k = sampling.top_k  # generate's default is 50
+        if self.compile:
+            config.cache_implementation = "static"
+            config.compile_config = CompileConfig(mode=None, fullgraph=False)
+            config.compile_config._compile_all_devices = True  # the CPU, too
         tokens_1T = torch.tensor([prompt], device=self.target.device)
         mask_1T = torch.ones_like(tokens_1T)
         out_1T = self.target.model.generate(

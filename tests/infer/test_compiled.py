@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_heads import VARIANTS, Oracle, random_head
-from tiny_targets import CONFIGS, UNEVEN, greedy, some_prompts, tiny_target
+from tiny_targets import CONFIGS, UNEVEN, VOCABULARY, greedy, some_prompts, tiny_target
 
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
@@ -91,10 +91,9 @@ def test_what_cannot_be_traced_decodes_without_compilation(traced):
     """This drafter looks its tokens up on the host."""
     target, prompts = tiny_target(), some_prompts(9, 5)
     truth = [greedy(target, prompt, NEW + 5) for prompt in prompts]
-    oracle = Speculator(
-        target, lambda: Oracle(TREE, truth, vocab_size=target.vocab_size), tree=TREE
+    speculator = Speculator(
+        target, lambda: Oracle(TREE, truth, vocab_size=VOCABULARY), tree=TREE, compile=True
     )
-    oracle.compile = True
     with pytest.warns(UserWarning, match="^decoding without compilation: .+"):
         rows = written(speculator, prompts)
     assert rows == [row[:NEW] for row in truth]
