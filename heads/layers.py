@@ -50,12 +50,13 @@ class Cached(Generic[T]):
         self._parameters: tuple[Tensor, ...] = ()
         self._versions: list[tuple[int, int]] | None = None
         self._checksums: list[int] = []
+        self._value: T
 
     def get(
         self, parameters: Iterable[Tensor], make: Callable[[], T], frozen: Iterable[Tensor] = ()
     ) -> T:
         """The result of `make` for these parameters; frozen: others, compared without checksums."""
-        if torch.compiler.is_compiling():  # after a step that was not compiled
+        if torch.compiler.is_compiling() and self._versions is not None:  # after an eager step
             return self._value
         self._parameters = tuple(parameters)
         read = (*self._parameters, *frozen)

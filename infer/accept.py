@@ -63,7 +63,7 @@ class RandomStream:
 
     def draw(self, logits: Tensor) -> Tensor:
         """One token per row without a device sync: argmax p / e with e ~ Exp(1)."""
-        if not self._is_filled:
+        if self._weights is None or not self._is_filled:
             if self._generator is None:
                 self._generator = torch.Generator(logits.device)
                 seed = int(torch.randint(1 << 62, ())) if self._seed is None else self._seed
@@ -80,8 +80,10 @@ class RandomStream:
         if self._weights is not None:
             self._weights.exponential_(generator=self._generator)
         self._is_filled = True
-        yield
-        self._is_filled = False
+        try:  # what cannot be compiled draws again
+            yield
+        finally:
+            self._is_filled = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Sampled(Acceptance):
         return self.random.draw(filtered_logits(logits, self.temperature, self.top_p, self.top_k))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Processed(Acceptance):
     """Lossless decoding with logits processors: the argmax of their output, or with `sample` one
     draw at every node.
@@ -150,6 +152,10 @@ class Processed(Acceptance):
 
     processors: LogitsProcessorList
     sample: bool
+
+    def __repr__(self) -> str:
+        shown = [f"{type(each).__name__}{vars(each)}" for each in self.processors]
+        return f"Processed({', '.join(shown)}, sample={self.sample})"
 
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax or one draw."""

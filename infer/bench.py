@@ -178,8 +178,9 @@ def bench(
     candidates = [Candidate(GENERATE, None, Baseline(target), rule)]
     candidates.append(Candidate(PLAIN, 0, Speculator(target), rule))
     if options.compile:
-        compiled = Baseline(target, compile=True), Speculator(target, compile=True)
-        for each, engine in zip(candidates[:], compiled, strict=True):
+        engines: list[Speculator | Baseline] = [Baseline(target, compile=True)]
+        engines.append(Speculator(target, compile=True))
+        for each, engine in zip(candidates[:], engines, strict=True):
             candidates.append(Candidate(COMPILED.format(each.name), each.nodes, engine, rule))
     candidates += _candidates(target, heads, options)
     accelerator = [target.device] if target.device.type == "cuda" else []

@@ -4,13 +4,12 @@ Its shapes depend on the batch and on the tree alone, and nothing in it waits fo
 host reads new tokens and their number once per step. The slots of the caches that a step can see
 are a dimension that may change without another compilation.
 
-Legend: B batch, N tree nodes, A most tokens of a step, D feature width.
+Legend: B batch, A most tokens of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -29,36 +28,50 @@ BACKEND: Any = "inductor"
 FROZEN_BYTES = 2 << 30
 """Targets up to this size are copied in the layout that the CPU multiplies fastest."""
 
+Advance = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
-class CompiledStep:
-    """The steps of one engine and batch size after each generation's first, which reads the prompt.
 
-    Compiled when it is first called. The weights of target and head must not change afterwards.
+def compiled(target: Target) -> Advance:
+    """A function for `FixedSteps` of one engine, batch size and rule; torch compiles it at its
+    first call. The weights of target and head must not change afterwards.
+    """
+    options: dict[str, Any] = {"guard_filter_fn": _checked}
+    size = sum(parameter.nbytes for parameter in target.model.parameters())
+    if BACKEND == "inductor" and target.device.type == "cpu" and size <= FROZEN_BYTES:
+        options["freezing"] = True
+    # a code object of its own, as torch keeps what it compiled by code object
+    function = FunctionType(_advance.__code__.replace(), globals())
+    made: Advance = torch.compile(
+        function, backend=BACKEND, fullgraph=True, dynamic=False, options=options
+    )
+    return made
+
+
+def why_not(target: Target) -> str | None:
+    """Why steps of this target cannot be compiled, as far as can be told before."""
+    if target.has_long_rope:
+        return "its RoPE factors change with the length of the text"
+    if len({parameter.device for parameter in target.model.parameters()}) > 1:
+        return "its layers are on several devices"
+    return None
+
+
+class FixedSteps:
+    """The steps of one generation after its first, which reads the prompt.
+
+    advance: from `compiled`. drafter and cache: as the first step left them.
     """
 
-    accept: Acceptance
+    def __init__(self, advance: Advance, target: Target, drafter: Drafter, tree: Tree) -> None:
+        self.advance, self.target, self.drafter = advance, target, drafter
+        self.width, self.nodes = tree.depth + 1, tree.nodes
+        drafts = getattr(drafter, "cache", None)
+        self.drafts = drafts if isinstance(drafts, DraftCache) else None
+        self.room = self.width + (self.drafts.table.pending if self.drafts else 0)
 
-    def __init__(self, target: Target, tree: Tree) -> None:
-        self.target, self.width = target, tree.depth + 1
-        self.nodes, self.room = tree.nodes, 0
-        options: dict[str, Any] = {"guard_filter_fn": _kept}
-        size = sum(p.nbytes for p in target.model.parameters())
-        if BACKEND == "inductor" and target.device.type == "cpu" and size <= FROZEN_BYTES:
-            options["freezing"] = True
-        # a code object of its own, as torch keeps what it compiled by code object
-        function = FunctionType(_advance.__code__.replace(), globals())
-        self.compiled = torch.compile(
-            function, backend=BACKEND, fullgraph=True, dynamic=False, options=options
-        )
-
-    def begin(
-        self, drafter: Drafter, cache: SlotCache, accept: Acceptance, committed: Committed
-    ) -> Committed:
-        """Prepare for a generation after its first step; returns what it committed, padded."""
-        self.drafter, self.cache, self.accept = drafter, cache, accept
-        self.drafts: DraftCache | None = getattr(drafter, "cache", None)
-        if self.drafts is not None:
-            self.room = self.width + self.drafts.table.pending
+    def begin(self, cache: SlotCache, accept: Acceptance, committed: Committed) -> Committed:
+        """Continue after the step that committed this; returns it padded."""
+        self.cache, self.accept = cache, accept
         more = self.width - committed.tokens_BA.shape[1]
         tokens_BA = F.pad(committed.tokens_BA, (0, more))
         features_BAD = F.pad(committed.features_BAD, (0, 0, 0, more))
@@ -66,13 +79,13 @@ class CompiledStep:
 
     def __call__(self, committed: Committed, running: list[bool]) -> tuple[Committed, list[Any]]:
         """One step of the rows that are running; returns what it committed, and its tokens."""
-        self._fix(self.cache, self.nodes)
+        _fix(self.cache, self.nodes)
         if self.drafts is not None:
-            self._fix(self.drafts.cache, self.room)
+            _fix(self.drafts.cache, self.room)
         running_B = torch.tensor(running, device=self.target.device)
         given = committed.tokens_BA, committed.features_BAD, committed.count_B
         with self.accept.random.filled():
-            tokens_BA, features_BAD, count_B = self.compiled(self, *given, running_B)
+            tokens_BA, features_BAD, count_B = self.advance(self, *given, running_B)
         read = torch.cat([tokens_BA, count_B[:, None]], dim=1).tolist()
         counts = [row.pop() for row in read]
         self.cache.table.note(counts)
@@ -86,45 +99,37 @@ class CompiledStep:
         if self.drafts is not None:
             self.drafts.table.free()
 
-    def _fix(self, cache: SlotCache, room: int) -> None:
-        capacity = cache.table.capacity if cache.table.fixed_S is not None else 0
-        cache.fix(room)
-        assert cache.table.fixed_S is not None
-        torch._dynamo.maybe_mark_dynamic(cache.table.fixed_S, 0)
-        if cache.table.capacity != capacity:
-            for layer in filter(attrgetter("is_initialized"), cache.layers):
-                torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
-                torch._dynamo.maybe_mark_dynamic(layer.values, 2)
-
-
-def why_not(target: Target) -> str | None:
-    """Why steps of this target cannot be compiled, as far as can be told before."""
-    if target.has_long_rope:
-        return "its RoPE factors change with the length of the text"
-    if len({parameter.device for parameter in target.model.parameters()}) > 1:
-        return "its layers are on several devices"
-    return None
-
 
 def _advance(
-    step: CompiledStep,
+    steps: FixedSteps,
     tokens_BA: Tensor,
     features_BAD: Tensor,
     count_B: Tensor,
     running_B: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The next tokens, their features, and how many there are."""
-    drafter, cache = step.drafter, step.cache
+    drafter, cache = steps.drafter, steps.cache
     tree = drafter.propose(Committed(tokens_BA, features_BAD, count_B, []))
-    out = step.target.verify(tree, cache, drafter.feature_layers)
-    accepted = step.accept(out.logits_BNV, tree)
-    path_BA = accepted.path_BN[:, : step.width]
+    out = steps.target.verify(tree, cache, drafter.feature_layers)
+    accepted = steps.accept(out.logits_BNV, tree)
+    path_BA = accepted.path_BN[:, : steps.width]
     new_B = accepted.count_B * running_B
     cache.keep(path_BA, new_B)
     return (*commit(tree, out, accepted, path_BA), new_B)
 
 
-def _kept(guards: Sequence[Any]) -> list[bool]:
+def _fix(cache: SlotCache, room: int) -> None:
+    before = cache.table.capacity if cache.table.fixed_S is not None else 0
+    cache.fix(room)
+    torch._dynamo.maybe_mark_dynamic(cache.table.slots_S, 0)
+    if cache.table.capacity != before:
+        for layer in cache.layers:
+            if layer.is_initialized:
+                torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
+                torch._dynamo.maybe_mark_dynamic(layer.values, 2)
+
+
+def _checked(guards: Sequence[Any]) -> list[bool]:
     """Which assumptions of the compiler to check before each step: shapes. Its objects are those of
     one engine, or of the same kind and sizes.
     """

@@ -22,7 +22,7 @@ from draftheads.heads.cache import ROOM
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical, commit
-from draftheads.infer.compiled import CompiledStep, why_not
+from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
 from draftheads.infer.text import StopStrings
 
 
@@ -83,7 +83,7 @@ class Speculator:
 
     drafts: a DraftHead, or a function that returns a new Drafter for each generation, or None.
     tree: overrides the head's own tree. compile: let torch compile all steps but the first (see
-    `CompiledStep`), once for each batch size and rule; where it cannot, a warning says why.
+    `compiled`), once for each batch size and rule; where it cannot, a warning says why.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Speculator:
     ) -> None:
         self.target = target
         self.compile = compile and self._allowed(why_not(target))
-        self._compiled: dict[tuple[int, str], CompiledStep] = {}
+        self._compiled: dict[tuple[int, str], Advance] = {}
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
         if isinstance(drafts, DraftHead):
             self.tree: Tree = tree or drafts.tree
@@ -159,46 +159,43 @@ class Speculator:
         new = [[token] for token in first_B.tolist()]
         seconds = self._clock() - start
         yield [row.step(new[b], -1, 0.0, seconds) for b, row in enumerate(rows)]
-        step: CompiledStep | None = None
+        fixed: FixedSteps | None = None
         while not all(row.finish for row in rows):
             start = self._clock()
-            if step is not None and self.compile:
+            drafted = start
+            if fixed is not None:
                 try:
-                    committed, new = step(committed, [row.finish is None for row in rows])
+                    committed, new = fixed(committed, [row.finish is None for row in rows])
                 except TorchDynamoException as error:  # at its first call, before it computes
                     self.compile = self._allowed(str(error).strip().partition("\n")[0])
-                    step.end()
+                    fixed.end()
+                    fixed = None
                     continue
-                seconds = self._clock() - start
-                yield [
-                    None if row.finish else row.step(ids[:n], n - 1, 0.0, seconds)
-                    for row, ids, n in zip(rows, new, committed.counts, strict=True)
+            else:
+                tree = drafter.propose(committed)
+                drafted = self._clock()
+                target.recompute({b: r.text for b, r in enumerate(rows) if not r.finish}, cache)
+                out = target.verify(tree, cache, drafter.feature_layers)
+                accepted = accept(out.logits_BNV, tree)
+                chosen, in_place = accepted.read()
+                counts = [
+                    0 if row.finish else min(count, target.room(len(row.text)))
+                    for row, count in zip(rows, chosen, strict=True)
                 ]
-                continue
-            tree = drafter.propose(committed)
-            drafted = self._clock()
-            target.recompute({b: r.text for b, r in enumerate(rows) if not r.finish}, cache)
-            out = target.verify(tree, cache, drafter.feature_layers)
-            accepted = accept(out.logits_BNV, tree)
-            chosen, in_place = accepted.read()
-            counts = [
-                0 if row.finish else min(count, target.room(len(row.text)))
-                for row, count in zip(rows, chosen, strict=True)
-            ]
-            path_BA = accepted.path_BN[:, : max(chosen)]
-            cache.keep(path_BA, counts, in_place=in_place)
-            count_B = torch.tensor(counts, device=path_BA.device)
-            committed = Committed(*commit(tree, out, accepted, path_BA), count_B, counts)
-            new = [ids[:n] for ids, n in zip(committed.tokens_BA.tolist(), counts, strict=True)]
+                path_BA = accepted.path_BN[:, : max(chosen)]
+                cache.keep(path_BA, counts, in_place=in_place)
+                count_B = torch.tensor(counts, device=path_BA.device)
+                committed = Committed(*commit(tree, out, accepted, path_BA), count_B, counts)
+                new = committed.tokens_BA.tolist()
             halves = drafted - start, self._clock() - drafted
             yield [
-                None if row.finish else row.step(new[b], counts[b] - 1, *halves)
-                for b, row in enumerate(rows)
+                None if row.finish else row.step(ids[:count], count - 1, *halves)
+                for row, ids, count in zip(rows, new, committed.counts, strict=True)
             ]
-            if self.compile:
-                key = len(rows), repr(accept)
-                step = self._compiled.setdefault(key, CompiledStep(target, self.tree))
-                committed = step.begin(drafter, cache, accept, committed)
+            if self.compile and fixed is None:
+                advance = self._compiled.setdefault((len(rows), repr(accept)), compiled(target))
+                fixed = FixedSteps(advance, target, drafter, self.tree)
+                committed = fixed.begin(cache, accept, committed)
 
     def _allowed(self, fault: str | None) -> bool:
         if fault is not None:
