@@ -101,6 +101,11 @@ class SlotTable:
         self.uniform = min(lengths) == self.longest
         self.start = self.pending = 0
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows alone."""
+        self.lengths_B, self.rows_B1 = self.lengths_B[rows], self.rows_B1[: len(rows)]
+        self.set_lengths([self.lengths[row] for row in rows])
+
     def visible(self, ancestors_BQN: Tensor) -> Tensor:
         """bool (B, Q, S): the slots that the Q newest of N pending nodes see: all committed ones of
         their row, their ancestors and themselves.
@@ -240,6 +245,13 @@ class SlotCache(Cache):  # type: ignore[misc]
                 if layer.is_initialized:
                     layer.move(source_BA.to(layer.device), target_BA.to(layer.device))
         self.table.advance(counts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows alone."""
+        self.table.select(rows)
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
     def copy_row(self, row: int, other: SlotCache) -> None:
         """Replace this row by the only row of `other`, which has the same text."""

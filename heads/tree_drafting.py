@@ -217,6 +217,10 @@ class DraftCache:
         for memory in self.memories:
             memory.visible_B1QS = visible_BQS[:, None]
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows alone."""
+        self.cache.select(rows)
+
     def angles(self, count: int) -> Angles:
         """RoPE angles of the `count` positions after the newest pair of each row."""
         lengths_B1 = self.table.lengths_B[:, None]

@@ -47,6 +47,12 @@ def compiled(target: Target) -> Advance:
     return made
 
 
+def draft_cache(drafter: Drafter) -> DraftCache | None:
+    """The drafter's own keys and values, if it has any."""
+    cache = getattr(drafter, "cache", None)
+    return cache if isinstance(cache, DraftCache) else None
+
+
 def why_not(target: Target) -> str | None:
     """Why steps of this target cannot be compiled, as far as can be told before."""
     if target.has_long_rope:
@@ -65,8 +71,7 @@ class FixedSteps:
     def __init__(self, advance: Advance, target: Target, drafter: Drafter, tree: Tree) -> None:
         self.advance, self.target, self.drafter = advance, target, drafter
         self.width, self.nodes = tree.depth + 1, tree.nodes
-        drafts = getattr(drafter, "cache", None)
-        self.drafts = drafts if isinstance(drafts, DraftCache) else None
+        self.drafts = draft_cache(drafter)
         self.room = self.width + (self.drafts.table.pending if self.drafts else 0)
 
     def begin(self, cache: SlotCache, accept: Acceptance, committed: Committed) -> Committed:

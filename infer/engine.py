@@ -22,7 +22,7 @@ from draftheads.heads.cache import ROOM
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical, commit
-from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
+from draftheads.infer.compiled import Advance, FixedSteps, compiled, draft_cache, why_not
 from draftheads.infer.text import StopStrings
 
 
@@ -98,6 +98,7 @@ class Speculator:
         self.compile = compile and self._allowed(why_not(target))
         self._compiled: dict[tuple[int, str], Advance] = {}
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
+        self._drops_rows = drafts is None or isinstance(drafts, DraftHead)
         if isinstance(drafts, DraftHead):
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
@@ -160,12 +161,13 @@ class Speculator:
         seconds = self._clock() - start
         yield [row.step(new[b], -1, 0.0, seconds) for b, row in enumerate(rows)]
         fixed: FixedSteps | None = None
+        batch = rows  # those that are in the caches
         while not all(row.finish for row in rows):
             start = self._clock()
             drafted = start
             if fixed is not None:
                 try:
-                    committed, new = fixed(committed, [row.finish is None for row in rows])
+                    committed, new = fixed(committed, [row.finish is None for row in batch])
                 except TorchDynamoException as error:  # at its first call, before it computes
                     self.compile = self._allowed(str(error).strip().partition("\n")[0])
                     fixed.end()
@@ -174,13 +176,13 @@ class Speculator:
             else:
                 tree = drafter.propose(committed)
                 drafted = self._clock()
-                target.recompute({b: r.text for b, r in enumerate(rows) if not r.finish}, cache)
+                target.recompute({b: r.text for b, r in enumerate(batch) if not r.finish}, cache)
                 out = target.verify(tree, cache, drafter.feature_layers)
                 accepted = accept(out.logits_BNV, tree)
                 chosen, in_place = accepted.read()
                 counts = [
                     0 if row.finish else min(count, target.room(len(row.text)))
-                    for row, count in zip(rows, chosen, strict=True)
+                    for row, count in zip(batch, chosen, strict=True)
                 ]
                 path_BA = accepted.path_BN[:, : max(chosen)]
                 cache.keep(path_BA, counts, in_place=in_place)
@@ -188,12 +190,20 @@ class Speculator:
                 committed = Committed(*commit(tree, out, accepted, path_BA), count_B, counts)
                 new = committed.tokens_BA.tolist()
             halves = drafted - start, self._clock() - drafted
-            yield [
-                None if row.finish else row.step(ids[:count], count - 1, *halves)
-                for row, ids, count in zip(rows, new, committed.counts, strict=True)
-            ]
+            made = {
+                row: row.step(ids[:count], count - 1, *halves)
+                for row, ids, count in zip(batch, new, committed.counts, strict=True)
+                if not row.finish
+            }
+            yield [made.get(row) for row in rows]
+            left = [place for place, row in enumerate(batch) if not row.finish]
+            if 0 < len(left) < len(batch) and self._drops_rows and fixed is None:
+                committed, batch = committed.select(left), [batch[place] for place in left]
+                cache.select(left)
+                if (drafts := draft_cache(drafter)) is not None:
+                    drafts.select(left)
             if self.compile and fixed is None:
-                advance = self._compiled.setdefault((len(rows), repr(accept)), compiled(target))
+                advance = self._compiled.setdefault((len(batch), repr(accept)), compiled(target))
                 fixed = FixedSteps(advance, target, drafter, self.tree)
                 committed = fixed.begin(cache, accept, committed)
 

@@ -60,7 +60,7 @@ def test_compiled_steps_write_the_same_and_are_traced_once(traced, kind, lengths
 @pytest.mark.parametrize("rule", [Sampled(0.8, top_k=5), Typical(), Greedy()], ids=repr)
 def test_rules_draw_as_they_do_without_compilation(traced, rule):
     target = tiny_target()
-    head, prompts = random_head("sequential", target), some_prompts(9, 5)
+    head, prompts = random_head("sequential", target), some_prompts(9)
     outputs = []
     for compile in (False, True):
         rule.seed(3)
