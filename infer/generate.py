@@ -82,7 +82,7 @@ class SpeculativeDecoding:
     acceptance: Acceptance | None = None
     tokenizer: Any = None
     compile: bool = False
-    _speculator: Speculator | None = field(default=None, init=False)
+    speculator: Speculator | None = field(default=None, init=False)
 
     def __call__(
         self,
@@ -130,14 +130,14 @@ class SpeculativeDecoding:
         return replay.sequences_BT
 
     def _loaded(self, model: PreTrainedModel) -> Speculator:
-        if self._speculator is None or self._speculator.target.model is not model:
+        if self.speculator is None or self.speculator.target.model is not model:
             target, head = Target(model), self.head
             if not isinstance(head, DraftHead):
                 head = load_head(head, target=target)
             check_target(head, target, {})
             self.head = head = head.to(target.device)
-            self._speculator = Speculator(target, head, tree=self.tree, compile=self.compile)
-        return self._speculator
+            self.speculator = Speculator(target, head, tree=self.tree, compile=self.compile)
+        return self.speculator
 
 
 speculative = SpeculativeDecoding

@@ -216,7 +216,7 @@ def test_rows_that_have_ended_are_not_computed(kind, monkeypatch):
     head, prompts = random_head(kind, target), some_prompts(9, 4, 13)
     truth = [greedy(target, prompt, 40) for prompt in prompts]
     end = truth[1][7]
-    target.eos_ids = (end,)
+    monkeypatch.setattr(target, "eos_ids", (end,))
     expected = [row[: row.index(end) + 1] if end in row else row for row in truth]
     sizes, verify = [], target.verify
     monkeypatch.setattr(
