@@ -16,7 +16,7 @@ positions with a loss.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -70,6 +70,11 @@ class Committed:
         """The feature of the newest committed token of each row."""
         index_B1D = self._last_B1()[:, :, None].expand(-1, 1, self.features_BAD.shape[-1])
         return self.features_BAD.gather(1, index_B1D)[:, 0]
+
+    def select(self, rows: Sequence[int]) -> Committed:
+        """Of these rows alone."""
+        counts = [self.counts[row] for row in rows]
+        return Committed(self.tokens_BA[rows], self.features_BAD[rows], self.count_B[rows], counts)
 
     def _last_B1(self) -> Tensor:
         return (self.count_B - 1).clamp(min=0)[:, None]

@@ -606,7 +606,9 @@ class BlockMemory:
 class ContextCache(DraftCache):
     """Keys and values of the target's features. The block is written after them, and forgotten."""
 
-    def _append(self, tokens_BA: Tensor, features_BAD: Tensor, counts: list[int]) -> Tensor:
+    def _append(
+        self, tokens_BA: Tensor, features_BAD: Tensor, counts: Sequence[int] | Tensor
+    ) -> Tensor:
         self.table.reserve(tokens_BA.shape[1])
         context_BAD = self.read(tokens_BA, features_BAD, self.angles(tokens_BA.shape[1]))
         self.table.advance(counts)

@@ -12,7 +12,7 @@ head width, T tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,7 +32,8 @@ class SlotTable:
     """The slots in use, shared by all layers of a cache.
 
     lengths_B: int64, committed tokens of each row. `lengths`, `longest` and `uniform` (all rows are
-    equally long) are the same on the host.
+    equally long) are the same on the host. After `fix`, passes have shapes that depend on no
+    length, and read lengths from the device alone.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str) -> None:
@@ -44,24 +45,53 @@ class SlotTable:
         self.rows_B1 = torch.arange(batch, device=device)[:, None]
         self._slots_S = torch.arange(capacity, device=device)
         self.start = self.pending = 0
+        self.fixed_S: Tensor | None = None  # after `fix`: the slots that a pass can see
+
+    def fix(self, room: int) -> None:
+        """Let the following passes see all committed slots and the next `room`; to be called before
+        each step, as the slots are those of now.
+        """
+        span = self.longest + room
+        if span >= self.capacity:  # fewer than all: a compiled step would treat that case alone
+            self._grow(span + 1)
+        self.uniform, self.fixed_S = False, self._slots_S[:span]
+
+    def free(self) -> None:
+        """Undo `fix`."""
+        self.fixed_S = None
+        self.set_lengths(self.lengths)
 
     def reserve(self, tokens: int, *, after: int = 0) -> None:
         """Prepare for a forward pass that writes `tokens` tokens after each row's length and the
         `after` pending tokens there.
         """
         self.start, self.pending = after, after + tokens
-        if self.span > self.capacity:
-            self.capacity = max(self.span, int(self.capacity * GROWTH))
-            self._slots_S = torch.arange(self.capacity, device=self.lengths_B.device)
+        if self.fixed_S is None and self.span > self.capacity:
+            self._grow(self.span)
+
+    @property
+    def slots_S(self) -> Tensor:
+        """int64: the slots that the next forward pass can see, over all rows."""
+        return self._slots_S[: self.span] if self.fixed_S is None else self.fixed_S
 
     @property
     def span(self) -> int:
-        """Number of slots that the next forward pass can see, over all rows."""
-        return self.longest + self.pending
+        """Number of `slots_S`."""
+        return self.longest + self.pending if self.fixed_S is None else self.fixed_S.shape[0]
 
-    def advance(self, counts: list[int]) -> None:
-        """Commit the first `counts[b]` pending tokens of each row b."""
-        self.set_lengths([old + new for old, new in zip(self.lengths, counts, strict=True)])
+    def advance(self, counts: Sequence[int] | Tensor) -> None:
+        """Commit the first `counts[b]` pending tokens of each row b. A tensor, after `fix`, is to
+        be followed by `note` on the host.
+        """
+        if isinstance(counts, Tensor):
+            self.lengths_B += counts
+        else:
+            self.set_lengths([old + new for old, new in zip(self.lengths, counts, strict=True)])
+
+    def note(self, counts: Sequence[int]) -> None:
+        """What a tensor added to the lengths."""
+        self.lengths = [old + new for old, new in zip(self.lengths, counts, strict=True)]
+        self.longest = max(self.lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Set the number of committed tokens of each row; discard the pending ones."""
@@ -70,6 +100,11 @@ class SlotTable:
         self.longest = max(lengths)
         self.uniform = min(lengths) == self.longest
         self.start = self.pending = 0
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows alone."""
+        self.lengths_B, self.rows_B1 = self.lengths_B[rows], self.rows_B1[: len(rows)]
+        self.set_lengths([self.lengths[row] for row in rows])
 
     def visible(self, ancestors_BQN: Tensor) -> Tensor:
         """bool (B, Q, S): the slots that the Q newest of N pending nodes see: all committed ones of
@@ -90,7 +125,7 @@ class SlotTable:
         """int64 (B, S): the position in each slot; pending nodes are `depths` after the committed
         ones.
         """
-        slots_S = self._slots_S[: self.span]
+        slots_S = self.slots_S
         if self.uniform:
             prefix = slots_S[None, : self.longest].expand(len(depths_BN), -1)
             return torch.cat([prefix, self.longest + depths_BN], dim=1)
@@ -100,8 +135,12 @@ class SlotTable:
 
     def _nodes(self, nodes: int) -> tuple[Tensor, Tensor]:
         """The node number of each slot (negative: committed; >= `nodes`: free), raw and clamped."""
-        node_BS = self._slots_S[: self.span] - self.lengths_B[:, None]
+        node_BS = self.slots_S - self.lengths_B[:, None]
         return node_BS, node_BS.clamp(0, nodes - 1)
+
+    def _grow(self, span: int) -> None:
+        self.capacity = max(span, int(self.capacity * GROWTH))
+        self._slots_S = torch.arange(self.capacity, device=self.lengths_B.device)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -113,16 +152,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, table: SlotTable) -> None:
         super().__init__()
         self.table = table
-        self._stores: list[Tensor] = []  # each (keys and/or values, B, H, capacity, D)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate; keys and values of one shape share a store, so that one copy moves both."""
+        """Allocate for states of these shapes."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        if key_states.shape == value_states.shape:
-            self._stores = [self._allocate(2, key_states)]
-        else:
-            self._stores = [self._allocate(1, key_states), self._allocate(1, value_states)]
-        self.keys, self.values = self._stores[0][0], self._stores[-1][-1]
+        self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
         self.is_initialized = True
 
     def update(
@@ -131,8 +165,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write tokens after each row's length; returns views of all slots that they may see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < self.table.capacity:
-            self._grow()
+        elif self.table.fixed_S is None:
+            self.fit()
         table, tokens = self.table, key_states.shape[2]
         if table.uniform:
             start = table.longest + table.start
@@ -148,15 +182,21 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move(self, source_BA: Tensor, target_BA: Tensor) -> None:
         """Copy slots within each row."""
-        if self.table.uniform and len(source_BA) == 1:
-            start = self.table.longest
-            for store in self._stores:
-                moved = store.index_select(3, source_BA[0])
-                store[:, :, :, start : start + moved.shape[3]] = moved
-            return
-        rows_B1 = self.table.rows_B1.to(self.device)
-        for store in self._stores:
-            store[:, rows_B1, :, target_BA] = store[:, rows_B1, :, source_BA]
+        start, rows_B1 = self.table.longest, self.table.rows_B1.to(self.device)
+        for store in (self.keys, self.values):
+            if self.table.uniform and len(source_BA) == 1:
+                moved = store.index_select(2, source_BA[0])
+                store[:, :, start : start + moved.shape[2]] = moved
+            else:
+                store[rows_B1, :, target_BA] = store[rows_B1, :, source_BA]
+
+    def fit(self) -> None:
+        """Grow to the capacity of the table."""
+        if self.is_initialized and self.keys.shape[2] < self.table.capacity:
+            old_keys, old_values = self.keys, self.values
+            self.lazy_initialization(old_keys, old_values)
+            self.keys[:, :, : old_keys.shape[2]] = old_keys
+            self.values[:, :, : old_values.shape[2]] = old_values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.table.longest + query_length, 0
@@ -167,15 +207,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1  # it grows
 
-    def _allocate(self, count: int, states: Tensor) -> Tensor:
+    def _allocate(self, states: Tensor) -> Tensor:
         batch, heads, _, width = states.shape
-        return states.new_zeros(count, batch, heads, self.table.capacity, width)
-
-    def _grow(self) -> None:
-        old_stores = self._stores
-        self.lazy_initialization(self.keys, self.values)
-        for store, old in zip(self._stores, old_stores, strict=True):
-            store[:, :, :, : old.shape[3]] = old
+        return states.new_zeros(batch, heads, self.table.capacity, width)
 
 
 class SlotCache(Cache):  # type: ignore[misc]
@@ -189,7 +223,15 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.table = SlotTable(batch, capacity, device)
         super().__init__(layers=[SlotLayer(self.table) for _ in range(layers)])
 
-    def keep(self, path_BA: Tensor, counts: list[int], *, in_place: bool = False) -> None:
+    def fix(self, room: int) -> None:
+        """See `SlotTable.fix`."""
+        self.table.fix(room)
+        for layer in self.layers:
+            layer.fit()
+
+    def keep(
+        self, path_BA: Tensor, counts: Sequence[int] | Tensor, *, in_place: bool = False
+    ) -> None:
         """Commit the pending nodes `path_BA[b, :counts[b]]` of each row b; discard the others.
 
         path_BA: int64 node numbers in depth order, padded with any valid ones. in_place: the path
@@ -204,12 +246,19 @@ class SlotCache(Cache):  # type: ignore[misc]
                     layer.move(source_BA.to(layer.device), target_BA.to(layer.device))
         self.table.advance(counts)
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows alone."""
+        self.table.select(rows)
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
     def copy_row(self, row: int, other: SlotCache) -> None:
         """Replace this row by the only row of `other`, which has the same text."""
         length = self.table.lengths[row]
         for layer, source in zip(self.layers, other.layers, strict=True):
-            for store, copied in zip(layer._stores, source._stores, strict=True):
-                store[:, row, :, :length] = copied[:, 0, :, :length]
+            layer.keys[row, :, :length] = source.keys[0, :, :length]
+            layer.values[row, :, :length] = source.values[0, :, :length]
 
 
 class LongRope:

@@ -50,11 +50,14 @@ class Cached(Generic[T]):
         self._parameters: tuple[Tensor, ...] = ()
         self._versions: list[tuple[int, int]] | None = None
         self._checksums: list[int] = []
+        self._value: T
 
     def get(
         self, parameters: Iterable[Tensor], make: Callable[[], T], frozen: Iterable[Tensor] = ()
     ) -> T:
         """The result of `make` for these parameters; frozen: others, compared without checksums."""
+        if torch.compiler.is_compiling() and self._versions is not None:  # after an eager step
+            return self._value
         self._parameters = tuple(parameters)
         read = (*self._parameters, *frozen)
         versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in read]

@@ -269,7 +269,7 @@ class MedusaDrafter:
         assert isinstance(tree, StaticTree)
         refresh(head)
         tree = StaticTree(tuple(sorted(tree.paths)))  # depth first: the top path is contiguous
-        self.head, self.target, self.tree = head, target, tree
+        self.head, self.target, self.depth, self.width = head, target, tree.depth, tree.width
         self.feature_layers = head.feature_layers
         self.topology = tree.topology(target.device)
         self.stack = head.stacked()
@@ -277,11 +277,11 @@ class MedusaDrafter:
         self.places_N = torch.tensor(places, dtype=torch.long, device=target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
-        head, tree = self.head, self.tree
+        head, depth = self.head, self.depth
         features_BD = head.cast(committed.last_features_BD())
-        hidden_KBD = head.hidden(features_BD, tree.depth, self.stack)
+        hidden_KBD = head.hidden(features_BD, depth, self.stack)
         logits_KBv = head.unembed(hidden_KBD, self.target, self.stack)
-        top_BN = logits_KBv.topk(tree.width).indices.transpose(0, 1).flatten(1)[:, self.places_N]
+        top_BN = logits_KBv.topk(self.width).indices.transpose(0, 1).flatten(1)[:, self.places_N]
         drafts_BN = top_BN if head.token_map is None else head.token_map[top_BN]
         tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)
         return TokenTree(tokens_BN, self.topology)

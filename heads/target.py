@@ -203,6 +203,11 @@ class Target:
         with self._longrope.factors(cache.table.lengths_B[:, None] + tree.topology.levels_BN):
             return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
 
+    @property
+    def has_long_rope(self) -> bool:
+        """Whether RoPE factors depend on the length of a text (LongRoPE)."""
+        return bool(self._longrope.limit)
+
     def room(self, length: int) -> int:
         """The number of tokens that a text of `length` tokens may grow by before `recompute`."""
         crossing = self._longrope.crossing
@@ -312,7 +317,7 @@ class Target:
                     f"expected text and tree to fit into {self._slots} cache slots of this target, "
                     f"got {visible_BNS.shape[2]}; use a smaller tree"
                 )
-        if table.span > self.context:  # only by nodes that are never committed
+        if table.fixed_S is not None or table.span > self.context:  # by nodes that are not kept
             positions_BN = positions_BN.clamp(max=self.context - 1)
         arguments: dict[str, Any] = {}
         if layers:

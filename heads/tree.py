@@ -12,8 +12,7 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, product
 from operator import mul
 from typing import Any
@@ -28,7 +27,7 @@ MOST_NODES = 4096
 """Larger trees never pay off, and their attention masks would take gigabytes."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Topology:
     """The shape of a tree, without its tokens."""
 
@@ -36,41 +35,33 @@ class Topology:
     """int64 (B, N), or (1, N) when all rows share it; the root's parent is -1."""
     height: int | None = None
     """An upper bound on the depth, if known."""
+    ancestors_BNN: Tensor = field(init=False)
+    """The attention mask of the tree, bool (B|1, N, N): [b, i, j] is True if j is i or an ancestor
+    of i.
+    """
+    drafted_BNN: Tensor = field(init=False)
+    """bool (B|1, N, N): the ancestors without the root."""
+    levels_BN: Tensor = field(init=False)
+    """int64 (B|1, N): number of nodes from the root to each node, both included."""
+    depths_BN: Tensor = field(init=False)
+    """int64 (B|1, N), 0 for the root. A node's position is its row's length plus its depth."""
+    asked_BN: Tensor = field(init=False)
+    """int64 (B|1, N): the node at which the target predicts each node; 0 for the root."""
 
-    @cached_property
-    def ancestors_BNN(self) -> Tensor:
-        """The attention mask of the tree, bool (B|1, N, N): [b, i, j] is True if j is i or an
-        ancestor of i.
-        """
+    def __post_init__(self) -> None:
         nodes = self.parents_BN.shape[1]
+        self.asked_BN = self.parents_BN.clamp(min=0)
         reach = torch.zeros(*self.parents_BN.shape, nodes, device=self.parents_BN.device)
-        reach.scatter_(2, self.parents_BN.clamp(min=0)[..., None], 1.0)
+        reach.scatter_(2, self.asked_BN[..., None], 1.0)
         reach[:, 0] = 0.0
         reach += torch.eye(nodes, device=reach.device)
         # squaring the parent relation doubles its reach: log2(depth) products, no loop over nodes
         for _ in range((self.height or max(nodes - 1, 1)).bit_length()):
             reach = (reach @ reach).clamp_(max=1.0)
-        return reach > 0
-
-    @cached_property
-    def depths_BN(self) -> Tensor:
-        """int64 (B|1, N), 0 for the root. A node's position is its row's length plus its depth."""
-        return self.levels_BN - 1
-
-    @cached_property
-    def levels_BN(self) -> Tensor:
-        """int64 (B|1, N): number of nodes from the root to each node, both included."""
-        return self.ancestors_BNN.sum(-1)
-
-    @cached_property
-    def drafted_BNN(self) -> Tensor:
-        """bool (B|1, N, N): the ancestors without the root."""
-        return self.ancestors_BNN & (self.parents_BN >= 0)[:, None, :]
-
-    @cached_property
-    def asked_BN(self) -> Tensor:
-        """int64 (B|1, N): the node at which the target predicts each node; 0 for the root."""
-        return self.parents_BN.clamp(min=0)
+        self.ancestors_BNN = reach > 0
+        self.drafted_BNN = self.ancestors_BNN & (self.parents_BN >= 0)[:, None, :]
+        self.levels_BN = self.ancestors_BNN.sum(-1)
+        self.depths_BN = self.levels_BN - 1
 
 
 @dataclass(frozen=True)

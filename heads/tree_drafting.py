@@ -9,7 +9,7 @@ heads, W head width, X any width. Level 0 is the root alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -176,17 +176,21 @@ class DraftCache:
     """From tokens_BQ, features_BQD and angles to states (B, Q, H), with attention by `memories`."""
     device: torch.device
     memories: list[CachedMemory] = field(default_factory=list)  # one for each layer
+    cache: SlotCache = field(init=False)
     table: SlotTable = field(init=False)
 
     def commit(self, committed: Committed) -> Tensor:
         """Append the new pairs; returns the state after the newest one of each row, (B, 1, H)."""
         tokens_BA, features_BAD = committed.tokens_BA, committed.features_BAD
         counts = committed.counts
+        if self.memories and self.table.fixed_S is not None:
+            hidden_BAH = self._append(tokens_BA, features_BAD, committed.count_B)
+            return gather_nodes(hidden_BAH, (committed.count_B - 1).clamp(min=0)[:, None])
         if not self.memories:  # the first token of a text has no feature and forms no pair
             tokens_BA, features_BAD = tokens_BA[:, 1:], features_BAD[:, 1:]
             counts = [count - 1 for count in counts]
             rows, length = tokens_BA.shape
-            cache = SlotCache(self.layers, rows, length + ROOM, self.device)
+            self.cache = cache = SlotCache(self.layers, rows, length + ROOM, self.device)
             self.table, self.memories = cache.table, [CachedMemory(each) for each in cache.layers]
         hidden = []
         for start in range(0, tokens_BA.shape[1], PREFILL_CHUNK):
@@ -213,12 +217,18 @@ class DraftCache:
         for memory in self.memories:
             memory.visible_B1QS = visible_BQS[:, None]
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows alone."""
+        self.cache.select(rows)
+
     def angles(self, count: int) -> Angles:
         """RoPE angles of the `count` positions after the newest pair of each row."""
         lengths_B1 = self.table.lengths_B[:, None]
         return self.rope(lengths_B1 + torch.arange(count, device=lengths_B1.device))
 
-    def _append(self, tokens_BA: Tensor, features_BAD: Tensor, counts: list[int]) -> Tensor:
+    def _append(
+        self, tokens_BA: Tensor, features_BAD: Tensor, counts: Sequence[int] | Tensor
+    ) -> Tensor:
         """Append a chunk, with `counts` real pairs in each row; returns the states after them."""
         length = tokens_BA.shape[1]
         chain_1AA = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril_()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from draftheads.heads.target import Decoded
 from draftheads.heads.tree import TokenTree
 
 LEAST_TEMPERATURE = 1e-5
@@ -29,10 +32,20 @@ LEAST_TEMPERATURE = 1e-5
 class Accepted:
     """The path to keep in each row, from the root (node 0), which is already committed."""
 
-    path_BA: Tensor  # int64 node numbers; row b has counts[b], root included
-    counts: list[int]
-    bonus_B: Tensor  # int64, the target's own token after the last accepted node
-    in_place: bool  # every path is nodes 0, 1, 2, ...: nothing moves in the cache
+    path_BN: Tensor  # int64 node numbers; row b has count_B[b], root included, then any
+    count_B: Tensor  # int64
+    last_B: Tensor  # int64, the last node of each path
+    bonus_B: Tensor  # int64, the target's own token after it
+
+    def read(self) -> tuple[list[int], bool]:
+        """The counts, and whether every path is nodes 0, 1, 2, ..., so that nothing moves in the
+        cache. The only device sync of a step.
+        """
+        if self.path_BN.shape[1] == 1:  # nothing drafted: no device sync
+            return [1] * len(self.path_BN), True
+        counts, last = torch.stack([self.count_B, self.last_B]).tolist()
+        # node numbers increase along a path: if the last equals count - 1, it is 0, 1, 2, ...
+        return counts, all(node == count - 1 for node, count in zip(last, counts, strict=True))
 
 
 class RandomStream:
@@ -41,6 +54,8 @@ class RandomStream:
     def __init__(self) -> None:
         self._seed: int | None = None
         self._generator: torch.Generator | None = None
+        self._weights: Tensor | None = None  # of the newest draw
+        self._is_filled = False
 
     def seed(self, seed: int) -> None:
         """Restart the stream."""
@@ -48,13 +63,27 @@ class RandomStream:
 
     def draw(self, logits: Tensor) -> Tensor:
         """One token per row without a device sync: argmax p / e with e ~ Exp(1)."""
-        if self._generator is None:
-            self._generator = torch.Generator(logits.device)
-            seed = int(torch.randint(1 << 62, ())) if self._seed is None else self._seed
-            self._generator.manual_seed(seed)
-        weights = torch.empty_like(logits, dtype=torch.float32)
-        weights.exponential_(generator=self._generator)
-        return (torch.softmax(logits.float(), dim=-1) / weights).argmax(-1)
+        if self._weights is None or not self._is_filled:
+            if self._generator is None:
+                self._generator = torch.Generator(logits.device)
+                seed = int(torch.randint(1 << 62, ())) if self._seed is None else self._seed
+                self._generator.manual_seed(seed)
+            self._weights = torch.empty_like(logits, dtype=torch.float32)
+            self._weights.exponential_(generator=self._generator)
+        return (torch.softmax(logits.float(), dim=-1) / self._weights).argmax(-1)
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """A context whose draw uses numbers made now, as a compiled function cannot make them. Its
+        shape must be that of the draw before.
+        """
+        if self._weights is not None:
+            self._weights.exponential_(generator=self._generator)
+        self._is_filled = True
+        try:  # what cannot be compiled draws again
+            yield
+        finally:
+            self._is_filled = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +142,7 @@ class Sampled(Acceptance):
         return self.random.draw(filtered_logits(logits, self.temperature, self.top_p, self.top_k))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Processed(Acceptance):
     """Lossless decoding with logits processors: the argmax of their output, or with `sample` one
     draw at every node.
@@ -123,6 +152,10 @@ class Processed(Acceptance):
 
     processors: LogitsProcessorList
     sample: bool
+
+    def __repr__(self) -> str:
+        shown = [f"{type(each).__name__}{vars(each)}" for each in self.processors]
+        return f"Processed({', '.join(shown)}, sample={self.sample})"
 
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax or one draw."""
@@ -197,8 +230,9 @@ def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
 
     chosen_BN: int64, the target's choice after each node.
     """
-    if tree.tokens_BN.shape[1] == 1:  # nothing drafted: no device sync
-        return Accepted(torch.zeros_like(chosen_BN), [1] * len(chosen_BN), chosen_BN[:, 0], True)
+    if tree.tokens_BN.shape[1] == 1:  # nothing drafted
+        root_B1 = torch.zeros_like(chosen_BN)
+        return Accepted(root_B1, root_B1[:, 0] + 1, root_B1[:, 0], chosen_BN[:, 0])
     right_BN = tree.tokens_BN == chosen_BN.gather(1, tree.topology.asked_BN.expand_as(chosen_BN))
     kept_BN = ~(tree.topology.drafted_BNN & ~right_BN[:, None, :]).any(-1)
     best_B = (kept_BN * tree.topology.levels_BN).argmax(1)
@@ -206,17 +240,33 @@ def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
 
 
 def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
-    """The path to node best_B of each row; the only device sync of a step."""
+    """The path to node best_B of each row."""
     shape = tree.tokens_BN.shape
     rows_B = torch.arange(shape[0], device=best_B.device)
     on_path_BN = tree.ancestors().expand(*shape, -1)[rows_B, best_B]
     levels_B = tree.topology.levels_BN.expand(shape).gather(1, best_B[:, None])[:, 0]
-    counts, last = torch.stack([levels_B, best_B]).tolist()
     # node order is depth order: a stable sort moves the path to the front, in order
-    path_BA = torch.sort(on_path_BN, dim=1, descending=True, stable=True).indices
-    # node numbers increase along a path: if the last equals count - 1, it is 0, 1, 2, ...
-    in_place = all(node == count - 1 for node, count in zip(last, counts, strict=True))
-    return Accepted(path_BA[:, : max(counts)], counts, bonus_B, in_place)
+    path_BN = torch.sort(on_path_BN, dim=1, descending=True, stable=True).indices
+    return Accepted(path_BN, levels_B, best_B, bonus_B)
+
+
+def commit(
+    tree: TokenTree, out: Decoded, accepted: Accepted, path_BA: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The tokens (B, A) of the accepted nodes, then the bonus token, and the states (B, A, D) that
+    predicted them. path_BA: as much of `accepted.path_BN` as is needed.
+    """
+    if tree.tokens_BN.shape[1] == 1:
+        tokens_BA = accepted.bonus_B[:, None]
+    else:
+        tokens_BA = tree.tokens_BN.gather(1, path_BA).roll(-1, dims=1)
+        tokens_BA.scatter_(1, accepted.count_B[:, None] - 1, accepted.bonus_B[:, None])
+    if out.features_BND is None:
+        features_BAD = path_BA.new_zeros(*path_BA.shape, 0, dtype=torch.float)
+    else:
+        index_BAD = path_BA[:, :, None].expand(-1, -1, out.features_BND.shape[-1])
+        features_BAD = out.features_BND.gather(1, index_BAD)
+    return tokens_BA, features_BAD
 
 
 def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
@@ -233,6 +283,7 @@ def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int
 
 def processed(logits: Tensor, processors: LogitsProcessorList) -> Tensor:
     """float32 logits (..., V) after processors that do not read the previous tokens."""
-    flat = logits.float().reshape(-1, logits.shape[-1])
-    scores: Tensor = processors(torch.empty(0, device=logits.device), flat)
+    scores = logits.float().reshape(-1, logits.shape[-1])
+    for processor in processors:
+        scores = processor(torch.empty(0, device=logits.device), scores)
     return scores.reshape(logits.shape)

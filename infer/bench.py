@@ -38,6 +38,9 @@ from draftheads.infer.engine import Baseline, Speculator, Statistics, Step, with
 
 GENERATE, PLAIN = "generate", "plain"
 """Candidates of every bench: transformers' own, and this engine without a drafter."""
+COMPILED = "{} compiled"
+"""Name of a candidate whose steps are compiled."""
+BASELINES = (GENERATE, PLAIN, COMPILED.format(GENERATE), COMPILED.format(PLAIN))
 PROFILED_PROMPTS = 4
 
 Drafts = DraftHead | Callable[[], Drafter]
@@ -54,6 +57,7 @@ class BenchOptions:
     nodes: Sequence[int] = ()  # draft nodes to cut each head's own tree to; empty: the whole tree
     seed: int = 0  # of sampling and of the bootstrap
     resamples: int = 5000  # of the bootstrap
+    compile: bool = False  # every candidate once more, compiled
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Result:
     plain_tokens_per_second: float
     speedup: float  # over generate
     speedup_ci95: list[float]
-    speedup_over_best: float  # over the faster of generate and plain
+    speedup_over_best: float  # over the fastest baseline
     speedup_over_best_ci95: list[float]
     draft_seconds: float
     verify_seconds: float
@@ -171,11 +175,14 @@ def bench(
             f"tokens), found none among {len(prompts)}; pass shorter prompts"
         )
     rule = options.sampling
-    candidates = [
-        Candidate(GENERATE, None, Baseline(target), rule),
-        Candidate(PLAIN, 0, Speculator(target), rule),
-        *_candidates(target, heads, options),
-    ]
+    candidates = [Candidate(GENERATE, None, Baseline(target), rule)]
+    candidates.append(Candidate(PLAIN, 0, Speculator(target), rule))
+    if options.compile:
+        engines: list[Speculator | Baseline] = [Baseline(target, compile=True)]
+        engines.append(Speculator(target, compile=True))
+        for each, engine in zip(candidates[:], engines, strict=True):
+            candidates.append(Candidate(COMPILED.format(each.name), each.nodes, engine, rule))
+    candidates += _candidates(target, heads, options)
     accelerator = [target.device] if target.device.type == "cuda" else []
     with without_defaults(target), torch.random.fork_rng(devices=accelerator):
         runs = race(candidates, fitting, options, console)
@@ -200,7 +207,7 @@ def _candidates(
     target: Target, heads: Mapping[str, Entry], options: BenchOptions
 ) -> Iterator[Candidate]:
     for name, entry in heads.items():
-        if name in (GENERATE, PLAIN):
+        if name in BASELINES:
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         trees = {name: tree}
@@ -210,7 +217,10 @@ def _candidates(
             trees = cut or {name: drafts.tree}
         for label, shape in trees.items():
             nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own
-            yield Candidate(label, nodes, Speculator(target, drafts, tree=shape), options.sampling)
+            for compile in (False, True)[: 1 + options.compile]:
+                engine = Speculator(target, drafts, tree=shape, compile=compile)
+                shown = COMPILED.format(label) if compile else label
+                yield Candidate(shown, nodes, engine, options.sampling)
 
 
 def race(
@@ -261,7 +271,8 @@ def timed(candidate: Candidate, prompt: BenchPrompt) -> Run:
 
 def _profile(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Statistics:
     """Draft and verify times on an accelerator, in separate runs: they cost synchronization."""
-    assert isinstance(candidate.engine, Speculator)
+    if isinstance(candidate.engine, Baseline):
+        return Statistics()
     candidate.engine.profile = True
     runs = [candidate.generate(each.prompt, each.limit) for each in prompts[:PROFILED_PROMPTS]]
     total = Statistics.of(chain.from_iterable(runs))
@@ -277,13 +288,14 @@ def summarize(
     options: BenchOptions,
     profile: Statistics | None = None,
 ) -> Result:
-    """Compare one candidate with generate and plain. profile: source of the draft and verify times
+    """Compare one candidate with the baselines. profile: source of the draft and verify times
     (default: the timed runs).
     """
     name = candidate.name
-    sums_P2 = {each: _sums(runs[each]) for each in (GENERATE, PLAIN, name)}
+    baselines = [each for each in BASELINES if each in runs]
+    sums_P2 = {each: _sums(runs[each]) for each in (*baselines, name)}
     speeds = {each: float(sums[:, 0].sum() / sums[:, 1].sum()) for each, sums in sums_P2.items()}
-    best = max(GENERATE, PLAIN, key=speeds.__getitem__)
+    best = max(baselines, key=speeds.__getitem__)
     steps = [step for run in chain.from_iterable(runs[name]) for step in run.steps]
     statistics = Statistics.of(steps)
     profile = profile or statistics
@@ -430,7 +442,7 @@ def measured_facts(report: BenchReport, name: str) -> dict[str, Any]:
 
 
 COLUMNS: dict[str, Callable[[Result], str]] = {
-    "τ": lambda result: f"{result.tokens_per_step:.2f}",
+    "τ": lambda result: f"{result.tokens_per_step:.2f}" if result.steps else "",
     "tok/s": lambda result: f"{result.tokens_per_second:.0f}",
     "speedup": lambda result: f"{result.speedup:.2f}",
     "95 %": lambda result: "{:.2f}-{:.2f}".format(*result.speedup_ci95),
@@ -450,9 +462,11 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     generate = report.plain.baseline_tokens_per_second
-    over_best = generate / max(generate, report.plain.tokens_per_second)
+    rows = (report.plain, *report.heads)
+    others = [result.tokens_per_second for result in rows if result.name in BASELINES]
+    over_best = generate / max(generate, *others)
     table.add_row(GENERATE, "", f"{generate:.0f}", "1.00", "", f"{over_best:.2f}")
-    for result in (report.plain, *report.heads):
+    for result in rows:
         style = "bold red" if result.lossless is False else None
         table.add_row(result.name, *[show(result) for show in COLUMNS.values()], style=style)
     console.print(table)
@@ -466,8 +480,8 @@ def footnotes(report: BenchReport) -> list[str]:
         "generate: transformers' own. plain: this engine without a drafter. name@N: N draft nodes.",
         "τ: tokens per target forward, bonus token counted. draft, verify: milliseconds per step.",
         "speedup: tokens per second over generate's, prompt included; 95 % bootstrap interval over "
-        f"{settings['prompts']} prompts, runs interleaved in one process. vs best: over the faster "
-        "of generate and plain.",
+        f"{settings['prompts']} prompts, runs interleaved in one process. vs best: over the "
+        "fastest of generate and plain, compiled or not.",
         plain.lossless_reason or "lossless: all output equals generate's, token for token.",
     ]
     for result in (plain, *report.heads):
@@ -481,6 +495,11 @@ def footnotes(report: BenchReport) -> list[str]:
         notes.append(
             f"{settings['prompts_shortened']} prompts got fewer new tokens, for lack of context; "
             f"{settings['prompts_skipped']} prompts fill the context and were skipped."
+        )
+    if settings["compile"]:
+        notes.append(
+            "compiled: by torch.compile, before the measurement (generate: with a static cache); a "
+            "step is one function, whose time is under verify."
         )
     return [*notes, f"machine: {machine_line(report.machine)}."]
 

@@ -5,6 +5,7 @@ Legend: B batch, N tree nodes, A committed tokens of a step, D feature width, V 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,13 +14,15 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from torch._dynamo.exc import TorchDynamoException
+from transformers import CompileConfig, GenerationConfig
 
 from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.cache import ROOM
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
-from draftheads.infer.accept import Acceptance, Accepted, Greedy, Sampled, Typical
+from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical, commit
+from draftheads.infer.compiled import Advance, FixedSteps, compiled, draft_cache, why_not
 from draftheads.infer.text import StopStrings
 
 
@@ -79,7 +82,8 @@ class Speculator:
     """Decodes a target with a drafter; without one, one token per forward.
 
     drafts: a DraftHead, or a function that returns a new Drafter for each generation, or None.
-    tree: overrides the head's own tree.
+    tree: overrides the head's own tree. compile: let torch compile all steps but the first (see
+    `compiled`), once for each batch size and rule; where it cannot, a warning says why.
     """
 
     def __init__(
@@ -88,9 +92,13 @@ class Speculator:
         drafts: DraftHead | Callable[[], Drafter] | None = None,
         *,
         tree: Tree | None = None,
+        compile: bool = False,
     ) -> None:
         self.target = target
+        self.compile = compile and self._allowed(why_not(target))
+        self._compiled: dict[tuple[int, str], Advance] = {}
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
+        self._drops_rows = drafts is None or isinstance(drafts, DraftHead)
         if isinstance(drafts, DraftHead):
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
@@ -152,25 +160,57 @@ class Speculator:
         new = [[token] for token in first_B.tolist()]
         seconds = self._clock() - start
         yield [row.step(new[b], -1, 0.0, seconds) for b, row in enumerate(rows)]
+        fixed: FixedSteps | None = None
+        batch = rows  # those that are in the caches
         while not all(row.finish for row in rows):
             start = self._clock()
-            tree = drafter.propose(committed)
-            drafted = self._clock()
-            target.recompute({b: r.text for b, r in enumerate(rows) if not r.finish}, cache)
-            out = target.verify(tree, cache, drafter.feature_layers)
-            accepted = accept(out.logits_BNV, tree)
-            counts = [
-                0 if row.finish else min(count, target.room(len(row.text)))
-                for row, count in zip(rows, accepted.counts, strict=True)
-            ]
-            cache.keep(accepted.path_BA, counts, in_place=accepted.in_place)
-            committed = _commit(tree, out, accepted, counts)
-            new = [ids[:n] for ids, n in zip(committed.tokens_BA.tolist(), counts, strict=True)]
+            drafted = start
+            if fixed is not None:
+                try:
+                    committed, new = fixed(committed, [row.finish is None for row in batch])
+                except TorchDynamoException as error:  # at its first call, before it computes
+                    self.compile = self._allowed(str(error).strip().partition("\n")[0])
+                    fixed.end()
+                    fixed = None
+                    continue
+            else:
+                tree = drafter.propose(committed)
+                drafted = self._clock()
+                target.recompute({b: r.text for b, r in enumerate(batch) if not r.finish}, cache)
+                out = target.verify(tree, cache, drafter.feature_layers)
+                accepted = accept(out.logits_BNV, tree)
+                chosen, in_place = accepted.read()
+                counts = [
+                    0 if row.finish else min(count, target.room(len(row.text)))
+                    for row, count in zip(batch, chosen, strict=True)
+                ]
+                path_BA = accepted.path_BN[:, : max(chosen)]
+                cache.keep(path_BA, counts, in_place=in_place)
+                count_B = torch.tensor(counts, device=path_BA.device)
+                committed = Committed(*commit(tree, out, accepted, path_BA), count_B, counts)
+                new = committed.tokens_BA.tolist()
             halves = drafted - start, self._clock() - drafted
-            yield [
-                None if row.finish else row.step(new[b], counts[b] - 1, *halves)
-                for b, row in enumerate(rows)
-            ]
+            made = {
+                row: row.step(ids[:count], count - 1, *halves)
+                for row, ids, count in zip(batch, new, committed.counts, strict=True)
+                if not row.finish
+            }
+            yield [made.get(row) for row in rows]
+            left = [place for place, row in enumerate(batch) if not row.finish]
+            if 0 < len(left) < len(batch) and self._drops_rows and fixed is None:
+                committed, batch = committed.select(left), [batch[place] for place in left]
+                cache.select(left)
+                if (drafts := draft_cache(drafter)) is not None:
+                    drafts.select(left)
+            if self.compile and fixed is None:
+                advance = self._compiled.setdefault((len(batch), repr(accept)), compiled(target))
+                fixed = FixedSteps(advance, target, drafter, self.tree)
+                committed = fixed.begin(cache, accept, committed)
+
+    def _allowed(self, fault: str | None) -> bool:
+        if fault is not None:
+            warnings.warn(f"decoding without compilation: {fault}", stacklevel=3)
+        return fault is None
 
     def _clock(self) -> float:
         if self.profile and self.target.device.type == "cuda":
@@ -242,23 +282,6 @@ def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tenso
     return Committed(tokens_BA, features_BAD, count_B, counts)
 
 
-def _commit(tree: TokenTree, out: Decoded, accepted: Accepted, counts: list[int]) -> Committed:
-    """Commit the accepted nodes and the bonus token, each with the state that predicted it."""
-    path_BA, count_B = accepted.path_BA, torch.tensor(counts, device=accepted.path_BA.device)
-    if tree.tokens_BN.shape[1] == 1:
-        tokens_BA = accepted.bonus_B[:, None]
-    else:
-        tokens_BA = tree.tokens_BN.gather(1, path_BA).roll(-1, dims=1)
-        last_B1 = torch.tensor(accepted.counts, device=path_BA.device)[:, None] - 1
-        tokens_BA.scatter_(1, last_B1, accepted.bonus_B[:, None])
-    if out.features_BND is None:
-        features_BAD = path_BA.new_zeros(*path_BA.shape, 0, dtype=torch.float)
-    else:
-        index_BAD = path_BA[:, :, None].expand(-1, -1, out.features_BND.shape[-1])
-        features_BAD = out.features_BND.gather(1, index_BAD)
-    return Committed(tokens_BA, features_BAD, count_B, counts)
-
-
 class NoDraft:
     """Drafts nothing, so that the engine decodes one token per forward like the plain model."""
 
@@ -276,12 +299,12 @@ class NoDraft:
 
 
 class Baseline:
-    """transformers' own `generate` with its default cache: the baseline of every speedup, and the
-    reference output.
+    """transformers' own `generate`: with its default cache the baseline of every speedup, and the
+    reference output. compile: with its static cache, and compiled.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, *, compile: bool = False) -> None:
+        self.target, self.compile = target, compile
 
     def generate(
         self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
@@ -310,6 +333,10 @@ class Baseline:
             config.temperature = float(sampling.temperature)
             config.top_p = float(sampling.top_p)
             config.top_k = sampling.top_k  # generate's default is 50
+        if self.compile:
+            config.cache_implementation = "static"
+            config.compile_config = CompileConfig(mode=None, fullgraph=False)
+            config.compile_config._compile_all_devices = True  # the CPU, too
         tokens_1T = torch.tensor([prompt], device=self.target.device)
         mask_1T = torch.ones_like(tokens_1T)
         out_1T = self.target.model.generate(

@@ -71,6 +71,7 @@ class SpeculativeDecoding:
     head: a loaded head, or a folder or Hub id to load it from. tree: overrides the head's own.
     acceptance: overrides generate's sampling arguments; None keeps the model's own output or
     distribution. tokenizer: for `stop_strings`, because transformers does not pass its own on.
+    compile: as of `Speculator`.
 
     Calls raise ValueError for options of `generate` that cannot be honoured exactly.
     """
@@ -80,7 +81,8 @@ class SpeculativeDecoding:
     tree: Tree | None = None
     acceptance: Acceptance | None = None
     tokenizer: Any = None
-    target: Target | None = field(default=None, init=False)
+    compile: bool = False
+    speculator: Speculator | None = field(default=None, init=False)
 
     def __call__(
         self,
@@ -112,12 +114,12 @@ class SpeculativeDecoding:
         streamer = _argument_of_generate("streamer")
         replay = _Replay(input_ids, criteria, streamer, pad)
         with _as_found(model):
-            target, head = self._loaded(model)
+            speculator = self._loaded(model)
+            target = speculator.target
             target.eos_ids = tuple(ends)
             limit = target.context - max(map(len, prompts))
             if criteria.max_length is not None:
                 limit = max(1, criteria.max_length - input_ids.shape[1])
-            speculator = Speculator(target, head, tree=self.tree)
             for steps in speculator.generate_batch(prompts, sampling=accept, max_new_tokens=limit):
                 if not replay.take(steps):
                     break
@@ -127,15 +129,15 @@ class SpeculativeDecoding:
             return SpeculativeOutput(replay.sequences_BT, tokens_per_step=replay.tokens_per_step())
         return replay.sequences_BT
 
-    def _loaded(self, model: PreTrainedModel) -> tuple[Target, DraftHead]:
-        if self.target is None or self.target.model is not model:
+    def _loaded(self, model: PreTrainedModel) -> Speculator:
+        if self.speculator is None or self.speculator.target.model is not model:
             target, head = Target(model), self.head
             if not isinstance(head, DraftHead):
                 head = load_head(head, target=target)
             check_target(head, target, {})
-            self.head, self.target = head.to(target.device), target
-        assert isinstance(self.head, DraftHead)
-        return self.target, self.head
+            self.head = head = head.to(target.device)
+            self.speculator = Speculator(target, head, tree=self.tree, compile=self.compile)
+        return self.speculator
 
 
 speculative = SpeculativeDecoding

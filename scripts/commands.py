@@ -38,6 +38,7 @@ Tools = Annotated[Keep, Option(help="tool calls and results in conversations")]
 Reasoning = Annotated[Keep, Option(help="<think> ... </think> of the answers")]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option()]
 Device = Annotated[str | None, Option(help="e.g. cuda:0; default: CUDA if there is one")]
+Compile = Annotated[bool, Option("--compile", help="compile steps (takes a minute at first)")]
 Threads = Annotated[int | None, Option(min=1, max=1024, help="CPU threads; default: the fastest")]
 Temperature = Annotated[float, Option(min=0.0, help="0 is greedy")]
 TopP = Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")]
@@ -278,6 +279,7 @@ def bench(
     json_out: Json = None,
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
+    compile: Compile = False,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -304,6 +306,7 @@ def bench(
         repetitions=repetitions,
         nodes=nodes or (),
         seed=seed,
+        compile=compile,
     )
     ids = opening_ids(model, prompts, prompt_words, limit)
     report = run(model, with_trees(loaded, tree or ()), ids, options)
@@ -329,6 +332,7 @@ def chat(
     nodes: Annotated[int | None, Option(min=1, help="draft nodes per step")] = None,
     tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
     show_accepted: Annotated[bool, Option("--show-accepted", help="in colour")] = False,
+    compile: Compile = False,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
@@ -349,7 +353,7 @@ def chat(
     shape = parse_tree(tree) if tree else drafter.tree
     sampling = rule(temperature, top_p, top_k, typical, seed)
     run(
-        Speculator(model, drafter, tree=shape.head(nodes) if nodes else shape),
+        Speculator(model, drafter, tree=shape.head(nodes) if nodes else shape, compile=compile),
         ChatOptions(system, sampling, max_new_tokens, show_accepted),
     )
 

@@ -136,3 +136,11 @@ def test_dynamic_ntk_factors_do_not_change_within_the_context():
         assert decode(target, oracle([expected]), [prompt])[0] == [expected]
     with pytest.raises(ValueError, match="exceed the context"):
         Speculator(target).generate(prompts[1], max_new_tokens=19)
+
+
+def test_it_is_not_compiled():
+    target, prompts = long_target("phi3"), some_prompts(LIMIT - 5)
+    with pytest.warns(UserWarning, match="without compilation: its RoPE factors change with"):
+        steps = Speculator(target, compile=True).generate(prompts[0], max_new_tokens=NEW)
+    tokens = [token for step in steps for token in step.tokens]
+    assert tokens == greedy(target, prompts[0], NEW)

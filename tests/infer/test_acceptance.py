@@ -86,8 +86,8 @@ def test_sampled_distribution_is_exact(rule, widths):
     accepted = accept(target.logits_VV[tokens_BN], TokenTree(tokens_BN, shape.topology()))
     after_B = accept.choose(target.logits_VV[accepted.bonus_B])  # where a step gave one token only
     observed: Counter = Counter()
-    for row, count in enumerate(accepted.counts):
-        written = tokens_BN[row, accepted.path_BA[row, 1:count]].tolist()
+    for row, count in enumerate(accepted.count_B.tolist()):
+        written = tokens_BN[row, accepted.path_BN[row, 1:count]].tolist()
         written += [int(accepted.bonus_B[row]), int(after_B[row])]
         observed[tuple(written[:2])] += 1
     statistic, freedom = chi_square(observed, target.two_token_law(root, *rule))
@@ -196,8 +196,8 @@ def test_typical_equals_the_formula_on_a_drawn_table():
     rule = Typical(epsilon=0.09, delta=0.3, temperature=1.0)
     accepted = rule(p_NV.log()[None], tree)
     # root-1-0 (.25 * .97) and root-2-1 (.10 * .25) are both two long: the likelier wins
-    assert accepted.path_BA.tolist() == [[0, 1, 3]]
-    assert accepted.counts == [3]
+    assert accepted.path_BN[:, :3].tolist() == [[0, 1, 3]]
+    assert accepted.count_B.tolist() == [3]
     assert accepted.bonus_B.tolist() == [2], "only word 2 passes after node 3"
 
 

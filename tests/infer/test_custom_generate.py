@@ -431,7 +431,7 @@ def test_the_callers_model_is_used_without_dropout_and_given_back_as_it_was():
         assert all(module.training for module in model.modules())
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         assert frozen == ["transformer.wpe.weight"]
-    assert decoding.target.model is model
+    assert decoding.speculator.target.model is model
 
 
 def test_it_goes_up_to_the_last_position_of_the_context():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_chat import byte_tokenizer
-from tiny_heads import Oracle
+from tiny_heads import Oracle, random_head
 from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts, tiny_target
 
 from draftheads.heads.hub import HEADS
@@ -207,3 +207,24 @@ def test_the_target_is_frozen_and_no_part_of_a_head():
     target = tiny_target()
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
     assert not isinstance(target, torch.nn.Module)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_rows_that_have_ended_are_not_computed(kind, monkeypatch):
+    """And the others write what they would write alone, with caches of the head's own, too."""
+    target = tiny_target()
+    head, prompts = random_head(kind, target), some_prompts(9, 4, 13)
+    truth = [greedy(target, prompt, 40) for prompt in prompts]
+    end = truth[1][7]
+    monkeypatch.setattr(target, "eos_ids", (end,))
+    expected = [row[: row.index(end) + 1] if end in row else row for row in truth]
+    sizes, verify = [], target.verify
+    monkeypatch.setattr(
+        target, "verify", lambda tree, *a: sizes.append(len(tree.tokens_BN)) or verify(tree, *a)
+    )
+    rows: list[list[int]] = [[] for _ in prompts]
+    for steps in Speculator(target, head).generate_batch(prompts, max_new_tokens=40):
+        for row, step in zip(rows, steps, strict=True):
+            row += step.tokens if step else []
+    assert rows == expected
+    assert sizes[0] == 3 and sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)

@@ -1,0 +1,143 @@
+"""A decoding step as one function of tensors, which torch compiles: draft, verify, accept, keep.
+
+Its shapes depend on the batch and on the tree alone, and nothing in it waits for the device. The
+host reads new tokens and their number once per step. The slots of the caches that a step can see
+are a dimension that may change without another compilation.
+
+Legend: B batch, A most tokens of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftheads.heads.base import Committed, Drafter
+from draftheads.heads.cache import SlotCache
+from draftheads.heads.target import Target
+from draftheads.heads.tree import Tree
+from draftheads.heads.tree_drafting import DraftCache
+from draftheads.infer.accept import Acceptance, commit
+
+BACKEND: Any = "inductor"
+FROZEN_BYTES = 2 << 30
+"""Targets up to this size are copied in the layout that the CPU multiplies fastest."""
+
+Advance = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def compiled(target: Target) -> Advance:
+    """A function for `FixedSteps` of one engine, batch size and rule; torch compiles it at its
+    first call. The weights of target and head must not change afterwards.
+    """
+    options: dict[str, Any] = {"guard_filter_fn": _checked}
+    size = sum(parameter.nbytes for parameter in target.model.parameters())
+    if BACKEND == "inductor" and target.device.type == "cpu" and size <= FROZEN_BYTES:
+        options["freezing"] = True
+    # a code object of its own, as torch keeps what it compiled by code object
+    function = FunctionType(_advance.__code__.replace(), globals())
+    made: Advance = torch.compile(
+        function, backend=BACKEND, fullgraph=True, dynamic=False, options=options
+    )
+    return made
+
+
+def draft_cache(drafter: Drafter) -> DraftCache | None:
+    """The drafter's own keys and values, if it has any."""
+    cache = getattr(drafter, "cache", None)
+    return cache if isinstance(cache, DraftCache) else None
+
+
+def why_not(target: Target) -> str | None:
+    """Why steps of this target cannot be compiled, as far as can be told before."""
+    if target.has_long_rope:
+        return "its RoPE factors change with the length of the text"
+    if len({parameter.device for parameter in target.model.parameters()}) > 1:
+        return "its layers are on several devices"
+    return None
+
+
+class FixedSteps:
+    """The steps of one generation after its first, which reads the prompt.
+
+    advance: from `compiled`. drafter and cache: as the first step left them.
+    """
+
+    def __init__(self, advance: Advance, target: Target, drafter: Drafter, tree: Tree) -> None:
+        self.advance, self.target, self.drafter = advance, target, drafter
+        self.width, self.nodes = tree.depth + 1, tree.nodes
+        self.drafts = draft_cache(drafter)
+        self.room = self.width + (self.drafts.table.pending if self.drafts else 0)
+
+    def begin(self, cache: SlotCache, accept: Acceptance, committed: Committed) -> Committed:
+        """Continue after the step that committed this; returns it padded."""
+        self.cache, self.accept = cache, accept
+        more = self.width - committed.tokens_BA.shape[1]
+        tokens_BA = F.pad(committed.tokens_BA, (0, more))
+        features_BAD = F.pad(committed.features_BAD, (0, 0, 0, more))
+        return Committed(tokens_BA, features_BAD, committed.count_B, committed.counts)
+
+    def __call__(self, committed: Committed, running: list[bool]) -> tuple[Committed, list[Any]]:
+        """One step of the rows that are running; returns what it committed, and its tokens."""
+        _fix(self.cache, self.nodes)
+        if self.drafts is not None:
+            _fix(self.drafts.cache, self.room)
+        running_B = torch.tensor(running, device=self.target.device)
+        given = committed.tokens_BA, committed.features_BAD, committed.count_B
+        with self.accept.random.filled():
+            tokens_BA, features_BAD, count_B = self.advance(self, *given, running_B)
+        read = torch.cat([tokens_BA, count_B[:, None]], dim=1).tolist()
+        counts = [row.pop() for row in read]
+        self.cache.table.note(counts)
+        if self.drafts is not None:
+            self.drafts.table.note(committed.counts)
+        return Committed(tokens_BA, features_BAD, count_B, counts), read
+
+    def end(self) -> None:
+        """Let the generation continue with steps that are not compiled."""
+        self.cache.table.free()
+        if self.drafts is not None:
+            self.drafts.table.free()
+
+
+def _advance(
+    steps: FixedSteps,
+    tokens_BA: Tensor,
+    features_BAD: Tensor,
+    count_B: Tensor,
+    running_B: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The next tokens, their features, and how many there are."""
+    drafter, cache = steps.drafter, steps.cache
+    tree = drafter.propose(Committed(tokens_BA, features_BAD, count_B, []))
+    out = steps.target.verify(tree, cache, drafter.feature_layers)
+    accepted = steps.accept(out.logits_BNV, tree)
+    path_BA = accepted.path_BN[:, : steps.width]
+    new_B = accepted.count_B * running_B
+    cache.keep(path_BA, new_B)
+    return (*commit(tree, out, accepted, path_BA), new_B)
+
+
+def _fix(cache: SlotCache, room: int) -> None:
+    before = cache.table.capacity if cache.table.fixed_S is not None else 0
+    cache.fix(room)
+    torch._dynamo.maybe_mark_dynamic(cache.table.slots_S, 0)
+    if cache.table.capacity != before:
+        for layer in cache.layers:
+            if layer.is_initialized:
+                torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
+                torch._dynamo.maybe_mark_dynamic(layer.values, 2)
+
+
+def _checked(guards: Sequence[Any]) -> list[bool]:
+    """Which assumptions of the compiler to check before each step: shapes. Its objects are those of
+    one engine, or of the same kind and sizes.
+    """
+    kinds = ("SHAPE_ENV", "TENSOR_MATCH")
+    own = ("_parameters", "_buffers")
+    return [g.guard_type in kinds and not any(part in g.name for part in own) for g in guards]

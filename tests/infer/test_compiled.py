@@ -1,0 +1,109 @@
+"""The promise: compiled steps write what the others write, for every kind of head, in batches of
+unequal rows; they are traced once, whole, whatever the lengths; and what cannot be compiled decodes
+all the same.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_heads import VARIANTS, Oracle, random_head
+from tiny_targets import CONFIGS, UNEVEN, VOCABULARY, greedy, some_prompts, tiny_target
+
+from draftheads.heads.tree import DynamicTree, StaticTree
+from draftheads.infer import compiled
+from draftheads.infer.accept import Greedy, Sampled, Typical
+from draftheads.infer.engine import Speculator
+
+NEW = 24
+TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
+DYNAMIC = DynamicTree(9, 3, 3)
+
+
+@pytest.fixture
+def traced(monkeypatch) -> list[torch.fx.GraphModule]:
+    """The graphs that torch traces, which then run as they are: no code is generated."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", note)
+    return graphs
+
+
+def written(speculator, prompts, **options) -> list[list[int]]:
+    """The new tokens of each row."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    for steps in speculator.generate_batch(prompts, max_new_tokens=NEW, **options):
+        for row, step in zip(rows, steps, strict=True):
+            row += step.tokens if step else []
+    return rows
+
+
+@pytest.mark.parametrize("lengths", [(9,), (13, 4, 8)], ids=["one", "ragged"])
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_compiled_steps_write_the_same_and_are_traced_once(traced, kind, lengths):
+    target = tiny_target()
+    head = random_head(kind, target)
+    tree = TREE if kind == "medusa" else DYNAMIC
+    speculator = Speculator(target, head, tree=tree, compile=True)
+    for seed in (0, 1):  # another text, other lengths, the same graph
+        prompts = some_prompts(*(length + 7 * seed for length in lengths), seed=seed)
+        expected = [greedy(target, prompt, NEW) for prompt in prompts]
+        assert written(speculator, prompts) == expected
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("rule", [Sampled(0.8, top_k=5), Typical(), Greedy()], ids=repr)
+def test_rules_draw_as_they_do_without_compilation(traced, rule):
+    target = tiny_target()
+    head, prompts = random_head("sequential", target), some_prompts(9)
+    outputs = []
+    for compile in (False, True):
+        rule.seed(3)
+        speculator = Speculator(target, head, tree=TREE, compile=compile)
+        outputs.append(written(speculator, prompts, sampling=rule))
+    assert outputs[0] == outputs[1]
+    assert len(traced) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CONFIGS, *UNEVEN])
+def test_every_architecture_writes_the_same(traced, name, recwarn):
+    target = tiny_target(name)
+    head, prompts = random_head("sequential", target), some_prompts(11, 5)
+    expected = [greedy(target, prompt, NEW) for prompt in prompts]
+    assert written(Speculator(target, head, tree=TREE, compile=True), prompts) == expected
+    assert len(traced) == 1 or "without compilation" in str(recwarn[0].message)
+
+
+def test_drafting_nothing_can_be_compiled(traced):
+    target, prompts = tiny_target(), some_prompts(9, 5)
+    expected = [greedy(target, prompt, NEW) for prompt in prompts]
+    assert written(Speculator(target, compile=True), prompts) == expected
+    assert len(traced) == 1
+
+
+def test_what_cannot_be_traced_decodes_without_compilation(traced):
+    """This drafter looks its tokens up on the host."""
+    target, prompts = tiny_target(), some_prompts(9, 5)
+    truth = [greedy(target, prompt, NEW + 5) for prompt in prompts]
+    speculator = Speculator(
+        target, lambda: Oracle(TREE, truth, vocab_size=VOCABULARY), tree=TREE, compile=True
+    )
+    with pytest.warns(UserWarning, match="^decoding without compilation: .+"):
+        rows = written(speculator, prompts)
+    assert rows == [row[:NEW] for row in truth]
+    assert traced == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sequential", "block"])
+def test_generated_code_writes_the_same(kind):
+    target = tiny_target()
+    head, prompts = random_head(kind, target), some_prompts(9, 5)
+    expected = [greedy(target, prompt, NEW) for prompt in prompts]
+    assert written(Speculator(target, head, tree=DYNAMIC, compile=True), prompts) == expected
