@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from time import perf_counter
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from draftheads.heads.base import Committed, Drafter, DraftHead
+from draftheads.heads.base import Committed, Drafter
 from draftheads.heads.cache import ROOM
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
@@ -75,23 +76,43 @@ class Statistics:
         return [count / self.steps for count in self.accepted]
 
 
+@runtime_checkable
+class DrafterSource(Protocol):
+    """What makes a drafter for each generation: a DraftHead, or one of `infer.drafters` and
+    `infer.draft_model`.
+    """
+
+    @property
+    def tree(self) -> Tree:
+        """The default tree of `drafter`."""
+        ...
+
+    def check_tree(self, tree: Tree) -> None:
+        """Raise ValueError for a tree that its drafters cannot fill."""
+        ...
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
+        """A new drafter, for one generation."""
+        ...
+
+
 class Speculator:
     """Decodes a target with a drafter; without one, one token per forward.
 
-    drafts: a DraftHead, or a function that returns a new Drafter for each generation, or None.
-    tree: overrides the head's own tree.
+    drafts: a DraftHead or another source of drafters, or a function that returns a new Drafter for
+    each generation, or None. tree: overrides the source's own tree.
     """
 
     def __init__(
         self,
         target: Target,
-        drafts: DraftHead | Callable[[], Drafter] | None = None,
+        drafts: DrafterSource | Callable[[], Drafter] | None = None,
         *,
         tree: Tree | None = None,
     ) -> None:
         self.target = target
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
-        if isinstance(drafts, DraftHead):
+        if isinstance(drafts, DrafterSource):
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
             self._new_drafter: Callable[[], Drafter] = lambda: drafts.drafter(target, self.tree)
@@ -277,11 +298,11 @@ class NoDraft:
 
 class Baseline:
     """transformers' own `generate` with its default cache: the baseline of every speedup, and the
-    reference output.
+    reference output. options: further arguments of `generate`.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, **options: Any) -> None:
+        self.target, self.options = target, options
 
     def generate(
         self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
@@ -313,7 +334,7 @@ class Baseline:
         tokens_1T = torch.tensor([prompt], device=self.target.device)
         mask_1T = torch.ones_like(tokens_1T)
         out_1T = self.target.model.generate(
-            tokens_1T, attention_mask=mask_1T, generation_config=config
+            tokens_1T, attention_mask=mask_1T, generation_config=config, **self.options
         )
         yield Step(out_1T[0, len(prompt) :].tolist(), -1, None, 0.0, 0.0)
 
