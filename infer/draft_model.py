@@ -22,6 +22,7 @@ from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Masks, Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, tree_builder
+from draftheads.infer.draft_sampling import ChainSampler, SpeculativeSampling
 from draftheads.infer.engine import NoDraft
 
 DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
@@ -31,11 +32,13 @@ DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 class DraftModel:
     """A small causal LM that drafts for targets of the same vocabulary.
 
-    model: loaded like a target, to the target's device.
+    model: loaded like a target, to the target's device. sampling: draw a chain, as deep as the
+    tree, from the model's distribution, which this rule then compares with the target's.
     """
 
     model: Target
     tree: Tree = DEFAULT_TREE
+    sampling: SpeculativeSampling | None = None
 
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a tree that is wider than the vocabulary."""
@@ -44,7 +47,9 @@ class DraftModel:
     def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
         """A new drafter, for one generation. Raises ValueError for another vocabulary."""
         check_vocabulary(self.model, target)
-        return ModelDrafter(self.model, self.tree if tree is None else tree, target.vocab_size)
+        tree = self.tree if tree is None else tree
+        sampler = ChainSampler(tree.depth, self.sampling) if self.sampling else None
+        return ModelDrafter(self.model, tree, target.vocab_size, sampler)
 
 
 @dataclass(frozen=True)
@@ -116,10 +121,12 @@ class ModelDrafter:
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, tree: Tree, vocabulary: int) -> None:
+    def __init__(
+        self, model: Target, tree: Tree, vocabulary: int, sampler: ChainSampler | None = None
+    ) -> None:
         self.model, self.depth = model, tree.depth
         self.vocabulary = min(vocabulary, model.vocab_size)
-        self.builder = tree_builder(tree, None, model.device)
+        self.builder = sampler or tree_builder(tree, None, model.device)
         self.masks, self.no_draft = Masks(model.model), NoDraft()
         self.cache: SlotCache | None = None
         self.is_full = False

@@ -79,7 +79,7 @@ class NGram:
     that has occurred before counts. Raises ValueError for lengths out of order.
     """
 
-    tree: DynamicTree = DynamicTree(draft_nodes=8, depth=8, top_k=4)
+    tree: DynamicTree = DynamicTree(draft_nodes=16, depth=16, top_k=4)
     longest: int = 3
     shortest: int = 2
 
