@@ -62,8 +62,11 @@ class SpeculativeSampling(Sampled):
         kept_BK = self.random.draw(odds_BK2.log()) == 0
         last_B = kept_BK.long().cumprod(1).sum(1)
         rows_B = torch.arange(len(last_B), device=last_B.device)
-        more_BV = (p_BNV - q_BNV)[rows_B, last_B].clamp(min=0)
-        return take(tree, last_B, self.random.draw(more_BV.log()))
+        p_BV = p_BNV[rows_B, last_B]
+        more_BV = (p_BV - q_BNV[rows_B, last_B]).clamp(min=0)
+        is_empty_B1 = more_BV.sum(1, keepdim=True) == 0  # p = q up to rounding
+        bonus_B = self.random.draw(torch.where(is_empty_B1, p_BV, more_BV).log())
+        return take(tree, last_B, bonus_B)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """float32 (..., V): the distribution that is sampled."""
