@@ -19,6 +19,8 @@ from draftheads.train.data.prompts import read_prompts
 
 LOOKUP_TOKENS = 10
 """prompt_lookup_num_tokens of transformers' own prompt lookup, as in its documentation."""
+MERGED_NGRAM = NGram(longest=4, shortest=4)
+"""Beside a head, only a long repeat is worth the nodes that the head would fill."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,9 @@ def open_drafts(sources: Sequence[str]) -> dict[str, Drafts]:
 
 def _drafts(source: str) -> Drafts:
     """One --head option; + joins parts, unless it belongs to the name of a folder."""
-    texts = [source] if os.path.isdir(os.path.expanduser(source)) else source.split("+")
-    parts = list(map(_part, texts))
-    if len(parts) == 1:
-        return parts[0]
+    if os.path.isdir(os.path.expanduser(source)) or "+" not in source:
+        return _part(source, NGram())
+    parts = [_part(text, MERGED_NGRAM) for text in source.split("+")]
     return Drafts(
         "+".join(part.name for part in parts),
         [folder for part in parts for folder in part.folders],
@@ -62,10 +63,10 @@ def _drafts(source: str) -> Drafts:
     )
 
 
-def _part(text: str) -> Drafts:
+def _part(text: str, ngram: NGram) -> Drafts:
     kind, _, value = text.partition(":")
     if text == "ngram":
-        return Drafts(text, [], lambda _: NGram())
+        return Drafts(text, [], lambda _: ngram)
     if kind == "model":
         return Drafts(f"model:{Path(value).name}", [], lambda target: _draft_model(value, target))
     if kind == "early-exit":
