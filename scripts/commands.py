@@ -286,21 +286,12 @@ def bench(
     threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
-    """Measure heads and other drafters against `generate` and this engine without drafts.
-
-    Greedily, transformers' own prompt lookup, assisted generation and early exit stand beside ours.
-    """
+    """Measure heads and other drafters against `generate` and this engine without drafts."""
     from draftheads.heads.hub import record_measured
     from draftheads.infer.bench import BenchOptions, measured_facts, print_report, write_json
     from draftheads.infer.bench import bench as run
     from draftheads.infer.bench import plot as draw
-    from draftheads.scripts.journey import (
-        check_outputs,
-        open_drafts,
-        opening_ids,
-        rivals,
-        with_trees,
-    )
+    from draftheads.scripts.journey import check_outputs, contestants, open_drafts, opening_ids
 
     check_outputs([json_out], head if card else [], plot)
     drafts = open_drafts(head)
@@ -316,10 +307,7 @@ def bench(
         seed=seed,
     )
     ids = opening_ids(model, prompts, prompt_words, limit)
-    entries = with_trees(loaded, tree or ())
-    if not temperature and not typical:
-        entries |= rivals(model, loaded)
-    report = run(model, entries, ids, options)
+    report = run(model, contestants(model, loaded, tree or (), options.sampling), ids, options)
     print_report(report)
     if json_out:
         write_json(report, json_out)

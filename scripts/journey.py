@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftheads.heads.hub import HeadFolder, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import parse_tree
+from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.bench import Entry, new_figure
 from draftheads.infer.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters import Merged, NGram
@@ -90,19 +92,6 @@ def _checked(drafts: DrafterSource, target: Target) -> DrafterSource:
     return drafts
 
 
-def rivals(target: Target, drafts: Mapping[str, DrafterSource]) -> dict[str, Entry]:
-    """transformers' own `generate` with a drafter of each kind that it has, too."""
-    rows: dict[str, Entry] = {}
-    for name, each in drafts.items():
-        if isinstance(each, NGram):
-            rows["generate lookup"] = Baseline(target, prompt_lookup_num_tokens=LOOKUP_TOKENS)
-        elif isinstance(each, DraftModel):
-            rows[f"generate {name}"] = Baseline(target, assistant_model=each.model.model)
-        elif isinstance(each, EarlyExit):
-            rows[f"generate {name}"] = Baseline(target, assistant_early_exit=each.layers)
-    return rows
-
-
 def opening_ids(
     target: Target, source: str, prompt_words: int | None, limit: int | None
 ) -> list[list[int]]:
@@ -115,6 +104,26 @@ def opening_ids(
             first = [message["role"] for message in prompt.messages].index("user")
             ids.append(encode_prompt(target.tokenizer, prompt.messages[: first + 1]))
     return ids
+
+
+def contestants(
+    target: Target, drafts: Mapping[str, DrafterSource], trees: Sequence[str], rule: Acceptance
+) -> dict[str, Entry]:
+    """The drafters, `with_trees`. With a greedy rule also transformers' own `generate` with each
+    kind of drafter that it has, too.
+    """
+    entries = with_trees(drafts, trees)
+    for name, each in drafts.items() if isinstance(rule, Greedy) else ():
+        if isinstance(each, NGram):
+            options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+        elif isinstance(each, DraftModel):
+            options = {"assistant_model": each.model.model}
+        elif isinstance(each, EarlyExit):
+            options = {"assistant_early_exit": each.layers}
+        else:
+            continue
+        entries[f"generate {name}"] = Baseline(target, **options)
+    return entries
 
 
 def with_trees(heads: Mapping[str, DrafterSource], texts: Sequence[str]) -> dict[str, Entry]:

@@ -96,6 +96,24 @@ def test_a_target_that_drafts_for_itself_is_always_right(name, tree):
     assert [row.tokens_per_step for row in statistics] == [5.0] * 3
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_each_node_of_a_draft_model_continues_its_own_path(name):
+    """Also after a step in which rows have accepted different numbers of tokens."""
+    target, texts = tiny_target(name), some_prompts(*LENGTHS)
+    drafter = DraftModel(target, StaticTree.from_widths((2, 2, 2))).drafter(target)
+    drafter.propose(committed(texts))
+    news = [[7, 3, 9], [4], [5, 6]]
+    tree = drafter.propose(committed(news))
+    for row, (text, new) in enumerate(zip(texts, news, strict=True)):
+        level, expected = [()], set()
+        for _ in range(3):
+            ids = torch.tensor([[*text, *new, *path] for path in level])
+            best = target.model(ids).logits[:, -1].topk(2).indices.tolist()
+            level = [(*path, token) for path, top in zip(level, best, strict=True) for token in top]
+            expected |= set(level)
+        assert set(all_paths(tree, row)) == expected
+
+
 def test_a_draft_model_past_its_context_drafts_nothing():
     model = random_model("llama")
     model.config.max_position_embeddings = 30
@@ -155,7 +173,7 @@ def test_ngrams_are_those_of_a_search_through_the_whole_text(source):
     texts: list[list[int]] = [[] for _ in range(3)]
     drafter, sizes = source.drafter(tiny_target()), set()
     for step in range(40):
-        news = [draw.choices(range(9), k=draw.randint(1, 5) if step else 9) for _ in texts]
+        news = [draw.choices(range(k), k=draw.randint(1, 5) if step else 9) for k in (3, 5, 9)]
         tree = drafter.propose(committed(news))
         for row, (text, new) in enumerate(zip(texts, news, strict=True)):
             text += new
