@@ -1,8 +1,13 @@
-"""Decoding with draft heads: decoding loop, acceptance rules, benchmark, chat, custom_generate."""
+"""Decoding with draft heads and other drafters: decoding loop, acceptance rules, benchmark, chat,
+custom_generate.
+"""
 
 from draftheads.infer.accept import Greedy, Sampled, Typical
 from draftheads.infer.bench import BenchOptions, BenchReport, bench
 from draftheads.infer.chat import ChatOptions, chat
+from draftheads.infer.draft_model import DraftModel, EarlyExit
+from draftheads.infer.draft_sampling import SpeculativeSampling
+from draftheads.infer.drafters import Merged, NGram
 from draftheads.infer.engine import Speculator, Statistics, Step
 from draftheads.infer.generate import speculative
 
@@ -10,8 +15,13 @@ __all__ = [
     "BenchOptions",
     "BenchReport",
     "ChatOptions",
+    "DraftModel",
+    "EarlyExit",
     "Greedy",
+    "Merged",
+    "NGram",
     "Sampled",
+    "SpeculativeSampling",
     "Speculator",
     "Statistics",
     "Step",

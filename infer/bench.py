@@ -29,12 +29,19 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from draftheads.heads.base import Drafter, DraftHead
+from draftheads.heads.base import Drafter
 from draftheads.heads.files import write_text
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, Greedy
-from draftheads.infer.engine import Baseline, Speculator, Statistics, Step, without_defaults
+from draftheads.infer.engine import (
+    Baseline,
+    DrafterSource,
+    Speculator,
+    Statistics,
+    Step,
+    without_defaults,
+)
 
 GENERATE, PLAIN = "generate", "plain"
 """Candidates of every bench: transformers' own, and this engine without a drafter."""
@@ -43,8 +50,8 @@ COMPILED = "{} compiled"
 BASELINES = (GENERATE, PLAIN, COMPILED.format(GENERATE), COMPILED.format(PLAIN))
 PROFILED_PROMPTS = 4
 
-Drafts = DraftHead | Callable[[], Drafter]
-Entry = Drafts | tuple[Drafts, Tree]
+Drafts = DrafterSource | Callable[[], Drafter]
+Entry = Drafts | tuple[Drafts, Tree] | Baseline
 
 
 @dataclass(frozen=True)
@@ -160,9 +167,10 @@ def bench(
 ) -> BenchReport:
     """Measure heads, and the engine without a drafter, against transformers' own `generate`.
 
-    heads: name -> head, or function that returns a new drafter per generation, or (either, tree).
-    prompts: token ids. console: for the progress bar (default: stderr). A prompt with less room
-    than max_new_tokens in the context gets what is left; one that fills the context is skipped.
+    heads: name -> head or other source of drafters, or function that returns a new drafter per
+    generation, or (either, tree), or a baseline. prompts: token ids. console: for the progress bar
+    (default: stderr). A prompt with less room than max_new_tokens in the context gets what is left;
+    one that fills the context is skipped.
     Raises ValueError if no prompt fits or a head has the name of a baseline.
     """
     options = options or BenchOptions()
@@ -186,7 +194,11 @@ def bench(
     accelerator = [target.device] if target.device.type == "cuda" else []
     with without_defaults(target), torch.random.fork_rng(devices=accelerator):
         runs = race(candidates, fitting, options, console)
-        profiles = {c.name: _profile(c, fitting) for c in candidates[1:]} if accelerator else {}
+        profiles = {
+            c.name: _profile(c, fitting)
+            for c in candidates
+            if accelerator and isinstance(c.engine, Speculator)
+        }
     plain, *others = (
         summarize(each, target, fitting, runs, options, profiles.get(each.name))
         for each in candidates[1:]
@@ -209,9 +221,12 @@ def _candidates(
     for name, entry in heads.items():
         if name in BASELINES:
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
+        if isinstance(entry, Baseline):
+            yield Candidate(name, None, entry, options.sampling)
+            continue
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         trees = {name: tree}
-        if tree is None and isinstance(drafts, DraftHead):
+        if tree is None and isinstance(drafts, DrafterSource):
             sizes = sorted({min(nodes, drafts.tree.draft_nodes) for nodes in options.nodes})
             cut: dict[str, Tree | None] = {f"{name}@{n}": drafts.tree.head(n) for n in sizes}
             trees = cut or {name: drafts.tree}
@@ -447,8 +462,8 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
     "speedup": lambda result: f"{result.speedup:.2f}",
     "95 %": lambda result: "{:.2f}-{:.2f}".format(*result.speedup_ci95),
     "vs best": lambda result: f"{result.speedup_over_best:.2f}",
-    "draft": lambda result: f"{result.draft_seconds * 1e3:.2f}",
-    "verify": lambda result: f"{result.verify_seconds * 1e3:.2f}",
+    "draft": lambda result: f"{result.draft_seconds * 1e3:.2f}" if result.steps else "",
+    "verify": lambda result: f"{result.verify_seconds * 1e3:.2f}" if result.steps else "",
     "lossless": lambda result: {True: "yes", False: "NO", None: "n/a"}[result.lossless],
 }
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from time import perf_counter
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -78,18 +79,39 @@ class Statistics:
         return [count / self.steps for count in self.accepted]
 
 
+@runtime_checkable
+class DrafterSource(Protocol):
+    """What makes a drafter for each generation: a DraftHead, or one of `infer.drafters` and
+    `infer.draft_model`.
+    """
+
+    @property
+    def tree(self) -> Tree:
+        """The default tree of `drafter`."""
+        ...
+
+    def check_tree(self, tree: Tree) -> None:
+        """Raise ValueError for a tree that its drafters cannot fill."""
+        ...
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
+        """A new drafter, for one generation."""
+        ...
+
+
 class Speculator:
     """Decodes a target with a drafter; without one, one token per forward.
 
-    drafts: a DraftHead, or a function that returns a new Drafter for each generation, or None.
-    tree: overrides the head's own tree. compile: let torch compile all steps but the first (see
-    `compiled`), once for each batch size and rule; where it cannot, a warning says why.
+    drafts: a DraftHead or another source of drafters, or a function that returns a new Drafter for
+    each generation, or None. tree: overrides the source's own tree. compile: let torch compile all
+    steps but the first (see `compiled`), once for each batch size and rule; where it cannot, a
+    warning says why.
     """
 
     def __init__(
         self,
         target: Target,
-        drafts: DraftHead | Callable[[], Drafter] | None = None,
+        drafts: DrafterSource | Callable[[], Drafter] | None = None,
         *,
         tree: Tree | None = None,
         compile: bool = False,
@@ -99,7 +121,7 @@ class Speculator:
         self._compiled: dict[tuple[int, str], Advance] = {}
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
         self._drops_rows = drafts is None or isinstance(drafts, DraftHead)
-        if isinstance(drafts, DraftHead):
+        if isinstance(drafts, DrafterSource):
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
             self._new_drafter: Callable[[], Drafter] = lambda: drafts.drafter(target, self.tree)
@@ -300,11 +322,12 @@ class NoDraft:
 
 class Baseline:
     """transformers' own `generate`: with its default cache the baseline of every speedup, and the
-    reference output. compile: with its static cache, and compiled.
+    reference output. compile: with its static cache, and compiled. options: further arguments of
+    `generate`.
     """
 
-    def __init__(self, target: Target, *, compile: bool = False) -> None:
-        self.target, self.compile = target, compile
+    def __init__(self, target: Target, *, compile: bool = False, **options: Any) -> None:
+        self.target, self.compile, self.options = target, compile, options
 
     def generate(
         self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
@@ -340,7 +363,7 @@ class Baseline:
         tokens_1T = torch.tensor([prompt], device=self.target.device)
         mask_1T = torch.ones_like(tokens_1T)
         out_1T = self.target.model.generate(
-            tokens_1T, attention_mask=mask_1T, generation_config=config
+            tokens_1T, attention_mask=mask_1T, generation_config=config, **self.options
         )
         yield Step(out_1T[0, len(prompt) :].tolist(), -1, None, 0.0, 0.0)
 

@@ -25,7 +25,9 @@ Keep = Literal["keep", "drop"]
 
 TargetName = Annotated[str, Option("--target", help="target model: a folder or a Hub id")]
 MaybeTarget = Annotated[str | None, Option("--target", help="default: the one the head records")]
-Head = Annotated[str, Option(help="head folder, run folder or Hub id (user/name@revision)")]
+HEAD = """head folder, run folder or Hub id (user/name@revision); ngram, model:PATH, early-exit:K;
+or several of these joined by +"""
+Head = Annotated[str, Option(help=HEAD)]
 Heads = Annotated[list[str], Option(help="as for chat; repeatable")]
 Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
 Prompts = Annotated[str, Option(help="a prompt file, a folder of them, or a Hub data set")]
@@ -286,20 +288,19 @@ def bench(
     threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
-    """Measure heads against `generate` and against this engine without drafts."""
-    from draftheads.heads.hub import open_head, record_measured
+    """Measure heads and other drafters against `generate` and this engine without drafts."""
+    from draftheads.heads.hub import record_measured
     from draftheads.infer.bench import BenchOptions, measured_facts, print_report, write_json
     from draftheads.infer.bench import bench as run
     from draftheads.infer.bench import plot as draw
-    from draftheads.scripts.journey import check_outputs, opening_ids, with_trees
+    from draftheads.scripts.journey import check_outputs, contestants, open_drafts, opening_ids
 
     check_outputs([json_out], head if card else [], plot)
-    names = [Path(source).name for source in head]
-    names = names if len(set(names)) == len(names) else head
-    folders = dict(zip(names, map(open_head, head), strict=True))
-    model = load_target(target, dtype, device, revision, list(folders.values()))
+    drafts = open_drafts(head)
+    folders = [folder for each in drafts.values() for folder in each.folders]
+    model = load_target(target, dtype, device, revision, folders)
     choose_threads(threads, model)
-    loaded = {name: folder.load(model) for name, folder in folders.items()}
+    loaded = {name: each.load(model) for name, each in drafts.items()}
     options = BenchOptions(
         max_new_tokens=max_new_tokens,
         sampling=rule(temperature, top_p, top_k, typical, seed),
@@ -309,13 +310,13 @@ def bench(
         compile=compile,
     )
     ids = opening_ids(model, prompts, prompt_words, limit)
-    report = run(model, with_trees(loaded, tree or ()), ids, options)
+    report = run(model, contestants(model, loaded, tree or (), options.sampling), ids, options)
     print_report(report)
     if json_out:
         write_json(report, json_out)
     if plot:
         draw(report, plot)
-    for name, folder in folders.items() if card else ():
+    for name, folder in zip(drafts, folders, strict=True) if card else ():
         results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
         record_measured(folder.path, [measured_facts(report, each) for each in results])
 
@@ -338,18 +339,18 @@ def chat(
     threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
-    """Chat with the target, sped up by a head."""
-    from draftheads.heads.hub import open_head
+    """Chat with the target, sped up by a head or another drafter."""
     from draftheads.heads.tree import parse_tree
     from draftheads.infer.chat import ChatOptions
     from draftheads.infer.chat import chat as run
     from draftheads.infer.engine import Speculator
+    from draftheads.scripts.journey import open_drafts
 
-    folder = open_head(head)
-    name, revision = (target, None) if target else folder.target
-    model = load_target(name, dtype, device, revision, [folder])
+    (drafts,) = open_drafts([head]).values()
+    name, revision = (target, None) if target else drafts.target
+    model = load_target(name, dtype, device, revision, drafts.folders)
     choose_threads(threads, model)
-    drafter = folder.load(model)
+    drafter = drafts.load(model)
     shape = parse_tree(tree) if tree else drafter.tree
     sampling = rule(temperature, top_p, top_k, typical, seed)
     run(

@@ -1,0 +1,189 @@
+"""Drafting with a whole causal LM: a smaller one of the same vocabulary (`DraftModel`), or the
+first layers of the target itself (`EarlyExit`).
+
+Legend: B batch, A committed tokens of a step, F nodes of a level that are expanded, Q queries, P
+nodes expanded so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from itertools import chain
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftheads.heads.base import Committed
+from draftheads.heads.cache import ROOM, SlotCache
+from draftheads.heads.pretrained import decoder_layers
+from draftheads.heads.target import Masks, Target
+from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree_drafting import gather_nodes, tree_builder
+from draftheads.infer.draft_sampling import ChainSampler, SpeculativeSampling
+from draftheads.infer.engine import NoDraft
+
+DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A small causal LM that drafts for targets of the same vocabulary.
+
+    model: loaded like a target, to the target's device. sampling: draw a chain, as deep as the
+    tree, from the model's distribution, which this rule then compares with the target's.
+    """
+
+    model: Target
+    tree: Tree = DEFAULT_TREE
+    sampling: SpeculativeSampling | None = None
+
+    def check_tree(self, tree: Tree) -> None:
+        """Raise ValueError for a tree that is wider than the vocabulary."""
+        check_fits(tree, self.model.vocab_size)
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
+        """A new drafter, for one generation. Raises ValueError for another vocabulary."""
+        check_vocabulary(self.model, target)
+        tree = self.tree if tree is None else tree
+        sampler = ChainSampler(tree.depth, self.sampling) if self.sampling else None
+        return ModelDrafter(self.model, tree, target.vocab_size, sampler)
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """Self-speculation: the target's first `layers` layers draft, its own norm and lm_head read
+    them. The weights are shared; keys and values of these layers are computed again.
+    """
+
+    layers: int
+    tree: Tree = DEFAULT_TREE
+    _cut: WeakKeyDictionary[Target, Target] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+
+    def check_tree(self, tree: Tree) -> None:
+        """Any tree will do; `drafter` checks its width."""
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
+        """A new drafter, for one generation. Raises ValueError for targets with no more layers."""
+        tree = self.tree if tree is None else tree
+        check_fits(tree, target.vocab_size)
+        if target not in self._cut:
+            self._cut[target] = first_layers(target, self.layers)
+        return ModelDrafter(self._cut[target], tree, target.vocab_size)
+
+
+def first_layers(target: Target, count: int) -> Target:
+    """The first layers of a target, with its norm and lm_head, as a model that shares its weights.
+
+    Raises ValueError unless they are fewer than the target has, and for models that do not run
+    without the others.
+    """
+    if not 1 <= count < target.layers:
+        raise ValueError(
+            f"early exit: expected 1 to {target.layers - 1} of the {target.layers} layers of "
+            f"{target.name}, got {count}; choose fewer or more"
+        )
+    whole = target.model
+    shared = {id(tensor): tensor for tensor in chain(whole.parameters(), whole.buffers())}
+    model = copy.deepcopy(whole, shared)
+    del decoder_layers(model)[count:]
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None)
+    config.num_hidden_layers = count
+    if types:
+        config.layer_types = types[:count]
+    return Target(model, target.tokenizer, name=f"{count} layers of {target.name}")
+
+
+def check_vocabulary(model: Target, target: Target) -> None:
+    """Raise ValueError unless both give the same tokens the same numbers."""
+    if model.tokenizer is not None and target.tokenizer is not None:
+        same = model.tokenizer.get_vocab() == target.tokenizer.get_vocab()
+    else:
+        same = model.vocab_size == target.vocab_size
+    if not same:
+        raise ValueError(
+            f"draft model {model.name}: expected the vocabulary of {target.name} "
+            f"({target.vocab_size} tokens), got another one ({model.vocab_size}); use a smaller "
+            "model of the same family"
+        )
+
+
+class ModelDrafter:
+    """Grows a tree level by level; the nodes of a level pass through the model together.
+
+    Past the model's own context it drafts nothing.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self, model: Target, tree: Tree, vocabulary: int, sampler: ChainSampler | None = None
+    ) -> None:
+        self.model, self.depth = model, tree.depth
+        self.vocabulary = min(vocabulary, model.vocab_size)
+        self.builder = sampler or tree_builder(tree, None, model.device)
+        self.masks, self.no_draft = Masks(model.model), NoDraft()
+        self.cache: SlotCache | None = None
+        self.is_full = False
+
+    def propose(self, committed: Committed) -> TokenTree:
+        builder, device = self.builder, self.model.device
+        longest = self.cache.table.longest if self.cache else 0
+        self.is_full |= longest + max(committed.counts) + self.depth > self.model.context
+        if self.is_full:
+            return self.no_draft.propose(committed)
+        logits_BFV = self._commit(committed)
+        builder.start()
+        # of all P nodes expanded so far: their distances from the newest token, and which of them
+        # each node of the newest level sees
+        depths_1P = torch.zeros(1, 0, dtype=torch.long, device=device)
+        seen_BFP = torch.zeros(len(logits_BFV), 1, 0, dtype=torch.bool, device=device)
+        level = 0
+        while builder.add(logits_BFV):
+            rows, nodes = builder.parents_BF.shape
+            own_FF = torch.eye(nodes, dtype=torch.bool, device=device)
+            seen_BFP = gather_nodes(seen_BFP, builder.parents_BF)
+            seen_BFP = torch.cat([seen_BFP, own_FF.expand(rows, -1, -1)], dim=2)
+            depths_1P = F.pad(depths_1P, (0, nodes), value=level)
+            logits_BFV = self._pass(builder.tokens_BF, seen_BFP, depths_1P)
+            level += 1
+        return builder.tree(committed.last_tokens_B())
+
+    def _commit(self, committed: Committed) -> Tensor:
+        """Append the new tokens; returns logits_B1V after the newest of each row."""
+        tokens_BA, counts = committed.tokens_BA, committed.counts
+        rows, length = tokens_BA.shape
+        if self.cache is None:
+            self.cache = self.model.new_cache(rows, length + ROOM)
+            texts = [row[:n] for row, n in zip(tokens_BA.tolist(), counts, strict=True)]
+            logits_B1V = self.model.prefill(texts, self.cache, ()).logits_BNV
+            return logits_B1V[:, :, : self.vocabulary].float()
+        chain_1AA = torch.ones(1, length, length, dtype=torch.bool, device=tokens_BA.device).tril_()
+        depths_1A = torch.arange(length, device=tokens_BA.device)[None]
+        logits_BAV = self._pass(tokens_BA, chain_1AA, depths_1A)
+        self.cache.table.advance(counts)
+        return gather_nodes(logits_BAV, (committed.count_B - 1).clamp(min=0)[:, None])
+
+    def _pass(self, tokens_BQ: Tensor, seen_BQP: Tensor, depths_1P: Tensor) -> Tensor:
+        """Logits (B, Q, V) after Q new nodes, which follow the text and P - Q earlier nodes.
+        seen_BQP: the nodes that each new one sees. depths_1P: distances from the end of the text.
+        """
+        assert self.cache is not None
+        table, (queries, nodes) = self.cache.table, seen_BQP.shape[1:]
+        table.reserve(queries, after=nodes - queries)
+        positions_BQ = table.lengths_B[:, None] + depths_1P[:, -queries:]
+        mask = self.masks(table.visible(seen_BQP), positions_BQ, table.positions(depths_1P))
+        out = self.model.model(
+            tokens_BQ,
+            attention_mask=mask,
+            position_ids=positions_BQ,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits_BQV: Tensor = out.logits[:, :, : self.vocabulary].float()
+        return logits_BQV

@@ -1,0 +1,68 @@
+"""The promise: --head takes every drafter by its name, and the table has transformers' own beside
+it.
+"""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+from test_cli import failed, questions, run, target  # noqa: F401
+from tiny_chat import llama
+
+from draftheads.heads.hub import save_head
+from draftheads.heads.medusa import MedusaHead
+
+
+@pytest.fixture
+def heads(tmp_path):
+    """A head, and one in a folder with a plus in its name."""
+    for name in ("medusa", "a+b"):
+        save_head(MedusaHead.create(llama(), depth=2), tmp_path / name, target=llama())
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_all_drafters_in_one_table(run, target, heads):  # noqa: F811
+    sources = ["ngram", f"model:{target}", "early-exit:1", heads / "a+b", f"{heads}/medusa+ngram"]
+    code, table, _ = run(
+        *["bench", "--target", target, "--prompts", questions(heads), "--limit", 2],
+        *["--repetitions", 1, "--max-new-tokens", 12, "--nodes", 4, "--head", *sources],
+        *["--json", heads / "bench.json"],
+    )
+    assert code == 0 and "generate" in table
+    rows = json.loads((heads / "bench.json").read_text())["heads"]
+    assert all(row["lossless"] for row in rows)
+    own = f"model:{target.name}"
+    assert [(row["name"], row["nodes"]) for row in rows] == [
+        *[(f"{name}@4", 4) for name in ("ngram", own, "early-exit:1", "a+b", "medusa+ngram")],
+        *[(f"generate {name}", None) for name in ("ngram", own, "early-exit:1")],
+    ]
+    by_name = {row["name"]: row["tokens_per_step"] for row in rows}
+    assert by_name[f"{own}@4"] > 1, "the target drafts for itself"
+
+
+@pytest.mark.slow
+def test_sampling_has_no_rivals_that_would_draw_other_tokens(run, target, heads):  # noqa: F811
+    code, table, _ = run(
+        *["bench", "--target", target, "--prompts", questions(heads), "--limit", 1],
+        *["--repetitions", 1, "--max-new-tokens", 4, "--head", "ngram", "--temperature", 1.0],
+    )
+    assert code == 0 and table.count("ngram") == 1
+
+
+def test_a_chat_without_a_head(run, target, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("sys.stdin", StringIO("hello\n"))
+    code, said, _ = run("chat", "--head", "ngram", "--target", target, "--max-new-tokens", 8)
+    assert code == 0 and "tokens/step" in said
+
+
+def test_bad_drafters(run, target, heads):  # noqa: F811
+    failed(run("chat", "--head", "ngram"), "ngram does not say which target", "pass --target")
+    bench = ["bench", "--target", target, "--prompts", questions(heads), "--head"]
+    failed(run(*bench, "early-exit:two"), "expected a number of layers", "got 'two'")
+    failed(run(*bench, "early-exit:99"), "early exit: expected 1 to ", "got 99")
+    failed(run(*bench, f"{heads}/medusa+nothing"), "head nothing: no such folder")
+    failed(run(*bench, "ngram", "--card"), "--card", "got ngram")
+    failed(run(*bench, "ngram", "--tree", "2,1"), "got a fixed tree")

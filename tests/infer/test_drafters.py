@@ -1,0 +1,402 @@
+"""The promise: every drafter is lossless, and proposes exactly what its definition says."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import accumulate
+
+import pytest
+import torch
+from test_acceptance import RUNS, WORDS, MarkovTarget, chi_square, surely_below, whole_law
+from tiny_chat import byte_tokenizer
+from tiny_heads import decode, random_head
+from tiny_targets import (
+    CONTEXT,
+    VOCABULARY,
+    greedy,
+    random_model,
+    some_prompts,
+    tiny_target,
+)
+
+from draftheads.heads.base import Committed
+from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
+from draftheads.infer.accept import Sampled
+from draftheads.infer.draft_model import DraftModel, EarlyExit, first_layers
+from draftheads.infer.draft_sampling import SampledChain, SpeculativeSampling
+from draftheads.infer.drafters import Merged, NGram, RowTree, stacked
+from draftheads.infer.engine import Speculator
+
+NEW = 31  # one token from the prefill and six steps of a chain of 4
+LENGTHS = (19, 11, 5)
+CHAIN = StaticTree.from_widths((1, 1, 1, 1))
+WIDE = StaticTree.from_widths((3, 2, 1))
+TARGETS = ("llama", "mistral-window", "gemma2-window", "gpt2", "opt", "gpt-neox")
+SHORT = NGram(DynamicTree(6, 4, 3), longest=2, shortest=1)
+
+Paths = set[tuple[int, ...]]
+
+
+def other_model() -> Target:
+    """A model with the vocabulary of the tiny targets."""
+    return tiny_target("qwen2")
+
+
+DRAFTS = {
+    "ngram": lambda _: SHORT,
+    "model": lambda _: DraftModel(other_model()),
+    "model-fixed": lambda target: DraftModel(target, WIDE),
+    "early-exit": lambda _: EarlyExit(2),
+    "merged": lambda target: Merged(
+        [random_head("eagle3", target), SHORT, random_head("medusa", target), EarlyExit(1, CHAIN)]
+    ),
+}
+
+
+def committed(rows: list[list[int]], features_BAD: torch.Tensor | None = None) -> Committed:
+    """These tokens of each row, padded."""
+    counts = [len(row) for row in rows]
+    tokens_BA = torch.zeros(len(rows), max(counts), dtype=torch.long)
+    for row, tokens in enumerate(rows):
+        tokens_BA[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+    if features_BAD is None:
+        features_BAD = torch.zeros(*tokens_BA.shape, 0)
+    return Committed(tokens_BA, features_BAD, torch.tensor(counts), counts)
+
+
+def all_paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
+    """The token path of each draft node."""
+    tokens, parents_BN = tree.tokens_BN[row].tolist(), tree.topology.parents_BN
+    paths: list[tuple[int, ...]] = [()]
+    parents = parents_BN[row % len(parents_BN)].tolist()
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("name", TARGETS)
+def test_output_equals_greedy_decoding(name, drafts, rows):
+    target, prompts = tiny_target(name), some_prompts(*LENGTHS[:rows])
+    source = DRAFTS[drafts](target)
+    tokens, statistics = decode(target, source, prompts, max_new_tokens=NEW)
+    assert tokens == [greedy(target, prompt, NEW) for prompt in prompts]
+    assert statistics[0].tokens_per_step > 1, "drafts must be kept for this to prove anything"
+
+
+@pytest.mark.parametrize("tree", [CHAIN, StaticTree.from_widths((2, 2, 1, 1))])
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_that_drafts_for_itself_is_always_right(name, tree):
+    """So its cache holds what the rows have committed, and each node sees its ancestors alone."""
+    target, prompts = tiny_target(name), some_prompts(*LENGTHS)
+    _, statistics = decode(target, DraftModel(target, tree), prompts, max_new_tokens=NEW)
+    assert [row.tokens_per_step for row in statistics] == [5.0] * 3
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_each_node_of_a_draft_model_continues_its_own_path(name):
+    """Also after a step in which rows have accepted different numbers of tokens."""
+    target, texts = tiny_target(name), some_prompts(*LENGTHS)
+    drafter = DraftModel(target, StaticTree.from_widths((2, 2, 2))).drafter(target)
+    drafter.propose(committed(texts))
+    news = [[7, 3, 9], [4], [5, 6]]
+    tree = drafter.propose(committed(news))
+    for row, (text, new) in enumerate(zip(texts, news, strict=True)):
+        level, expected = [()], set()
+        for _ in range(3):
+            ids = torch.tensor([[*text, *new, *path] for path in level])
+            best = target.model(ids).logits[:, -1].topk(2).indices.tolist()
+            level = [(*path, token) for path, top in zip(level, best, strict=True) for token in top]
+            expected |= set(level)
+        assert set(all_paths(tree, row)) == expected
+
+
+def test_a_draft_model_past_its_context_drafts_nothing():
+    model = random_model("llama")
+    model.config.max_position_embeddings = 30
+    (prompt,) = some_prompts(9)
+    steps = list(
+        Speculator(tiny_target(), DraftModel(Target(model), CHAIN)).generate(
+            prompt, max_new_tokens=60
+        )
+    )
+    written = list(accumulate(len(step.tokens) for step in steps))
+    assert [t for step in steps for t in step.tokens] == greedy(tiny_target(), prompt, 60)
+    for before, step in zip(written, steps[1:], strict=False):
+        drafted = 9 + before + 4 <= 30
+        assert len(step.tokens) == (min(5, 60 - before) if drafted else 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2-window", "gpt2"])
+def test_early_exit_reads_the_targets_own_layers(name):
+    target = tiny_target(name)
+    early = first_layers(target, 2)
+    tokens = torch.tensor(some_prompts(12))
+    theirs, ours = target.model(tokens, output_hidden_states=True), early.model(tokens)
+    state = theirs.hidden_states[2]
+    norm = next(
+        m for n, m in target.model.named_modules() if n in ("model.norm", "transformer.ln_f")
+    )
+    logits = target.model.lm_head(norm(state))
+    cap = getattr(target.config, "final_logit_softcapping", None)
+    torch.testing.assert_close(ours.logits, torch.tanh(logits / cap) * cap if cap else logits)
+    assert early.layers == 2 and target.layers == 3
+    own = {parameter.data_ptr() for parameter in target.model.parameters()}
+    assert {parameter.data_ptr() for parameter in early.model.parameters()} < own
+
+
+def restated(text: list[int], source: NGram) -> Paths:
+    """What an n-gram drafter proposes after a text, by searching all of it."""
+    limits = source.tree
+    for length in range(source.longest, source.shortest - 1, -1):
+        places = [p for p in range(length, len(text)) if text[p - length : p] == text[-length:]]
+        if places:
+            break
+    copies = []
+    for place in places[::-1][: limits.top_k]:
+        longer = list(text)
+        for step in range(limits.depth):
+            longer.append(longer[place + step])  # it may copy what it has just copied
+        copies.append(tuple(longer[len(text) :]))
+    prefixes = [copy[:n] for copy in copies for n in range(1, limits.depth + 1)]
+    shared, first = Counter(prefixes), {path: n for n, path in reversed([*enumerate(prefixes)])}
+    best = sorted(shared, key=lambda path: (-shared[path], len(path), first[path]))
+    return set(best[: limits.draft_nodes])
+
+
+@pytest.mark.parametrize("source", [NGram(), SHORT, NGram(DynamicTree(9, 5, 3), 4, 2)])
+def test_ngrams_are_those_of_a_search_through_the_whole_text(source):
+    draw = random.Random(0)
+    texts: list[list[int]] = [[] for _ in range(3)]
+    drafter, sizes = source.drafter(tiny_target()), set()
+    for step in range(40):
+        news = [draw.choices(range(k), k=draw.randint(1, 5) if step else 9) for k in (3, 5, 9)]
+        tree = drafter.propose(committed(news))
+        for row, (text, new) in enumerate(zip(texts, news, strict=True)):
+            text += new
+            paths, expected = all_paths(tree, row), restated(text, source)
+            assert tree.tokens_BN[row, 0] == text[-1]
+            assert set(paths) - {(text[-1],)} == expected - {(text[-1],)}, "but for padding"
+            sizes.add(len(expected))
+    assert len(sizes) > 1
+
+
+def test_a_row_without_a_repeat_and_a_finished_row_draft_nothing():
+    drafter = NGram().drafter(tiny_target())
+    assert drafter.propose(committed([[1, 2, 3], [4, 5, 6]])).tokens_BN.tolist() == [[3], [6]]
+    tree = drafter.propose(committed([[1, 2], []]))
+    assert tree.tokens_BN[0].tolist() == [2, 3, 1, 2] + [3, 1, 2] * 4 + [3]
+    assert set(all_paths(tree, 1)) == {(6,)}, "padding alone"
+    tree = drafter.propose(committed([[], []]))
+    assert tree.tokens_BN.tolist() == [[2], [6]]
+
+
+class Fixed:
+    """A source of drafters that propose one given tree, and note the features they see."""
+
+    def __init__(self, proposed: TokenTree, layers: tuple[int, ...] = ()) -> None:
+        self.proposed, self.feature_layers = proposed, layers
+        nodes = proposed.tokens_BN.shape[1] - 1
+        self.tree, self.seen = DynamicTree(nodes, nodes, nodes), []
+
+    def check_tree(self, tree):
+        pass
+
+    def drafter(self, target, tree=None):
+        return self
+
+    def propose(self, committed):
+        self.seen.append(committed.features_BAD)
+        return self.proposed
+
+
+def random_tree(draw: random.Random, rows: int = 2) -> TokenTree:
+    """A tree for each row, of few tokens, so that trees overlap; siblings are distinct."""
+    made = []
+    for _ in range(rows):
+        tree = RowTree(0)
+        while len(tree.tokens) < 9:
+            tree.add(draw.randrange(len(tree.tokens)), draw.randrange(1, 4))
+        made.append(tree)
+    return stacked(made, torch.device("cpu"))
+
+
+def in_turns(parts: list[list[tuple[int, ...]]], nodes: int) -> Paths:
+    """The union that part after part gives its next path to, the shortest first."""
+    queues = [sorted(paths, key=len) for paths in parts]  # stable
+    union: Paths = set()
+    for turn in range(max(map(len, queues))):
+        for queue in queues:
+            if turn < len(queue) and len(union) < nodes:
+                union.add(queue[turn])
+    return union
+
+
+@pytest.mark.parametrize("nodes", [None, 1, 7, 12])
+@pytest.mark.parametrize("seed", range(5))
+def test_merged_trees_are_the_union_of_their_paths(seed, nodes):
+    draw = random.Random(seed)
+    parts = [Fixed(random_tree(draw)) for _ in range(3)]
+    merged = Merged(parts)
+    limits = merged.tree.head(nodes) if nodes else None
+    tree = merged.drafter(tiny_target(), limits).propose(committed([[5, 0], [0]]))
+    for row in range(2):
+        paths = all_paths(tree, row)
+        expected = in_turns([all_paths(part.proposed, row) for part in parts], nodes or 24)
+        assert set(paths) == expected
+        assert nodes or expected == {p for part in parts for p in all_paths(part.proposed, row)}
+        extra = len(paths) - len(expected)
+        assert paths[len(expected) :] == paths[:1] * extra, "padding repeats the first child"
+
+
+def test_each_part_of_a_merged_drafter_sees_its_own_features():
+    draw, width = random.Random(0), 4
+    parts = [Fixed(random_tree(draw, 1), layers) for layers in ((0, 2), (), (1,))]
+    drafter = Merged(parts).drafter(tiny_target())
+    features_BAD = torch.randn(1, 2, 3 * width)
+    drafter.propose(committed([[5, 0]], features_BAD))
+    assert drafter.feature_layers == (0, 2, 1)
+    expected = features_BAD.split([2 * width, 0, width], dim=2)
+    for part, own in zip(parts, expected, strict=True):
+        assert torch.equal(part.seen[0], own)
+
+
+def test_padding_leaves_the_law_of_sampling_as_it_is():
+    target, root = MarkovTarget(), 2
+    small, large = RowTree(root), RowTree(root)
+    for token in (4, 1):
+        node = small.add(0, token)
+        small.add(node, 3)
+        small.add(node, token)
+    for token in range(6):
+        large.add(large.add(0, token), 1)
+    tree = stacked([*[small] * RUNS, large], torch.device("cpu"))
+    assert tree.tokens_BN.shape[1] == 13
+    rule = Sampled(temperature=2.0)
+    rule.seed(1)
+    accepted = rule(target.logits_VV[tree.tokens_BN], tree)
+    after_B = rule.choose(target.logits_VV[accepted.bonus_B])
+    observed: Counter = Counter()
+    for row, count in enumerate(accepted.counts[:RUNS]):
+        written = tree.tokens_BN[row, accepted.path_BA[row, 1:count]].tolist()
+        observed[tuple([*written, int(accepted.bonus_B[row]), int(after_B[row])][:2])] += 1
+    statistic, freedom = chi_square(observed, target.two_token_law(root, 2.0, 1.0, 0))
+    assert statistic < surely_below(freedom)
+
+
+def sampled_step(rule: SpeculativeSampling, vocabulary: int = WORDS) -> Counter:
+    """How often a step from one root writes each first token; the draft's law is another."""
+    target, drafter, root = MarkovTarget(0), MarkovTarget(1), 2
+    rule.seed(3)
+    q_VV = rule.probabilities(drafter.logits_VV)[:, :vocabulary]
+    q_VV = q_VV / q_VV.sum(1, keepdim=True)
+    q_BKV = q_VV[root].expand(4 * RUNS, 1, -1)
+    drafts_BK = torch.multinomial(q_BKV[:, 0], 1, generator=torch.Generator().manual_seed(5))
+    tokens_BN = torch.cat([torch.full_like(drafts_BK, root), drafts_BK], dim=1)
+    chain = SampledChain(tokens_BN, Topology(torch.tensor([[-1, 0]])), q_BKV)
+    accepted = rule(target.logits_VV[tokens_BN], chain)
+    kept = [count > 1 for count in accepted.counts]
+    assert 0.1 < sum(kept) / len(kept) < 1
+    return Counter(
+        int(drafts_BK[row, 0]) if is_kept else int(accepted.bonus_B[row])
+        for row, is_kept in enumerate(kept)
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [WORDS, WORDS - 1])
+@pytest.mark.parametrize("filters", [(1.0, 1.0, 0), (0.7, 0.9, 4)])
+def test_speculative_sampling_has_the_targets_law(filters, vocabulary):
+    rule = SpeculativeSampling(*filters)
+    p_V = rule.probabilities(MarkovTarget(0).logits_VV)[2].tolist()
+    statistic, freedom = chi_square(sampled_step(rule, vocabulary), dict(enumerate(p_V)))
+    assert rule.lossless and statistic < surely_below(freedom)
+
+
+def test_lenience_is_lossy_within_its_bound():
+    rule = SpeculativeSampling(lenience=2.0)
+    p_V = rule.probabilities(MarkovTarget(0).logits_VV)[2]
+    q_V = rule.probabilities(MarkovTarget(1).logits_VV)[2] / 2
+    kept_V, more_V = torch.minimum(2 * q_V, 2 * p_V), (p_V - q_V).clamp(min=0)
+    law_V = kept_V + (1 - kept_V.sum()) * more_V / more_V.sum()
+    observed = sampled_step(rule)
+    statistic, freedom = chi_square(observed, dict(enumerate(law_V.tolist())))
+    assert statistic < surely_below(freedom)
+    statistic, freedom = chi_square(observed, dict(enumerate(p_V.tolist())))
+    assert statistic > surely_below(freedom) and not rule.lossless
+    assert (law_V <= 2 * p_V + 1e-6).all()
+
+
+def six_words(name: str) -> Target:
+    model = random_model(name)
+    model.resize_token_embeddings(WORDS, mean_resizing=False)
+    return Target(model, name=f"six-words-{name}")
+
+
+@pytest.mark.slow
+def test_a_sampling_draft_model_leaves_the_law_of_the_whole_engine():
+    target, prompt = six_words("llama"), [3, 1, 4, 1, 5]
+    rule = SpeculativeSampling(temperature=4.0, top_k=4)
+    rule.seed(2)
+    drafts = DraftModel(six_words("qwen2"), StaticTree.from_widths((1, 1)), rule)
+    rows, statistics = decode(
+        target, drafts, [prompt] * (RUNS // 2), sampling=rule, max_new_tokens=4
+    )
+    assert {row.steps for row in statistics} == {1, 2, 3}, "drafts are accepted and refused"
+    law = whole_law(target, prompt, 4, rule)
+    statistic, freedom = chi_square(Counter(map(tuple, rows)), law)
+    assert statistic < surely_below(freedom)
+
+
+def test_a_sampled_chain_of_the_target_itself_is_always_kept():
+    target, prompts = tiny_target(), some_prompts(*LENGTHS)
+    rule = SpeculativeSampling(temperature=2.0)
+    rule.seed(0)
+    drafts = DraftModel(target, CHAIN, rule)
+    _, statistics = decode(target, drafts, prompts, sampling=rule, max_new_tokens=NEW)
+    assert [row.tokens_per_step for row in statistics] == [5.0] * 3
+
+
+def with_tokenizer(swapped: bool = False) -> Target:
+    model, tokenizer = random_model("llama"), byte_tokenizer()
+    model.resize_token_embeddings(259, mean_resizing=False)
+    if swapped:
+        tokenizer.add_tokens("another")
+    return Target(model, tokenizer, name="swapped" if swapped else "bytes")
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: NGram(longest=1), "expected 1 <= shortest <= longest, got 2 and 1"),
+        (lambda: Speculator(tiny_target(), NGram(), tree=CHAIN), "got a fixed tree; use one like"),
+        (lambda: Speculator(tiny_target(), Merged([SHORT]), tree=CHAIN), "got a fixed tree"),
+        (
+            lambda: EarlyExit(3).drafter(tiny_target()),
+            "1 to 2 of the 3 layers of tiny-llama, got 3",
+        ),
+        (lambda: EarlyExit(0).drafter(tiny_target()), "got 0"),
+        (
+            lambda: EarlyExit(1, StaticTree.from_widths((VOCABULARY + 1,))).drafter(tiny_target()),
+            "knows only 19",
+        ),
+        (lambda: DraftModel(six_words("gpt2")).drafter(tiny_target()), r"tiny-llama \(19 .*\(6\)"),
+        (
+            lambda: DraftModel(with_tokenizer(swapped=True)).drafter(with_tokenizer()),
+            "draft model swapped: expected the vocabulary of bytes",
+        ),
+        (lambda: SpeculativeSampling(lenience=0.5), r"lenience 0.5: expected 1 \(lossless\)"),
+    ],
+)
+def test_what_cannot_draft_is_refused(refused, message):
+    with pytest.raises(ValueError, match=message):
+        refused()
+
+
+def test_texts_that_fill_the_context_are_drafted_for_to_the_end():
+    target, prompts = tiny_target(), some_prompts(CONTEXT - 40, CONTEXT - 50)
+    for drafts in (SHORT, EarlyExit(2)):
+        tokens, _ = decode(target, drafts, prompts)
+        assert tokens == [greedy(target, prompt, CONTEXT - len(prompt)) for prompt in prompts]
