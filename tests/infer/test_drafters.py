@@ -280,8 +280,8 @@ def test_padding_leaves_the_law_of_sampling_as_it_is():
     accepted = rule(target.logits_VV[tree.tokens_BN], tree)
     after_B = rule.choose(target.logits_VV[accepted.bonus_B])
     observed: Counter = Counter()
-    for row, count in enumerate(accepted.counts[:RUNS]):
-        written = tree.tokens_BN[row, accepted.path_BA[row, 1:count]].tolist()
+    for row, count in enumerate(accepted.count_B.tolist()[:RUNS]):
+        written = tree.tokens_BN[row, accepted.path_BN[row, 1:count]].tolist()
         observed[tuple([*written, int(accepted.bonus_B[row]), int(after_B[row])][:2])] += 1
     statistic, freedom = chi_square(observed, target.two_token_law(root, 2.0, 1.0, 0))
     assert statistic < surely_below(freedom)
@@ -298,7 +298,7 @@ def sampled_step(rule: SpeculativeSampling, vocabulary: int = WORDS) -> Counter:
     tokens_BN = torch.cat([torch.full_like(drafts_BK, root), drafts_BK], dim=1)
     chain = SampledChain(tokens_BN, Topology(torch.tensor([[-1, 0]])), q_BKV)
     accepted = rule(target.logits_VV[tokens_BN], chain)
-    kept = [count > 1 for count in accepted.counts]
+    kept = [count > 1 for count in accepted.count_B.tolist()]
     assert 0.1 < sum(kept) / len(kept) < 1
     return Counter(
         int(drafts_BK[row, 0]) if is_kept else int(accepted.bonus_B[row])
