@@ -162,14 +162,7 @@ def bench(
     Raises ValueError if no prompt fits or a head has the name of a baseline.
     """
     options = options or BenchOptions()
-    rooms = [min(options.max_new_tokens, target.context - len(prompt)) for prompt in prompts]
-    numbered = enumerate(zip(prompts, rooms, strict=True))
-    fitting = [BenchPrompt(number, prompt, room) for number, (prompt, room) in numbered if room > 0]
-    if not fitting:
-        raise ValueError(
-            f"expected a prompt shorter than the context of {target.name} ({target.context} "
-            f"tokens), found none among {len(prompts)}; pass shorter prompts"
-        )
+    fitting = fitting_prompts(target, prompts, options.max_new_tokens)
     rule = options.sampling
     candidates = [
         Candidate(GENERATE, None, Baseline(target), rule),
@@ -194,6 +187,21 @@ def bench(
         "prompts_skipped": len(prompts) - len(fitting),
     }
     return BenchReport(describe_machine(target), settings, plain, others)
+
+
+def fitting_prompts(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[BenchPrompt]:
+    """The prompts that leave room in the context. Raises ValueError if there are none."""
+    rooms = [min(max_new_tokens, target.context - len(prompt)) for prompt in prompts]
+    numbered = enumerate(zip(prompts, rooms, strict=True))
+    fitting = [BenchPrompt(number, prompt, room) for number, (prompt, room) in numbered if room > 0]
+    if not fitting:
+        raise ValueError(
+            f"expected a prompt shorter than the context of {target.name} ({target.context} "
+            f"tokens), found none among {len(prompts)}; pass shorter prompts"
+        )
+    return fitting
 
 
 def _candidates(
