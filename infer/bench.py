@@ -32,7 +32,7 @@ from torch import Tensor
 from draftheads.heads.base import Drafter, DraftHead
 from draftheads.heads.files import write_text
 from draftheads.heads.target import Target
-from draftheads.heads.tree import Tree
+from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.engine import Baseline, Speculator, Statistics, Step, without_defaults
 
@@ -108,6 +108,40 @@ class Divergence:
     top2_margin: float  # best logit minus second best; near zero, rounding decides
 
 
+LONGEST = 64
+"""Draft lengths among which the best one is sought."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the model of speculative decoding with a chain (Leviathan et al., arXiv 2211.17192,
+    section 3) says of a candidate.
+    """
+
+    alpha: float  # share of the draft tokens after accepted ones that are accepted, any of a level
+    gamma: int  # levels drafted per step
+    c: float  # time to draft one level, over that of a plain step
+    predicted: float  # speed over plain decoding, if a verification takes as long as a plain step
+    measured: float  # the same, as timed
+    best_gamma: int  # with the highest predicted speed, at the same alpha and c
+
+    @classmethod
+    def of(
+        cls, acceptance: Sequence[float], gamma: int, c: float, measured: float
+    ) -> Analysis | None:
+        """From the share of steps with 1, 2, ... accepted drafts; None if nothing is drafted."""
+        if not gamma:
+            return None
+        alpha = sum(acceptance) / sum([1.0, *acceptance][:gamma])
+        best = max(range(LONGEST + 1), key=lambda length: walltime_factor(alpha, length, c))
+        return cls(alpha, gamma, c, walltime_factor(alpha, gamma, c), measured, best)
+
+
+def walltime_factor(alpha: float, gamma: int, c: float) -> float:
+    """(1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)), as a sum; theorem 3.8 there."""
+    return sum(alpha**accepted for accepted in range(gamma + 1)) / (gamma * c + 1.0)
+
+
 @dataclass(frozen=True)
 class Result:
     """Measurements of one candidate; seconds are means per step."""
@@ -130,6 +164,7 @@ class Result:
     verify_seconds: float
     steps: int
     tokens: int  # includes the prefill's
+    analysis: Analysis | None  # None without drafts
 
 
 @dataclass(frozen=True)
@@ -295,6 +330,12 @@ def summarize(
     steps = [step for run in chain.from_iterable(runs[name]) for step in run.steps]
     statistics = Statistics.of(steps)
     profile = profile or statistics
+    draft_seconds = profile.draft_seconds / max(profile.steps, 1)
+    tree = candidate.engine.tree if isinstance(candidate.engine, Speculator) else StaticTree(())
+    gamma = max(tree.depth, len(statistics.accepted))
+    plain = Statistics.of(step for run in chain.from_iterable(runs[PLAIN]) for step in run.steps)
+    plain_seconds = (plain.draft_seconds + plain.verify_seconds) / max(plain.steps, 1)
+    cost = draft_seconds / max(gamma, 1) / (plain_seconds or 1.0)
     reason = _why_not_comparable(target, options.sampling)
     divergence = None
     if isinstance(options.sampling, Greedy):
@@ -314,10 +355,13 @@ def summarize(
         speedup_ci95=speedup_interval(sums_P2[name], sums_P2[GENERATE], options),
         speedup_over_best=speeds[name] / speeds[best],
         speedup_over_best_ci95=speedup_interval(sums_P2[name], sums_P2[best], options),
-        draft_seconds=profile.draft_seconds / max(profile.steps, 1),
+        draft_seconds=draft_seconds,
         verify_seconds=profile.verify_seconds / max(profile.steps, 1),
         steps=statistics.steps,
         tokens=sum(len(step.tokens) for step in steps),
+        analysis=Analysis.of(
+            statistics.acceptance_by_depth, gamma, cost, speeds[name] / speeds[PLAIN]
+        ),
     )
 
 
@@ -464,6 +508,17 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
         style = "bold red" if result.lossless is False else None
         table.add_row(result.name, *[show(result) for show in COLUMNS.values()], style=style)
     console.print(table)
+    analysed = [(result.name, result.analysis) for result in report.heads if result.analysis]
+    if analysed:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.add_column("chain model", overflow="fold", min_width=10)
+        for name in ("α", "γ", "c", "predicted", "measured", "best γ"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name, model in analysed:
+            shares = f"{model.alpha:.2f}", str(model.gamma), f"{model.c:.2f}"
+            factors = f"{model.predicted:.2f}", f"{model.measured:.2f}", str(model.best_gamma)
+            table.add_row(name, *shares, *factors)
+        console.print(table)
     console.print("\n".join(footnotes(report)), style="dim", markup=False, highlight=False)
 
 
@@ -476,6 +531,8 @@ def footnotes(report: BenchReport) -> list[str]:
         "speedup: tokens per second over generate's, prompt included; 95 % bootstrap interval over "
         f"{settings['prompts']} prompts, runs interleaved in one process. vs best: over the faster "
         "of generate and plain.",
+        "α: acceptance per draft level. γ: levels. c: time per level over a plain step. predicted, "
+        "measured: times plain's speed, see docs/tuning.md.",
         plain.lossless_reason or "lossless: all output equals generate's, token for token.",
     ]
     for result in (plain, *report.heads):

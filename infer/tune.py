@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, product
 from operator import mul
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -166,7 +166,6 @@ def tune(
             present = predict(head.tree, heldout, costs)
         assert present, "a dynamic tree of the head is among `dynamic`"
         trials = track.trials([present, predict(NONE, heldout, costs), *finalists(found)], held)
-    better = [each for each in trials if each.gain_ci95[0] > 1.0]
     context = sum(len(each.prompt) + each.limit / 2 for each in fitting) / len(fitting)
     settings = {
         "sampling": "greedy" if isinstance(options.sampling, Greedy) else repr(options.sampling),
@@ -174,8 +173,13 @@ def tune(
         "max_new_tokens": options.max_new_tokens,
         "context": round(context),
     }
-    best = max([trials[0], *better], key=lambda each: each.measured)
-    return Tuned(describe_machine(target), settings, costs, trials, best)
+    return Tuned(describe_machine(target), settings, costs, trials, fastest(trials))
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """The fastest of the present tree, which is the first, and those that surely beat it."""
+    better = [each for each in trials if each.gain_ci95[0] > 1.0]
+    return max([trials[0], *better], key=lambda each: each.measured)
 
 
 def verify_curve(target: Target, context: int, options: TuneOptions) -> dict[int, float]:
@@ -338,10 +342,9 @@ def fitted_costs(trees: Mapping[str, StaticTree], runs: Runs) -> Costs:
     prompt = []
     for name, tree in trees.items():
         steps = [step for step in _steps(runs[name]) if step.accepted >= 0]
-        if len(steps) < 2:
+        if not steps:
             raise ValueError(
-                "expected answers of several tokens, got hardly any longer than one; pass other "
-                "prompts"
+                "expected answers of several tokens, got none longer than one; pass other prompts"
             )
         verified = typical([step.verify_seconds for step in steps])
         draft[tree] = typical([step.draft_seconds for step in steps])
@@ -358,7 +361,7 @@ def fitted_costs(trees: Mapping[str, StaticTree], runs: Runs) -> Costs:
 
 def typical(seconds: Sequence[float]) -> float:
     """The lower quartile: other processes only ever add to times."""
-    return quantiles(seconds, n=4)[0]
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _least_squares(draft: Mapping[StaticTree, float]) -> tuple[float, ...]:
@@ -377,8 +380,8 @@ def search(
     """All prefixes of up to `nodes` nodes of these trees and of their parts down to each depth,
     predicted on texts. texts: ranks_TK of each, see `Track.observe`.
 
-    If each text is one step long, and an order holds all paths from most to least frequent, the
-    best of all trees is found: each path adds its own frequency, whatever else is in the tree.
+    Of all trees with so many nodes and so deep, the prefix of an order by frequency is right most
+    often: each path adds its own frequency, whatever else is in the tree.
     """
     found: dict[StaticTree, Trial] = {}
     for order in orders:
