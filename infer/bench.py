@@ -261,10 +261,12 @@ def race(
     prompts: Sequence[BenchPrompt],
     options: BenchOptions,
     console: Console | None = None,
+    clock: Callable[[], float] = perf_counter,
 ) -> Runs:
     """Warm up, then time every candidate on every prompt; the order rotates by one each time.
 
-    Seeds torch's global random stream. console: for the progress bar (default: stderr).
+    Seeds torch's global random stream. console: for the progress bar (default: stderr). clock: of
+    `Run.seconds`.
     """
     console = console or Console(stderr=True)
     runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
@@ -282,11 +284,13 @@ def race(
         for each in (*candidates[first:], *candidates[:first]):
             torch.manual_seed(options.seed + turn)
             options.sampling.seed(options.seed + turn)
-            runs[each.name][place].append(timed(each, prompts[place]))
+            runs[each.name][place].append(timed(each, prompts[place], clock))
     return runs
 
 
-def timed(candidate: Candidate, prompt: BenchPrompt) -> Run:
+def timed(
+    candidate: Candidate, prompt: BenchPrompt, clock: Callable[[], float] = perf_counter
+) -> Run:
     """Time one generation, with Python's garbage collector off, as in `timeit`.
 
     Token ids end up on the CPU in every step, so no device work is left when the clock is read.
@@ -294,9 +298,9 @@ def timed(candidate: Candidate, prompt: BenchPrompt) -> Run:
     was_enabled = gc.isenabled()
     gc.disable()
     try:  # the process needs its collector after an error or Ctrl-C
-        start = perf_counter()
+        start = clock()
         steps = list(candidate.generate(prompt.prompt, prompt.limit))
-        return Run(steps, perf_counter() - start)
+        return Run(steps, clock() - start)
     finally:
         if was_enabled:
             gc.enable()

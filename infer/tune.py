@@ -10,12 +10,11 @@ Legend: P prompts, T new tokens of a text, K draft depth.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, product
-from operator import mul
+from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import median
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -39,6 +38,16 @@ from draftheads.infer.bench import (
     race,
     speedup_interval,
 )
+from draftheads.infer.costs import (
+    NONE,
+    Costs,
+    Trial,
+    finalists,
+    fitted_costs,
+    predict,
+    search,
+    steps_of,
+)
 from draftheads.infer.engine import Speculator, Statistics
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -47,8 +56,6 @@ COST_PROMPTS = 6
 """Prompts on which costs are measured."""
 CURVE_TOKENS = 12
 """New tokens after each random text on which verification is timed without a head."""
-FINALISTS = 4
-NONE = StaticTree(())
 
 
 @dataclass(frozen=True)
@@ -60,45 +67,6 @@ class TuneOptions:
     repetitions: int = 3  # runs per prompt and finalist
     nodes: int = 64  # draft nodes of the largest tree
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds on this machine, for one target, head, dtype and length of context."""
-
-    verify: dict[int, float]  # draft nodes -> one verification, acceptance included; 0: plain
-    draft: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # one draft, and each unit of `work`
-    prompt: float = 0.0  # what a prompt takes besides its steps: above all the prefill
-
-    def verify_seconds(self, nodes: int) -> float:
-        """Linear between the sizes that were measured."""
-        sizes = sorted(self.verify)
-        above = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
-        low, high = sizes[above - 1], sizes[above]
-        slope = (self.verify[high] - self.verify[low]) / (high - low)
-        return self.verify[low] + slope * (nodes - low)
-
-    def step_seconds(self, tree: StaticTree) -> float:
-        """One step with this tree."""
-        draft = sum(map(mul, self.draft, (1, *work(tree)))) if tree.paths else 0.0
-        return self.verify_seconds(tree.draft_nodes) + max(draft, 0.0)
-
-
-def work(tree: StaticTree) -> tuple[int, int, int]:
-    """Levels, expanded nodes and draft nodes: what the time of a draft depends on."""
-    return tree.depth, len({path[:-1] for path in tree.paths}), tree.draft_nodes
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A candidate tree; tau in tokens per step, speeds in tokens per second, prompt included."""
-
-    tree: Tree
-    predicted_tau: float
-    predicted: float
-    tau: float = 0.0
-    measured: float = 0.0
-    gain_ci95: Sequence[float] = (1.0, 1.0)  # measured speed over that of the present tree
 
 
 @dataclass(frozen=True)
@@ -126,10 +94,6 @@ class Tuned:
             "previous_tokens_per_second": self.trials[0].measured,
             "plain_tokens_per_second": self.plain.measured,
         }
-
-    def to_json(self) -> dict[str, Any]:
-        """All figures."""
-        return asdict(self)
 
 
 def tune(
@@ -213,15 +177,20 @@ class Track:
     def race(
         self, trees: Mapping[str, Tree], prompts: Sequence[BenchPrompt], repetitions: int
     ) -> Runs:
-        """Time every tree on every prompt, in turns."""
+        """Time every tree on every prompt, in turns. A single thread is timed by its CPU seconds,
+        in which other processes hardly count.
+        """
         options = self.options
-        settings = BenchOptions(options.max_new_tokens, options.sampling, repetitions)
+        settings = BenchOptions(
+            options.max_new_tokens, options.sampling, repetitions, seed=options.seed
+        )
         candidates = [
             Candidate(name, tree.nodes - 1, self.engine(tree), options.sampling)
             for name, tree in trees.items()
         ]
-        settings = replace(settings, seed=options.seed)
-        return race(candidates, prompts, settings, self.console)
+        alone = self.target.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = thread_time if alone else perf_counter
+        return race(candidates, prompts, settings, self.console, clock)
 
     def engine(self, tree: Tree) -> Speculator:
         """An engine that decodes with this tree."""
@@ -237,11 +206,8 @@ class Track:
         runs = self.race({**fixed, **searched}, prompts[:COST_PROMPTS], repetitions=1)
         costs, trials = fitted_costs(fixed, runs), []
         for name, tree in searched.items():
-            steps, total = _steps(runs[name]), Statistics.of(_steps(runs[name]))
-            step = typical([step.draft_seconds + step.verify_seconds for step in steps])
-            seconds = len(runs[name]) * costs.prompt + total.steps * step
-            speed = (total.tokens + len(runs[name])) / seconds
-            trials.append(Trial(tree, total.tokens_per_step, speed))
+            total = Statistics.of(steps_of(runs[name]))
+            trials.append(Trial(tree, total.tokens_per_step, speed(runs[name])))
         return costs, trials
 
     @torch.no_grad()
@@ -280,7 +246,7 @@ class Track:
             replace(
                 each,
                 predicted=each.predicted * pace,
-                tau=Statistics.of(_steps(runs[name])).tokens_per_step,
+                tau=Statistics.of(steps_of(runs[name])).tokens_per_step,
                 measured=speed(runs[name]),
                 gain_ci95=speedup_interval(sums[name], sums[names[0]], interval),
             )
@@ -324,122 +290,13 @@ def dynamic_trees(head: DraftHead | None, nodes: int) -> list[DynamicTree]:
         head.check_tree(DynamicTree(2, 1, 2))
     except ValueError:
         return present
-    depths = sorted({min(2, head.depth), min(4, head.depth), head.depth})
+    depths = sorted({(head.depth + 1) // 2, head.depth})
     grid = [
         DynamicTree(size, depth, top_k)
-        for depth, top_k, size in product(depths, (2, 4), (4, 12, 32))
+        for depth, top_k, size in product(depths, (2, 4), (8, 24))
         if size <= min(nodes, top_k + (depth - 1) * top_k**2)
     ]
     return list(dict.fromkeys([*present, *grid]))
-
-
-def fitted_costs(trees: Mapping[str, StaticTree], runs: Runs) -> Costs:
-    """The costs that explain these runs: medians over steps for verification, least squares over
-    trees for drafting. Raises ValueError if a tree made no step.
-    """
-    curve: dict[int, float] = {}
-    draft: dict[StaticTree, float] = {}
-    prompt = []
-    for name, tree in trees.items():
-        steps = [step for step in _steps(runs[name]) if step.accepted >= 0]
-        if not steps:
-            raise ValueError(
-                "expected answers of several tokens, got none longer than one; pass other prompts"
-            )
-        verified = typical([step.verify_seconds for step in steps])
-        draft[tree] = typical([step.draft_seconds for step in steps])
-        curve[tree.draft_nodes] = min(verified, curve.get(tree.draft_nodes, verified))
-        for run in chain.from_iterable(runs[name]):
-            first = sum(step.draft_seconds + step.verify_seconds for step in run.steps[:2])
-            prompt.append(first - verified - draft[tree] if len(run.steps) > 1 else first)
-    curve[0] += draft.pop(NONE)  # the time in which nothing is drafted
-    # noise only adds: no tree takes longer to verify than a larger one
-    sizes = sorted(curve)
-    verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
-    return Costs(verify, _least_squares(draft), typical(prompt))
-
-
-def typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: other processes only ever add to times."""
-    return sorted(seconds)[len(seconds) // 4]
-
-
-def _least_squares(draft: Mapping[StaticTree, float]) -> tuple[float, ...]:
-    """The coefficients of 1 and `work` that explain these seconds with the least relative error."""
-    seconds_N = torch.tensor(list(draft.values()), dtype=torch.float64)
-    work_N4 = torch.tensor([(1, *work(tree)) for tree in draft], dtype=torch.float64)
-    scaled_N4 = work_N4 / seconds_N[:, None]
-    solved = torch.linalg.lstsq(scaled_N4, torch.ones_like(seconds_N)[:, None], driver="gelsd")
-    coefficients: list[float] = solved.solution[:, 0].tolist()
-    return tuple(coefficients)
-
-
-def search(
-    orders: Sequence[StaticTree], texts: Sequence[Tensor], costs: Costs, nodes: int
-) -> list[Trial]:
-    """All prefixes of up to `nodes` nodes of these trees and of their parts down to each depth,
-    predicted on texts. texts: ranks_TK of each, see `Track.observe`.
-
-    Of all trees with so many nodes and so deep, the prefix of an order by frequency is right most
-    often: each path adds its own frequency, whatever else is in the tree.
-    """
-    found: dict[StaticTree, Trial] = {}
-    for order in orders:
-        for depth in range(1, order.depth + 1):
-            family = StaticTree(tuple(path for path in order.paths if len(path) <= depth))
-            places = [_places(family, ranks_TK) for ranks_TK in texts]
-            for size in range(1, min(nodes, family.draft_nodes) + 1):
-                tree = family.head(size)
-                if tree not in found:
-                    found[tree] = _predicted(tree, places, costs)
-    return list(found.values())
-
-
-def predict(tree: StaticTree, texts: Sequence[Tensor], costs: Costs) -> Trial:
-    """The speed of one tree, as in `search`."""
-    return _predicted(tree, [_places(tree, ranks_TK) for ranks_TK in texts], costs)
-
-
-def _predicted(tree: StaticTree, texts: Sequence[list[list[int]]], costs: Costs) -> Trial:
-    tokens = sum(map(len, texts))
-    steps = sum(replayed_steps(places, tree.draft_nodes) for places in texts)
-    seconds = len(texts) * costs.prompt + steps * costs.step_seconds(tree)
-    return Trial(tree, (tokens - len(texts)) / max(steps, 1), tokens / seconds)
-
-
-def _places(tree: StaticTree, ranks_TK: Tensor) -> list[list[int]]:
-    """For each row, the numbers of the nodes on the longest path of the tree that was right. They
-    ascend, as parents precede their children.
-    """
-    numbers = {path: number for number, path in enumerate(tree.paths)}
-    rows = []
-    for ranks in map(tuple, ranks_TK.tolist()):
-        row: list[int] = []
-        while len(row) < len(ranks) and ranks[: len(row) + 1] in numbers:
-            row.append(numbers[ranks[: len(row) + 1]])
-        rows.append(row)
-    return rows
-
-
-def replayed_steps(places: Sequence[Sequence[int]], nodes: int) -> int:
-    """The number of steps in which a tree's first `nodes` nodes write a text whose first token
-    is there: each begins where the one before ended.
-    """
-    at = steps = 0
-    while at < len(places) - 1:
-        at += bisect_left(places[at], nodes) + 1
-        steps += 1
-    return steps
-
-
-def finalists(found: Sequence[Trial]) -> list[Trial]:
-    """The trials with the best predictions, of each order of magnitude of nodes and each way to
-    build a tree only the best.
-    """
-    best: dict[tuple[type[Tree], int], Trial] = {}
-    for each in sorted(found, key=lambda trial: -trial.predicted):
-        best.setdefault((type(each.tree), each.tree.nodes.bit_length()), each)
-    return list(best.values())[:FINALISTS]
 
 
 def speeds_P2(runs: Sequence[Sequence[Run]]) -> Tensor:
@@ -459,7 +316,3 @@ def speed(runs: Sequence[Sequence[Run]]) -> float:
     """Tokens per second."""
     tokens, seconds = speeds_P2(runs).sum(0).tolist()
     return float(tokens / seconds)
-
-
-def _steps(runs: Sequence[Sequence[Run]]) -> list[Any]:
-    return [step for run in chain.from_iterable(runs) for step in run.steps]

@@ -342,6 +342,8 @@ def tune(
 
     Without --head: how many tokens per step would heads need to pay here?
     """
+    from dataclasses import asdict
+
     from draftheads.heads.files import write_text
     from draftheads.heads.hub import open_head, record_tuned
     from draftheads.heads.tree import tree_from_json
@@ -376,7 +378,7 @@ def tune(
         if not dry_run:
             record_tuned(folder.path, found.best.tree, found.facts())
             print(f"written to {folder.path}")
-        figures = found.to_json()
+        figures = asdict(found)
     if json_out:
         json_out.parent.mkdir(parents=True, exist_ok=True)
         write_text(json_out, json.dumps(figures, indent=2) + "\n")

@@ -16,7 +16,8 @@ from draftheads.heads.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.bench import fitting_prompts
-from draftheads.infer.tune import NONE, Track, Trial, TuneOptions, tune
+from draftheads.infer.costs import NONE, Trial
+from draftheads.infer.tune import Track, TuneOptions, tune
 from draftheads.scripts.journey import opening_ids
 from draftheads.train.entry import mistakes_in_one_line, set_threads
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from itertools import combinations, product
 
 import pytest
@@ -17,24 +18,26 @@ from draftheads.heads.hub import load_head, record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.bench import Run, fitting_prompts
-from draftheads.infer.engine import Step
-from draftheads.infer.tune import (
+from draftheads.infer.costs import (
     NONE,
     Costs,
-    Track,
     Trial,
-    TuneOptions,
-    cost_trees,
-    dynamic_trees,
-    fastest,
     finalists,
     fitted_costs,
     predict,
     replayed_steps,
     search,
+    work,
+)
+from draftheads.infer.engine import Step
+from draftheads.infer.tune import (
+    Track,
+    TuneOptions,
+    cost_trees,
+    dynamic_trees,
+    fastest,
     tune,
     verify_curve,
-    work,
 )
 
 OPTIONS = TuneOptions(max_new_tokens=12, repetitions=1, nodes=8)
@@ -160,7 +163,8 @@ def test_costs_are_found_again_behind_noise():
             slow = 10.0 if noise.random() < 0.2 else 1.0
             steps.append(Step([1], 0, None, draft * slow, verify * slow))
         steps[0] = Step([1], 0, None, draft, verify)
-        runs[name] = [[Run([Step([1], -1, None, 0.0, 7.0), *steps], 99.0)]]
+        seconds = 7.0 + 50 * (draft + verify)  # by a clock that does not see the others
+        runs[name] = [[Run([Step([1], -1, None, 0.0, 7.0), *steps], seconds)]]
     costs = fitted_costs(trees, runs)
     assert costs.prompt == pytest.approx(true.prompt)
     assert costs.draft == pytest.approx(true.draft)
@@ -191,7 +195,7 @@ def test_dynamic_trees_are_for_heads_that_fill_them():
     head.tree = DynamicTree(5, 3, 3)
     trees = dynamic_trees(head, 8)
     assert trees[0] == head.tree
-    assert len(trees) > 4
+    assert len(trees) == 4
     assert all(tree.draft_nodes <= 8 for tree in trees)
     for tree in trees:
         head.check_tree(tree)
@@ -231,7 +235,7 @@ def test_the_result_is_one_of_the_trees_that_raced(kind):
         if isinstance(each.tree, StaticTree):
             assert each.predicted_tau == pytest.approx(each.tau)
     assert json.loads(json.dumps(found.facts())) == found.facts()
-    assert json.loads(json.dumps(found.to_json()))["best"]["measured"] == found.best.measured
+    assert json.loads(json.dumps(asdict(found)))["best"]["measured"] == found.best.measured
 
 
 def test_mistakes_are_explained():
