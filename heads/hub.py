@@ -139,7 +139,7 @@ def record_tuned(folder: Path, tree: Tree, facts: dict[str, Any]) -> None:
     """
     config = read_config(folder)
     recorded = config["draftheads"]
-    trained = (recorded.get("tuned") or {}).get("trained_tree", recorded["tree"])
+    trained = HeadFolder(folder, config, str(folder)).trained_tree.to_json()
     recorded |= {"tree": tree.to_json(), "tuned": {**facts, "trained_tree": trained}}
     write_text(folder / CARD, render_card(config) + "\n")
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -173,6 +173,12 @@ class HeadFolder:
         raise ValueError(
             f"{self.path / CONFIG} does not record which target it was trained for; pass --target"
         )
+
+    @property
+    def trained_tree(self) -> Tree:
+        """The tree with which the head was saved, before any tuning; without drafts if unknown."""
+        tuned = self.facts.get("tuned") or {}
+        return tree_from_json(tuned.get("trained_tree", self.facts.get("tree") or []))
 
     @property
     def adapter(self) -> Path | None:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -121,6 +122,15 @@ def template_variables(text: str) -> dict[str, Any]:
     return value
 
 
+def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write the figures of a --json option, if it is given."""
+    from draftheads.heads.files import write_text
+
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(figures, indent=2) + "\n")
+
+
 def recorded_threads(out: Path) -> int | None:
     """CPU threads of an unfinished distillation: another number may round differently."""
     from draftheads.train.data.answers import MANIFEST, read_manifest
@@ -206,7 +216,6 @@ def plan(
     """
     import transformers
 
-    from draftheads.heads.files import write_text
     from draftheads.scripts.printing import print_plan
     from draftheads.train.plan import make_plan
     from draftheads.train.recipe import load_recipe
@@ -218,9 +227,7 @@ def plan(
         print("training a few steps to measure memory and time; --no-probe skips this", flush=True)
     made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
     print_plan(made)
-    if json_out:
-        json_out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(json_out, json.dumps(made.to_json(), indent=2) + "\n")
+    write_figures(json_out, made.to_json())
 
 
 def train(recipe: Recipe, overrides: Overrides = None, threads: Threads = None) -> None:
@@ -342,11 +349,7 @@ def tune(
 
     Without --head: how many tokens per step would heads need to pay here?
     """
-    from dataclasses import asdict
-
-    from draftheads.heads.files import write_text
     from draftheads.heads.hub import open_head, record_tuned
-    from draftheads.heads.tree import tree_from_json
     from draftheads.infer.tune import TuneOptions, verify_curve
     from draftheads.infer.tune import tune as run
     from draftheads.scripts.journey import check_outputs, opening_ids
@@ -371,17 +374,14 @@ def tune(
         name, commit = (target, revision) if target else folder.target
         model = load_target(name, dtype, device, commit, [folder])
         choose_threads(threads, model)
-        trained = (folder.facts.get("tuned") or {}).get("trained_tree", [])
         ids = opening_ids(model, prompts, prompt_words, limit)
-        found = run(model, folder.load(model), ids, options, others=[tree_from_json(trained)])
+        found = run(model, folder.load(model), ids, options, others=[folder.trained_tree])
         print_tuned(found)
         if not dry_run:
             record_tuned(folder.path, found.best.tree, found.facts())
             print(f"written to {folder.path}")
         figures = asdict(found)
-    if json_out:
-        json_out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(json_out, json.dumps(figures, indent=2) + "\n")
+    write_figures(json_out, figures)
 
 
 def chat(
