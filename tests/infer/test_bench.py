@@ -297,10 +297,11 @@ def test_the_chain_model_follows_from_acceptance_and_cost(acceptance, gamma, c, 
 def test_the_chain_model_is_that_of_the_runs(report):
     model = report.result("oracle").analysis
     assert (model.alpha, model.gamma) == (1.0, 4)
-    assert model.measured == pytest.approx(
-        report.result("oracle").tokens_per_second / report.plain.tokens_per_second
-    )
-    assert report.plain.analysis is None
+    plain, oracle = report.plain, report.result("oracle")
+    step = plain.draft_seconds + plain.verify_seconds
+    assert model.c == pytest.approx(oracle.draft_seconds / 4 / step)
+    assert model.measured == pytest.approx(oracle.tokens_per_second / plain.tokens_per_second)
+    assert plain.analysis is None
     assert Analysis.of([], 0, 0.0, 1.0) is None
 
 
