@@ -81,19 +81,19 @@ def fitted_costs(trees: Mapping[str, StaticTree], runs: Runs) -> Costs:
     ]
     prompt = typical(firsts)
     curve: dict[int, float] = {}
-    draft: dict[StaticTree, float] = {}
+    whole: dict[StaticTree, float] = {}
     for name, tree in trees.items():
         timed = list(chain.from_iterable(runs[name]))
         steps = sum(len(run.steps) - 1 for run in timed)
         step = (sum(run.seconds for run in timed) - len(timed) * prompt) / steps
         share = halves[name][0] / sum(halves[name]) if tree.paths else 0.0
-        draft[tree], verified = share * step, (1.0 - share) * step
+        whole[tree], verified = step, (1.0 - share) * step
         curve[tree.draft_nodes] = min(verified, curve.get(tree.draft_nodes, verified))
-    del draft[NONE]
+    del whole[NONE]
     # noise only adds: no tree takes longer to verify than a larger one
     sizes = sorted(curve)
     verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
-    return Costs(verify, _least_squares(draft), prompt)
+    return Costs(verify, _least_squares(whole, verify), prompt)
 
 
 def _halves(runs: Sequence[Sequence[Run]]) -> tuple[float, float]:
@@ -112,12 +112,17 @@ def typical(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4]
 
 
-def _least_squares(draft: Mapping[StaticTree, float]) -> tuple[float, ...]:
-    """The coefficients of 1 and `work` that explain these seconds with the least relative error."""
-    seconds_N = torch.tensor(list(draft.values()), dtype=torch.float64)
-    work_N4 = torch.tensor([(1, *work(tree)) for tree in draft], dtype=torch.float64)
-    scaled_N4 = work_N4 / seconds_N[:, None]
-    solved = torch.linalg.lstsq(scaled_N4, torch.ones_like(seconds_N)[:, None], driver="gelsd")
+def _least_squares(
+    whole: Mapping[StaticTree, float], verify: Mapping[int, float]
+) -> tuple[float, ...]:
+    """The coefficients of 1 and `work` with which drafting explains what steps take longer than
+    verifications, at the least relative error of whole steps.
+    """
+    steps_N = torch.tensor(list(whole.values()), dtype=torch.float64)
+    verify_N = torch.tensor([verify[tree.draft_nodes] for tree in whole], dtype=torch.float64)
+    work_N4 = torch.tensor([(1, *work(tree)) for tree in whole], dtype=torch.float64)
+    scaled_N4, share_N1 = work_N4 / steps_N[:, None], (1.0 - verify_N / steps_N)[:, None]
+    solved = torch.linalg.lstsq(scaled_N4, share_N1, driver="gelsd")
     coefficients: list[float] = solved.solution[:, 0].tolist()
     return tuple(coefficients)
 
