@@ -119,10 +119,13 @@ def tune(
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         costs, dynamic = track.costs(fit)
-        seen_TK = torch.cat(track.observe(fit))
-        heldout = track.observe(held)
+        seen, heldout = track.observe(fit), track.observe(held)
         own = [tree for tree in (head.tree, *others) if isinstance(tree, StaticTree)]
-        fitted = StaticTree.unfitted(head.depth).fitted(seen_TK, options.nodes)
+        fitted = StaticTree.unfitted(head.depth).fitted(torch.cat(seen), options.nodes)
+        # dynamic trees were decoded on other texts, which may be easier to draft
+        here, there = (predict(fitted, each, costs) for each in (heldout, seen[:COST_PROMPTS]))
+        ease = there.predicted / here.predicted
+        dynamic = [replace(each, predicted=each.predicted / ease) for each in dynamic]
         orders = [*own, fitted, StaticTree.from_widths([1] * head.depth)]
         found = [*search(orders, heldout, costs, options.nodes), *dynamic]
         present = next((each for each in found if each.tree == head.tree), None)
