@@ -48,7 +48,7 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target
-from draftheads.heads.tree import tree_from_json
+from draftheads.heads.tree import Tree, tree_from_json
 
 HEADS: dict[str, type[DraftHead]] = {
     kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head, BlockHead)
@@ -133,6 +133,18 @@ def record_measured(folder: Path, rows: list[dict[str, Any]]) -> None:
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
+def record_tuned(folder: Path, tree: Tree, facts: dict[str, Any]) -> None:
+    """Replace the tree in a head's config.json and card. facts: where and how it was found; the
+    tree of the training stays there, as `trained_tree`.
+    """
+    config = read_config(folder)
+    recorded = config["draftheads"]
+    trained = HeadFolder(folder, config, str(folder)).trained_tree.to_json()
+    recorded |= {"tree": tree.to_json(), "tuned": {**facts, "trained_tree": trained}}
+    write_text(folder / CARD, render_card(config) + "\n")
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
 @dataclass(frozen=True)
 class HeadFolder:
     """A head folder on this machine; so far, only its config.json has been read.
@@ -163,6 +175,12 @@ class HeadFolder:
         )
 
     @property
+    def trained_tree(self) -> Tree:
+        """The tree with which the head was saved, before any tuning; without drafts if unknown."""
+        tuned = self.facts.get("tuned") or {}
+        return tree_from_json(tuned.get("trained_tree", self.facts.get("tree") or []))
+
+    @property
     def adapter(self) -> Path | None:
         """The adapter that the head was trained with, for `Target.attach`."""
         folder = self.path / ADAPTER
@@ -185,7 +203,7 @@ class HeadFolder:
             if target is not None:
                 check_target(head, target, stored.facts)
             stored.check(head.state_dict())
-            if stored.facts.get("tree"):
+            if stored.facts.get("tree") is not None:  # [] is a tree without drafts
                 head.tree = tree_from_json(stored.facts["tree"])
                 head.check_tree(head.tree)
         return head, stored
@@ -205,6 +223,13 @@ class HeadFolder:
             head.to(target.device, dtype or target.dtype)
         elif dtype is not None:
             head.to(dtype)
+        if head.tree.nodes == 1:
+            machine = (stored.facts.get("tuned") or {}).get("machine", "an unknown machine")
+            warnings.warn(
+                f"this head decodes without drafts: tuning found that none pay on {machine}; "
+                "elsewhere, run `draftheads tune` again or choose a tree",
+                stacklevel=2,
+            )
         return head.eval()
 
 

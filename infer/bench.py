@@ -119,6 +119,40 @@ class Divergence:
     top2_margin: float  # best logit minus second best; near zero, rounding decides
 
 
+LONGEST = 64
+"""Draft lengths among which the best one is sought."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the model of speculative decoding with a chain (Leviathan et al., arXiv 2211.17192,
+    section 3) says of a candidate.
+    """
+
+    alpha: float  # share of the draft tokens after accepted ones that are accepted, any of a level
+    gamma: int  # levels drafted per step
+    c: float  # time to draft one level, over that of a plain step
+    predicted: float  # speed over plain decoding, if a verification takes as long as a plain step
+    measured: float  # the same, as timed
+    best_gamma: int  # with the highest predicted speed, at the same alpha and c
+
+    @classmethod
+    def of(
+        cls, acceptance: Sequence[float], gamma: int, c: float, measured: float
+    ) -> Analysis | None:
+        """From the share of steps with 1, 2, ... accepted drafts; None if nothing is drafted."""
+        if not gamma:
+            return None
+        alpha = sum(acceptance) / sum([1.0, *acceptance][:gamma])
+        best = max(range(LONGEST + 1), key=lambda length: walltime_factor(alpha, length, c))
+        return cls(alpha, gamma, c, walltime_factor(alpha, gamma, c), measured, best)
+
+
+def walltime_factor(alpha: float, gamma: int, c: float) -> float:
+    """(1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)), as a sum; theorem 3.8 there."""
+    return sum(alpha**accepted for accepted in range(gamma + 1)) / (gamma * c + 1.0)
+
+
 @dataclass(frozen=True)
 class Result:
     """Measurements of one candidate; seconds are means per step."""
@@ -141,6 +175,7 @@ class Result:
     verify_seconds: float
     steps: int
     tokens: int  # includes the prefill's
+    analysis: Analysis | None  # None without drafts
 
 
 @dataclass(frozen=True)
@@ -174,14 +209,7 @@ def bench(
     Raises ValueError if no prompt fits or a head has the name of a baseline.
     """
     options = options or BenchOptions()
-    rooms = [min(options.max_new_tokens, target.context - len(prompt)) for prompt in prompts]
-    numbered = enumerate(zip(prompts, rooms, strict=True))
-    fitting = [BenchPrompt(number, prompt, room) for number, (prompt, room) in numbered if room > 0]
-    if not fitting:
-        raise ValueError(
-            f"expected a prompt shorter than the context of {target.name} ({target.context} "
-            f"tokens), found none among {len(prompts)}; pass shorter prompts"
-        )
+    fitting = fitting_prompts(target, prompts, options.max_new_tokens)
     rule = options.sampling
     candidates = [Candidate(GENERATE, None, Baseline(target), rule)]
     candidates.append(Candidate(PLAIN, 0, Speculator(target), rule))
@@ -215,6 +243,21 @@ def bench(
     return BenchReport(describe_machine(target), settings, plain, others)
 
 
+def fitting_prompts(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[BenchPrompt]:
+    """The prompts that leave room in the context. Raises ValueError if there are none."""
+    rooms = [min(max_new_tokens, target.context - len(prompt)) for prompt in prompts]
+    numbered = enumerate(zip(prompts, rooms, strict=True))
+    fitting = [BenchPrompt(number, prompt, room) for number, (prompt, room) in numbered if room > 0]
+    if not fitting:
+        raise ValueError(
+            f"expected a prompt shorter than the context of {target.name} ({target.context} "
+            f"tokens), found none among {len(prompts)}; pass shorter prompts"
+        )
+    return fitting
+
+
 def _candidates(
     target: Target, heads: Mapping[str, Entry], options: BenchOptions
 ) -> Iterator[Candidate]:
@@ -243,10 +286,12 @@ def race(
     prompts: Sequence[BenchPrompt],
     options: BenchOptions,
     console: Console | None = None,
+    clock: Callable[[], float] = perf_counter,
 ) -> Runs:
     """Warm up, then time every candidate on every prompt; the order rotates by one each time.
 
-    Seeds torch's global random stream. console: for the progress bar (default: stderr).
+    Seeds torch's global random stream. console: for the progress bar (default: stderr). clock: of
+    `Run.seconds`.
     """
     console = console or Console(stderr=True)
     runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
@@ -264,11 +309,13 @@ def race(
         for each in (*candidates[first:], *candidates[:first]):
             torch.manual_seed(options.seed + turn)
             options.sampling.seed(options.seed + turn)
-            runs[each.name][place].append(timed(each, prompts[place]))
+            runs[each.name][place].append(timed(each, prompts[place], clock))
     return runs
 
 
-def timed(candidate: Candidate, prompt: BenchPrompt) -> Run:
+def timed(
+    candidate: Candidate, prompt: BenchPrompt, clock: Callable[[], float] = perf_counter
+) -> Run:
     """Time one generation, with Python's garbage collector off, as in `timeit`.
 
     Token ids end up on the CPU in every step, so no device work is left when the clock is read.
@@ -276,9 +323,9 @@ def timed(candidate: Candidate, prompt: BenchPrompt) -> Run:
     was_enabled = gc.isenabled()
     gc.disable()
     try:  # the process needs its collector after an error or Ctrl-C
-        start = perf_counter()
+        start = clock()
         steps = list(candidate.generate(prompt.prompt, prompt.limit))
-        return Run(steps, perf_counter() - start)
+        return Run(steps, clock() - start)
     finally:
         if was_enabled:
             gc.enable()
@@ -314,6 +361,15 @@ def summarize(
     steps = [step for run in chain.from_iterable(runs[name]) for step in run.steps]
     statistics = Statistics.of(steps)
     profile = profile or statistics
+    draft_seconds = profile.draft_seconds / max(profile.steps, 1)
+    engine, gamma = candidate.engine, 0
+    if (
+        isinstance(engine, Speculator) and not engine.compile
+    ):  # which would not tell what drafts take
+        gamma = max(engine.tree.depth, len(statistics.accepted))
+    plain = Statistics.of(step for run in chain.from_iterable(runs[PLAIN]) for step in run.steps)
+    plain_seconds = (plain.draft_seconds + plain.verify_seconds) / max(plain.steps, 1)
+    cost = draft_seconds / max(gamma, 1) / (plain_seconds or 1.0)
     reason = _why_not_comparable(target, options.sampling)
     divergence = None
     if isinstance(options.sampling, Greedy):
@@ -333,10 +389,13 @@ def summarize(
         speedup_ci95=speedup_interval(sums_P2[name], sums_P2[GENERATE], options),
         speedup_over_best=speeds[name] / speeds[best],
         speedup_over_best_ci95=speedup_interval(sums_P2[name], sums_P2[best], options),
-        draft_seconds=profile.draft_seconds / max(profile.steps, 1),
+        draft_seconds=draft_seconds,
         verify_seconds=profile.verify_seconds / max(profile.steps, 1),
         steps=statistics.steps,
         tokens=sum(len(step.tokens) for step in steps),
+        analysis=Analysis.of(
+            statistics.acceptance_by_depth, gamma, cost, speeds[name] / speeds[PLAIN]
+        ),
     )
 
 
@@ -485,6 +544,17 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
         style = "bold red" if result.lossless is False else None
         table.add_row(result.name, *[show(result) for show in COLUMNS.values()], style=style)
     console.print(table)
+    analysed = [(result.name, result.analysis) for result in report.heads if result.analysis]
+    if analysed:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.add_column("chain model", overflow="fold", min_width=10)
+        for name in ("α", "γ", "c", "predicted", "measured", "best γ"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name, model in analysed:
+            shares = f"{model.alpha:.2f}", str(model.gamma), f"{model.c:.2f}"
+            factors = f"{model.predicted:.2f}", f"{model.measured:.2f}", str(model.best_gamma)
+            table.add_row(name, *shares, *factors)
+        console.print(table)
     console.print("\n".join(footnotes(report)), style="dim", markup=False, highlight=False)
 
 
@@ -497,6 +567,8 @@ def footnotes(report: BenchReport) -> list[str]:
         "speedup: tokens per second over generate's, prompt included; 95 % bootstrap interval over "
         f"{settings['prompts']} prompts, runs interleaved in one process. vs best: over the "
         "fastest of generate and plain, compiled or not.",
+        "α: acceptance per draft level. γ: levels. c: time per level over a plain step. predicted, "
+        "measured: times plain's speed, see docs/tuning.md.",
         plain.lossless_reason or "lossless: all output equals generate's, token for token.",
     ]
     for result in (plain, *report.heads):

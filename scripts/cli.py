@@ -29,6 +29,7 @@ app.command("train", context_settings={"ignore_unknown_options": True})(commands
 app.command("keys")(commands.keys)
 app.command("report")(commands.report)
 app.command("bench")(commands.bench)
+app.command("tune")(commands.tune)
 app.command("chat")(commands.chat)
 app.command("doctor")(doctor)
 app.command("merge")(commands.merge)

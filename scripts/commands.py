@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -124,6 +125,15 @@ def template_variables(text: str) -> dict[str, Any]:
     return value
 
 
+def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write the figures of a --json option, if it is given."""
+    from draftheads.heads.files import write_text
+
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(figures, indent=2) + "\n")
+
+
 def recorded_threads(out: Path) -> int | None:
     """CPU threads of an unfinished distillation: another number may round differently."""
     from draftheads.train.data.answers import MANIFEST, read_manifest
@@ -209,7 +219,6 @@ def plan(
     """
     import transformers
 
-    from draftheads.heads.files import write_text
     from draftheads.scripts.printing import print_plan
     from draftheads.train.plan import make_plan
     from draftheads.train.recipe import load_recipe
@@ -221,9 +230,7 @@ def plan(
         print("training a few steps to measure memory and time; --no-probe skips this", flush=True)
     made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
     print_plan(made)
-    if json_out:
-        json_out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(json_out, json.dumps(made.to_json(), indent=2) + "\n")
+    write_figures(json_out, made.to_json())
 
 
 def train(recipe: Recipe, overrides: Overrides = None, threads: Threads = None) -> None:
@@ -319,6 +326,66 @@ def bench(
     for name, folder in zip(drafts, folders, strict=True) if card else ():
         results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
         record_measured(folder.path, [measured_facts(report, each) for each in results])
+
+
+def tune(
+    target: MaybeTarget = None,
+    head: Annotated[str | None, Option(help="head or run folder; default: no head, only T")] = None,
+    prompts: Annotated[str | None, Option(help="as for bench; needed with --head")] = None,
+    max_new_tokens: Annotated[int, Option(min=2)] = 64,
+    nodes: Annotated[int, Option(min=1, help="draft nodes of the largest tree")] = 64,
+    context: Annotated[int, Option(min=1, help="tokens of text, without --head")] = 256,
+    limit: Annotated[int, Option(min=2, help="use only the first N prompts")] = 24,
+    repetitions: Annotated[int, Option(min=1, help="runs of every prompt")] = 3,
+    prompt_words: PromptWords = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    dry_run: Annotated[bool, Option("--dry-run", help="print only; keep the head's tree")] = False,
+    json_out: Json = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    seed: Seed = 0,
+) -> None:
+    """Find the tree with the most tokens per second on this machine and write it into the head.
+
+    Without --head: how many tokens per step would heads need to pay here?
+    """
+    from draftheads.heads.hub import open_head, record_tuned
+    from draftheads.infer.tune import TuneOptions, verify_curve
+    from draftheads.infer.tune import tune as run
+    from draftheads.scripts.journey import check_outputs, opening_ids
+    from draftheads.scripts.printing import print_curve, print_tuned
+
+    sampling = rule(temperature, top_p, top_k, False, seed)
+    options = TuneOptions(max_new_tokens, sampling, repetitions, nodes, seed)
+    check_outputs([json_out], [head] if head and not dry_run else [], option="--head")
+    figures: dict[str, Any]
+    if head is None:
+        if target is None:
+            raise ValueError("expected --target or --head to tune for, got neither; pass one")
+        model = load_target(target, dtype, device, revision)
+        choose_threads(threads, model)
+        curve = verify_curve(model, context, options)
+        print_curve(model, context, curve)
+        figures = {"context": context, "verify": curve}
+    else:
+        if prompts is None:
+            raise ValueError("expected --prompts to tune the head on, got none; pass a file")
+        folder = open_head(head)
+        name, commit = (target, revision) if target else folder.target
+        model = load_target(name, dtype, device, commit, [folder])
+        choose_threads(threads, model)
+        ids = opening_ids(model, prompts, prompt_words, limit)
+        found = run(model, folder.load(model), ids, options, others=[folder.trained_tree])
+        print_tuned(found)
+        if not dry_run:
+            record_tuned(folder.path, found.best.tree, found.facts())
+            print(f"written to {folder.path}")
+        figures = asdict(found)
+    write_figures(json_out, figures)
 
 
 def chat(

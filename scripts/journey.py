@@ -146,10 +146,15 @@ def with_trees(heads: Mapping[str, DrafterSource], texts: Sequence[str]) -> dict
 
 
 def check_outputs(
-    files: Sequence[Path | None], card_heads: Sequence[str], picture: Path | None = None
+    files: Sequence[Path | None],
+    card_heads: Sequence[str],
+    picture: Path | None = None,
+    *,
+    option: str = "--card",
 ) -> None:
     """Raise ValueError, before anything is measured, for outputs that cannot be written: files,
-    a picture, and cards of heads that are not on this machine or in another layout.
+    a picture, and configs and cards of heads that are not on this machine or in another layout.
+    option: what asks for these.
     """
     for file in filter(None, (*files, picture)):
         folder = next(parent for parent in file.absolute().parents if parent.exists())
@@ -166,9 +171,9 @@ def check_outputs(
             raise ValueError(f"{picture}: expected a file ending in .png, .pdf or .svg; rename it")
     for source in card_heads:
         if not Path(source).is_dir():
-            raise ValueError(f"--card: expected a head folder on this machine, got {source}")
+            raise ValueError(f"{option}: expected a head folder on this machine, got {source}")
         if "format" not in open_head(source).facts:
             raise ValueError(
-                f"--card: expected a head in this project's own layout, got {source}; "
+                f"{option}: expected a head in this project's own layout, got {source}; "
                 f"draftheads convert {source} DIR --to draftheads writes one"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -11,8 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree
+from draftheads.infer.bench import describe_machine, machine_line
 from draftheads.infer.chat import printable
 from draftheads.infer.text import TextStream
+from draftheads.infer.tune import Tuned
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
 from draftheads.train.data.conversation import Conversation, Renderer, TextSide
 from draftheads.train.data.prompts import Prompt, check_source
@@ -155,6 +159,64 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(_time(plan))
     if text := remedy(plan):
         console.print(text, style="bold red")
+
+
+GAINS = (1.0, 1.5, 2.0)
+
+
+def print_curve(target: Target, context: int, curve: Mapping[int, float]) -> None:
+    """Print what verification costs, and the tokens per step at which drafts would pay."""
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, title=f"{target.name}, {context} tokens of context")
+    for name in ("draft nodes", "ms", *(f"τ for {gain:g} times" for gain in GAINS)):
+        table.add_column(name, justify="right")
+    for nodes, seconds in curve.items():
+        needed = [gain * seconds / curve[0] for gain in GAINS]
+        shown = [f"{tau:.2f}" if tau <= nodes + 1 else "-" for tau in needed]
+        table.add_row(str(nodes), f"{seconds * 1e3:.2f}", *shown)
+    console.print(table)
+    console.print(
+        "ms: one verification, acceptance included; 0 nodes: a step of plain decoding. τ: tokens "
+        "per step, the target's own included, for 1, 1.5 and 2 times the speed of plain decoding "
+        "if drafts cost nothing; a draft that takes a share c of a plain step raises these by "
+        "1 c, 1.5 c and 2 c. -: more than so many nodes can bring.\n"
+        f"machine: {machine_line(describe_machine(target))}.",
+        style="dim",
+    )
+
+
+def print_tuned(found: Tuned) -> None:
+    """Print the trees that raced, and which one is the fastest."""
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("tree", "nodes", "depth", "τ", "predicted", "measured", "error", "gain", "95 %"):
+        table.add_column(name, justify="left" if name == "tree" else "right", no_wrap=True)
+    for place, each in enumerate(found.trials):
+        tree = each.tree
+        kind = f"top_k {tree.top_k}" if isinstance(tree, DynamicTree) else "fixed"
+        kind = kind if tree.nodes > 1 else "no drafts"
+        table.add_row(
+            f"present, {kind}" if place == 0 else kind,
+            *(str(tree.draft_nodes), str(tree.depth), f"{each.tau:.2f}"),
+            *(f"{each.predicted:.0f}", f"{each.measured:.0f}"),
+            f"{each.predicted / each.measured - 1:+.0%}",
+            f"{each.measured / found.trials[0].measured:.2f}",
+            "{:.2f}-{:.2f}".format(*each.gain_ci95),
+            style="bold green" if each is found.best else None,
+        )
+    console.print(table)
+    best, tree = found.best, found.best.tree
+    gain = f"{best.measured / found.plain.measured:.2f} times plain decoding"
+    if tree.nodes == 1:
+        gain = "speculation does not pay here: the head will decode without drafts"
+    kept = "the present tree stays" if best is found.trials[0] else "a new tree"
+    console.print(f"{kept}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}")
+    console.print(
+        "predicted, measured: tokens per second, prompt included, on prompts that the trees were "
+        "not fitted to. gain: over the present tree, with a 95 % interval over prompts.\n"
+        f"machine: {machine_line(found.machine)}.",
+        style="dim",
+    )
 
 
 def _time(plan: Plan) -> str:

@@ -19,6 +19,7 @@ from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
 from draftheads.infer.accept import Greedy, Processed, Sampled, Typical
 from draftheads.infer.bench import (
+    Analysis,
     BenchOptions,
     bench,
     footnotes,
@@ -27,6 +28,7 @@ from draftheads.infer.bench import (
     print_report,
     speedup_interval,
     top2_margin,
+    walltime_factor,
     write_json,
 )
 from draftheads.infer.engine import Baseline, Speculator, without_defaults
@@ -269,6 +271,40 @@ def test_an_equal_contestant_has_an_interval_of_one_point():
     assert speedup_interval(sums, sums, BenchOptions()) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(("alpha", "gamma", "c"), [(0.8, 5, 0.02), (0.3, 1, 0.5), (0.99, 40, 0)])
+def test_the_walltime_factor_is_that_of_the_paper(alpha, gamma, c):
+    expected = (1 - alpha ** (gamma + 1)) / ((1 - alpha) * (gamma * c + 1))
+    assert walltime_factor(alpha, gamma, c) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "gamma", "c", "alpha", "best"),
+    [
+        ([0.9], 1, 0.0, 0.9, 64),  # drafts cost nothing: the longest that is tried
+        ([0.5, 0.25], 4, 0.05, 0.75 / 1.75, 3),
+        ([1.0, 1.0, 1.0], 3, 0.1, 1.0, 64),
+        ([0.3], 1, 0.4, 0.3, 0),  # a draft costs more than it brings
+        ([], 4, 0.1, 0.0, 0),
+    ],
+)
+def test_the_chain_model_follows_from_acceptance_and_cost(acceptance, gamma, c, alpha, best):
+    model = Analysis.of(acceptance, gamma, c, 1.7)
+    assert model == Analysis(
+        pytest.approx(alpha), gamma, c, pytest.approx(walltime_factor(alpha, gamma, c)), 1.7, best
+    )
+
+
+def test_the_chain_model_is_that_of_the_runs(report):
+    model = report.result("oracle").analysis
+    assert (model.alpha, model.gamma) == (1.0, 4)
+    plain, oracle = report.plain, report.result("oracle")
+    step = plain.draft_seconds + plain.verify_seconds
+    assert model.c == pytest.approx(oracle.draft_seconds / 4 / step)
+    assert model.measured == pytest.approx(oracle.tokens_per_second / plain.tokens_per_second)
+    assert plain.analysis is None
+    assert Analysis.of([], 0, 0.0, 1.0) is None
+
+
 def test_measured_facts_are_plain_values(report):
     facts = measured_facts(report, "medusa@8")
     assert json.loads(json.dumps(facts)) == facts
@@ -278,7 +314,14 @@ def test_measured_facts_are_plain_values(report):
 def test_the_table_and_its_footnotes_name_what_they_count(report):
     out = StringIO()
     print_report(report, Console(file=out, width=160))
-    for text in ("medusa@16", "generate", "bonus token counted", "interleaved", "token for token"):
+    for text in (
+        "best γ",
+        "medusa@16",
+        "generate",
+        "bonus token counted",
+        "interleaved",
+        "token for token",
+    ):
         assert text in out.getvalue()
 
 

@@ -1,0 +1,201 @@
+"""What a step costs with any tree, and how many steps a tree needs to write a text.
+
+Costs are fitted to timed runs of a few trees. A tree's steps are replayed along texts of the target
+on which a head was observed, all depths jointly, so that no product of marginals is needed.
+
+Legend: T new tokens of a text, K draft depth, N trees.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import mul
+
+import torch
+from torch import Tensor
+
+from draftheads.heads.tree import StaticTree, Tree
+from draftheads.infer.bench import Run, Runs
+from draftheads.infer.engine import Step
+
+FINALISTS = 4
+NONE = StaticTree(())
+"""The tree of decoding without drafts."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on this machine, for one target, head, dtype and length of context."""
+
+    verify: dict[int, float]  # draft nodes -> one verification, acceptance included; 0: plain
+    draft: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # one draft, and each unit of `work`
+    prompt: float = 0.0  # what a prompt takes besides its steps: above all the prefill
+
+    def verify_seconds(self, nodes: int) -> float:
+        """Linear between the sizes that were measured."""
+        sizes = sorted(self.verify)
+        above = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
+        low, high = sizes[above - 1], sizes[above]
+        slope = (self.verify[high] - self.verify[low]) / (high - low)
+        return self.verify[low] + slope * (nodes - low)
+
+    def step_seconds(self, tree: StaticTree) -> float:
+        """One step with this tree."""
+        draft = sum(map(mul, self.draft, (1, *work(tree)))) if tree.paths else 0.0
+        return self.verify_seconds(tree.draft_nodes) + max(draft, 0.0)
+
+
+def work(tree: StaticTree) -> tuple[int, int, int]:
+    """Levels, expanded nodes and draft nodes: what the time of a draft depends on."""
+    return tree.depth, len({path[:-1] for path in tree.paths}), tree.draft_nodes
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate tree; tau in tokens per step, speeds in tokens per second, prompt included."""
+
+    tree: Tree
+    predicted_tau: float
+    predicted: float
+    tau: float = 0.0
+    measured: float = 0.0
+    gain_ci95: Sequence[float] = (1.0, 1.0)  # measured speed over that of the present tree
+
+
+def fitted_costs(trees: Mapping[str, StaticTree], runs: Runs) -> Costs:
+    """The costs that explain these runs: of a verification by size, of drafting by least squares
+    over all trees. Raises ValueError if a tree made no step.
+
+    Typical steps tell how the time of a step divides into drafting and verifying, and what a prompt
+    takes besides; the time of whole runs, by any clock, tells what a step takes.
+    """
+    halves = {name: _halves(runs[name]) for name in trees}
+    firsts = [
+        run.steps[0].verify_seconds + run.steps[1].draft_seconds - halves[name][0]
+        for name in trees
+        for run in chain.from_iterable(runs[name])
+        if len(run.steps) > 1
+    ]
+    prompt = typical(firsts)
+    curve: dict[int, float] = {}
+    whole: dict[StaticTree, float] = {}
+    for name, tree in trees.items():
+        timed = list(chain.from_iterable(runs[name]))
+        steps = sum(len(run.steps) - 1 for run in timed)
+        step = (sum(run.seconds for run in timed) - len(timed) * prompt) / steps
+        share = halves[name][0] / sum(halves[name]) if tree.paths else 0.0
+        whole[tree], verified = step, (1.0 - share) * step
+        curve[tree.draft_nodes] = min(verified, curve.get(tree.draft_nodes, verified))
+    del whole[NONE]
+    # noise only adds: no tree takes longer to verify than a larger one
+    sizes = sorted(curve)
+    verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
+    return Costs(verify, _least_squares(whole, verify), prompt)
+
+
+def _halves(runs: Sequence[Sequence[Run]]) -> tuple[float, float]:
+    """Seconds of drafting and of verifying in a typical step."""
+    steps = list(steps_of(runs))
+    if not steps:
+        raise ValueError(
+            "expected answers of several tokens, got none longer than one; pass other prompts"
+        )
+    drafting = typical([step.draft_seconds for step in steps])
+    return drafting, typical([step.verify_seconds for step in steps])
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The lower quartile: other processes only ever add to times."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def _least_squares(
+    whole: Mapping[StaticTree, float], verify: Mapping[int, float]
+) -> tuple[float, ...]:
+    """The coefficients of 1 and `work` with which drafting explains what steps take longer than
+    verifications, at the least relative error of whole steps.
+    """
+    steps_N = torch.tensor(list(whole.values()), dtype=torch.float64)
+    verify_N = torch.tensor([verify[tree.draft_nodes] for tree in whole], dtype=torch.float64)
+    work_N4 = torch.tensor([(1, *work(tree)) for tree in whole], dtype=torch.float64)
+    scaled_N4, share_N1 = work_N4 / steps_N[:, None], (1.0 - verify_N / steps_N)[:, None]
+    solved = torch.linalg.lstsq(scaled_N4, share_N1, driver="gelsd")
+    coefficients: list[float] = solved.solution[:, 0].tolist()
+    return tuple(coefficients)
+
+
+def search(
+    orders: Sequence[StaticTree], texts: Sequence[Tensor], costs: Costs, nodes: int
+) -> list[Trial]:
+    """All prefixes of up to `nodes` nodes of these trees and of their parts down to each depth,
+    predicted on texts. texts: ranks_TK of each, see `Track.observe` of tune.py.
+
+    Of all trees with so many nodes and so deep, the prefix of an order by frequency is right most
+    often: each path adds its own frequency, whatever else is in the tree.
+    """
+    found: dict[StaticTree, Trial] = {}
+    for order in orders:
+        for depth in range(1, order.depth + 1):
+            family = StaticTree(tuple(path for path in order.paths if len(path) <= depth))
+            places = [_places(family, ranks_TK) for ranks_TK in texts]
+            for size in range(1, min(nodes, family.draft_nodes) + 1):
+                tree = family.head(size)
+                if tree not in found:
+                    found[tree] = _predicted(tree, places, costs)
+    return list(found.values())
+
+
+def predict(tree: StaticTree, texts: Sequence[Tensor], costs: Costs) -> Trial:
+    """The speed of one tree, as in `search`."""
+    return _predicted(tree, [_places(tree, ranks_TK) for ranks_TK in texts], costs)
+
+
+def _predicted(tree: StaticTree, texts: Sequence[list[list[int]]], costs: Costs) -> Trial:
+    tokens = sum(map(len, texts))
+    steps = sum(replayed_steps(places, tree.draft_nodes) for places in texts)
+    seconds = len(texts) * costs.prompt + steps * costs.step_seconds(tree)
+    return Trial(tree, (tokens - len(texts)) / max(steps, 1), tokens / seconds)
+
+
+def _places(tree: StaticTree, ranks_TK: Tensor) -> list[list[int]]:
+    """For each row, the numbers of the nodes on the longest path of the tree that was right. They
+    ascend, as parents precede their children.
+    """
+    numbers = {path: number for number, path in enumerate(tree.paths)}
+    rows = []
+    for ranks in map(tuple, ranks_TK.tolist()):
+        row: list[int] = []
+        while len(row) < len(ranks) and ranks[: len(row) + 1] in numbers:
+            row.append(numbers[ranks[: len(row) + 1]])
+        rows.append(row)
+    return rows
+
+
+def replayed_steps(places: Sequence[Sequence[int]], nodes: int) -> int:
+    """The number of steps in which a tree's first `nodes` nodes write a text whose first token
+    is there: each begins where the one before ended.
+    """
+    at = steps = 0
+    while at < len(places) - 1:
+        at += bisect_left(places[at], nodes) + 1
+        steps += 1
+    return steps
+
+
+def finalists(found: Sequence[Trial]) -> list[Trial]:
+    """The trials with the best predictions, of each order of magnitude of nodes and each way to
+    build a tree only the best.
+    """
+    best: dict[tuple[type[Tree], int], Trial] = {}
+    for each in sorted(found, key=lambda trial: -trial.predicted):
+        best.setdefault((type(each.tree), each.tree.nodes.bit_length()), each)
+    return list(best.values())[:FINALISTS]
+
+
+def steps_of(runs: Sequence[Sequence[Run]]) -> Iterator[Step]:
+    """All steps of a candidate but the prefills."""
+    for run in chain.from_iterable(runs):
+        yield from (step for step in run.steps if step.accepted >= 0)

@@ -1,0 +1,321 @@
+"""The tree that pays for itself: the one with the most tokens per second on this machine.
+
+The cost of a step is measured in the decoding loop, for trees of a few sizes and depths. What the
+head gets right is observed along texts of the target, all depths jointly, and replayed for every
+candidate tree. The best few candidates then race against the present tree, on other prompts than
+those that trees and costs were fitted to.
+
+Legend: P prompts, T new tokens of a text, K draft depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from statistics import median
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from draftheads.heads.base import Committed, DraftHead
+from draftheads.heads.batch import Batch
+from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
+from draftheads.infer.accept import Acceptance, Greedy
+from draftheads.infer.bench import (
+    BenchOptions,
+    BenchPrompt,
+    Candidate,
+    Run,
+    Runs,
+    describe_machine,
+    fitting_prompts,
+    machine_line,
+    race,
+    speedup_interval,
+)
+from draftheads.infer.costs import (
+    NONE,
+    Costs,
+    Trial,
+    finalists,
+    fitted_costs,
+    predict,
+    search,
+    steps_of,
+)
+from draftheads.infer.engine import Speculator, Statistics
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Draft nodes whose verification is timed."""
+COST_PROMPTS = 6
+"""Prompts on which costs are measured."""
+CURVE_TOKENS = 12
+"""New tokens after each random text on which verification is timed without a head."""
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Settings of a search; each number is at least 1."""
+
+    max_new_tokens: int = 64
+    sampling: Acceptance = field(default_factory=Greedy)
+    repetitions: int = 3  # runs per prompt and finalist
+    nodes: int = 64  # draft nodes of the largest tree
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of `tune`. trials: the present tree first, then decoding without drafts."""
+
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    costs: Costs
+    trials: list[Trial]
+    best: Trial
+
+    @property
+    def plain(self) -> Trial:
+        """Decoding without drafts."""
+        return next(each for each in self.trials if each.tree == NONE)
+
+    def facts(self) -> dict[str, Any]:
+        """What a head's config.json records of the search."""
+        return {
+            "machine": machine_line(self.machine),
+            **self.settings,
+            "predicted_tokens_per_second": self.best.predicted,
+            "measured_tokens_per_second": self.best.measured,
+            "previous_tokens_per_second": self.trials[0].measured,
+            "plain_tokens_per_second": self.plain.measured,
+        }
+
+
+def tune(
+    target: Target,
+    head: DraftHead,
+    prompts: Sequence[Sequence[int]],
+    options: TuneOptions,
+    *,
+    others: Sequence[Tree] = (),
+    console: Console | None = None,
+) -> Tuned:
+    """Find the tree of `head` with the most tokens per second; no drafts are a tree, too.
+
+    Every second prompt fits costs and trees; the finalists race on the others. The present tree
+    stays unless the 95 % interval of the gain excludes it. others: more trees whose prefixes are
+    candidates. Raises ValueError unless two prompts fit into the context.
+    """
+    fitting = fitting_prompts(target, prompts, options.max_new_tokens)
+    fit, held = fitting[::2], fitting[1::2]
+    if not held:
+        raise ValueError("expected two or more prompts to tune with, got one; pass more prompts")
+    track = Track(target, head, options, console)
+    devices = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        costs, dynamic = track.costs(fit)
+        seen, heldout = track.observe(fit), track.observe(held)
+        own = [tree for tree in (head.tree, *others) if isinstance(tree, StaticTree)]
+        fitted = StaticTree.unfitted(head.depth).fitted(torch.cat(seen), options.nodes)
+        # dynamic trees were decoded on other texts, which may be easier to draft
+        here, there = (predict(fitted, each, costs) for each in (heldout, seen[:COST_PROMPTS]))
+        ease = there.predicted / here.predicted
+        dynamic = [replace(each, predicted=each.predicted / ease) for each in dynamic]
+        orders = [*own, fitted, StaticTree.from_widths([1] * head.depth)]
+        found = [*search(orders, heldout, costs, options.nodes), *dynamic]
+        present = next((each for each in found if each.tree == head.tree), None)
+        if present is None and isinstance(head.tree, StaticTree):
+            present = predict(head.tree, heldout, costs)
+        assert present, "a dynamic tree of the head is among `dynamic`"
+        trials = track.trials([present, predict(NONE, heldout, costs), *finalists(found)], held)
+    context = sum(len(each.prompt) + each.limit / 2 for each in fitting) / len(fitting)
+    settings = {
+        "sampling": "greedy" if isinstance(options.sampling, Greedy) else repr(options.sampling),
+        "prompts": len(fitting),
+        "max_new_tokens": options.max_new_tokens,
+        "context": round(context),
+    }
+    return Tuned(describe_machine(target), settings, costs, trials, fastest(trials))
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """The fastest of the present tree, which is the first, and those that surely beat it."""
+    better = [each for each in trials if each.gain_ci95[0] > 1.0]
+    return max([trials[0], *better], key=lambda each: each.measured)
+
+
+def verify_curve(target: Target, context: int, options: TuneOptions) -> dict[int, float]:
+    """Seconds of a verification for each number of draft nodes, 0 included, after random texts of
+    `context` tokens. Raises ValueError if they do not fit into the context of the target.
+    """
+    if not 0 < context <= target.context - CURVE_TOKENS:
+        raise ValueError(
+            f"expected texts of 1 to {target.context - CURVE_TOKENS} tokens for {target.name}, got "
+            f"{context}; use a context that fits"
+        )
+    generator = torch.Generator().manual_seed(options.seed)
+    shape = (options.repetitions, context)
+    prompts = torch.randint(target.vocab_size, shape, generator=generator).tolist()
+    fitting = fitting_prompts(target, prompts, CURVE_TOKENS)
+    return Track(target, None, options, Console(stderr=True)).costs(fitting)[0].verify
+
+
+class Track:
+    """Where trees race. head: None for fillers instead of drafts."""
+
+    def __init__(
+        self,
+        target: Target,
+        head: DraftHead | None,
+        options: TuneOptions,
+        console: Console | None,
+    ) -> None:
+        self.target, self.head, self.options, self.console = target, head, options, console
+
+    def race(
+        self, trees: Mapping[str, Tree], prompts: Sequence[BenchPrompt], repetitions: int
+    ) -> Runs:
+        """Time every tree on every prompt, in turns. A single thread is timed by its CPU seconds,
+        in which other processes hardly count.
+        """
+        options = self.options
+        settings = BenchOptions(
+            options.max_new_tokens, options.sampling, repetitions, seed=options.seed
+        )
+        candidates = [
+            Candidate(name, tree.nodes - 1, self.engine(tree), options.sampling)
+            for name, tree in trees.items()
+        ]
+        alone = self.target.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = thread_time if alone else perf_counter
+        return race(candidates, prompts, settings, self.console, clock)
+
+    def engine(self, tree: Tree) -> Speculator:
+        """An engine that decodes with this tree."""
+        if self.head is None and isinstance(tree, StaticTree):
+            return Speculator(self.target, lambda: Filler(self.target, tree), tree=tree)
+        return Speculator(self.target, self.head, tree=tree)
+
+    def costs(self, prompts: Sequence[BenchPrompt]) -> tuple[Costs, list[Trial]]:
+        """Costs of fixed trees, and dynamic trees, whose cost and tau are measured at once."""
+        depth = self.head.depth if self.head else max(SIZES).bit_length()
+        fixed = {f"fixed {n}": tree for n, tree in enumerate(cost_trees(depth, self.options.nodes))}
+        searched = {str(tree): tree for tree in dynamic_trees(self.head, self.options.nodes)}
+        runs = self.race({**fixed, **searched}, prompts[:COST_PROMPTS], repetitions=1)
+        costs, trials = fitted_costs(fixed, runs), []
+        for name, tree in searched.items():
+            total = Statistics.of(steps_of(runs[name]))
+            trials.append(Trial(tree, total.tokens_per_step, speed(runs[name])))
+        return costs, trials
+
+    @torch.no_grad()
+    def observe(self, prompts: Sequence[BenchPrompt]) -> list[Tensor]:
+        """ranks_TK of what the target writes after each prompt: row i is of the draft whose root is
+        new token i.
+        """
+        assert self.head is not None
+        engine, texts = Speculator(self.target, self.head), []
+        for each in prompts:
+            steps = engine.generate(
+                each.prompt, sampling=self.options.sampling, max_new_tokens=each.limit
+            )
+            new = [token for step in steps for token in step.tokens]
+            tokens_1T = torch.tensor([[*each.prompt, *new]], device=self.target.device)
+            positions_1T = torch.arange(tokens_1T.shape[1], device=self.target.device)[None]
+            learned_1T = positions_1T >= len(each.prompt)
+            batch = Batch(tokens_1T, learned_1T, positions_1T, torch.zeros_like(tokens_1T))
+            features_1TD = self.target.features(batch, self.head.training_layers)
+            texts.append(self.head.token_ranks(batch, features_1TD, self.target).cpu())
+        return texts
+
+    def trials(self, chosen: Sequence[Trial], prompts: Sequence[BenchPrompt]) -> list[Trial]:
+        """Race the chosen trees; intervals are over the speed of the first. The pace of a machine
+        drifts, so predictions are scaled to that of plain decoding, which is among them.
+        """
+        trials = list({each.tree: each for each in chosen}.values())
+        plain = next(each for each in trials if each.tree == NONE)
+        names = list(map(str, range(len(trials))))
+        trees = {name: each.tree for name, each in zip(names, trials, strict=True)}
+        runs = self.race(trees, prompts, self.options.repetitions)
+        pace = speed(runs[names[trials.index(plain)]]) / plain.predicted
+        sums = {name: speeds_P2(runs[name]) for name in names}
+        interval = BenchOptions(seed=self.options.seed)
+        return [
+            replace(
+                each,
+                predicted=each.predicted * pace,
+                tau=Statistics.of(steps_of(runs[name])).tokens_per_step,
+                measured=speed(runs[name]),
+                gain_ci95=speedup_interval(sums[name], sums[names[0]], interval),
+            )
+            for name, each in zip(names, trials, strict=True)
+        ]
+
+
+class Filler:
+    """Drafts the newest token everywhere: the time of a verification depends on no token."""
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, target: Target, tree: StaticTree) -> None:
+        self._topology: Topology = tree.topology(target.device)
+
+    def propose(self, committed: Committed) -> TokenTree:
+        """A tree of the newest token."""
+        tokens_B1 = committed.last_tokens_B()[:, None]
+        return TokenTree(tokens_B1.repeat(1, self._topology.parents_BN.shape[1]), self._topology)
+
+
+def cost_trees(depth: int, nodes: int) -> list[StaticTree]:
+    """Trees of the shapes that searches end with, of all `SIZES` up to `nodes` and all depths."""
+    sizes = sorted({0, *(size for size in SIZES if size < nodes), nodes})
+    depths = sorted({1, 2, (depth + 1) // 2, depth})
+    chances = [[0.7 * 0.5**rank for rank in range(10)]] * depth
+    trees = [
+        StaticTree.best_first(chances[:levels], size)
+        for levels, size in product(depths, sizes)
+        if levels == depth or size in sizes[3::2]
+    ]
+    return list(dict.fromkeys([*trees, StaticTree.from_widths([1] * depth)]))
+
+
+def dynamic_trees(head: DraftHead | None, nodes: int) -> list[DynamicTree]:
+    """A small grid of dynamic trees, if the head fills them, and its present one."""
+    if head is None:
+        return []
+    present = [head.tree] if isinstance(head.tree, DynamicTree) else []
+    try:  # heads tell what they can fill by an error
+        head.check_tree(DynamicTree(2, 1, 2))
+    except ValueError:
+        return present
+    depths = sorted({(head.depth + 1) // 2, head.depth})
+    grid = [
+        DynamicTree(size, depth, top_k)
+        for depth, top_k, size in product(depths, (2, 4), (8, 24))
+        if size <= min(nodes, top_k + (depth - 1) * top_k**2)
+    ]
+    return list(dict.fromkeys([*present, *grid]))
+
+
+def speeds_P2(runs: Sequence[Sequence[Run]]) -> Tensor:
+    """float64 (P, 2): mean tokens of each prompt, and seconds at the speed of the fastest
+    repetition, or of the median one if their texts differ.
+    """
+    rows = []
+    for repeated in runs:
+        tokens = sum(len(run.tokens) for run in repeated) / len(repeated)
+        same = all(run.tokens == repeated[0].tokens for run in repeated)
+        choose = min if same else median
+        rows.append([tokens, tokens * choose([run.seconds / len(run.tokens) for run in repeated])])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def speed(runs: Sequence[Sequence[Run]]) -> float:
+    """Tokens per second."""
+    tokens, seconds = speeds_P2(runs).sum(0).tolist()
+    return float(tokens / seconds)

@@ -1,0 +1,56 @@
+"""The promise: `tune` writes the tree that it found where every command finds it, or nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_cli import failed, questions, run, target  # noqa: F401
+from tiny_chat import llama
+
+from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.tree import tree_from_json
+
+QUICK = ["--max-new-tokens", 8, "--repetitions", 1, "--nodes", 6, "--threads", 1]
+
+
+@pytest.fixture
+def folder(tmp_path, target) -> Path:  # noqa: F811
+    tiny = llama()
+    return save_head(MedusaHead.create(tiny, depth=2, nodes=6), tmp_path / "head", target=tiny)
+
+
+def test_mistakes_cost_no_measurement(run, target, folder, tmp_path):  # noqa: F811
+    failed(run("tune"), "--target or --head", "got neither")
+    failed(run("tune", "--head", folder), "--prompts", "got none")
+    failed(run("tune", "--head", "me/heads", "--prompts", "a"), "--head: expected a head folder")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    failed(run("tune", "--head", other, "--prompts", "a"), "own layout", "draftheads convert")
+    failed(run("tune", "--target", target, "--context", 999), "got 999", "context that fits")
+
+
+@pytest.mark.slow
+def test_a_target_alone_and_then_its_head(run, target, folder, tmp_path):  # noqa: F811
+    """--dry-run leaves the folder as it is; without it, bench and chat decode with the tree."""
+    code, out, _ = run("tune", "--target", target, "--context", 16, *QUICK)
+    assert code == 0 and "τ for 2 times" in out
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    figures = tmp_path / "new" / "tune.json"
+    command = ["tune", "--target", target, "--head", folder, "--prompts", questions(tmp_path, 12)]
+    code, out, _ = run(*command, *QUICK, "--dry-run", "--json", figures)
+    assert code == 0 and "present" in out and "written" not in out
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert json.loads(figures.read_text())["trials"][0]["predicted"] > 0
+    code, out, _ = run(*command, *QUICK, "--json", figures)
+    assert code == 0 and f"written to {folder}" in out
+    best = json.loads(figures.read_text())["best"]
+    recorded = json.loads((folder / "config.json").read_text())["draftheads"]
+    assert recorded["tuned"]["measured_tokens_per_second"] == best["measured"]
+    assert recorded["tree"] == best["tree"]["paths"]
+    assert len(recorded["tuned"]["trained_tree"]) == 16
+    if recorded["tree"]:
+        assert load_head(folder, target=llama()).tree == tree_from_json(recorded["tree"])

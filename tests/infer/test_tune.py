@@ -1,0 +1,279 @@
+"""The promise: the tree that `tune` chooses is the fastest for what was measured, and a head in
+whose folder it was written decodes with it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from itertools import combinations, product
+
+import pytest
+import torch
+from tiny_heads import EACH, decode, random_head
+from tiny_targets import CONTEXT, greedy, some_prompts, tiny_target
+
+from draftheads.heads.hub import load_head, record_tuned, save_head
+from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.tree import DynamicTree, StaticTree
+from draftheads.infer.bench import Run, fitting_prompts
+from draftheads.infer.costs import (
+    NONE,
+    Costs,
+    Trial,
+    finalists,
+    fitted_costs,
+    predict,
+    replayed_steps,
+    search,
+    work,
+)
+from draftheads.infer.engine import Step
+from draftheads.infer.tune import (
+    Track,
+    TuneOptions,
+    cost_trees,
+    dynamic_trees,
+    fastest,
+    tune,
+    verify_curve,
+)
+
+OPTIONS = TuneOptions(max_new_tokens=12, repetitions=1, nodes=8)
+FREE = (0.0, 0.0, 0.0, 0.0)
+CURVES = {
+    "nodes cost nothing": Costs({0: 1.0, 12: 1.0}, FREE),
+    "nodes cost": Costs({0: 1.0, 12: 2.5}, FREE),
+    "few nodes cost nothing": Costs({0: 1.0, 4: 1.1, 12: 4.0}, FREE),
+    "levels cost": Costs({0: 1.0, 12: 1.5}, (0.1, 0.45, 0.0, 0.0)),
+    "a draft costs": Costs({0: 1.0, 12: 1.5}, (1.0, 0.0, 0.0, 0.0)),
+    "prompts cost": Costs({0: 1.0, 12: 3.0}, FREE, prompt=500.0),
+}
+
+
+def observed(length: int, seed: int) -> torch.Tensor:
+    """Ranks of a draft of two levels, drawn for each place of a text by itself; level 2 depends on
+    level 1.
+    """
+    chances = random.Random(seed)
+    rows = []
+    for _ in range(length):
+        (first,) = chances.choices((0, 1, 2, -1), (5, 2, 1, 2))
+        (second,) = chances.choices((0, 1, 2, -1), (4, 1, 1, 2) if first == 0 else (1, 4, 1, 3))
+        rows.append([first, second])
+    return torch.tensor(rows)
+
+
+def all_trees() -> list[StaticTree]:
+    """Every tree of up to 12 nodes of ranks 0 to 2, two deep."""
+    families = []
+    for rank in range(3):
+        children = [
+            [(rank, each) for each in chosen]
+            for count in range(4)
+            for chosen in combinations(range(3), count)
+        ]
+        families.append([(), *(((rank,), *chosen) for chosen in children)])
+    return [StaticTree(tuple(sum(map(tuple, parts), ()))) for parts in product(*families)]
+
+
+TREES = all_trees()
+
+
+@pytest.fixture(scope="module")
+def text() -> torch.Tensor:
+    return observed(1500, seed=1)
+
+
+@pytest.fixture(scope="module")
+def all_steps(text) -> dict[StaticTree, float]:
+    """The steps that each tree takes to write the text."""
+    return {tree: 1499 / predict(tree, [text], Costs({0: 1, 9: 1})).predicted_tau for tree in TREES}
+
+
+@pytest.mark.parametrize("costs", CURVES.values(), ids=CURVES)
+def test_search_finds_the_best_of_all_trees(costs, text, all_steps):
+    """As far as another text tells: trees are ordered by one, and predicted on the other."""
+    order = StaticTree.most_frequent(observed(1500, seed=0), 12)
+    found = [*search([order], [text], costs, nodes=12), predict(NONE, [text], costs)]
+    best = max(
+        1500 / (costs.prompt + steps * costs.step_seconds(tree))
+        for tree, steps in all_steps.items()
+    )
+    assert 0.97 * best < max(each.predicted for each in found) <= best * (1 + 1e-9)
+
+
+def test_costs_decide_between_many_nodes_few_and_none(text):
+    def best(costs: Costs) -> StaticTree:
+        found = search([StaticTree.most_frequent(text, 12)], [text], costs, nodes=12)
+        chosen = max([*found, predict(NONE, [text], costs)], key=lambda each: each.predicted).tree
+        assert isinstance(chosen, StaticTree)
+        return chosen
+
+    assert len(TREES) == 9**3
+    assert best(CURVES["nodes cost nothing"]).nodes == 13
+    assert best(CURVES["few nodes cost nothing"]).draft_nodes == 4
+    assert best(CURVES["levels cost"]).depth == 1
+    assert best(Costs({0: 1.0, 12: 9.0}, (3.0, 0.0, 0.0, 0.0))) == NONE
+
+
+def test_a_prediction_is_tokens_over_the_time_of_prompts_and_steps():
+    """From token 0, the tree accepts two and the target adds one; from token 3, nothing; and so
+    on up to the last of seven tokens.
+    """
+    ranks_TK = torch.tensor([[0, 1], [0, 0], [0, 0], [2, 0], [0, 0], [0, -1], [-1, -1]])
+    tree = StaticTree(((0,), (0, 1)))
+    costs = Costs({0: 1.0, 4: 3.0}, (0.5, 0.25, 0.0, 0.0), prompt=10.0)
+    assert costs.step_seconds(tree) == 2.0 + 0.5 + 2 * 0.25
+    assert costs.step_seconds(NONE) == 1.0
+    trial = predict(tree, [ranks_TK, ranks_TK], costs)
+    assert trial.predicted_tau == 6 / 3  # steps at tokens 0, 3 and 4
+    assert trial.predicted == 14 / (2 * 10.0 + 6 * 3.0)
+    assert [replayed_steps([[0, 1]] * 7, nodes) for nodes in (0, 1, 2)] == [6, 3, 2]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_replayed_observations_are_what_decoding_does(name):
+    """Not a product of marginals, nor a mean over places where no step begins."""
+    target = tiny_target()
+    head = random_head(name, target)
+    prompts = some_prompts(5, 9)
+    widths = (3, 2, 1)[: head.depth]
+    tree = StaticTree.from_widths(widths)
+    track = Track(target, head, TuneOptions(max_new_tokens=40), None)
+    texts = track.observe(fitting_prompts(target, prompts, 40))
+    for prompt, ranks_TK in zip(prompts, texts, strict=True):
+        _, [statistics] = decode(target, head, [prompt], tree=tree, max_new_tokens=40)
+        assert predict(tree, [ranks_TK], CURVES["nodes cost"]).predicted_tau == pytest.approx(
+            39 / statistics.steps
+        )
+
+
+def test_costs_are_found_again_behind_noise():
+    """A fifth of all steps take ten times as long, as when another process takes the core."""
+    true = Costs({0: 1.0, 3: 1.5, 8: 2.0, 20: 5.0}, (0.3, 0.2, 0.05, 0.01), prompt=7.0)
+    trees = {str(n): tree for n, tree in enumerate(cost_trees(4, 20))}
+    noise, runs = random.Random(0), {}
+    for name, tree in trees.items():
+        verify = true.verify_seconds(tree.draft_nodes)
+        draft = true.step_seconds(tree) - verify
+        steps = []
+        for _ in range(50):
+            slow = 10.0 if noise.random() < 0.2 else 1.0
+            steps.append(Step([1], 0, None, draft * slow, verify * slow))
+        steps[0] = Step([1], 0, None, draft, verify)
+        seconds = 7.0 + 50 * (draft + verify)  # by a clock that does not see the others
+        runs[name] = [[Run([Step([1], -1, None, 0.0, 7.0), *steps], seconds)]]
+    costs = fitted_costs(trees, runs)
+    assert costs.prompt == pytest.approx(true.prompt)
+    assert costs.draft == pytest.approx(true.draft)
+    for tree in trees.values():
+        assert costs.verify_seconds(tree.draft_nodes) == pytest.approx(
+            true.verify_seconds(tree.draft_nodes)
+        )
+
+
+def test_answers_without_steps_are_refused():
+    runs = {"a": [[Run([Step([1], -1, "eos", 0.0, 1.0)], 1.0)]]}
+    with pytest.raises(ValueError, match="answers of several tokens"):
+        fitted_costs({"a": NONE}, runs)
+
+
+def test_measured_trees_have_every_size_and_depth():
+    trees = cost_trees(5, 40)
+    assert {tree.draft_nodes for tree in trees} >= {0, 1, 2, 4, 8, 16, 32, 40}
+    assert {tree.depth for tree in trees} >= {0, 1, 2, 3, 5}
+    assert StaticTree.from_widths([1] * 5) in trees
+    assert work(StaticTree(((0,), (1,), (0, 0), (0, 1)))) == (2, 2, 4)
+
+
+def test_dynamic_trees_are_for_heads_that_fill_them():
+    target = tiny_target()
+    assert dynamic_trees(MedusaHead.create(target), 64) == []
+    head = random_head("eagle3", target)
+    head.tree = DynamicTree(5, 3, 3)
+    trees = dynamic_trees(head, 8)
+    assert trees[0] == head.tree
+    assert len(trees) == 4
+    assert all(tree.draft_nodes <= 8 for tree in trees)
+    for tree in trees:
+        head.check_tree(tree)
+
+
+def trial(nodes: int, measured: float, low: float) -> Trial:
+    tree = StaticTree.from_widths([nodes])
+    return Trial(tree, 1.0, measured, measured=measured, gain_ci95=(low, 2.0))
+
+
+def test_a_tree_that_may_be_no_faster_does_not_replace_the_present_one():
+    present = trial(9, 100.0, 1.0)
+    unsure, sure, faster = trial(8, 150.0, 0.99), trial(4, 110.0, 1.01), trial(3, 120.0, 1.1)
+    assert fastest([present, unsure]) is present
+    assert fastest([present, unsure, sure]) is sure
+    assert fastest([present, unsure, sure, faster]) is faster
+
+
+def test_finalists_differ_in_size():
+    found = [trial(nodes, 100.0 - abs(nodes - 9), 1.0) for nodes in range(1, 40)]
+    sizes = [each.tree.draft_nodes for each in finalists(found)]
+    assert sizes[0] == 9
+    assert len({(size + 1).bit_length() for size in sizes}) == len(sizes)
+
+
+@pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow)])
+def test_the_result_is_one_of_the_trees_that_raced(kind):
+    target = tiny_target()
+    head = random_head(kind, target)
+    found = tune(target, head, some_prompts(5, 9, 7, 4), OPTIONS)
+    assert found.trials[0].tree == head.tree
+    assert found.plain.tau == 1.0
+    assert found.best in found.trials
+    assert len({each.tree for each in found.trials}) == len(found.trials) > 3
+    for each in found.trials:
+        head.check_tree(each.tree)
+        if isinstance(each.tree, StaticTree):
+            assert each.predicted_tau == pytest.approx(each.tau)
+    assert json.loads(json.dumps(found.facts())) == found.facts()
+    assert json.loads(json.dumps(asdict(found)))["best"]["measured"] == found.best.measured
+
+
+def test_mistakes_are_explained():
+    target = tiny_target()
+    head = random_head("medusa", target)
+    with pytest.raises(ValueError, match="two or more prompts"):
+        tune(target, head, some_prompts(5), OPTIONS)
+    with pytest.raises(ValueError, match=f"1 to {CONTEXT - 12} tokens"):
+        verify_curve(target, CONTEXT, OPTIONS)
+
+
+def test_without_a_head_verification_is_measured():
+    curve = verify_curve(tiny_target(), 20, OPTIONS)
+    assert list(curve) == sorted({0, 1, 2, 4, 7, 8})
+    assert all(seconds > 0 for seconds in curve.values())
+
+
+def test_every_command_uses_the_tree_that_is_written(tmp_path):
+    target = tiny_target()
+    head = random_head("medusa", target)
+    trained = head.tree
+    folder = save_head(head, tmp_path / "head", target=target)
+    for tree in (StaticTree.from_widths((2, 1)), DynamicTree(3, 2, 2)):
+        record_tuned(folder, tree, {"machine": "this one"})
+    record_tuned(folder, StaticTree.from_widths((1, 1)), {"machine": "this one"})
+    assert load_head(folder, target=target).tree == StaticTree.from_widths((1, 1))
+    recorded = json.loads((folder / "config.json").read_text())["draftheads"]["tuned"]
+    assert recorded == {"machine": "this one", "trained_tree": trained.to_json()}
+    assert "2 draft nodes" in (folder / "README.md").read_text()
+
+
+def test_a_head_without_drafts_decodes_plainly_and_says_so(tmp_path):
+    target = tiny_target()
+    folder = save_head(random_head("eagle3", target), tmp_path / "head", target=target)
+    record_tuned(folder, NONE, {"machine": "this machine"})
+    with pytest.warns(UserWarning, match="without drafts.*this machine.*tune"):
+        head = load_head(folder, target=target)
+    [prompt] = some_prompts(6)
+    [text], [statistics] = decode(target, head, [prompt], max_new_tokens=9)
+    assert text == greedy(target, prompt, 9)
+    assert statistics.tokens_per_step == 1.0
