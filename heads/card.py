@@ -75,7 +75,7 @@ def render_card(config: dict[str, Any]) -> str:
         here=HERE,
         install=install_command(),
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
-        chain=tree.depth if kind == "block" else min(CHAIN, tree.depth),
+        chain=max(1, tree.depth if kind == "block" else min(CHAIN, tree.depth)),
         method=_method(config),
         tree=tree,
         shape=_two_columns(shape),

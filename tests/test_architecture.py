@@ -16,12 +16,12 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-LINES = {"heads": 6_990, "infer": 1_825, "train": 6_765, "scripts": 1_355}
+LINES = {"heads": 7_065, "infer": 3_231, "train": 6_765, "scripts": 1_590}
 """Packaged lines per folder. These numbers only shrink; who must raise one says in the commit what
 the lines bring.
 """
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 160}
-MOST_MODULES = 61
+MOST_MODULES = 67
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 
 

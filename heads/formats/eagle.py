@@ -249,7 +249,7 @@ def speculators_config(
     layer = {key: value for key, value in config.items() if key not in OUTSIDE}
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": tree_from_json(config["draftheads"]["tree"]).depth,
+        "speculative_tokens": max(1, tree_from_json(config["draftheads"]["tree"]).depth),
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }

@@ -8,12 +8,23 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_heads import VARIANTS, Oracle, random_head
-from tiny_targets import CONFIGS, UNEVEN, VOCABULARY, greedy, some_prompts, tiny_target
+from tiny_targets import (
+    CONFIGS,
+    UNEVEN,
+    VOCABULARY,
+    greedy,
+    random_model,
+    some_prompts,
+    tiny_target,
+)
 
+from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled, Typical
+from draftheads.infer.bench import BenchOptions, bench
 from draftheads.infer.engine import Speculator
+from draftheads.infer.generate import speculative
 
 NEW = 24
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
@@ -101,9 +112,45 @@ def test_what_cannot_be_traced_decodes_without_compilation(traced):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("kind", ["sequential", "block"])
 def test_generated_code_writes_the_same(kind):
     target = tiny_target()
     head, prompts = random_head(kind, target), some_prompts(9, 5)
     expected = [greedy(target, prompt, NEW) for prompt in prompts]
     assert written(Speculator(target, head, tree=DYNAMIC, compile=True), prompts) == expected
+
+
+def test_generate_can_be_sped_up_by_compiled_heads(traced):
+    """Two calls, one compilation; sampling arguments become a rule whose values are compiled in."""
+    model = random_model("llama")
+    head = random_head("sequential", Target(model))
+    decoding = speculative(head, compile=True)
+    for prompt in some_prompts(9, 14):
+        inputs = {"input_ids": torch.tensor([prompt]), "max_new_tokens": NEW, "do_sample": False}
+        expected = model.generate(**inputs)
+        assert torch.equal(model.generate(**inputs, custom_generate=decoding), expected)
+    assert len(traced) == 1
+    for temperature in (0.5, 0.5, 2.0):
+        drawn = {**inputs, "do_sample": True, "temperature": temperature}
+        model.generate(**drawn, custom_generate=decoding)
+    assert len(traced) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_bench_measures_every_candidate_once_more(traced):
+    target = tiny_target()
+    options = BenchOptions(max_new_tokens=8, compile=True)
+    heads = {"head": (random_head("medusa", target), TREE)}
+    report = bench(target, heads, some_prompts(9, 5), options)
+    names = ["generate compiled", "plain compiled", "head", "head compiled"]
+    assert [result.name for result in report.heads] == names
+    assert all(result.lossless for result in report.heads)
+    baselines = [report.plain, *report.heads[:2]]
+    speeds = [result.tokens_per_second for result in baselines]
+    best = max(report.plain.baseline_tokens_per_second, *speeds)
+    assert report.result("head").speedup_over_best == pytest.approx(
+        report.result("head").tokens_per_second / best
+    )
+    assert report.result("head").analysis and not report.result("head compiled").analysis
