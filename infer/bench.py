@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import chain, cycle
+from itertools import chain, cycle, product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -295,8 +295,8 @@ def race(
     """
     console = console or Console(stderr=True)
     runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
-    for each in candidates:
-        timed(each, prompts[0])
+    for each, place in product(candidates, (0, -1)):  # two: compiled code may know one length only
+        timed(each, prompts[place])
     for turn in track(
         range(options.repetitions * len(prompts)),
         "decoding",
