@@ -111,8 +111,9 @@ class StaticTreeBuilder:
         self.token_map = token_map
         self.start()
         paths = sorted(tree.paths, key=lambda path: (len(path), path))
-        parents_1N = StaticTree(tuple(paths)).topology(device).parents_BN
-        self.topologies = [Topology(parents_1N[:, :1])]  # of the first levels
+        self.parents_1N = StaticTree(tuple(paths)).parents(device)
+        self.nodes = [1]  # of the first levels
+        self.topologies: dict[int, Topology] = {}  # of as many levels
         # for each level: ranks needed of each frontier node; which of them become nodes; which of
         # these are the next frontier; places of their parents in this one
         self.levels: list[tuple[int, Tensor, Tensor, Tensor]] = []
@@ -127,8 +128,7 @@ class StaticTreeBuilder:
             parents = [place[path[:-1]] for path in frontier]
             tensor = partial(torch.tensor, dtype=torch.long, device=device)
             self.levels.append((width, tensor(picks), tensor(expanded), tensor(parents)))
-            reached = sum(len(path) <= depth for path in paths)
-            self.topologies.append(Topology(parents_1N[:, : 1 + reached], depth))
+            self.nodes.append(self.nodes[-1] + len(nodes))
 
     def start(self) -> None:
         self.tokens: list[Tensor] = []  # (B, C) for each level
@@ -149,8 +149,12 @@ class StaticTreeBuilder:
         return len(self.tokens) < len(self.levels)
 
     def tree(self, roots_B: Tensor) -> TokenTree:
-        topology = self.topologies[len(self.tokens)]
-        return TokenTree(torch.cat([roots_B[:, None], *self.tokens], dim=1), topology)
+        depth = len(self.tokens)
+        if depth not in self.topologies:
+            parents_1N = self.parents_1N[:, : self.nodes[depth]]
+            self.topologies[depth] = Topology(parents_1N, depth)
+        tokens_BN = torch.cat([roots_B[:, None], *self.tokens], dim=1)
+        return TokenTree(tokens_BN, self.topologies[depth])
 
 
 TreeBuilder = DynamicTreeBuilder | StaticTreeBuilder
