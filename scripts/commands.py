@@ -125,6 +125,13 @@ def template_variables(text: str) -> dict[str, Any]:
     return value
 
 
+def announce(compile: bool) -> None:
+    """Say why the first answers take long."""
+    if compile:
+        said = "compiling takes about a minute per candidate, and less the next time"
+        print(said, file=sys.stderr, flush=True)
+
+
 def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
     """Write the figures of a --json option, if it is given."""
     from draftheads.heads.files import write_text
@@ -317,6 +324,7 @@ def bench(
         compile=compile,
     )
     ids = opening_ids(model, prompts, prompt_words, limit)
+    announce(compile)
     report = run(model, contestants(model, loaded, tree or (), options.sampling), ids, options)
     print_report(report)
     if json_out:
@@ -419,6 +427,7 @@ def chat(
     choose_threads(threads, model)
     drafter = drafts.load(model)
     shape = parse_tree(tree) if tree else drafter.tree
+    announce(compile)
     sampling = rule(temperature, top_p, top_k, typical, seed)
     run(
         Speculator(model, drafter, tree=shape.head(nodes) if nodes else shape, compile=compile),
