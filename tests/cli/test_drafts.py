@@ -49,7 +49,7 @@ def test_sampling_has_no_rivals_that_would_draw_other_tokens(run, target, heads)
         *["bench", "--target", target, "--prompts", questions(heads), "--limit", 1],
         *["--repetitions", 1, "--max-new-tokens", 4, "--head", "ngram", "--temperature", 1.0],
     )
-    assert code == 0 and table.count("ngram") == 1
+    assert code == 0 and "ngram" in table and "generate ngram" not in table
 
 
 def test_a_chat_without_a_head(run, target, monkeypatch):  # noqa: F811
