@@ -72,7 +72,7 @@ class Committed:
         return self.features_BAD.gather(1, index_B1D)[:, 0]
 
     def select(self, rows: Sequence[int]) -> Committed:
-        """Of these rows alone."""
+        """What was committed to these rows alone."""
         counts = [self.counts[row] for row in rows]
         return Committed(self.tokens_BA[rows], self.features_BAD[rows], self.count_B[rows], counts)
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.base import Committed, Drafter
+from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
@@ -53,8 +53,14 @@ def draft_cache(drafter: Drafter) -> DraftCache | None:
     return cache if isinstance(cache, DraftCache) else None
 
 
-def why_not(target: Target) -> str | None:
-    """Why steps of this target cannot be compiled, as far as can be told before."""
+def why_not(target: Target, drafts: object) -> str | None:
+    """Why steps with this target and these drafts cannot be compiled, as far as can be told before.
+    drafts: as of `Speculator`.
+    """
+    if drafts is not None and not isinstance(drafts, DraftHead):
+        return "only draft heads can be compiled, not other drafters"
+    if getattr(drafts, "confidence_threshold", 0.0):
+        return "confidence_threshold ends a tree by what is computed; set it to 0"
     if target.has_long_rope:
         return "its RoPE factors change with the length of the text"
     if len({parameter.device for parameter in target.model.parameters()}) > 1:

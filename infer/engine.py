@@ -117,7 +117,7 @@ class Speculator:
         compile: bool = False,
     ) -> None:
         self.target = target
-        self.compile = compile and self._allowed(why_not(target))
+        self.compile = compile and self._allowed(why_not(target, drafts))
         self._compiled: dict[tuple[int, str], Advance] = {}
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
         self._drops_rows = drafts is None or isinstance(drafts, DraftHead)

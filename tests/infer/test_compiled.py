@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_heads import VARIANTS, Oracle, random_head
+from tiny_heads import VARIANTS, random_head
 from tiny_targets import (
     CONFIGS,
     UNEVEN,
-    VOCABULARY,
     greedy,
     random_model,
     some_prompts,
@@ -23,6 +22,8 @@ from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled, Typical
 from draftheads.infer.bench import BenchOptions, bench
+from draftheads.infer.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters import Merged, NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import speculative
 
@@ -98,17 +99,33 @@ def test_drafting_nothing_can_be_compiled(traced):
     assert len(traced) == 1
 
 
-def test_what_cannot_be_traced_decodes_without_compilation(traced):
-    """This drafter looks its tokens up on the host."""
+@pytest.mark.parametrize("drafts", ["ngram", "model", "early-exit", "merged", "confidence"])
+def test_drafts_that_look_at_numbers_are_not_compiled(traced, drafts):
     target, prompts = tiny_target(), some_prompts(9, 5)
-    truth = [greedy(target, prompt, NEW + 5) for prompt in prompts]
-    speculator = Speculator(
-        target, lambda: Oracle(TREE, truth, vocab_size=VOCABULARY), tree=TREE, compile=True
-    )
-    with pytest.warns(UserWarning, match="^decoding without compilation: .+"):
-        rows = written(speculator, prompts)
-    assert rows == [row[:NEW] for row in truth]
+    sources = {
+        "ngram": NGram(),
+        "model": DraftModel(target),
+        "early-exit": EarlyExit(1),
+        "merged": Merged([random_head("sequential", target), NGram()]),
+        "confidence": random_head("block", target, confidence=True, confidence_threshold=0.2),
+    }
+    with pytest.warns(UserWarning, match="^decoding without compilation: .*(heads|threshold)"):
+        speculator = Speculator(target, sources[drafts], compile=True)
+    assert written(speculator, prompts) == [greedy(target, prompt, NEW) for prompt in prompts]
     assert traced == []
+
+
+def test_what_torch_cannot_compile_decodes_without_compilation(monkeypatch):
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    torch._dynamo.reset()
+    target, prompts = tiny_target(), some_prompts(9, 5)
+    speculator = Speculator(target, random_head("eagle3", target), compile=True)
+    with pytest.warns(UserWarning, match="^decoding without compilation: .*"):
+        rows = written(speculator, prompts)
+    assert rows == [greedy(target, prompt, NEW) for prompt in prompts]
 
 
 @pytest.mark.slow
