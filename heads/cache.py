@@ -47,11 +47,11 @@ class SlotTable:
         self.start = self.pending = 0
         self.fixed_S: Tensor | None = None  # after `fix`: the slots that a pass can see
 
-    def fix(self, room: int) -> None:
-        """Let the following passes see all committed slots and the next `room`; to be called before
-        each step, as the slots are those of now.
+    def fix(self, room: int, bucket: int = 1) -> None:
+        """Let the following passes see all committed slots and the next `room`, rounded up to a
+        multiple of `bucket`; to be called before each step, as the slots are those of now.
         """
-        span = self.longest + room
+        span = -(-(self.longest + room) // bucket) * bucket
         if span >= self.capacity:  # fewer than all: a compiled step would treat that case alone
             self._grow(span + 1)
         self.uniform, self.fixed_S = False, self._slots_S[:span]
@@ -223,9 +223,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.table = SlotTable(batch, capacity, device)
         super().__init__(layers=[SlotLayer(self.table) for _ in range(layers)])
 
-    def fix(self, room: int) -> None:
+    def fix(self, room: int, bucket: int = 1) -> None:
         """See `SlotTable.fix`."""
-        self.table.fix(room)
+        self.table.fix(room, bucket)
         for layer in self.layers:
             layer.fit()
 

@@ -2,14 +2,17 @@
 
 Its shapes depend on the batch and on the tree alone, and nothing in it waits for the device. The
 host reads new tokens and their number once per step. The slots of the caches that a step can see
-are a dimension that may change without another compilation.
+are a dimension that may change without another compilation. On CUDA they change in buckets, and
+the steps of a bucket are replays of one CUDA graph.
 
 Legend: B batch, A most tokens of a step.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -28,7 +31,23 @@ BACKEND: Any = "inductor"
 FROZEN_BYTES = 2 << 30
 """Targets up to this size are copied in the layout that the CPU multiplies fastest."""
 
-Advance = Callable[..., tuple[Tensor, Tensor, Tensor]]
+BUCKET = 256
+"""Steps that are recorded see a multiple of so many slots."""
+
+Made = tuple[Tensor, Tensor, Tensor]
+Advance = Callable[..., Made]
+
+
+def cuda_graph(step: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
+    """Record a step without running it. Returns what each replay overwrites, and the replay."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = step()
+    return made, graph.replay
+
+
+RECORDERS: dict[str, Callable[..., Any]] = {"cuda": cuda_graph}
+"""Type of a device -> how its steps are recorded."""
 
 
 def compiled(target: Target) -> Advance:
@@ -79,6 +98,9 @@ class FixedSteps:
         self.width, self.nodes = tree.depth + 1, tree.nodes
         self.drafts = draft_cache(drafter)
         self.room = self.width + (self.drafts.table.pending if self.drafts else 0)
+        self.record = RECORDERS.get(target.device.type)
+        self.seen: list[int] = []  # slots and capacities of the recording
+        self.recording: Recording | None = None
 
     def begin(self, cache: SlotCache, accept: Acceptance, committed: Committed) -> Committed:
         """Continue after the step that committed this; returns it padded."""
@@ -90,13 +112,14 @@ class FixedSteps:
 
     def __call__(self, committed: Committed, running: list[bool]) -> tuple[Committed, list[Any]]:
         """One step of the rows that are running; returns what it committed, and its tokens."""
-        _fix(self.cache, self.nodes)
+        bucket = BUCKET if self.record else 1
+        _fix(self.cache, self.nodes, bucket)
         if self.drafts is not None:
-            _fix(self.drafts.cache, self.room)
+            _fix(self.drafts.cache, self.room, bucket)
         running_B = torch.tensor(running, device=self.target.device)
-        given = committed.tokens_BA, committed.features_BAD, committed.count_B
+        given = committed.tokens_BA, committed.features_BAD, committed.count_B, running_B
         with self.accept.random.filled():
-            tokens_BA, features_BAD, count_B = self.advance(self, *given, running_B)
+            tokens_BA, features_BAD, count_B = self._step(given)
         read = torch.cat([tokens_BA, count_B[:, None]], dim=1).tolist()
         counts = [row.pop() for row in read]
         self.cache.table.note(counts)
@@ -104,11 +127,46 @@ class FixedSteps:
             self.drafts.table.note(committed.counts)
         return Committed(tokens_BA, features_BAD, count_B, counts), read
 
+    def _step(self, given: tuple[Tensor, ...]) -> Made:
+        """A replay, if there is a recording for the slots that can be seen now."""
+        if not self.record:
+            return self.advance(self, *given)
+        tables = [self.cache.table, *([self.drafts.table] if self.drafts else [])]
+        seen = [size for table in tables for size in (table.span, table.capacity)]
+        if seen != self.seen:  # not recorded: it may allocate what later steps find there
+            self.seen, self.recording = seen, None
+            return self.advance(self, *given)
+        if self.recording is None:
+            try:
+                self.recording = Recording(self.record, partial(self.advance, self), given)
+            except RuntimeError as error:
+                fault = str(error).strip().partition("\n")[0]
+                warnings.warn(f"decoding without CUDA graphs: {fault}", stacklevel=4)
+                self.record = None
+                return self.advance(self, *given)
+        return self.recording(given)
+
     def end(self) -> None:
         """Let the generation continue with steps that are not compiled."""
         self.cache.table.free()
         if self.drafts is not None:
             self.drafts.table.free()
+
+
+class Recording:
+    """One step that reads its arguments from the same memory each time."""
+
+    def __init__(self, record: Callable[..., Any], advance: Advance, given: Sequence[Tensor]):
+        self.given = [tensor.clone() for tensor in given]
+        self.made, self.replay = record(partial(advance, *self.given))
+
+    def __call__(self, given: Sequence[Tensor]) -> Made:
+        """One step; the next one overwrites what it returns."""
+        for mine, new in zip(self.given, given, strict=True):
+            mine.copy_(new)
+        self.replay()
+        made: Made = self.made
+        return made
 
 
 def _advance(
@@ -129,9 +187,9 @@ def _advance(
     return (*commit(tree, out, accepted, path_BA), new_B)
 
 
-def _fix(cache: SlotCache, room: int) -> None:
+def _fix(cache: SlotCache, room: int, bucket: int) -> None:
     before = cache.table.capacity if cache.table.fixed_S is not None else 0
-    cache.fix(room)
+    cache.fix(room, bucket)
     torch._dynamo.maybe_mark_dynamic(cache.table.slots_S, 0)
     if cache.table.capacity != before:
         for layer in cache.layers:

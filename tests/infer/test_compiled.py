@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from recorder import recorded, tensors
 from tiny_heads import VARIANTS, random_head
 from tiny_targets import (
     CONFIGS,
@@ -16,7 +17,9 @@ from tiny_targets import (
     some_prompts,
     tiny_target,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftheads.heads.base import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
@@ -171,3 +174,106 @@ def test_a_bench_measures_every_candidate_once_more(traced):
         report.result("head").tokens_per_second / best
     )
     assert report.result("head").analysis and not report.result("head compiled").analysis
+
+
+@pytest.fixture
+def recordings(monkeypatch) -> list[int]:
+    """Lets steps be recorded and replayed as on CUDA; how many replays each recording has had."""
+    replays: list[int] = []
+
+    def note(step):
+        made, replay = recorded(step)
+        number = len(replays)
+        replays.append(0)
+
+        def counted() -> None:
+            replays[number] += 1
+            replay()
+
+        return made, counted
+
+    monkeypatch.setitem(compiled.RECORDERS, "cpu", note)
+    monkeypatch.setattr(compiled, "BUCKET", 16)
+    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+    return replays
+
+
+@pytest.mark.parametrize("lengths", [(9,), (13, 4, 8)], ids=["one", "ragged"])
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_recorded_steps_write_the_same(recordings, kind, lengths):
+    """A recording sees all slots of its bucket, so that it serves until the text outgrows that."""
+    target = tiny_target()
+    tree = TREE if kind == "medusa" else DYNAMIC
+    speculator = Speculator(target, random_head(kind, target), tree=tree, compile=True)
+    prompts = some_prompts(*lengths)
+    assert written(speculator, prompts) == [greedy(target, each, NEW) for each in prompts]
+    assert 1 <= len(recordings) <= 5
+    assert max(recordings) >= 3
+
+
+def test_recorded_steps_draw_anew(recordings):
+    target, prompts, outputs = tiny_target(), some_prompts(9), []
+    for compile in (False, True):
+        rule = Sampled(0.9)
+        rule.seed(5)
+        speculator = Speculator(target, random_head("sequential", target), compile=compile)
+        outputs.append(written(speculator, prompts, sampling=rule))
+    assert outputs[0] == outputs[1]
+    assert max(recordings) >= 3
+
+
+def test_what_cannot_be_recorded_is_compiled_all_the_same(recordings, monkeypatch):
+    def broken(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setitem(compiled.RECORDERS, "cpu", broken)
+    target, prompts = tiny_target(), some_prompts(9)
+    speculator = Speculator(target, random_head("sequential", target), compile=True)
+    with pytest.warns(UserWarning, match="^decoding without CUDA graphs: [^\n]* capturing$"):
+        assert written(speculator, prompts) == [greedy(target, prompts[0], NEW)]
+
+
+class HostTensors(TorchDispatchMode):
+    """Operators that take or return a tensor of the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if any(tensor.device.type == "cpu" for tensor in tensors((args, kwargs, out))):
+            self.found.append(str(func))
+        return out
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_step_asks_nothing_of_the_host(kind, monkeypatch):
+    """On meta tensors, which have a shape and no numbers: to read one is an error."""
+    monkeypatch.setattr("draftheads.heads.layers._checksums", lambda parameters: [])
+    target = Target(random_model("llama"))
+    head = random_head(kind, target).to("meta")
+    target.model.to("meta")
+    tree = TREE if kind == "medusa" else DYNAMIC
+    drafter = head.drafter(target, tree)
+    cache = target.new_cache(2, 64)
+    features = target.prefill([[1, 2, 3], [4, 5]], cache, drafter.feature_layers).features_BND
+    width = 0 if features is None else features.shape[2]
+    device = torch.device("meta")
+
+    def committed(tokens: int) -> tuple[torch.Tensor, ...]:
+        tokens_BA = torch.zeros(2, tokens, dtype=torch.long, device=device)
+        return tokens_BA, torch.zeros(2, tokens, width, device=device), tokens_BA[:, 0]
+
+    drafter.propose(Committed(*committed(4), [4, 3]))
+    steps = compiled.FixedSteps(compiled._advance, target, drafter, tree)
+    steps.cache, steps.accept = cache, Greedy()
+    compiled._fix(cache, tree.nodes, 16)
+    if steps.drafts is not None:
+        compiled._fix(steps.drafts.cache, steps.room, 16)
+    running_B = torch.ones(2, dtype=torch.bool, device=device)
+    with HostTensors() as host:
+        made = compiled._advance(steps, *committed(tree.depth + 1), running_B)
+    assert host.found == []
+    assert [tensor.shape for tensor in made] == [t.shape for t in committed(tree.depth + 1)]
