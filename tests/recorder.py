@@ -1,5 +1,5 @@
-"""Stands in for CUDA graphs where there is no GPU: operators are noted in a first run, whose effects
-are undone, and run again, in the same memory, at each replay.
+"""Stands in for CUDA graphs where there is no GPU: operators are noted in a first run, whose
+effects are undone, and run again, in the same memory, at each replay.
 """
 
 from __future__ import annotations

@@ -115,16 +115,16 @@ class Setup:
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
 
 
-def create_target(setup: Setup) -> Target:
-    """What drafters need of a target: its embeddings and lm_head, and the sizes of its layers. It
-    has one layer and says that it has `setup.layers`, so it cannot verify.
+def create_target(setup: Setup, *, layers: int = 1) -> Target:
+    """A random target. With fewer layers than `setup.layers` it cannot verify, but has what
+    drafters need: embeddings, lm_head, and the sizes of its layers, as many as it says it has.
     """
     head_dim = 128 if setup.hidden >= 1024 else 64
     heads = max(1, setup.hidden // head_dim)
     config = LlamaConfig(
         hidden_size=setup.hidden,
         intermediate_size=setup.hidden * 7 // 2,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 4),
         vocab_size=setup.vocab,
