@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,15 +57,23 @@ def compiled(target: Target) -> Advance:
     first call. The weights of target and head must not change afterwards.
     """
     options: dict[str, Any] = {"guard_filter_fn": _checked}
+    settings: dict[str, Any] = {}  # also while tracing, which no option reaches
     size = sum(parameter.nbytes for parameter in target.model.parameters())
-    if BACKEND == "inductor" and target.device.type == "cpu" and size <= FROZEN_BYTES:
-        options["freezing"] = True
+    if BACKEND == "inductor":
+        options["size_asserts"] = False
+        settings["freezing"] = target.device.type == "cpu" and size <= FROZEN_BYTES
     # a code object of its own, as torch keeps what it compiled by code object
     function = FunctionType(_advance.__code__.replace(), globals())
     made: Advance = torch.compile(
-        function, backend=BACKEND, fullgraph=True, dynamic=False, options=options
+        function, backend=BACKEND, fullgraph=True, dynamic=False, options={**options, **settings}
     )
-    return made
+    patches = iter([inductor.patch(**settings)])
+
+    def advance(*given: Any) -> Made:
+        with next(patches, nullcontext()):  # the first call traces
+            return made(*given)
+
+    return advance
 
 
 def draft_cache(drafter: Drafter) -> DraftCache | None:
