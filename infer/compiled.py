@@ -31,7 +31,9 @@ from draftheads.infer.accept import Acceptance, commit
 
 BACKEND: Any = "inductor"
 FROZEN_BYTES = 2 << 30
-"""Targets up to this size are copied in the layout that the CPU multiplies fastest."""
+"""Targets up to this size are copied in the layout that the CPU multiplies fastest, unless they
+are float32: that gains less than its compilation takes.
+"""
 
 BUCKET = 256
 """Steps that are recorded see a multiple of so many slots."""
@@ -61,7 +63,8 @@ def compiled(target: Target) -> Advance:
     size = sum(parameter.nbytes for parameter in target.model.parameters())
     if BACKEND == "inductor":
         options["size_asserts"] = False
-        settings["freezing"] = target.device.type == "cpu" and size <= FROZEN_BYTES
+        narrow = target.device.type == "cpu" and target.dtype != torch.float32
+        settings["freezing"] = narrow and size <= FROZEN_BYTES
     # a code object of its own, as torch keeps what it compiled by code object
     function = FunctionType(_advance.__code__.replace(), globals())
     made: Advance = torch.compile(
