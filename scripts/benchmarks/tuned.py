@@ -1,10 +1,10 @@
 """Is the tree that `tune` finds as fast as the best of five that a person might choose?
 
-    python scripts/benchmarks/tuned.py --target T --head A B --dtype float32 bfloat16 \\
+    python scripts/benchmarks/tuned.py --target T --head H --dtype float32 [--compile] \\
         --prompts tune.txt --others race.txt
 
-For each head and dtype, one row of markdown: tokens per second on prompts that `tune` never saw of
-chains of 4 and 7 and of the head's own 4, 16 and 60 best nodes; then those of the tuned tree.
+One row of markdown: tokens per second on prompts that `tune` never saw of chains of 4 and 7 and of
+the head's own 4, 16 and 60 best nodes; then those of the tuned tree.
 """
 
 from __future__ import annotations
@@ -30,20 +30,24 @@ def by_hand(own: Tree, depth: int) -> list[Tree]:
     return [*chains, *(own.head(nodes) for nodes in (4, 16, 60))]
 
 
-def row(target: Target, head_folder: str, prompts: list[list[list[int]]], new: int) -> str:
+def row(
+    target: Target, head_folder: str, prompts: list[list[list[int]]], options: TuneOptions
+) -> str:
     """Tune on the first prompts, race on the second."""
-    head, options = open_head(head_folder).load(target), TuneOptions(max_new_tokens=new)
+    head = open_head(head_folder).load(target)
     found = tune(target, head, prompts[0], options)
     fixed = by_hand(head.tree, head.depth)
     chosen = [Trial(tree, 1.0, 1.0) for tree in (found.best.tree, NONE, *fixed)]
-    track, fitting = Track(target, head, options, None), fitting_prompts(target, prompts[1], new)
-    measured = {each.tree: each for each in track.trials(chosen, fitting)}
+    others = fitting_prompts(target, prompts[1], options.max_new_tokens)
+    raced = Track(target, head, options, None).trials(chosen, others)
+    measured = {each.tree: each for each in raced}
     tuned, best = measured[found.best.tree], max((measured[t] for t in fixed), key=_speed)
-    errors = [each.predicted / each.measured - 1 for each in found.trials]
-    chosen_error = found.best.predicted / found.best.measured - 1
+    errors = [each.predicted / each.measured - 1 for each in found.trials if each.predicted]
+    chosen_error = found.best.predicted / found.best.measured - 1  # -100%: not predicted
     low, high = best.gain_ci95
     cells = [
-        f"{Path(target.name).name}, {str(target.dtype).removeprefix('torch.')}",
+        f"{Path(target.name).name}, {str(target.dtype).removeprefix('torch.')}"
+        + ", compiled" * options.compile,
         Path(head_folder).name,
         f"{measured[NONE].measured:.0f}",
         *(f"{measured[tree].measured:.0f}" for tree in fixed),
@@ -61,8 +65,9 @@ def _speed(trial: Trial) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True)
-    parser.add_argument("--head", nargs="+", required=True)
-    parser.add_argument("--dtype", nargs="+", default=["float32"])
+    parser.add_argument("--head", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--others", required=True)
     parser.add_argument("--prompt-words", type=int)
@@ -72,14 +77,13 @@ def main() -> None:
     set_threads(1)
     head = ["target", "head", "plain", *COLUMNS, "tuned", "over the best", "prediction error"]
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
-    for dtype in chosen.dtype:
-        target = Target.load(chosen.target, dtype=dtype)
-        prompts = [
-            opening_ids(target, source, chosen.prompt_words, chosen.limit)
-            for source in (chosen.prompts, chosen.others)
-        ]
-        for folder in chosen.head:
-            print(row(target, folder, prompts, chosen.max_new_tokens), flush=True)
+    target = Target.load(chosen.target, dtype=chosen.dtype)
+    prompts = [
+        opening_ids(target, source, chosen.prompt_words, chosen.limit)
+        for source in (chosen.prompts, chosen.others)
+    ]
+    options = TuneOptions(max_new_tokens=chosen.max_new_tokens, compile=chosen.compile)
+    print(row(target, chosen.head, prompts, options))
 
 
 if __name__ == "__main__":
