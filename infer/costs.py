@@ -216,11 +216,13 @@ def replayed_steps(places: Sequence[Sequence[int]], nodes: int) -> int:
 
 
 def finalists(found: Sequence[Trial]) -> list[Trial]:
-    """The trials with the best predictions, of each order of magnitude of nodes only the best."""
-    best: dict[int, Trial] = {}
+    """The trials with the best predictions; of any two, one has at least twice the nodes."""
+    best: list[Trial] = []
     for each in sorted(found, key=lambda trial: -trial.predicted):
-        best.setdefault(each.tree.nodes.bit_length(), each)
-    return list(best.values())[:FINALISTS]
+        sizes = [(each.tree.nodes, other.tree.nodes) for other in best]
+        if all(2 * min(pair) <= max(pair) for pair in sizes):
+            best.append(each)
+    return best[:FINALISTS]
 
 
 def steps_of(runs: Sequence[Sequence[Run]]) -> Iterator[Step]:
