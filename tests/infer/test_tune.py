@@ -17,7 +17,7 @@ from tiny_targets import CONTEXT, greedy, some_prompts, tiny_target
 from draftheads.heads.hub import load_head, record_tuned, save_head
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
-from draftheads.infer.bench import Run, fitting_prompts
+from draftheads.infer.bench import Run, fitting_prompts, race
 from draftheads.infer.costs import (
     NONE,
     Costs,
@@ -281,6 +281,19 @@ def test_the_result_is_one_of_the_trees_that_raced(kind):
     assert Costs.from_json(facts["costs"]) == found.costs
     assert not facts["compile"]
     assert json.loads(json.dumps(asdict(found)))["best"]["measured"] == found.best.measured
+
+
+def test_trees_race_on_prompts_that_neither_costs_nor_trees_were_fitted_to(monkeypatch):
+    raced = []
+
+    def noted(candidates, prompts, *rest):
+        raced.append([prompt.number for prompt in prompts])
+        return race(candidates, prompts, *rest)
+
+    monkeypatch.setattr("draftheads.infer.tune.race", noted)
+    target = tiny_target()
+    tune(target, random_head("medusa", target), some_prompts(5, 9, 7, 4), OPTIONS)
+    assert raced == [[0, 2], [1, 3]]
 
 
 def test_mistakes_are_explained():
