@@ -98,7 +98,8 @@ def fitted_costs(trees: Mapping[str, StaticTree], runs: Runs) -> Costs:
     prompt = typical(firsts)
     whole: dict[StaticTree, float] = {}
     for name, tree in trees.items():
-        timed = list(chain.from_iterable(runs[name]))
+        # of each prompt the run with the fastest steps, as in the race
+        timed = [min(each, key=lambda run: run.seconds / len(run.steps)) for each in runs[name]]
         steps = sum(len(run.steps) - 1 for run in timed)
         whole[tree] = (sum(run.seconds for run in timed) - len(timed) * prompt) / steps
     compiled = not any(drafting for drafting, _ in halves.values())

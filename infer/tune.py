@@ -227,7 +227,8 @@ class Track:
         depth = self.head.depth if self.head else max(SIZES).bit_length()
         choose = few_cost_trees if self.options.compile else cost_trees
         trees = {str(n): tree for n, tree in enumerate(choose(depth, self.options.nodes))}
-        return fitted_costs(trees, self.race(trees, prompts[:COST_PROMPTS], repetitions=1))
+        repetitions = self.options.repetitions if self.options.compile else 1  # few, so more often
+        return fitted_costs(trees, self.race(trees, prompts[:COST_PROMPTS], repetitions))
 
     @torch.no_grad()
     def observe(self, prompts: Sequence[BenchPrompt]) -> list[Tensor]:
