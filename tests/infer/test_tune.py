@@ -165,7 +165,8 @@ def test_costs_are_found_again_behind_noise():
             steps.append(Step([1], 0, None, draft * slow, verify * slow))
         steps[0] = Step([1], 0, None, draft, verify)
         seconds = 7.0 + 50 * (draft + verify)  # by a clock that does not see the others
-        runs[name] = [[Run([Step([1], -1, None, 0.0, 7.0), *steps], seconds)]]
+        steps = [Step([1], -1, None, 0.0, 7.0), *steps]
+        runs[name] = [[Run(steps, 3 * seconds), Run(steps, seconds)]]
     costs = fitted_costs(trees, runs)
     assert costs.prompt == pytest.approx(true.prompt)
     assert costs.draft == pytest.approx(true.draft)
