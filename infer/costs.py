@@ -11,8 +11,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, combinations
 from operator import mul
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +49,17 @@ class Costs:
         draft = sum(map(mul, self.draft, (1, *work(tree)))) if tree.paths else 0.0
         return self.verify_seconds(tree.draft_nodes) + max(draft, 0.0)
 
+    def to_json(self) -> dict[str, Any]:
+        """The input of `from_json`, as JSON keeps it."""
+        verify = {str(nodes): seconds for nodes, seconds in self.verify.items()}
+        return {"verify": verify, "draft": list(self.draft), "prompt": self.prompt}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Costs:
+        """From what `to_json` returned."""
+        verify = {int(nodes): seconds for nodes, seconds in value["verify"].items()}
+        return cls(verify, tuple(value["draft"]), value["prompt"])
+
 
 def work(tree: StaticTree) -> tuple[int, int, int]:
     """Levels, expanded nodes and draft nodes: what the time of a draft depends on."""
@@ -55,11 +68,13 @@ def work(tree: StaticTree) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate tree; tau in tokens per step, speeds in tokens per second, prompt included."""
+    """A candidate tree; tau in tokens per step, speeds in tokens per second, prompt included.
+    Dynamic trees are not predicted: 0.
+    """
 
     tree: Tree
-    predicted_tau: float
-    predicted: float
+    predicted_tau: float = 0.0
+    predicted: float = 0.0
     tau: float = 0.0
     measured: float = 0.0
     gain_ci95: Sequence[float] = (1.0, 1.0)  # measured speed over that of the present tree
@@ -70,7 +85,8 @@ def fitted_costs(trees: Mapping[str, StaticTree], runs: Runs) -> Costs:
     over all trees. Raises ValueError if a tree made no step.
 
     Typical steps tell how the time of a step divides into drafting and verifying, and what a prompt
-    takes besides; the time of whole runs, by any clock, tells what a step takes.
+    takes besides; the time of whole runs, by any clock, tells what a step takes. Compiled steps are
+    not divided: what trees of one size differ by is put down to their levels.
     """
     halves = {name: _halves(runs[name]) for name in trees}
     firsts = [
@@ -80,20 +96,35 @@ def fitted_costs(trees: Mapping[str, StaticTree], runs: Runs) -> Costs:
         if len(run.steps) > 1
     ]
     prompt = typical(firsts)
-    curve: dict[int, float] = {}
     whole: dict[StaticTree, float] = {}
     for name, tree in trees.items():
-        timed = list(chain.from_iterable(runs[name]))
+        # of each prompt the run with the fastest steps, as in the race
+        timed = [min(each, key=lambda run: run.seconds / len(run.steps)) for each in runs[name]]
         steps = sum(len(run.steps) - 1 for run in timed)
-        step = (sum(run.seconds for run in timed) - len(timed) * prompt) / steps
+        whole[tree] = (sum(run.seconds for run in timed) - len(timed) * prompt) / steps
+    compiled = not any(drafting for drafting, _ in halves.values())
+    level = _level_seconds(whole) if compiled else 0.0
+    curve: dict[int, float] = {}
+    for name, tree in trees.items():
         share = halves[name][0] / sum(halves[name]) if tree.paths else 0.0
-        whole[tree], verified = step, (1.0 - share) * step
+        verified = (1.0 - share) * whole[tree] - level * tree.depth
         curve[tree.draft_nodes] = min(verified, curve.get(tree.draft_nodes, verified))
     del whole[NONE]
     # noise only adds: no tree takes longer to verify than a larger one
     sizes = sorted(curve)
     verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
-    return Costs(verify, _least_squares(whole, verify), prompt)
+    draft = (0.0, level, 0.0, 0.0) if compiled else _least_squares(whole, verify)
+    return Costs(verify, draft, prompt)
+
+
+def _level_seconds(whole: Mapping[StaticTree, float]) -> float:
+    """What a level adds, by pairs of trees with as many nodes."""
+    slopes = [
+        (whole[a] - whole[b]) / (a.depth - b.depth)
+        for a, b in combinations(whole, 2)
+        if a.draft_nodes == b.draft_nodes and a.depth != b.depth
+    ]
+    return max(median(slopes), 0.0) if slopes else 0.0
 
 
 def _halves(runs: Sequence[Sequence[Run]]) -> tuple[float, float]:
@@ -186,13 +217,13 @@ def replayed_steps(places: Sequence[Sequence[int]], nodes: int) -> int:
 
 
 def finalists(found: Sequence[Trial]) -> list[Trial]:
-    """The trials with the best predictions, of each order of magnitude of nodes and each way to
-    build a tree only the best.
-    """
-    best: dict[tuple[type[Tree], int], Trial] = {}
+    """The trials with the best predictions; of any two, one has at least twice the nodes."""
+    best: list[Trial] = []
     for each in sorted(found, key=lambda trial: -trial.predicted):
-        best.setdefault((type(each.tree), each.tree.nodes.bit_length()), each)
-    return list(best.values())[:FINALISTS]
+        sizes = [(each.tree.nodes, other.tree.nodes) for other in best]
+        if all(2 * min(pair) <= max(pair) for pair in sizes):
+            best.append(each)
+    return best[:FINALISTS]
 
 
 def steps_of(runs: Sequence[Sequence[Run]]) -> Iterator[Step]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from draftheads.heads.base import Committed, DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
+from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.bench import (
     BenchOptions,
@@ -37,6 +37,7 @@ from draftheads.infer.bench import (
     machine_line,
     race,
     speedup_interval,
+    timed,
 )
 from draftheads.infer.costs import (
     NONE,
@@ -67,6 +68,7 @@ class TuneOptions:
     repetitions: int = 3  # runs per prompt and finalist
     nodes: int = 64  # draft nodes of the largest tree
     seed: int = 0
+    compile: bool = False  # tune for compiled steps
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Tuned:
         return {
             "machine": machine_line(self.machine),
             **self.settings,
+            "costs": self.costs.to_json(),
             "predicted_tokens_per_second": self.best.predicted,
             "measured_tokens_per_second": self.best.measured,
             "previous_tokens_per_second": self.trials[0].measured,
@@ -118,20 +121,15 @@ def tune(
     track = Track(target, head, options, console)
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        costs, dynamic = track.costs(fit)
+        costs = track.costs(fit)
         seen, heldout = track.observe(fit), track.observe(held)
         own = [tree for tree in (head.tree, *others) if isinstance(tree, StaticTree)]
         fitted = StaticTree.unfitted(head.depth).fitted(torch.cat(seen), options.nodes)
-        # dynamic trees were decoded on other texts, which may be easier to draft
-        here, there = (predict(fitted, each, costs) for each in (heldout, seen[:COST_PROMPTS]))
-        ease = there.predicted / here.predicted
-        dynamic = [replace(each, predicted=each.predicted / ease) for each in dynamic]
         orders = [*own, fitted, StaticTree.from_widths([1] * head.depth)]
-        found = [*search(orders, heldout, costs, options.nodes), *dynamic]
-        present = next((each for each in found if each.tree == head.tree), None)
-        if present is None and isinstance(head.tree, StaticTree):
+        found = search(orders, heldout, costs, options.nodes)
+        present = Trial(head.tree)
+        if isinstance(head.tree, StaticTree):
             present = predict(head.tree, heldout, costs)
-        assert present, "a dynamic tree of the head is among `dynamic`"
         trials = track.trials([present, predict(NONE, heldout, costs), *finalists(found)], held)
     context = sum(len(each.prompt) + each.limit / 2 for each in fitting) / len(fitting)
     settings = {
@@ -139,6 +137,7 @@ def tune(
         "prompts": len(fitting),
         "max_new_tokens": options.max_new_tokens,
         "context": round(context),
+        "compile": options.compile,
     }
     return Tuned(describe_machine(target), settings, costs, trials, fastest(trials))
 
@@ -162,7 +161,7 @@ def verify_curve(target: Target, context: int, options: TuneOptions) -> dict[int
     shape = (options.repetitions, context)
     prompts = torch.randint(target.vocab_size, shape, generator=generator).tolist()
     fitting = fitting_prompts(target, prompts, CURVE_TOKENS)
-    return Track(target, None, options, Console(stderr=True)).costs(fitting)[0].verify
+    return Track(target, None, options, None).costs(fitting).verify
 
 
 class Track:
@@ -175,7 +174,9 @@ class Track:
         options: TuneOptions,
         console: Console | None,
     ) -> None:
-        self.target, self.head, self.options, self.console = target, head, options, console
+        self.target, self.head, self.options = target, head, options
+        self.console = console or Console(stderr=True)
+        self.engines: dict[Tree, Speculator] = {}  # of the race before, which may be compiled
 
     def race(
         self, trees: Mapping[str, Tree], prompts: Sequence[BenchPrompt], repetitions: int
@@ -187,31 +188,47 @@ class Track:
         settings = BenchOptions(
             options.max_new_tokens, options.sampling, repetitions, seed=options.seed
         )
+        self.engines = {t: self.engines.get(t) or self.engine(t) for t in trees.values()}
         candidates = [
-            Candidate(name, tree.nodes - 1, self.engine(tree), options.sampling)
+            Candidate(name, tree.nodes - 1, self.engines[tree], options.sampling)
             for name, tree in trees.items()
         ]
+        if options.compile:
+            self.compile(candidates, prompts[0])
         alone = self.target.device.type == "cpu" and torch.get_num_threads() == 1
         clock = thread_time if alone else perf_counter
         return race(candidates, prompts, settings, self.console, clock)
 
+    def compile(self, candidates: Sequence[Candidate], prompt: BenchPrompt) -> None:
+        """Decode once with each, and say how long it took. Raises ValueError if one is not compiled
+        after that.
+        """
+        said = "each takes up to a minute the first time, and seconds if torch's cache has it"
+        self.console.print(f"compiling {len(candidates)} trees; {said}", style="dim")
+        for number, each in enumerate(candidates, start=1):
+            seconds = timed(each, prompt).seconds
+            self.console.print(f"  tree {number}: {each.nodes} nodes, {seconds:.0f} s", style="dim")
+        if not all(engine.compile for engine in self.engines.values()):
+            raise ValueError(
+                "expected steps that can be compiled, got those of the warning above; tune without "
+                "--compile"
+            )
+
     def engine(self, tree: Tree) -> Speculator:
         """An engine that decodes with this tree."""
         if self.head is None and isinstance(tree, StaticTree):
-            return Speculator(self.target, lambda: Filler(self.target, tree), tree=tree)
-        return Speculator(self.target, self.head, tree=tree)
+            engine = Speculator(self.target, lambda: Filler(self.target, tree), tree=tree)
+            engine.compile = self.options.compile
+            return engine
+        return Speculator(self.target, self.head, tree=tree, compile=self.options.compile)
 
-    def costs(self, prompts: Sequence[BenchPrompt]) -> tuple[Costs, list[Trial]]:
-        """Costs of fixed trees, and dynamic trees, whose cost and tau are measured at once."""
+    def costs(self, prompts: Sequence[BenchPrompt]) -> Costs:
+        """What steps cost, by those of fixed trees."""
         depth = self.head.depth if self.head else max(SIZES).bit_length()
-        fixed = {f"fixed {n}": tree for n, tree in enumerate(cost_trees(depth, self.options.nodes))}
-        searched = {str(tree): tree for tree in dynamic_trees(self.head, self.options.nodes)}
-        runs = self.race({**fixed, **searched}, prompts[:COST_PROMPTS], repetitions=1)
-        costs, trials = fitted_costs(fixed, runs), []
-        for name, tree in searched.items():
-            total = Statistics.of(steps_of(runs[name]))
-            trials.append(Trial(tree, total.tokens_per_step, speed(runs[name])))
-        return costs, trials
+        choose = few_cost_trees if self.options.compile else cost_trees
+        trees = {str(n): tree for n, tree in enumerate(choose(depth, self.options.nodes))}
+        repetitions = self.options.repetitions if self.options.compile else 1  # few, so more often
+        return fitted_costs(trees, self.race(trees, prompts[:COST_PROMPTS], repetitions))
 
     @torch.no_grad()
     def observe(self, prompts: Sequence[BenchPrompt]) -> list[Tensor]:
@@ -275,31 +292,25 @@ def cost_trees(depth: int, nodes: int) -> list[StaticTree]:
     """Trees of the shapes that searches end with, of all `SIZES` up to `nodes` and all depths."""
     sizes = sorted({0, *(size for size in SIZES if size < nodes), nodes})
     depths = sorted({1, 2, (depth + 1) // 2, depth})
-    chances = [[0.7 * 0.5**rank for rank in range(10)]] * depth
     trees = [
-        StaticTree.best_first(chances[:levels], size)
+        likely(levels, size)
         for levels, size in product(depths, sizes)
         if levels == depth or size in sizes[3::2]
     ]
     return list(dict.fromkeys([*trees, StaticTree.from_widths([1] * depth)]))
 
 
-def dynamic_trees(head: DraftHead | None, nodes: int) -> list[DynamicTree]:
-    """A small grid of dynamic trees, if the head fills them, and its present one."""
-    if head is None:
-        return []
-    present = [head.tree] if isinstance(head.tree, DynamicTree) else []
-    try:  # heads tell what they can fill by an error
-        head.check_tree(DynamicTree(2, 1, 2))
-    except ValueError:
-        return present
-    depths = sorted({(head.depth + 1) // 2, head.depth})
-    grid = [
-        DynamicTree(size, depth, top_k)
-        for depth, top_k, size in product(depths, (2, 4), (8, 24))
-        if size <= min(nodes, top_k + (depth - 1) * top_k**2)
-    ]
-    return list(dict.fromkeys([*present, *grid]))
+def few_cost_trees(depth: int, nodes: int) -> list[StaticTree]:
+    """As `cost_trees`, but each is compiled: two of the same size tell what a level costs."""
+    size = min(depth, nodes, 8)
+    trees = [NONE, StaticTree.from_widths([1] * size), likely(1, size)]
+    return list(dict.fromkeys([*trees, *(likely(depth, min(n, nodes)) for n in (16, 32, nodes))]))
+
+
+def likely(depth: int, nodes: int) -> StaticTree:
+    """A tree of a common shape."""
+    chances = [0.7 * 0.5**rank for rank in range(10)]
+    return StaticTree.best_first([chances] * depth, nodes)
 
 
 def speeds_P2(runs: Sequence[Sequence[Run]]) -> Tensor:

@@ -351,6 +351,7 @@ def tune(
     top_k: TopK = 0,
     dry_run: Annotated[bool, Option("--dry-run", help="print only; keep the head's tree")] = False,
     json_out: Json = None,
+    compile: Compile = False,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -368,7 +369,7 @@ def tune(
     from draftheads.scripts.printing import print_curve, print_tuned
 
     sampling = rule(temperature, top_p, top_k, False, seed)
-    options = TuneOptions(max_new_tokens, sampling, repetitions, nodes, seed)
+    options = TuneOptions(max_new_tokens, sampling, repetitions, nodes, seed, compile)
     check_outputs([json_out], [head] if head and not dry_run else [], option="--head")
     figures: dict[str, Any]
     if head is None:

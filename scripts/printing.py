@@ -198,15 +198,17 @@ def print_tuned(found: Tuned) -> None:
         table.add_row(
             f"present, {kind}" if place == 0 else kind,
             *(str(tree.draft_nodes), str(tree.depth), f"{each.tau:.2f}"),
-            *(f"{each.predicted:.0f}", f"{each.measured:.0f}"),
-            f"{each.predicted / each.measured - 1:+.0%}",
+            f"{each.predicted:.0f}" if each.predicted else "-",
+            f"{each.measured:.0f}",
+            f"{each.predicted / each.measured - 1:+.0%}" if each.predicted else "-",
             f"{each.measured / found.trials[0].measured:.2f}",
             "{:.2f}-{:.2f}".format(*each.gain_ci95),
             style="bold green" if each is found.best else None,
         )
     console.print(table)
     best, tree = found.best, found.best.tree
-    gain = f"{best.measured / found.plain.measured:.2f} times plain decoding"
+    compiled = ", both compiled" * found.settings["compile"]
+    gain = f"{best.measured / found.plain.measured:.2f} times plain decoding{compiled}"
     if tree.nodes == 1:
         gain = "speculation does not pay here: the head will decode without drafts"
     kept = "the present tree stays" if best is found.trials[0] else "a new tree"

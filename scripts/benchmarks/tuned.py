@@ -1,23 +1,26 @@
 """Is the tree that `tune` finds as fast as the best of five that a person might choose?
 
-    python scripts/benchmarks/tuned.py --target T --head A B --dtype float32 bfloat16 \\
-        --prompts tune.txt --others race.txt
+    draftheads tune --head H --prompts tune.txt --dtype float32 --compile --dry-run --json F
+    python scripts/benchmarks/tuned.py --tuned F --head H --prompts race.txt --dtype float32
 
-For each head and dtype, one row of markdown: tokens per second on prompts that `tune` never saw of
-chains of 4 and 7 and of the head's own 4, 16 and 60 best nodes; then those of the tuned tree.
+One row of markdown: tokens per second on prompts that `tune` never saw of chains of 4 and 7 and of
+the head's own 4, 16 and 60 best nodes; then those of the tuned tree. Steps are compiled if those of
+`tune` were.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
-from draftheads.heads.hub import open_head
+from draftheads.heads.hub import HeadFolder, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.bench import fitting_prompts
 from draftheads.infer.costs import NONE, Trial
-from draftheads.infer.tune import Track, TuneOptions, tune
+from draftheads.infer.tune import Track, TuneOptions
 from draftheads.scripts.journey import opening_ids
 from draftheads.train.entry import mistakes_in_one_line, set_threads
 
@@ -30,26 +33,32 @@ def by_hand(own: Tree, depth: int) -> list[Tree]:
     return [*chains, *(own.head(nodes) for nodes in (4, 16, 60))]
 
 
-def row(target: Target, head_folder: str, prompts: list[list[list[int]]], new: int) -> str:
-    """Tune on the first prompts, race on the second."""
-    head, options = open_head(head_folder).load(target), TuneOptions(max_new_tokens=new)
-    found = tune(target, head, prompts[0], options)
+def row(target: Target, folder: HeadFolder, ids: list[list[int]], found: dict[str, Any]) -> str:
+    """Race on prompts. found: what `tune` wrote."""
+    settings, head = found["settings"], folder.load(target)
+    options = TuneOptions(settings["max_new_tokens"], compile=settings["compile"])
+    best = found["best"]
+    paths = best["tree"].get("paths")
+    tree = head.tree if paths is None else StaticTree(tuple(map(tuple, paths)))
     fixed = by_hand(head.tree, head.depth)
-    chosen = [Trial(tree, 1.0, 1.0) for tree in (found.best.tree, NONE, *fixed)]
-    track, fitting = Track(target, head, options, None), fitting_prompts(target, prompts[1], new)
-    measured = {each.tree: each for each in track.trials(chosen, fitting)}
-    tuned, best = measured[found.best.tree], max((measured[t] for t in fixed), key=_speed)
-    errors = [each.predicted / each.measured - 1 for each in found.trials]
-    chosen_error = found.best.predicted / found.best.measured - 1
-    low, high = best.gain_ci95
+    prompts = fitting_prompts(target, ids, options.max_new_tokens)
+    chosen = [Trial(each, 1.0, 1.0) for each in (tree, NONE, *fixed)]
+    measured = {t.tree: t for t in Track(target, head, options, None).trials(chosen, prompts)}
+    tuned, by_person = measured[tree], max((measured[each] for each in fixed), key=_speed)
+    errors = [
+        each["predicted"] / each["measured"] - 1 for each in found["trials"] if each["predicted"]
+    ]
+    own = best["predicted"] / best["measured"] - 1
+    low, high = by_person.gain_ci95
+    dtype, compiled = str(target.dtype).removeprefix("torch."), ", compiled" * options.compile
     cells = [
-        f"{Path(target.name).name}, {str(target.dtype).removeprefix('torch.')}",
-        Path(head_folder).name,
+        f"{Path(target.name).name}, {dtype}{compiled}",
+        head.kind,
         f"{measured[NONE].measured:.0f}",
-        *(f"{measured[tree].measured:.0f}" for tree in fixed),
-        f"**{tuned.measured:.0f}** ({tuned.tree.draft_nodes} nodes, {tuned.tree.depth} deep)",
-        f"{tuned.measured / best.measured:.2f} ({1 / high:.2f} to {1 / low:.2f})",
-        f"{chosen_error:+.0%} ({min(errors):+.0%} to {max(errors):+.0%})",
+        *(f"{measured[each].measured:.0f}" for each in fixed),
+        f"**{tuned.measured:.0f}** ({tree.draft_nodes} nodes, {tree.depth} deep)",
+        f"{tuned.measured / by_person.measured:.2f} ({1 / high:.2f} to {1 / low:.2f})",
+        f"{own:+.0%} ({min(errors):+.0%} to {max(errors):+.0%})",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -60,26 +69,21 @@ def _speed(trial: Trial) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--head", nargs="+", required=True)
-    parser.add_argument("--dtype", nargs="+", default=["float32"])
+    parser.add_argument("--tuned", type=Path, required=True)
+    parser.add_argument("--head", required=True)
+    parser.add_argument("--target")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", required=True)
-    parser.add_argument("--others", required=True)
     parser.add_argument("--prompt-words", type=int)
     parser.add_argument("--limit", type=int, default=24)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
     chosen = parser.parse_args()
     set_threads(1)
-    head = ["target", "head", "plain", *COLUMNS, "tuned", "over the best", "prediction error"]
-    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
-    for dtype in chosen.dtype:
-        target = Target.load(chosen.target, dtype=dtype)
-        prompts = [
-            opening_ids(target, source, chosen.prompt_words, chosen.limit)
-            for source in (chosen.prompts, chosen.others)
-        ]
-        for folder in chosen.head:
-            print(row(target, folder, prompts, chosen.max_new_tokens), flush=True)
+    folder = open_head(chosen.head)
+    target = Target.load(chosen.target or folder.target[0], dtype=chosen.dtype)
+    ids = opening_ids(target, chosen.prompts, chosen.prompt_words, chosen.limit)
+    columns = ["target", "head", "plain", *COLUMNS, "tuned", "over the best", "prediction error"]
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    print(row(target, folder, ids, json.loads(chosen.tuned.read_text())))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import combinations, product
 
 import pytest
@@ -15,9 +15,9 @@ from tiny_heads import EACH, decode, random_head
 from tiny_targets import CONTEXT, greedy, some_prompts, tiny_target
 
 from draftheads.heads.hub import load_head, record_tuned, save_head
-from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import DynamicTree, StaticTree
-from draftheads.infer.bench import Run, fitting_prompts
+from draftheads.infer import compiled
+from draftheads.infer.bench import Run, fitting_prompts, race
 from draftheads.infer.costs import (
     NONE,
     Costs,
@@ -27,15 +27,14 @@ from draftheads.infer.costs import (
     predict,
     replayed_steps,
     search,
-    work,
 )
 from draftheads.infer.engine import Step
 from draftheads.infer.tune import (
     Track,
     TuneOptions,
     cost_trees,
-    dynamic_trees,
     fastest,
+    few_cost_trees,
     tune,
     verify_curve,
 )
@@ -126,6 +125,8 @@ def test_a_prediction_is_tokens_over_the_time_of_prompts_and_steps():
     tree = StaticTree(((0,), (0, 1)))
     costs = Costs({0: 1.0, 4: 3.0}, (0.5, 0.25, 0.0, 0.0), prompt=10.0)
     assert costs.step_seconds(tree) == 2.0 + 0.5 + 2 * 0.25
+    bushy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+    assert Costs({0: 0.0, 5: 0.0}, (4.0, 3.0, 5.0, 7.0)).step_seconds(bushy) == 4 + 6 + 15 + 35
     assert costs.step_seconds(NONE) == 1.0
     trial = predict(tree, [ranks_TK, ranks_TK], costs)
     assert trial.predicted_tau == 6 / 3  # steps at tokens 0, 3 and 4
@@ -164,7 +165,8 @@ def test_costs_are_found_again_behind_noise():
             steps.append(Step([1], 0, None, draft * slow, verify * slow))
         steps[0] = Step([1], 0, None, draft, verify)
         seconds = 7.0 + 50 * (draft + verify)  # by a clock that does not see the others
-        runs[name] = [[Run([Step([1], -1, None, 0.0, 7.0), *steps], seconds)]]
+        steps = [Step([1], -1, None, 0.0, 7.0), *steps]
+        runs[name] = [[Run(steps, 3 * seconds), Run(steps, seconds)]]
     costs = fitted_costs(trees, runs)
     assert costs.prompt == pytest.approx(true.prompt)
     assert costs.draft == pytest.approx(true.draft)
@@ -172,6 +174,33 @@ def test_costs_are_found_again_behind_noise():
         assert costs.verify_seconds(tree.draft_nodes) == pytest.approx(
             true.verify_seconds(tree.draft_nodes)
         )
+
+
+def test_no_tree_takes_longer_to_verify_than_a_larger_one():
+    """Noise only adds."""
+    runs, trees = {}, {str(n): StaticTree.from_widths([1] * n) for n in range(4)}
+    for (name, tree), seconds in zip(trees.items(), (1.0, 9.0, 2.0, 3.0), strict=True):
+        steps = [Step([1], -1, None, 0.0, 1.0), *[Step([1], 0, None, 0.5, seconds)] * 8]
+        runs[name] = [[Run(steps, 1.5 + 8 * seconds + 4 * bool(tree.paths))]]
+    verify = fitted_costs(trees, runs).verify
+    assert verify[1] == pytest.approx(verify[2])
+    assert verify[0] < verify[2] < verify[3]
+
+
+def test_costs_of_compiled_steps_are_found_without_knowing_what_drafting_takes():
+    """But for the first step, which is not compiled."""
+    true = Costs({0: 1.0, 5: 1.5, 16: 2.0, 20: 5.0}, (0.0, 0.2, 0.0, 0.0), prompt=7.0)
+    trees = {str(n): tree for n, tree in enumerate(few_cost_trees(5, 20))}
+    runs = {}
+    for name, tree in trees.items():
+        step = Step([1], 0, None, 0.0, true.step_seconds(tree))
+        steps = [Step([1], 0, None, 3.0, 4.0), *[step] * 50]
+        seconds = 10.0 + 51 * step.verify_seconds
+        runs[name] = [[Run([Step([1], -1, None, 0.0, 7.0), *steps], seconds)]]
+    costs = fitted_costs(trees, runs)
+    assert costs.draft == pytest.approx((0.0, 0.2, 0.0, 0.0))
+    for tree in (*trees.values(), StaticTree.from_widths((4, 3, 1))):
+        assert costs.step_seconds(tree) == pytest.approx(true.step_seconds(tree))
 
 
 def test_answers_without_steps_are_refused():
@@ -185,20 +214,6 @@ def test_measured_trees_have_every_size_and_depth():
     assert {tree.draft_nodes for tree in trees} >= {0, 1, 2, 4, 8, 16, 32, 40}
     assert {tree.depth for tree in trees} >= {0, 1, 2, 3, 5}
     assert StaticTree.from_widths([1] * 5) in trees
-    assert work(StaticTree(((0,), (1,), (0, 0), (0, 1)))) == (2, 2, 4)
-
-
-def test_dynamic_trees_are_for_heads_that_fill_them():
-    target = tiny_target()
-    assert dynamic_trees(MedusaHead.create(target), 64) == []
-    head = random_head("eagle3", target)
-    head.tree = DynamicTree(5, 3, 3)
-    trees = dynamic_trees(head, 8)
-    assert trees[0] == head.tree
-    assert len(trees) == 4
-    assert all(tree.draft_nodes <= 8 for tree in trees)
-    for tree in trees:
-        head.check_tree(tree)
 
 
 def trial(nodes: int, measured: float, low: float) -> Trial:
@@ -214,11 +229,39 @@ def test_a_tree_that_may_be_no_faster_does_not_replace_the_present_one():
     assert fastest([present, unsure, sure, faster]) is faster
 
 
+def test_a_race_compares_with_the_present_tree_and_scales_predictions_by_plain_decoding(
+    monkeypatch,
+):
+    present, faster, slower = (StaticTree.from_widths([n]) for n in (3, 2, 1))
+    seconds = {NONE: 2.0, present: 1.0, faster: 0.5, slower: 4.0}
+
+    def race(candidates, prompts, *_):
+        steps = [Step([1] * 4, 3, None, 0.0, 0.0)]
+        return {
+            each.name: [
+                [Run(steps, 4 * seconds[each.engine.tree] * (1 + prompt.number))]
+                for prompt in prompts
+            ]
+            for each in candidates
+        }
+
+    monkeypatch.setattr("draftheads.infer.tune.race", race)
+    target = tiny_target()
+    track = Track(target, random_head("medusa", target), OPTIONS, None)
+    chosen = [Trial(tree, 1.0, 3.0) for tree in (present, NONE, faster, slower)]
+    trials = track.trials(chosen, fitting_prompts(target, some_prompts(5, 9), 12))
+    per_token = [1.5 * seconds[each.tree] for each in trials]
+    assert [each.measured for each in trials] == pytest.approx([1 / each for each in per_token])
+    assert [each.predicted for each in trials] == pytest.approx([1 / 3.0] * 4)
+    for each, gain in zip(trials, (1.0, 0.5, 2.0, 0.25), strict=True):
+        assert each.gain_ci95 == pytest.approx((gain, gain))
+    assert fastest(trials).tree == faster
+
+
 def test_finalists_differ_in_size():
     found = [trial(nodes, 100.0 - abs(nodes - 9), 1.0) for nodes in range(1, 40)]
-    sizes = [each.tree.draft_nodes for each in finalists(found)]
-    assert sizes[0] == 9
-    assert len({(size + 1).bit_length() for size in sizes}) == len(sizes)
+    sizes = [each.tree.nodes for each in finalists(found)]
+    assert sizes == [10, 5, 2, 20]
 
 
 @pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow)])
@@ -234,8 +277,24 @@ def test_the_result_is_one_of_the_trees_that_raced(kind):
         head.check_tree(each.tree)
         if isinstance(each.tree, StaticTree):
             assert each.predicted_tau == pytest.approx(each.tau)
-    assert json.loads(json.dumps(found.facts())) == found.facts()
+    facts = json.loads(json.dumps(found.facts()))
+    assert facts == found.facts()
+    assert Costs.from_json(facts["costs"]) == found.costs
+    assert not facts["compile"]
     assert json.loads(json.dumps(asdict(found)))["best"]["measured"] == found.best.measured
+
+
+def test_trees_race_on_prompts_that_neither_costs_nor_trees_were_fitted_to(monkeypatch):
+    raced = []
+
+    def noted(candidates, prompts, *rest):
+        raced.append([prompt.number for prompt in prompts])
+        return race(candidates, prompts, *rest)
+
+    monkeypatch.setattr("draftheads.infer.tune.race", noted)
+    target = tiny_target()
+    tune(target, random_head("medusa", target), some_prompts(5, 9, 7, 4), OPTIONS)
+    assert raced == [[0, 2], [1, 3]]
 
 
 def test_mistakes_are_explained():
@@ -245,6 +304,35 @@ def test_mistakes_are_explained():
         tune(target, head, some_prompts(5), OPTIONS)
     with pytest.raises(ValueError, match=f"1 to {CONTEXT - 12} tokens"):
         verify_curve(target, CONTEXT, OPTIONS)
+
+
+@pytest.mark.slow
+def test_compiled_trees_race_and_each_is_compiled_once(monkeypatch):
+    target = tiny_target()
+    head, traced = random_head("medusa", target, depth=2, nodes=3), []
+    options = replace(OPTIONS, nodes=3, compile=True)
+
+    def as_it_is(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", as_it_is)
+    found = tune(target, head, some_prompts(5, 9, 7, 4), options)
+    assert found.facts()["compile"]
+    raced = {each.tree for each in found.trials}
+    assert len(traced) == len(raced.union(few_cost_trees(2, 3)))
+    assert list(verify_curve(target, 20, options)) == [0, 3]
+
+
+def test_what_cannot_be_compiled_is_not_tuned_as_if_it_were():
+    target = tiny_target()
+    head = random_head("block", target, confidence=True, confidence_threshold=0.2)
+    with (
+        pytest.warns(UserWarning, match="confidence_threshold"),
+        pytest.raises(ValueError, match="without --compile"),
+    ):
+        tune(target, head, some_prompts(5, 9), replace(OPTIONS, compile=True))
 
 
 def test_without_a_head_verification_is_measured():
