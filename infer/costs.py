@@ -23,7 +23,7 @@ from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.bench import Run, Runs
 from draftheads.infer.engine import Step
 
-FINALISTS = 4
+FINALISTS, SPREAD = 4, 1.5
 NONE = StaticTree(())
 """The tree of decoding without drafts."""
 
@@ -217,11 +217,11 @@ def replayed_steps(places: Sequence[Sequence[int]], nodes: int) -> int:
 
 
 def finalists(found: Sequence[Trial]) -> list[Trial]:
-    """The trials with the best predictions; of any two, one has at least twice the nodes."""
+    """The trials with the best predictions; of any two, one has at least SPREAD times the nodes."""
     best: list[Trial] = []
     for each in sorted(found, key=lambda trial: -trial.predicted):
         sizes = [(each.tree.nodes, other.tree.nodes) for other in best]
-        if all(2 * min(pair) <= max(pair) for pair in sizes):
+        if all(SPREAD * min(pair) <= max(pair) for pair in sizes):
             best.append(each)
     return best[:FINALISTS]
 
