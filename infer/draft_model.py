@@ -13,7 +13,6 @@ from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.base import Committed
@@ -21,7 +20,7 @@ from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Masks, Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
-from draftheads.heads.tree_drafting import gather_nodes, tree_builder
+from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
 from draftheads.infer.draft_sampling import ChainSampler, SpeculativeSampling
 from draftheads.infer.engine import NoDraft
 
@@ -132,27 +131,12 @@ class ModelDrafter:
         self.is_full = False
 
     def propose(self, committed: Committed) -> TokenTree:
-        builder, device = self.builder, self.model.device
         longest = self.cache.table.longest if self.cache else 0
         self.is_full |= longest + max(committed.counts) + self.depth > self.model.context
         if self.is_full:
             return self.no_draft.propose(committed)
-        logits_BFV = self._commit(committed)
-        builder.start()
-        # of all P nodes expanded so far: their distances from the newest token, and which of them
-        # each node of the newest level sees
-        depths_1P = torch.zeros(1, 0, dtype=torch.long, device=device)
-        seen_BFP = torch.zeros(len(logits_BFV), 1, 0, dtype=torch.bool, device=device)
-        level = 0
-        while builder.add(logits_BFV):
-            rows, nodes = builder.parents_BF.shape
-            own_FF = torch.eye(nodes, dtype=torch.bool, device=device)
-            seen_BFP = gather_nodes(seen_BFP, builder.parents_BF)
-            seen_BFP = torch.cat([seen_BFP, own_FF.expand(rows, -1, -1)], dim=2)
-            depths_1P = F.pad(depths_1P, (0, nodes), value=level)
-            logits_BFV = self._pass(builder.tokens_BF, seen_BFP, depths_1P)
-            level += 1
-        return builder.tree(committed.last_tokens_B())
+        logits_B1V = self._commit(committed)
+        return grow(self.builder, committed.last_tokens_B(), logits_B1V, self._pass)
 
     def _commit(self, committed: Committed) -> Tensor:
         """Append the new tokens; returns logits_B1V after the newest of each row."""
