@@ -307,7 +307,8 @@ def bench(
     from draftheads.infer.bench import BenchOptions, measured_facts, print_report, write_json
     from draftheads.infer.bench import bench as run
     from draftheads.infer.bench import plot as draw
-    from draftheads.scripts.journey import check_outputs, contestants, open_drafts, opening_ids
+    from draftheads.infer.drafters import open_drafts
+    from draftheads.scripts.journey import check_outputs, contestants, opening_ids
 
     check_outputs([json_out], head if card else [], plot)
     drafts = open_drafts(head)
@@ -418,21 +419,20 @@ def chat(
     from draftheads.heads.tree import parse_tree
     from draftheads.infer.chat import ChatOptions
     from draftheads.infer.chat import chat as run
+    from draftheads.infer.drafters import named_drafts
     from draftheads.infer.engine import Speculator
-    from draftheads.scripts.journey import open_drafts
 
-    (drafts,) = open_drafts([head]).values()
+    drafts = named_drafts(head)
     name, revision = (target, None) if target else drafts.target
     model = load_target(name, dtype, device, revision, drafts.folders)
     choose_threads(threads, model)
     drafter = drafts.load(model)
     shape = parse_tree(tree) if tree else drafter.tree
-    announce(compile)
+    shape = shape.head(nodes) if nodes else shape
+    speculator = Speculator(model, drafter, tree=shape, compile=compile)
+    announce(speculator.compile)
     sampling = rule(temperature, top_p, top_k, typical, seed)
-    run(
-        Speculator(model, drafter, tree=shape.head(nodes) if nodes else shape, compile=compile),
-        ChatOptions(system, sampling, max_new_tokens, show_accepted),
-    )
+    run(speculator, ChatOptions(system, sampling, max_new_tokens, show_accepted))
 
 
 def publish(

@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import json
+import warnings
 from io import StringIO
 
 import pytest
@@ -13,6 +14,7 @@ from tiny_chat import llama
 
 from draftheads.heads.hub import save_head
 from draftheads.heads.medusa import MedusaHead
+from draftheads.scripts import commands
 
 
 @pytest.fixture
@@ -56,6 +58,17 @@ def test_a_chat_without_a_head(run, target, monkeypatch):  # noqa: F811
     monkeypatch.setattr("sys.stdin", StringIO("hello\n"))
     code, said, _ = run("chat", "--head", "ngram", "--target", target, "--max-new-tokens", 8)
     assert code == 0 and "tokens/step" in said
+
+
+@pytest.mark.parametrize("head", ["ngram", "medusa"])
+def test_a_chat_says_that_it_compiles_where_it_does(head, target, heads, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr("sys.stdin", StringIO(""))
+    name = head if head == "ngram" else str(heads / head)
+    with warnings.catch_warnings(record=True) as refused:
+        warnings.simplefilter("always")
+        commands.chat(name, str(target), compile=True)
+    assert ("compiling takes" in capsys.readouterr().err) is (head == "medusa")
+    assert any("without compilation" in str(each.message) for each in refused) is (head == "ngram")
 
 
 def test_bad_drafters(run, target, heads):  # noqa: F811
