@@ -8,7 +8,7 @@ nodes expanded so far, V vocabulary.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from weakref import WeakKeyDictionary
 
@@ -19,10 +19,11 @@ from draftheads.heads.base import Committed
 from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Masks, Target
-from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
+from draftheads.infer.accept import Acceptance
 from draftheads.infer.draft_sampling import ChainSampler, SpeculativeSampling
-from draftheads.infer.engine import NoDraft
+from draftheads.infer.engine import DrafterSource, NoDraft
 
 DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 
@@ -31,8 +32,8 @@ DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 class DraftModel:
     """A small causal LM that drafts for targets of the same vocabulary.
 
-    model: loaded like a target, to the target's device. sampling: draw a chain, as deep as the
-    tree, from the model's distribution, which this rule then compares with the target's.
+    model: loaded like a target, to the target's device. sampling: draw a chain from the model's
+    distribution, which this rule then compares with the target's.
     """
 
     model: Target
@@ -40,8 +41,10 @@ class DraftModel:
     sampling: SpeculativeSampling | None = None
 
     def check_tree(self, tree: Tree) -> None:
-        """Raise ValueError for a tree that is wider than the vocabulary."""
+        """Raise ValueError for a tree wider than the vocabulary, or one that cannot be drawn."""
         check_fits(tree, self.model.vocab_size)
+        if self.sampling and tree.draft_nodes != tree.depth:
+            raise ValueError("drawn drafts: expected a chain, got a wider tree; use one like 1,1,1")
 
     def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
         """A new drafter, for one generation. Raises ValueError for another vocabulary."""
@@ -49,6 +52,16 @@ class DraftModel:
         tree = self.tree if tree is None else tree
         sampler = ChainSampler(tree.depth, self.sampling) if self.sampling else None
         return ModelDrafter(self.model, tree, target.vocab_size, sampler)
+
+
+def drawing(drafts: DrafterSource, rule: Acceptance) -> DrafterSource:
+    """The same; if the rule compares distributions, a draft model draws chains, as deep as its own
+    tree.
+    """
+    if not (isinstance(drafts, DraftModel) and isinstance(rule, SpeculativeSampling)):
+        return drafts
+    tree = StaticTree.from_widths((1,) * drafts.tree.depth)
+    return replace(drafts, tree=tree, sampling=rule)
 
 
 @dataclass(frozen=True)
