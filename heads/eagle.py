@@ -436,7 +436,7 @@ class EagleDrafter:
     def propose(self, committed: Committed) -> TokenTree:
         builder, cache = self.builder, self.cache
         hidden_BFH = cache.commit(committed)
-        angles = zip(*(x.split(1, dim=2) for x in cache.angles(self.depth)), strict=True)
+        angles = zip(*(torch.split(x, 1, dim=2) for x in cache.angles(self.depth)), strict=True)
 
         def advance(tokens_BF: Tensor, seen_BFP: Tensor, depths_1P: Tensor) -> Tensor:
             nonlocal hidden_BFH

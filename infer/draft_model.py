@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -138,7 +139,7 @@ class ModelDrafter:
     ) -> None:
         self.model, self.depth = model, tree.depth
         self.vocabulary = min(vocabulary, model.vocab_size)
-        self.builder = sampler or tree_builder(tree, None, model.device)
+        self.builder: Any = sampler or tree_builder(tree, None, model.device)
         self.masks, self.no_draft = Masks(model.model), NoDraft()
         self.cache: SlotCache | None = None
         self.is_full = False
