@@ -44,7 +44,7 @@ from draftheads.heads.losses import Objective, Teacher, chunked_ranks, linear_cr
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import Unrolled, unroll
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
-from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
+from draftheads.heads.tree_drafting import DraftCache, gather_nodes, grow, tree_builder
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 TRAINING = ("steps", "decay", "noise", "labels", "loss", "regression", "classification")
@@ -436,26 +436,16 @@ class EagleDrafter:
     def propose(self, committed: Committed) -> TokenTree:
         builder, cache = self.builder, self.cache
         hidden_BFH = cache.commit(committed)
-        builder.start()
-        cos, sin = cache.angles(self.depth)
-        level, device = 0, hidden_BFH.device
-        # of all P nodes expanded so far: their distances from the newest pair, and which of them
-        # each node of the newest level sees
-        depths_1P = torch.zeros(1, 0, dtype=torch.long, device=device)
-        seen_BFP = torch.zeros(len(hidden_BFH), 1, 0, dtype=torch.bool, device=device)
-        while builder.add(self._logits(hidden_BFH)):
-            tokens_BF, parents_BF = builder.tokens_BF, builder.parents_BF
-            rows, nodes = parents_BF.shape
-            own_FF = torch.eye(nodes, dtype=torch.bool, device=device)
-            seen_BFP = gather_nodes(seen_BFP, parents_BF)  # those of the parent, and itself
-            seen_BFP = torch.cat([seen_BFP, own_FF.expand(rows, -1, -1)], dim=2)
-            depths_1P = F.pad(depths_1P, (0, nodes), value=level)
-            angles = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
-            hidden_BFH = gather_nodes(hidden_BFH, parents_BF)
+        angles = zip(*(torch.split(x, 1, dim=2) for x in cache.angles(self.depth)), strict=True)
+
+        def advance(tokens_BF: Tensor, seen_BFP: Tensor, depths_1P: Tensor) -> Tensor:
+            nonlocal hidden_BFH
             cache.extend(seen_BFP, depths_1P)
-            hidden_BFH = self._advance(tokens_BF, hidden_BFH, angles)
-            level += 1
-        return builder.tree(committed.last_tokens_B())
+            hidden_BFH = gather_nodes(hidden_BFH, builder.parents_BF)
+            hidden_BFH = self._advance(tokens_BF, hidden_BFH, next(angles))
+            return self._logits(hidden_BFH)
+
+        return grow(builder, committed.last_tokens_B(), self._logits(hidden_BFH), advance)
 
     def _read(self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
         return self._advance(tokens_BQ, self.head.fuse(features_BQD.to(self.dtype)), angles)

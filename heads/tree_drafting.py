@@ -167,6 +167,31 @@ def tree_builder(tree: Tree, token_map: Tensor | None, device: torch.device) -> 
     return StaticTreeBuilder(tree, token_map, device)
 
 
+def grow(
+    builder: TreeBuilder,
+    roots_B: Tensor,
+    logits_BFv: Tensor,
+    advance: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> TokenTree:
+    """A tree whose nodes pass through a model level by level. logits_BFv: those after the roots.
+    advance: returns those after the next nodes, from tokens_BF, which of all P draft nodes so far
+    each one sees (seen_BFP), and their distances from the root's first child (depths_1P).
+    """
+    builder.start()
+    level, device = 0, roots_B.device
+    depths_1P = torch.zeros(1, 0, dtype=torch.long, device=device)
+    seen_BFP = torch.zeros(len(roots_B), 1, 0, dtype=torch.bool, device=device)
+    while builder.add(logits_BFv):
+        rows, nodes = builder.parents_BF.shape
+        own_FF = torch.eye(nodes, dtype=torch.bool, device=device)
+        seen_BFP = gather_nodes(seen_BFP, builder.parents_BF)  # those of the parent, and itself
+        seen_BFP = torch.cat([seen_BFP, own_FF.expand(rows, -1, -1)], dim=2)
+        depths_1P = F.pad(depths_1P, (0, nodes), value=level)
+        logits_BFv = advance(builder.tokens_BF, seen_BFP, depths_1P)
+        level += 1
+    return builder.tree(roots_B)
+
+
 @dataclass
 class DraftCache:
     """Keys and values of a draft head's own layers: an entry for each committed pair of token and

@@ -8,22 +8,23 @@ nodes expanded so far, V vocabulary.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.base import Committed
 from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Masks, Target
-from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
-from draftheads.heads.tree_drafting import gather_nodes, tree_builder
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
+from draftheads.infer.accept import Acceptance
 from draftheads.infer.draft_sampling import ChainSampler, SpeculativeSampling
-from draftheads.infer.engine import NoDraft
+from draftheads.infer.engine import DrafterSource, NoDraft
 
 DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 
@@ -32,8 +33,8 @@ DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 class DraftModel:
     """A small causal LM that drafts for targets of the same vocabulary.
 
-    model: loaded like a target, to the target's device. sampling: draw a chain, as deep as the
-    tree, from the model's distribution, which this rule then compares with the target's.
+    model: loaded like a target, to the target's device. sampling: draw a chain from the model's
+    distribution, which this rule then compares with the target's.
     """
 
     model: Target
@@ -41,8 +42,10 @@ class DraftModel:
     sampling: SpeculativeSampling | None = None
 
     def check_tree(self, tree: Tree) -> None:
-        """Raise ValueError for a tree that is wider than the vocabulary."""
+        """Raise ValueError for a tree wider than the vocabulary, or one that cannot be drawn."""
         check_fits(tree, self.model.vocab_size)
+        if self.sampling and tree.draft_nodes != tree.depth:
+            raise ValueError("drawn drafts: expected a chain, got a wider tree; use one like 1,1,1")
 
     def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
         """A new drafter, for one generation. Raises ValueError for another vocabulary."""
@@ -50,6 +53,16 @@ class DraftModel:
         tree = self.tree if tree is None else tree
         sampler = ChainSampler(tree.depth, self.sampling) if self.sampling else None
         return ModelDrafter(self.model, tree, target.vocab_size, sampler)
+
+
+def drawing(drafts: DrafterSource, rule: Acceptance) -> DrafterSource:
+    """The same; if the rule compares distributions, a draft model draws chains, as deep as its own
+    tree.
+    """
+    if not (isinstance(drafts, DraftModel) and isinstance(rule, SpeculativeSampling)):
+        return drafts
+    tree = StaticTree.from_widths((1,) * drafts.tree.depth)
+    return replace(drafts, tree=tree, sampling=rule)
 
 
 @dataclass(frozen=True)
@@ -126,33 +139,18 @@ class ModelDrafter:
     ) -> None:
         self.model, self.depth = model, tree.depth
         self.vocabulary = min(vocabulary, model.vocab_size)
-        self.builder = sampler or tree_builder(tree, None, model.device)
+        self.builder: Any = sampler or tree_builder(tree, None, model.device)
         self.masks, self.no_draft = Masks(model.model), NoDraft()
         self.cache: SlotCache | None = None
         self.is_full = False
 
     def propose(self, committed: Committed) -> TokenTree:
-        builder, device = self.builder, self.model.device
         longest = self.cache.table.longest if self.cache else 0
         self.is_full |= longest + max(committed.counts) + self.depth > self.model.context
         if self.is_full:
             return self.no_draft.propose(committed)
-        logits_BFV = self._commit(committed)
-        builder.start()
-        # of all P nodes expanded so far: their distances from the newest token, and which of them
-        # each node of the newest level sees
-        depths_1P = torch.zeros(1, 0, dtype=torch.long, device=device)
-        seen_BFP = torch.zeros(len(logits_BFV), 1, 0, dtype=torch.bool, device=device)
-        level = 0
-        while builder.add(logits_BFV):
-            rows, nodes = builder.parents_BF.shape
-            own_FF = torch.eye(nodes, dtype=torch.bool, device=device)
-            seen_BFP = gather_nodes(seen_BFP, builder.parents_BF)
-            seen_BFP = torch.cat([seen_BFP, own_FF.expand(rows, -1, -1)], dim=2)
-            depths_1P = F.pad(depths_1P, (0, nodes), value=level)
-            logits_BFV = self._pass(builder.tokens_BF, seen_BFP, depths_1P)
-            level += 1
-        return builder.tree(committed.last_tokens_B())
+        logits_B1V = self._commit(committed)
+        return grow(self.builder, committed.last_tokens_B(), logits_B1V, self._pass)
 
     def _commit(self, committed: Committed) -> Tensor:
         """Append the new tokens; returns logits_B1V after the newest of each row."""

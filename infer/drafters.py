@@ -1,7 +1,7 @@
 """Drafters without weights: continuations of the text's own repeats (`NGram`), and one tree out of
-several drafters' (`Merged`).
+several drafters' (`Merged`); and the names of all drafters (`open_drafts`).
 
-Both grow their trees on the host, row by row: a `RowTree` is the tree of one row, and `stacked`
+The two grow their trees on the host, row by row: a `RowTree` is the tree of one row, and `stacked`
 makes one TokenTree out of those of a batch.
 
 Legend: B batch, N tree nodes, A committed tokens of a step, D feature width.
@@ -9,16 +9,20 @@ Legend: B batch, N tree nodes, A committed tokens of a step, D feature width.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from pathlib import Path
 
 import torch
 
 from draftheads.heads.base import Committed, Drafter
+from draftheads.heads.hub import HeadFolder, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Topology, Tree
+from draftheads.infer.draft_model import DraftModel, EarlyExit
 from draftheads.infer.engine import DrafterSource
 
 
@@ -232,3 +236,76 @@ def _refuse_fixed(tree: Tree, what: str) -> None:
             f"{what}: expected limits of a tree, got a fixed tree; use one like "
             "nodes=8,depth=8,top_k=4"
         )
+
+
+MERGED_NGRAM = NGram(longest=4, shortest=4)
+"""Beside a head, only a long repeat is worth the nodes that the head would fill."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What a --head option names; so far, only the config.json of its heads has been read."""
+
+    name: str
+    folders: list[HeadFolder]
+    load: Callable[[Target], DrafterSource]
+
+    @property
+    def target(self) -> tuple[str, str | None]:
+        """Name and revision of the target that its heads record. Raises ValueError if none does."""
+        if not self.folders:
+            raise ValueError(
+                f"--head {self.name} does not say which target it is for; pass --target"
+            )
+        return self.folders[0].target
+
+
+def open_drafts(sources: Sequence[str]) -> dict[str, Drafts]:
+    """Find what each --head option names, by the shortest names that differ. Raises as `open_head`,
+    and ValueError for an early exit without a number.
+    """
+    drafts = list(map(named_drafts, sources))
+    names = [each.name for each in drafts]
+    names = names if len(set(names)) == len(names) else list(sources)
+    return dict(zip(names, drafts, strict=True))
+
+
+def named_drafts(source: str) -> Drafts:
+    """Find what one --head option names; + joins parts, unless it belongs to the name of a folder.
+    Raises as `open_drafts`.
+    """
+    if os.path.isdir(os.path.expanduser(source)) or "+" not in source:
+        return _part(source, NGram())
+    parts = [_part(text, MERGED_NGRAM) for text in source.split("+")]
+    return Drafts(
+        "+".join(part.name for part in parts),
+        [folder for part in parts for folder in part.folders],
+        lambda target: Merged([part.load(target) for part in parts]),
+    )
+
+
+def _part(text: str, ngram: NGram) -> Drafts:
+    kind, _, value = text.partition(":")
+    if text == "ngram":
+        return Drafts(text, [], lambda _: ngram)
+    if kind == "model":
+        return Drafts(f"model:{Path(value).name}", [], lambda target: _draft_model(value, target))
+    if kind == "early-exit":
+        if not value.isdecimal():
+            raise ValueError(
+                f"head {text}: expected a number of layers, as in early-exit:4, got {value!r}"
+            )
+        return Drafts(text, [], lambda target: _checked(EarlyExit(int(value)), target))
+    folder = open_head(text)
+    return Drafts(Path(text).name, [folder], folder.load)
+
+
+def _draft_model(path: str, target: Target) -> DrafterSource:
+    dtype = str(target.dtype).removeprefix("torch.")
+    return _checked(DraftModel(Target.load(path, dtype=dtype, device=str(target.device))), target)
+
+
+def _checked(drafts: DrafterSource, target: Target) -> DrafterSource:
+    """The same. Raises ValueError for a target that it cannot draft for."""
+    drafts.drafter(target)
+    return drafts

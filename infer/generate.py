@@ -36,11 +36,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import WEIGHTS, check_target, load_head, open_head
+from draftheads.heads.hub import WEIGHTS, check_target, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, Processed, check_temperature
-from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.drafters import named_drafts
+from draftheads.infer.engine import DrafterSource, Speculator, Step
 
 SAMPLING = ("Temperature", "TopH", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
 WARPERS: tuple[type, ...] = tuple(getattr(processing, f"{name}LogitsWarper") for name in SAMPLING)
@@ -66,9 +67,10 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class SpeculativeDecoding:
-    """A `custom_generate` for `model.generate` that decodes with draft heads.
+    """A `custom_generate` for `model.generate` that decodes with draft heads or other drafters.
 
-    head: a loaded head, or a folder or Hub id to load it from. tree: overrides the head's own.
+    head: a head or another source of drafters, or its name as of `open_drafts`: a folder, a Hub id,
+    "ngram", "model:PATH", "early-exit:K", or several joined by "+". tree: overrides its own.
     acceptance: overrides generate's sampling arguments; None keeps the model's own output or
     distribution. tokenizer: for `stop_strings`, because transformers does not pass its own on.
     compile: as of `Speculator`.
@@ -76,7 +78,7 @@ class SpeculativeDecoding:
     Calls raise ValueError for options of `generate` that cannot be honoured exactly.
     """
 
-    head: DraftHead | str | Path
+    head: DrafterSource | str | Path
     _: KW_ONLY
     tree: Tree | None = None
     acceptance: Acceptance | None = None
@@ -131,12 +133,13 @@ class SpeculativeDecoding:
 
     def _loaded(self, model: PreTrainedModel) -> Speculator:
         if self.speculator is None or self.speculator.target.model is not model:
-            target, head = Target(model), self.head
-            if not isinstance(head, DraftHead):
-                head = load_head(head, target=target)
-            check_target(head, target, {})
-            self.head = head = head.to(target.device)
-            self.speculator = Speculator(target, head, tree=self.tree, compile=self.compile)
+            target, drafts = Target(model), self.head
+            if not isinstance(drafts, DrafterSource):
+                drafts = named_drafts(str(drafts)).load(target)
+            elif isinstance(drafts, DraftHead):
+                check_target(drafts, target, {})
+                drafts.to(target.device)
+            self.speculator = Speculator(target, drafts, tree=self.tree, compile=self.compile)
         return self.speculator
 
 
@@ -163,7 +166,7 @@ def generate_from_repository(
     if key not in loaded:
         folder = open_head(source, revision=revision).path
         loaded.clear()
-        loaded[key] = speculative(folder)
+        loaded[key] = speculative(folder.absolute())  # never the name of another drafter
     loaded[key].tokenizer = tokenizer
     # not model.generate: it may be overridden on the instance and call us again
     generated: Tensor | SpeculativeOutput = type(model).generate(

@@ -47,6 +47,9 @@ Temperature = Annotated[float, Option(min=0.0, help="0 is greedy")]
 TopP = Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")]
 TopK = Annotated[int, Option(min=0, help="tokens to keep; 0 keeps all")]
 IsTypical = Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")]
+LENIENCE = """draft models draw chains (speculative sampling), kept with probability
+min(1, LENIENCE p / q): 1 is lossless, more is LOSSY"""
+Lenience = Annotated[float | None, Option(help=LENIENCE)]
 Seed = Annotated[int, Option(min=-(2**62), max=2**62, help="for all sampling")]  # int64
 Server = Annotated[str | None, Option(help="OpenAI-compatible server: http://HOST:PORT")]
 ServerModel = Annotated[str | None, Option(help="the server's name for the target")]
@@ -90,12 +93,22 @@ def load_target(
     return target.attach(adapter) if adapter else target
 
 
-def rule(temperature: float, top_p: float, top_k: int, typical: bool, seed: int) -> Acceptance:
+def rule(
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    typical: bool,
+    seed: int,
+    lenience: float | None = None,
+) -> Acceptance:
     """The acceptance rule that these options request."""
     from draftheads.infer.accept import Greedy, Sampled, Typical
+    from draftheads.infer.draft_sampling import SpeculativeSampling
 
     rule: Acceptance = Greedy()
-    if typical:
+    if lenience is not None:
+        rule = SpeculativeSampling(temperature, top_p, top_k, lenience)
+    elif typical:
         rule = Typical(temperature=temperature or 0.7)
     elif temperature:
         rule = Sampled(temperature=temperature, top_p=top_p, top_k=top_k)
@@ -292,6 +305,7 @@ def bench(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     typical: IsTypical = False,
+    lenience: Lenience = None,
     json_out: Json = None,
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
@@ -307,17 +321,20 @@ def bench(
     from draftheads.infer.bench import BenchOptions, measured_facts, print_report, write_json
     from draftheads.infer.bench import bench as run
     from draftheads.infer.bench import plot as draw
-    from draftheads.scripts.journey import check_outputs, contestants, open_drafts, opening_ids
+    from draftheads.infer.draft_model import drawing
+    from draftheads.infer.drafters import open_drafts
+    from draftheads.scripts.journey import check_outputs, contestants, opening_ids
 
     check_outputs([json_out], head if card else [], plot)
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
     model = load_target(target, dtype, device, revision, folders)
     choose_threads(threads, model)
-    loaded = {name: each.load(model) for name, each in drafts.items()}
+    sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
+    loaded = {name: drawing(each.load(model), sampling) for name, each in drafts.items()}
     options = BenchOptions(
         max_new_tokens=max_new_tokens,
-        sampling=rule(temperature, top_p, top_k, typical, seed),
+        sampling=sampling,
         repetitions=repetitions,
         nodes=nodes or (),
         seed=seed,
@@ -325,7 +342,7 @@ def bench(
     )
     ids = opening_ids(model, prompts, prompt_words, limit)
     announce(compile)
-    report = run(model, contestants(model, loaded, tree or (), options.sampling), ids, options)
+    report = run(model, contestants(model, loaded, tree or (), sampling), ids, options)
     print_report(report)
     if json_out:
         write_json(report, json_out)
@@ -406,6 +423,7 @@ def chat(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     typical: IsTypical = False,
+    lenience: Lenience = None,
     nodes: Annotated[int | None, Option(min=1, help="draft nodes per step")] = None,
     tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
     show_accepted: Annotated[bool, Option("--show-accepted", help="in colour")] = False,
@@ -419,21 +437,21 @@ def chat(
     from draftheads.heads.tree import parse_tree
     from draftheads.infer.chat import ChatOptions
     from draftheads.infer.chat import chat as run
+    from draftheads.infer.draft_model import drawing
+    from draftheads.infer.drafters import named_drafts
     from draftheads.infer.engine import Speculator
-    from draftheads.scripts.journey import open_drafts
 
-    (drafts,) = open_drafts([head]).values()
+    drafts = named_drafts(head)
     name, revision = (target, None) if target else drafts.target
     model = load_target(name, dtype, device, revision, drafts.folders)
     choose_threads(threads, model)
-    drafter = drafts.load(model)
+    sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
+    drafter = drawing(drafts.load(model), sampling)
     shape = parse_tree(tree) if tree else drafter.tree
-    announce(compile)
-    sampling = rule(temperature, top_p, top_k, typical, seed)
-    run(
-        Speculator(model, drafter, tree=shape.head(nodes) if nodes else shape, compile=compile),
-        ChatOptions(system, sampling, max_new_tokens, show_accepted),
-    )
+    shape = shape.head(nodes) if nodes else shape
+    speculator = Speculator(model, drafter, tree=shape, compile=compile)
+    announce(speculator.compile)
+    run(speculator, ChatOptions(system, sampling, max_new_tokens, show_accepted))
 
 
 def publish(

@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import json
+import warnings
 from io import StringIO
 
 import pytest
@@ -13,6 +14,7 @@ from tiny_chat import llama
 
 from draftheads.heads.hub import save_head
 from draftheads.heads.medusa import MedusaHead
+from draftheads.scripts import commands
 
 
 @pytest.fixture
@@ -56,6 +58,28 @@ def test_a_chat_without_a_head(run, target, monkeypatch):  # noqa: F811
     monkeypatch.setattr("sys.stdin", StringIO("hello\n"))
     code, said, _ = run("chat", "--head", "ngram", "--target", target, "--max-new-tokens", 8)
     assert code == 0 and "tokens/step" in said
+
+
+@pytest.mark.parametrize("head", ["ngram", "medusa"])
+def test_a_chat_says_that_it_compiles_where_it_does(head, target, heads, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr("sys.stdin", StringIO(""))
+    name = head if head == "ngram" else str(heads / head)
+    with warnings.catch_warnings(record=True) as refused:
+        warnings.simplefilter("always")
+        commands.chat(name, str(target), compile=True)
+    assert ("compiling takes" in capsys.readouterr().err) is (head == "medusa")
+    assert any("without compilation" in str(each.message) for each in refused) is (head == "ngram")
+
+
+def test_a_draft_model_draws_chains_where_lenience_is_given(run, target, monkeypatch):  # noqa: F811
+    """The target's own draws are always kept: five tokens in each step."""
+    monkeypatch.setattr("sys.stdin", StringIO("hello\n"))
+    chat = ["chat", "--head", f"model:{target}", "--target", target, "--max-new-tokens", 11]
+    code, said, _ = run(*chat, "--temperature", 1.0, "--lenience", 1)
+    assert code == 0 and "5.00 tokens/step" in said and "lossy" not in said
+    failed(run(*chat, "--lenience", 1), "temperature 0.0: expected above 0")
+    failed(run(*chat, "--lenience", 0.5, "--temperature", 1), "lenience 0.5: expected 1")
+    failed(run(*chat, "--lenience", 1, "--temperature", 1, "--tree", "2,1"), "expected a chain")
 
 
 def test_bad_drafters(run, target, heads):  # noqa: F811

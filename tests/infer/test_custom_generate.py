@@ -154,6 +154,53 @@ def test_stopping_criteria_see_the_same_and_end_the_same(eos):
     assert len(ours.seen) < NEW, "the criteria must have ended it"
 
 
+@pytest.fixture
+def named(tmp_path):
+    """A folder that is a draft model, with a head in it."""
+    target = Target(random_model("llama"))
+    target.model.save_pretrained(tmp_path)
+    save_head(taught("medusa", "llama"), tmp_path / "medusa", target=target)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["ngram", "early-exit:2", "model:{}", "{}/medusa+ngram"])
+def test_other_drafters_have_the_names_of_chat_and_bench(name, named):
+    model, asked = random_model("llama"), {**inputs(), **GREEDY, "eos_token_id": ENDS}
+    decoding = speculative(name.format(named))
+    got = model.generate(**asked, custom_generate=decoding, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, model.generate(**asked))
+    assert max(got.tokens_per_step) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("early-exit:two", "expected a number of layers, .* got 'two'"),
+        ("early-exit:3", "1 to 2 of the 3 layers .* got 3"),
+        ("model:{}", "expected the vocabulary of .* got another one"),
+        ("nothing+ngram", "head nothing: no such folder"),
+        ("ngrams", "head ngrams: no such folder"),
+    ],
+)
+def test_bad_names_are_refused_in_one_line(name, message, named):
+    model = random_model("llama")
+    if name == "model:{}":
+        model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as refusal:
+        model.generate(**inputs(1), **GREEDY, custom_generate=speculative(name.format(named)))
+    assert "\n" not in str(refusal.value)
+
+
+def test_ngrams_of_a_real_model_that_repeats_its_prompt(stories):
+    target = Target.load(stories)
+    asked = target.tokenizer("One day, Tim saw a big red ball. One day, Tim", return_tensors="pt")
+    asked |= {"max_new_tokens": 40, "do_sample": False}
+    decoding = speculative("ngram")
+    got = target.model.generate(**asked, custom_generate=decoding, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, target.model.generate(**asked))
+    assert got.tokens_per_step[0] > 1
+
+
 def test_max_time_ends_it():
     model, head = random_model("llama"), taught("medusa", "llama")
     asked = {**inputs(1), **GREEDY, "custom_generate": speculative(head)}
