@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import mul
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,17 @@ class Costs:
         """One step with this tree."""
         draft = sum(map(mul, self.draft, (1, *work(tree)))) if tree.paths else 0.0
         return self.verify_seconds(tree.draft_nodes) + max(draft, 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The input of `from_json`, as JSON keeps it."""
+        verify = {str(nodes): seconds for nodes, seconds in self.verify.items()}
+        return {"verify": verify, "draft": list(self.draft), "prompt": self.prompt}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Costs:
+        """From what `to_json` returned."""
+        verify = {int(nodes): seconds for nodes, seconds in value["verify"].items()}
+        return cls(verify, tuple(value["draft"]), value["prompt"])
 
 
 def work(tree: StaticTree) -> tuple[int, int, int]:
