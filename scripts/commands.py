@@ -41,6 +41,7 @@ Tools = Annotated[Keep, Option(help="tool calls and results in conversations")]
 Reasoning = Annotated[Keep, Option(help="<think> ... </think> of the answers")]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option()]
 Device = Annotated[str | None, Option(help="e.g. cuda:0; default: CUDA if there is one")]
+IsAdaptive = Annotated[bool, Option("--adaptive", help="draft while it pays (tuned heads)")]
 Compile = Annotated[bool, Option("--compile", help="compile steps (takes a minute at first)")]
 Threads = Annotated[int | None, Option(min=1, max=1024, help="CPU threads; default: the fastest")]
 Temperature = Annotated[float, Option(min=0.0, help="0 is greedy")]
@@ -295,6 +296,7 @@ def bench(
     json_out: Json = None,
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
+    adaptive: IsAdaptive = False,
     compile: Compile = False,
     revision: Revision = None,
     dtype: Dtype = "auto",
@@ -307,6 +309,7 @@ def bench(
     from draftheads.infer.bench import BenchOptions, measured_facts, print_report, write_json
     from draftheads.infer.bench import bench as run
     from draftheads.infer.bench import plot as draw
+    from draftheads.scripts import journey
     from draftheads.scripts.journey import check_outputs, contestants, open_drafts, opening_ids
 
     check_outputs([json_out], head if card else [], plot)
@@ -315,6 +318,8 @@ def bench(
     model = load_target(target, dtype, device, revision, folders)
     choose_threads(threads, model)
     loaded = {name: each.load(model) for name, each in drafts.items()}
+    for name, each in drafts.items() if adaptive else ():
+        loaded[f"{name} adaptive"] = journey.adaptive(each, loaded[name])
     options = BenchOptions(
         max_new_tokens=max_new_tokens,
         sampling=rule(temperature, top_p, top_k, typical, seed),
@@ -408,6 +413,7 @@ def chat(
     nodes: Annotated[int | None, Option(min=1, help="draft nodes per step")] = None,
     tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
     show_accepted: Annotated[bool, Option("--show-accepted", help="in colour")] = False,
+    adaptive: IsAdaptive = False,
     compile: Compile = False,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -419,13 +425,15 @@ def chat(
     from draftheads.infer.chat import ChatOptions
     from draftheads.infer.chat import chat as run
     from draftheads.infer.engine import Speculator
-    from draftheads.scripts.journey import open_drafts
+    from draftheads.scripts import journey
 
-    (drafts,) = open_drafts([head]).values()
+    (drafts,) = journey.open_drafts([head]).values()
     name, revision = (target, None) if target else drafts.target
     model = load_target(name, dtype, device, revision, drafts.folders)
     choose_threads(threads, model)
     drafter = drafts.load(model)
+    if adaptive:
+        drafter = journey.adaptive(drafts, drafter)
     shape = parse_tree(tree) if tree else drafter.tree
     announce(compile)
     sampling = rule(temperature, top_p, top_k, typical, seed)

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HeadFolder, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import parse_tree
 from draftheads.infer.accept import Acceptance, Greedy
+from draftheads.infer.adaptive import Adaptive
 from draftheads.infer.bench import Entry, new_figure
+from draftheads.infer.costs import Costs
 from draftheads.infer.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters import Merged, NGram
 from draftheads.infer.engine import Baseline, DrafterSource
@@ -90,6 +93,18 @@ def _checked(drafts: DrafterSource, target: Target) -> DrafterSource:
     """The same. Raises ValueError for a target that it cannot draft for."""
     drafts.drafter(target)
     return drafts
+
+
+def adaptive(option: Drafts, loaded: DrafterSource) -> Adaptive:
+    """A head that drafts while it pays. Raises ValueError unless the head was tuned."""
+    facts = option.folders[0].facts if isinstance(loaded, DraftHead) else {}
+    costs = (facts.get("tuned") or {}).get("costs")
+    if costs is None:
+        raise ValueError(
+            f"--adaptive: expected a head with measured costs, got {option.name}; run draftheads "
+            "tune --head HEAD --prompts PROMPTS first"
+        )
+    return Adaptive(loaded, Costs.from_json(costs))
 
 
 def opening_ids(
