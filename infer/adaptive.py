@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 from draftheads.heads.base import Committed, Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree, Tree
-from draftheads.infer.compiled import draft_cache
 from draftheads.infer.costs import Costs
 from draftheads.infer.engine import DrafterSource, NoDraft
 
@@ -76,12 +75,6 @@ class AdaptiveDrafter:
             return self._none.propose(committed)
         committed, self._unseen = joined(self._unseen), []
         return self.drafter.propose(committed)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows alone."""
-        self._unseen = [part.select(rows) for part in self._unseen]
-        if (cache := draft_cache(self.drafter)) is not None:
-            cache.select(rows)
 
     def _learn(self, counts: Sequence[int]) -> None:
         """Decide on a pause by what the last draft brought to each row."""

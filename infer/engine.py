@@ -99,15 +99,6 @@ class DrafterSource(Protocol):
         ...
 
 
-@runtime_checkable
-class SelectsRows(Protocol):
-    """A drafter that remembers rows and can forget finished ones."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows alone."""
-        ...
-
-
 class Speculator:
     """Decodes a target with a drafter; without one, one token per forward.
 
@@ -129,8 +120,7 @@ class Speculator:
         self.compile = compile and self._allowed(why_not(target, drafts))
         self._compiled: dict[tuple[int, str], Advance] = {}
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
-        head = getattr(drafts, "drafts", drafts)  # the one in `Adaptive`
-        self._drops_rows = drafts is None or isinstance(head, DraftHead)
+        self._drops_rows = drafts is None or isinstance(drafts, DraftHead)
         if isinstance(drafts, DrafterSource):
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
@@ -232,9 +222,7 @@ class Speculator:
             if 0 < len(left) < len(batch) and self._drops_rows and fixed is None:
                 committed, batch = committed.select(left), [batch[place] for place in left]
                 cache.select(left)
-                if isinstance(drafter, SelectsRows):
-                    drafter.select(left)
-                elif (drafts := draft_cache(drafter)) is not None:
+                if (drafts := draft_cache(drafter)) is not None:
                     drafts.select(left)
             if self.compile and fixed is None:
                 advance = self._compiled.setdefault((len(batch), repr(accept)), compiled(target))

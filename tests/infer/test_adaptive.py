@@ -11,10 +11,9 @@ import torch
 from test_acceptance import RUNS, chi_square, small_head, small_target, surely_below, whole_law
 from test_drafters import committed
 from tiny_heads import EACH, decode, random_head
-from tiny_targets import greedy, random_model, some_prompts, tiny_target
+from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.base import Committed
-from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer import adaptive
 from draftheads.infer.accept import Sampled
@@ -122,29 +121,6 @@ def test_output_and_drafts_stay_the_same(name, rows):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_output_and_drafts_of_a_draft_model_stay_the_same(rows):
     check(Adaptive(DraftModel(tiny_target("qwen2")), that_need(4.0)), tiny_target(), rows)
-
-
-@pytest.mark.parametrize("name", ["medusa", "eagle3", "sequential-prefix"])
-def test_a_row_that_ends_in_a_pause_leaves_the_batch(name, monkeypatch):
-    """The others draft again with what is theirs."""
-    prompts, steps, right = some_prompts(19, 11, 5), [], AdaptiveDrafter.propose
-    first, *others = [greedy(tiny_target(), prompt, NEW) for prompt in prompts]
-    known = {token for text in others for token in text}
-    model = random_model("llama")
-    model.generation_config.eos_token_id = next(t for t in first[7:] if t not in known)
-
-    def propose(drafter: AdaptiveDrafter, committed: Committed) -> TokenTree:
-        tree = right(drafter, committed)
-        steps.append((len(committed.counts), tree.tokens_BN.shape[1] > 1))
-        return tree
-
-    monkeypatch.setattr(AdaptiveDrafter, "propose", propose)
-    target = Target(model)
-    source = Adaptive(random_head(name, target), that_need(4.0))
-    tokens, _ = decode(target, source, prompts, max_new_tokens=NEW)
-    assert tokens == [greedy(target, prompt, NEW) for prompt in prompts]
-    last = max(place for place, (rows, _) in enumerate(steps) if rows == 3)
-    assert not steps[last][1] and (2, True) in steps[last:]
 
 
 @pytest.mark.slow
