@@ -3,8 +3,10 @@ custom_generate.
 """
 
 from draftheads.infer.accept import Greedy, Sampled, Typical
+from draftheads.infer.adaptive import Adaptive
 from draftheads.infer.bench import BenchOptions, BenchReport, bench
 from draftheads.infer.chat import ChatOptions, chat
+from draftheads.infer.costs import Costs
 from draftheads.infer.draft_model import DraftModel, EarlyExit
 from draftheads.infer.draft_sampling import SpeculativeSampling
 from draftheads.infer.drafters import Merged, NGram
@@ -12,9 +14,11 @@ from draftheads.infer.engine import Speculator, Statistics, Step
 from draftheads.infer.generate import speculative
 
 __all__ = [
+    "Adaptive",
     "BenchOptions",
     "BenchReport",
     "ChatOptions",
+    "Costs",
     "DraftModel",
     "EarlyExit",
     "Greedy",

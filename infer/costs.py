@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.heads.tree import StaticTree, Tree
+from draftheads.heads.tree import DynamicTree, StaticTree, Tree
 from draftheads.infer.bench import Run, Runs
 from draftheads.infer.engine import Step
 
@@ -44,9 +44,9 @@ class Costs:
         slope = (self.verify[high] - self.verify[low]) / (high - low)
         return self.verify[low] + slope * (nodes - low)
 
-    def step_seconds(self, tree: StaticTree) -> float:
+    def step_seconds(self, tree: Tree) -> float:
         """One step with this tree."""
-        draft = sum(map(mul, self.draft, (1, *work(tree)))) if tree.paths else 0.0
+        draft = sum(map(mul, self.draft, (1, *work(tree)))) if tree.draft_nodes else 0.0
         return self.verify_seconds(tree.draft_nodes) + max(draft, 0.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -61,8 +61,10 @@ class Costs:
         return cls(verify, tuple(value["draft"]), value["prompt"])
 
 
-def work(tree: StaticTree) -> tuple[int, int, int]:
+def work(tree: Tree) -> tuple[int, int, int]:
     """Levels, expanded nodes and draft nodes: what the time of a draft depends on."""
+    if isinstance(tree, DynamicTree):
+        return tree.depth, 1 + (tree.depth - 1) * tree.top_k, tree.draft_nodes
     return tree.depth, len({path[:-1] for path in tree.paths}), tree.draft_nodes
 
 

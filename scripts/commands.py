@@ -41,6 +41,7 @@ Tools = Annotated[Keep, Option(help="tool calls and results in conversations")]
 Reasoning = Annotated[Keep, Option(help="<think> ... </think> of the answers")]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option()]
 Device = Annotated[str | None, Option(help="e.g. cuda:0; default: CUDA if there is one")]
+IsAdaptive = Annotated[bool, Option("--adaptive", help="draft while it pays (tuned heads)")]
 Compile = Annotated[bool, Option("--compile", help="compile steps (takes a minute at first)")]
 Threads = Annotated[int | None, Option(min=1, max=1024, help="CPU threads; default: the fastest")]
 Temperature = Annotated[float, Option(min=0.0, help="0 is greedy")]
@@ -309,6 +310,7 @@ def bench(
     json_out: Json = None,
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
+    adaptive: IsAdaptive = False,
     compile: Compile = False,
     revision: Revision = None,
     dtype: Dtype = "auto",
@@ -321,9 +323,8 @@ def bench(
     from draftheads.infer.bench import BenchOptions, measured_facts, print_report, write_json
     from draftheads.infer.bench import bench as run
     from draftheads.infer.bench import plot as draw
-    from draftheads.infer.draft_model import drawing
     from draftheads.infer.drafters import open_drafts
-    from draftheads.scripts.journey import check_outputs, contestants, opening_ids
+    from draftheads.scripts.journey import check_outputs, contestants, load_drafts, opening_ids
 
     check_outputs([json_out], head if card else [], plot)
     drafts = open_drafts(head)
@@ -331,7 +332,7 @@ def bench(
     model = load_target(target, dtype, device, revision, folders)
     choose_threads(threads, model)
     sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
-    loaded = {name: drawing(each.load(model), sampling) for name, each in drafts.items()}
+    loaded = load_drafts(drafts, model, sampling, adaptive)
     options = BenchOptions(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
@@ -427,6 +428,7 @@ def chat(
     nodes: Annotated[int | None, Option(min=1, help="draft nodes per step")] = None,
     tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
     show_accepted: Annotated[bool, Option("--show-accepted", help="in colour")] = False,
+    adaptive: IsAdaptive = False,
     compile: Compile = False,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -437,16 +439,16 @@ def chat(
     from draftheads.heads.tree import parse_tree
     from draftheads.infer.chat import ChatOptions
     from draftheads.infer.chat import chat as run
-    from draftheads.infer.draft_model import drawing
     from draftheads.infer.drafters import named_drafts
     from draftheads.infer.engine import Speculator
+    from draftheads.scripts.journey import load_drafts
 
     drafts = named_drafts(head)
     name, revision = (target, None) if target else drafts.target
     model = load_target(name, dtype, device, revision, drafts.folders)
     choose_threads(threads, model)
     sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
-    drafter = drawing(drafts.load(model), sampling)
+    *_, drafter = load_drafts({"": drafts}, model, sampling, adaptive).values()
     shape = parse_tree(tree) if tree else drafter.tree
     shape = shape.head(nodes) if nodes else shape
     speculator = Speculator(model, drafter, tree=shape, compile=compile)

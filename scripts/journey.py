@@ -7,19 +7,48 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import parse_tree
 from draftheads.infer.accept import Acceptance, Greedy
+from draftheads.infer.adaptive import Adaptive
 from draftheads.infer.bench import Entry, new_figure
-from draftheads.infer.draft_model import DraftModel, EarlyExit
-from draftheads.infer.drafters import NGram
+from draftheads.infer.costs import Costs
+from draftheads.infer.draft_model import DraftModel, EarlyExit, drawing
+from draftheads.infer.drafters import Drafts, NGram
 from draftheads.infer.engine import Baseline, DrafterSource
 from draftheads.infer.text import encode_prompt
 from draftheads.train.data.prompts import read_prompts
 
 LOOKUP_TOKENS = 10
 """prompt_lookup_num_tokens of transformers' own prompt lookup, as in its documentation."""
+
+
+def load_drafts(
+    drafts: Mapping[str, Drafts], target: Target, rule: Acceptance, adaptive: bool
+) -> dict[str, DrafterSource]:
+    """Load what --head options name, for decoding by this rule. adaptive: each once more, after it,
+    as `Adaptive`.
+    """
+    loaded: dict[str, DrafterSource] = {}
+    for name, option in drafts.items():
+        loaded[name] = drawing(option.load(target), rule)
+        if adaptive:
+            loaded[f"{name} adaptive"] = _adaptive(option, loaded[name])
+    return loaded
+
+
+def _adaptive(option: Drafts, loaded: DrafterSource) -> Adaptive:
+    """Raises ValueError unless this is a tuned head."""
+    facts = option.folders[0].facts if isinstance(loaded, DraftHead) else {}
+    costs = (facts.get("tuned") or {}).get("costs")
+    if costs is None:
+        raise ValueError(
+            f"--adaptive: expected a head with measured costs, got {option.name}; run draftheads "
+            "tune --head HEAD --prompts PROMPTS first"
+        )
+    return Adaptive(loaded, Costs.from_json(costs))
 
 
 def opening_ids(

@@ -12,8 +12,10 @@ import pytest
 from test_cli import failed, questions, run, target  # noqa: F401
 from tiny_chat import llama
 
-from draftheads.heads.hub import save_head
+from draftheads.heads.hub import record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.tree import StaticTree
+from draftheads.infer.costs import Costs
 from draftheads.scripts import commands
 
 
@@ -90,3 +92,23 @@ def test_bad_drafters(run, target, heads):  # noqa: F811
     failed(run(*bench, f"{heads}/medusa+nothing"), "head nothing: no such folder")
     failed(run(*bench, "ngram", "--card"), "--card", "got ngram")
     failed(run(*bench, "ngram", "--tree", "2,1"), "got a fixed tree")
+
+
+@pytest.mark.slow
+def test_an_adaptive_head_is_a_candidate_of_its_own(run, target, heads):  # noqa: F811
+    costs = Costs({0: 1.0, 4: 2.0}).to_json()
+    record_tuned(heads / "medusa", StaticTree.from_widths((2, 1)), {"machine": "", "costs": costs})
+    code, _, _ = run(
+        *["bench", "--target", target, "--prompts", questions(heads), "--limit", 1, "--adaptive"],
+        *["--repetitions", 1, "--max-new-tokens", 24, "--head", heads / "medusa"],
+        *["--json", heads / "bench.json"],
+    )
+    rows = json.loads((heads / "bench.json").read_text())["heads"]
+    assert code == 0 and all(row["lossless"] for row in rows)
+    assert [row["name"] for row in rows] == ["medusa", "medusa adaptive"]
+
+
+@pytest.mark.parametrize("head", ["medusa", "medusa+ngram", "ngram"])
+def test_what_was_not_tuned_cannot_tell_whether_it_pays(run, target, heads, head):  # noqa: F811
+    named = head if head == "ngram" else heads / head
+    failed(run("chat", "--head", named, "--target", target, "--adaptive"), "draftheads tune")

@@ -1,0 +1,102 @@
+"""Drafting only while it pays, judged by what recent drafts brought.
+
+Legend: B batch, A committed tokens, D feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from draftheads.heads.base import Committed, Drafter
+from draftheads.heads.target import Target
+from draftheads.heads.tree import TokenTree, Tree
+from draftheads.infer.costs import Costs
+from draftheads.infer.engine import DrafterSource, NoDraft
+
+NEWEST = 1 / 8
+"""Weight of the newest step in the mean of tokens per step."""
+CREDIT = 1.3
+"""At the start and after each pause the mean is this times what pays."""
+PAUSES = 8, 64
+"""Steps of the first pause and of the longest one; while drafts fail, each is twice the last."""
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Drafts of a head or another source, in those steps where they pay.
+
+    costs: those of the source; they say how many tokens per step pay for its tree.
+    """
+
+    drafts: DrafterSource
+    costs: Costs
+
+    @property
+    def tree(self) -> Tree:
+        """The source's own."""
+        return self.drafts.tree
+
+    def check_tree(self, tree: Tree) -> None:
+        """Raise ValueError for a tree that the source cannot fill."""
+        self.drafts.check_tree(tree)
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> AdaptiveDrafter:
+        """A new drafter, for one generation."""
+        tree = tree or self.tree
+        worth = self.costs.step_seconds(tree) / self.costs.verify_seconds(0)
+        return AdaptiveDrafter(self.drafts.drafter(target, tree), worth)
+
+
+class AdaptiveDrafter:
+    """Pauses while drafts bring fewer than `worth` tokens per step, the target's own included, and
+    tries again after each pause.
+    """
+
+    def __init__(self, drafter: Drafter, worth: float) -> None:
+        self.drafter, self.worth = drafter, worth
+        self.feature_layers = drafter.feature_layers
+        self.mean = CREDIT * worth  # tokens per step and row, of steps with drafts
+        self.left, self.pause = 0, PAUSES[0]  # steps of this pause and of the next one
+        self._drafted = False
+        self._unseen: list[Committed] = []  # committed in this pause
+        self._none = NoDraft()
+
+    def propose(self, committed: Committed) -> TokenTree:
+        if self._drafted:
+            self._learn([count for count in committed.counts if count])
+        self._unseen.append(committed)
+        self._drafted = not self.left
+        if self.left:
+            self.left -= 1
+            return self._none.propose(committed)
+        committed, self._unseen = joined(self._unseen), []
+        return self.drafter.propose(committed)
+
+    def _learn(self, counts: Sequence[int]) -> None:
+        """Decide on a pause by what the last draft brought to each row."""
+        self.mean += NEWEST * (sum(counts) / len(counts) - self.mean)
+        if self.mean < self.worth:
+            self.left, self.mean = self.pause, CREDIT * self.worth
+            self.pause = min(2 * self.pause, PAUSES[1])
+        elif self.mean > CREDIT * self.worth:
+            self.pause = PAUSES[0]
+
+
+def joined(parts: Sequence[Committed]) -> Committed:
+    """What several steps added to each row, as if one had."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens, features, counts = [], [], []
+    for row in range(len(parts[0].counts)):
+        own = [part.counts[row] for part in parts]
+        pairs = list(zip(parts, own, strict=True))
+        tokens.append(torch.cat([part.tokens_BA[row, :count] for part, count in pairs]))
+        features.append(torch.cat([part.features_BAD[row, :count] for part, count in pairs]))
+        counts.append(sum(own))
+    tokens_BA, features_BAD = (pad_sequence(x, batch_first=True) for x in (tokens, features))
+    count_B = torch.tensor(counts, device=tokens_BA.device)
+    return Committed(tokens_BA, features_BAD, count_B, counts)
