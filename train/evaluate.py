@@ -265,7 +265,7 @@ def _seeded(candidate: Candidate, prompt: BenchPrompt, rule: Acceptance) -> Run:
     """Random numbers depend on the prompt, not on the process."""
     torch.manual_seed(prompt.number)
     rule.seed(prompt.number)
-    return timed(candidate, prompt)
+    return timed(candidate, [prompt])[0]
 
 
 def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[BenchPrompt]:

@@ -1,5 +1,5 @@
-"""The promise: --head takes every drafter by its name, and the table has transformers' own beside
-it.
+"""The promise: --head takes every drafter by its name, --prompts every set by its, and the table has
+transformers' own beside them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from tiny_chat import llama
 
 from draftheads.heads.hub import save_head
 from draftheads.heads.medusa import MedusaHead
+from draftheads.infer.text import encode_prompt
+from draftheads.scripts.journey import openings
 
 
 @pytest.fixture
@@ -66,3 +68,38 @@ def test_bad_drafters(run, target, heads):  # noqa: F811
     failed(run(*bench, f"{heads}/medusa+nothing"), "head nothing: no such folder")
     failed(run(*bench, "ngram", "--card"), "--card", "got ngram")
     failed(run(*bench, "ngram", "--tree", "2,1"), "got a fixed tree")
+
+
+def test_prompts_are_taken_evenly_from_all_categories(tmp_path):
+    """Spec-Bench's layout. Only first turns are decoded."""
+    names = ["writing"] * 5 + ["qa"] * 2 + ["rag"]
+    records = [
+        {"question_id": n, "category": name, "turns": [f"question {n}", "and then?"]}
+        for n, name in enumerate(names)
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    target = llama()
+    ids, categories = openings(target, str(path), None, 6)
+    assert categories == ["writing", "qa", "rag", "writing", "qa", "writing"]
+    one = [{"role": "user", "content": "question 5"}]
+    assert ids[1] == encode_prompt(target.tokenizer, one)
+    assert openings(target, str(path), None, 99)[1].count("writing") == 5
+
+
+@pytest.mark.slow
+def test_a_bench_of_batches_writes_what_it_says(run, target, heads, tmp_path):  # noqa: F811
+    source = tmp_path / "question.jsonl"
+    source.write_text("\n".join(json.dumps({"turns": ["hi"], "category": c}) for c in "aabb"))
+    outputs = {name: tmp_path / f"bench.{name}" for name in ("json", "md", "png")}
+    code, table, _ = run(
+        *["bench", "--target", target, "--head", heads / "medusa", "--head", "ngram"],
+        *["--prompts", source, "--batch", 2, "--repetitions", 1, "--max-new-tokens", 8],
+        *["--json", outputs["json"], "--markdown", outputs["md"], "--plot", outputs["png"]],
+    )
+    assert code == 0 and "batches of 2" in table and "category" in table
+    rows = json.loads(outputs["json"].read_text())["heads"]
+    assert [row["name"] for row in rows] == ["medusa", "ngram"]
+    assert all(row["lossless"] and set(row["categories"]) == {"a", "b"} for row in rows)
+    assert "| medusa |" in outputs["md"].read_text()
+    assert outputs["png"].read_bytes().startswith(b"\x89PNG")
