@@ -49,7 +49,8 @@ ALONE = "generate alone"
 COMPILED = "{} compiled"
 """Name of a candidate whose steps are compiled."""
 BASELINES = (GENERATE, PLAIN, COMPILED.format(GENERATE), COMPILED.format(PLAIN))
-PROFILED_PROMPTS = 4
+SAMPLED_PROMPTS = 8
+"""Prompts of the runs that are not timed."""
 
 Drafts = DrafterSource | Callable[[], Drafter]
 Entry = Drafts | tuple[Drafts, Tree] | Baseline
@@ -236,23 +237,17 @@ def bench(
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
     fitting = _arranged(fitting, categories, options.batch)
     candidates = [*_baselines(target, options), *_candidates(target, heads, options)]
+    sample = fitting[:: -(-len(fitting) // SAMPLED_PROMPTS)]
     accelerator = [target.device] if target.device.type == "cuda" else []
     with without_defaults(target), torch.random.fork_rng(devices=accelerator):
         runs = race(candidates, fitting, options, console)
         if options.batch > 1:
             runs = {**runs, ALONE: [timed(candidates[0], [each]) for each in fitting]}
-        profiles = {
-            c.name: _profile(c, fitting)
-            for c in candidates
-            if accelerator and isinstance(c.engine, Speculator)
-        }
-        plain, *others = (
-            replace(
-                summarize(each, target, fitting, runs, options, profiles.get(each.name)),
-                **_replayed(each, fitting),
-            )
-            for each in candidates[1:]
-        )
+        results = []
+        for each in candidates[1:]:
+            statistics, facts = _replayed(each, sample)
+            result = summarize(each, target, fitting, runs, options, statistics)
+            results.append(replace(result, **facts))
     rule = options.sampling
     settings = {
         **vars(options),
@@ -264,7 +259,7 @@ def bench(
         "prompts_skipped": len(prompts) - len(fitting),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-    return BenchReport(describe_machine(target), settings, plain, others)
+    return BenchReport(describe_machine(target), settings, results[0], results[1:])
 
 
 def fitting_prompts(
@@ -375,15 +370,10 @@ def _extremes(batches: Sequence[list[BenchPrompt]]) -> list[list[BenchPrompt]]:
     """The longest and the shortest batch of each size: compiled code may know one length only, and
     transformers compiles again for a longer cache.
     """
-
-    def tokens(batch: list[BenchPrompt]) -> int:
-        return max(len(each.prompt) for each in batch) + min(each.limit for each in batch)
-
-    extremes = []
-    for size in dict.fromkeys(map(len, batches)):
-        same = [batch for batch in batches if len(batch) == size]
-        extremes += [max(same, key=tokens), min(same, key=tokens)]
-    return extremes
+    ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
+    longest = {len(batch): batch for batch in ordered}
+    shortest = {len(batch): batch for batch in reversed(ordered)}
+    return [*longest.values(), *shortest.values()]
 
 
 def timed(
@@ -407,17 +397,6 @@ def timed(
     return [Run(list(filter(None, row)), *shares) for row in zip(*steps, strict=True)]
 
 
-def _profile(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Statistics:
-    """Draft and verify times on an accelerator, in separate runs: they cost synchronization."""
-    if isinstance(candidate.engine, Baseline):
-        return Statistics()
-    candidate.engine.profile = True
-    runs = [timed(candidate, [each])[0] for each in prompts[:PROFILED_PROMPTS]]
-    total = Statistics.of(step for run in runs for step in run.steps)
-    candidate.engine.profile = False
-    return total
-
-
 @dataclass(frozen=True)
 class Recorder(Acceptance):
     """Another rule, and a record of where the accepted paths end."""
@@ -434,24 +413,29 @@ class Recorder(Acceptance):
         return self.rule.choose(logits)
 
 
-def _replayed(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
-    """The fixed tree of a candidate that is not compiled, and how often each of its nodes is
-    accepted, in separate runs.
+def _replayed(
+    candidate: Candidate, prompts: Sequence[BenchPrompt]
+) -> tuple[Statistics | None, dict[str, Any]]:
+    """What separate runs tell: draft and verify times on an accelerator, which cost
+    synchronization, and how often each node of a fixed tree is accepted.
     """
-    engine, recorder = candidate.engine, Recorder(candidate.rule)
-    if isinstance(engine, Baseline) or engine.compile or not isinstance(engine.tree, StaticTree):
-        return {}
-    recorded = replace(candidate, rule=recorder)
-    for each in prompts[:PROFILED_PROMPTS]:
-        timed(recorded, [each])
-    if not (engine.tree.paths and recorder.ends):
-        return {}
-    paths: list[tuple[int, ...]] = [(), *engine.tree.paths]
+    engine, recorder, paths = candidate.engine, Recorder(candidate.rule), [()]
+    if isinstance(engine, Baseline):
+        return None, {}
+    if isinstance(engine.tree, StaticTree) and not engine.compile:
+        candidate, paths = replace(candidate, rule=recorder), [(), *engine.tree.paths]
+    on_cpu = engine.target.device.type != "cuda"
+    if on_cpu and len(paths) == 1:
+        return None, {}
+    engine.profile = True
+    statistics = _statistics([timed(candidate, [each]) for each in prompts])
+    engine.profile = False
     accepted: Counter[tuple[int, ...]] = Counter()
-    for node in torch.cat(recorder.ends).tolist():
+    for node in torch.cat(recorder.ends).tolist() if recorder.ends else ():
         accepted.update(paths[node][:depth] for depth in range(1, len(paths[node]) + 1))
-    shares = [accepted[path] / len(recorder.ends) for path in engine.tree.paths]
-    return {"tree": engine.tree.to_json(), "acceptance_by_node": shares}
+    shares = [accepted[path] / len(recorder.ends) for path in paths[1:]]
+    facts = {"tree": list(map(list, paths[1:])), "acceptance_by_node": shares} if shares else {}
+    return None if on_cpu else statistics, facts
 
 
 def summarize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
@@ -87,6 +87,9 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
     "lossless": lambda result: {True: "yes", False: "NO", None: "n/a"}[result.lossless],
 }
 
+NARROW = {"vs best": "vs\nbest", "lossless": "loss-\nless"}
+"""Headers that would make the table wider than 80 characters."""
+
 
 def results_grid(report: BenchReport) -> Grid:
     """One row per candidate, `generate` first."""
@@ -107,8 +110,8 @@ def category_grid(report: BenchReport) -> Grid:
         for result in fastest(report):
             found = result.categories[category]
             interval = "{:.2f}-{:.2f}".format(*found.speedup_ci95)
-            figures = [f"{found.tokens_per_step:.2f}", f"{found.speedup:.2f}", interval]
-            rows.append([*named, result.name, *figures])
+            tau = f"{found.tokens_per_step:.2f}" if result.steps else ""
+            rows.append([*named, result.name, tau, f"{found.speedup:.2f}", interval])
             named = ["", ""]
     return Grid(["category", "prompts", "candidate", "τ", "speedup", "95 %"], rows, texts=3)
 
@@ -144,16 +147,16 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
     console = console or Console()
     console.print(title(report), style="italic", justify="center", highlight=False)
     for grid in (results_grid(report), category_grid(report), chain_grid(report)):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         for place, name in enumerate(grid.columns):
             if place < grid.texts:
                 table.add_column(name, overflow="fold", min_width=min(len(name), 10))
             else:
-                table.add_column(name, justify="right", no_wrap=True)
+                table.add_column(NARROW.get(name, name), justify="right", no_wrap=True)
         for row in grid.rows:
             table.add_row(*row, style="bold red" if "NO" in row else None)
         if grid.rows:
-            console.print(table)
+            console.print(table, "")
     console.print("\n".join(footnotes(report)), style="dim", markup=False, highlight=False)
 
 
@@ -200,7 +203,7 @@ def footnotes(report: BenchReport) -> list[str]:
 
 COLOURS = ("#2f6fb0", "#d9822b", "#3a9a5b", "#a23b72", "#7a5fb5", "#6b6b2f")
 PALE, MUTED = "#8a8f98", "#444444"
-DRAWN_NODES = 60
+DRAWN_NODES = 32
 """More are not legible; the most accepted ones are drawn."""
 
 
@@ -215,11 +218,12 @@ def plot(report: BenchReport, path: str | Path) -> None:
     heights += [2.6] * bool(report.plain.categories)
     drawn = max(trees, key=lambda result: result.speedup, default=None)
     if drawn:
-        heights.append(1.0 + 0.5 * len(drawn.acceptance_by_depth))
+        rows = [row for _, row in tree_spots(drawn_nodes(drawn)).values()]
+        heights.append(0.8 + 0.28 * max(rows))
     figure = new_figure(11, sum(heights) + 0.8)
     panels = figure.add_gridspec(len(heights), 2, width_ratios=(3, 2), height_ratios=heights)
     _draw_speedups(figure.add_subplot(panels[0, 0]), [report.plain, *report.heads], colours)
-    _draw_depths(figure.add_subplot(panels[0, 1]), best, colours)
+    _draw_depths(figure.add_subplot(panels[0, 1]), [r for r in best if r.steps], colours)
     if report.plain.categories:
         _draw_categories(figure.add_subplot(panels[1, :]), best, colours)
     if drawn:
@@ -233,8 +237,9 @@ def plot(report: BenchReport, path: str | Path) -> None:
 def _draw_speedups(axes: Any, results: Sequence[Result], colours: Mapping[str, str]) -> None:
     names = [result.name for result in results]
     shown = [colours.get(name, PALE) for name in names]
-    bars = axes.barh(names, [result.speedup for result in results], color=shown)
-    axes.bar_label(bars, fmt="%.2f×", label_type="center", color="white")
+    axes.barh(names, [result.speedup for result in results], color=shown)
+    for name, result in zip(names, results, strict=True):
+        axes.annotate(f" {result.speedup:.2f}×", (0, name), va="center", color="white")
     axes.hlines(names, *zip(*[r.speedup_ci95 for r in results], strict=True), color=MUTED)
     axes.axvline(1.0, color=MUTED, linestyle="--", linewidth=1)
     axes.invert_yaxis()
@@ -275,44 +280,44 @@ def _draw_categories(axes: Any, results: Sequence[Result], colours: Mapping[str,
 def _draw_tree(axes: Any, result: Result, colour: str) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    nodes = dict(zip(map(tuple, result.tree or ()), result.acceptance_by_node or (), strict=True))
-    kept = sorted(nodes, key=lambda path: (-nodes[path], len(path)))[:DRAWN_NODES]
-    shares = {(): 1.0, **{path: nodes[path] for path in kept}}
-    spots = tree_spots(list(shares))
-    shade = LinearSegmentedColormap.from_list("", ["white", colour])
-    for path in kept:
-        ends = zip(spots[path[:-1]], spots[path], strict=True)
-        axes.plot(*ends, color=colour, linewidth=0.6 + 4 * shares[path], alpha=0.6, zorder=1)
-    places = list(zip(*[spots[path] for path in shares], strict=True))
-    filling = shade(list(shares.values()))
+    shares, spots = {(): 1.0, **drawn_nodes(result)}, tree_spots(drawn_nodes(result))
+    for path in shares:
+        if path:
+            ends = zip(spots[path[:-1]], spots[path], strict=True)
+            axes.plot(*ends, color=colour, linewidth=0.6 + 4 * shares[path], alpha=0.5, zorder=1)
+    filling = LinearSegmentedColormap.from_list("", ["white", colour])(list(shares.values()))
+    places = zip(*[spots[path] for path in shares], strict=True)
     axes.scatter(*places, s=260, color=filling, edgecolors=colour, linewidths=0.8, zorder=2)
+    style = {"ha": "center", "va": "center", "fontsize": 6.5}
     for path, share in shares.items():
         ink = "white" if share > 0.55 else MUTED
-        axes.annotate(
-            f"{100 * share:.0f}", spots[path], ha="center", va="center", fontsize=6.5, color=ink
-        )
-    which = f"the {len(kept)} most accepted of {len(nodes)} nodes"
-    which = which if len(kept) < len(nodes) else "all nodes"
-    axes.set_title(
-        f"the tree of {result.name}, {which}: % of steps that accepted each; better ranks left",
-        fontsize=10,
-    )
-    axes.margins(0.02, 0.12)
+        axes.annotate(f"{100 * share:.0f}" if path else "root", spots[path], color=ink, **style)
+    which = f"{len(shares) - 1} of {len(result.tree or ())} nodes of {result.name}"
+    axes.set_title(f"{which}: % of steps that accepted each; best ranks on top", fontsize=10)
+    axes.margins(0.03, 0.5 / (1 + max(row for _, row in spots.values())))
     axes.invert_yaxis()
     axes.axis("off")
 
 
-def tree_spots(paths: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, int]]:
-    """Where to draw the nodes of a tree, root () included: leaves side by side in the order of
-    their ranks, parents above the middle of their children; (x, depth).
+def drawn_nodes(result: Result) -> dict[tuple[int, ...], float]:
+    """The DRAWN_NODES most accepted paths of a tree, and how often they were."""
+    nodes = dict(zip(map(tuple, result.tree or ()), result.acceptance_by_node or (), strict=True))
+    best = sorted(nodes, key=lambda path: (-nodes[path], len(path), path))
+    return {path: nodes[path] for path in best[:DRAWN_NODES]}
+
+
+def tree_spots(paths: Collection[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Where to draw the root () and these paths: (depth, row). Each leaf has a row, in the order of
+    ranks, and a node has the row of its best child.
     """
-    parents = {path[:-1] for path in paths if path}
-    leaves = sorted(path for path in paths if path not in parents)
-    x: dict[tuple[int, ...], float] = {path: float(place) for place, path in enumerate(leaves)}
-    for parent in sorted(parents, key=len, reverse=True):
-        below = [x[path] for path in paths if path and path[:-1] == parent]
-        x[parent] = (min(below) + max(below)) / 2
-    return {path: (x[path], len(path)) for path in paths}
+    spots: dict[tuple[int, ...], tuple[int, int]] = {(): (0, 0)}
+    row = 0
+    before: tuple[int, ...] = ()
+    for path in sorted(paths):
+        row += path[:-1] != before
+        spots[path] = len(path), row
+        before = path
+    return spots
 
 
 def new_figure(width: float, height: float) -> Any:

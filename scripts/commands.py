@@ -308,15 +308,9 @@ def bench(
 ) -> None:
     """Measure heads and other drafters against `generate` and this engine without drafts."""
     from draftheads.heads.hub import record_measured
+    from draftheads.infer import bench_report as reports
     from draftheads.infer.bench import BenchOptions
     from draftheads.infer.bench import bench as run
-    from draftheads.infer.bench_report import (
-        measured_facts,
-        print_report,
-        write_json,
-        write_markdown,
-    )
-    from draftheads.infer.bench_report import plot as draw
     from draftheads.scripts.journey import check_outputs, contestants, open_drafts, openings
 
     check_outputs([json_out, markdown], head if card else [], plot)
@@ -338,13 +332,16 @@ def bench(
     announce(compile)
     entries = contestants(model, loaded, tree or (), options)
     report = run(model, entries, ids, options, categories=categories)
-    print_report(report)
-    for path, write in ((json_out, write_json), (markdown, write_markdown), (plot, draw)):
-        if path:
-            write(report, path)
+    reports.print_report(report)
+    if json_out:
+        reports.write_json(report, json_out)
+    if markdown:
+        reports.write_markdown(report, markdown)
+    if plot:
+        reports.plot(report, plot)
     for name, folder in zip(drafts, folders, strict=True) if card else ():
         results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
-        record_measured(folder.path, [measured_facts(report, each) for each in results])
+        record_measured(folder.path, [reports.measured_facts(report, each) for each in results])
 
 
 def tune(

@@ -103,18 +103,17 @@ def opening_ids(
     target: Target, source: str, prompt_words: int | None, limit: int | None
 ) -> list[list[int]]:
     """Token ids of the prompts in `source`; conversations end with their first user turn."""
-    prompts = read_prompts(source, limit=limit, prompt_words=prompt_words)
-    return [_opening(target, prompt) for prompt in prompts]
+    return openings(target, source, prompt_words, limit)[0]
 
 
 def openings(
-    target: Target, source: str, prompt_words: int | None, limit: int
+    target: Target, source: str, prompt_words: int | None, limit: int | None
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Token ids as of `opening_ids`, and the categories. If prompts have categories, the first
-    CATEGORISED are read, and `limit` are taken in turns from each category.
+    """Token ids as of `opening_ids`, and categories. If the prompts have categories, the first
+    CATEGORISED are read, and `limit` are taken in turns from each.
     """
     prompts = read_prompts(source, limit=limit, prompt_words=prompt_words)
-    if any(prompt.category for prompt in prompts):
+    if limit and any(prompt.category for prompt in prompts):
         by_category: dict[str | None, list[Prompt]] = defaultdict(list)
         for prompt in read_prompts(source, limit=CATEGORISED, prompt_words=prompt_words):
             by_category[prompt.category].append(prompt)

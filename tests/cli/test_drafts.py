@@ -1,5 +1,5 @@
-"""The promise: --head takes every drafter by its name, --prompts every set by its, and the table has
-transformers' own beside them.
+"""The promise: --head takes every drafter by its name, and the table has transformers' own beside
+it; --limit is spread over categories.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def test_prompts_are_taken_evenly_from_all_categories(tmp_path):
     ]
     path = tmp_path / "question.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
-    target = llama()
-    ids, categories = openings(target, str(path), None, 6)
+    tiny = llama()
+    ids, categories = openings(tiny, str(path), None, 6)
     assert categories == ["writing", "qa", "rag", "writing", "qa", "writing"]
     one = [{"role": "user", "content": "question 5"}]
-    assert ids[1] == encode_prompt(target.tokenizer, one)
-    assert openings(target, str(path), None, 99)[1].count("writing") == 5
+    assert ids[1] == encode_prompt(tiny.tokenizer, one)
+    assert openings(tiny, str(path), None, 99)[1].count("writing") == 5
 
 
 @pytest.mark.slow

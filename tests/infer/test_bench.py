@@ -376,9 +376,17 @@ def test_acceptance_by_node_is_that_of_the_paths(target, prompts):
     assert report.plain.tree is None
 
 
-def test_a_tree_is_drawn_with_children_below_their_parents():
-    spots = tree_spots([(), (0,), (1,), (0, 0), (0, 2)])
-    assert spots == {(0, 0): (0, 2), (0, 2): (1, 2), (0,): (0.5, 1), (1,): (2, 1), (): (1.25, 0)}
+def test_a_tree_is_drawn_with_the_best_ranks_on_top():
+    spots = tree_spots([(0,), (2,), (0, 0), (0, 1), (0, 0, 2), (2, 0)])
+    rows = [
+        [(), (0,), (0, 0), (0, 0, 2)],
+        ["-", "-", (0, 1)],
+        ["-", (2,), (2, 0)],
+    ]
+    drawn = {(depth, y): path for y, row in enumerate(rows) for depth, path in enumerate(row)}
+    assert {spot: path for path, spot in spots.items()} == {
+        spot: path for spot, path in drawn.items() if path != "-"
+    }
 
 
 @pytest.mark.parametrize(("alpha", "gamma", "c"), [(0.8, 5, 0.02), (0.3, 1, 0.5), (0.99, 40, 0)])
