@@ -403,14 +403,37 @@ class Recorder(Acceptance):
 
     rule: Acceptance = field(default_factory=Greedy)
     ends: list[Tensor] = field(default_factory=list)  # last_B of each step
+    parents: list[Tensor] = field(default_factory=list)  # parents_BN of each step
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         accepted = self.rule(logits_BNV, tree)
         self.ends.append(accepted.last_B)
+        self.parents.append(tree.topology.parents_BN)
         return accepted
 
     def choose(self, logits: Tensor) -> Tensor:
         return self.rule.choose(logits)
+
+    def facts(self, tree: StaticTree) -> dict[str, Any]:
+        """The share of steps that accepted each path. Drafters order nodes in their own ways, but
+        siblings by rank. Nothing if they proposed anything but this tree.
+        """
+        shapes = {tuple(parents_BN[0].tolist()) for parents_BN in self.parents}
+        if {len(shape) for shape in shapes} != {tree.nodes} or len(shapes) > 1:
+            return {}
+        children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for path in sorted(tree.paths, reverse=True):
+            children.setdefault(path[:-1], []).append(path)
+        paths: list[tuple[int, ...]] = [()]
+        for parent in shapes.pop()[1:]:
+            if not children.get(paths[parent]):
+                return {}
+            paths.append(children[paths[parent]].pop())
+        accepted: Counter[tuple[int, ...]] = Counter()
+        for node in torch.cat(self.ends).tolist():
+            accepted.update(paths[node][:depth] for depth in range(1, len(paths[node]) + 1))
+        shares = [accepted[path] / len(self.ends) for path in tree.paths]
+        return {"tree": tree.to_json(), "acceptance_by_node": shares}
 
 
 def _replayed(
@@ -419,22 +442,18 @@ def _replayed(
     """What separate runs tell: draft and verify times on an accelerator, which cost
     synchronization, and how often each node of a fixed tree is accepted.
     """
-    engine, recorder, paths = candidate.engine, Recorder(candidate.rule), [()]
+    engine, recorder = candidate.engine, Recorder(candidate.rule)
     if isinstance(engine, Baseline):
         return None, {}
-    if isinstance(engine.tree, StaticTree) and not engine.compile:
-        candidate, paths = replace(candidate, rule=recorder), [(), *engine.tree.paths]
+    has_fixed_tree = isinstance(engine.tree, StaticTree) and engine.tree.nodes > 1
     on_cpu = engine.target.device.type != "cuda"
-    if on_cpu and len(paths) == 1:
+    if on_cpu and (engine.compile or not has_fixed_tree):
         return None, {}
     engine.profile = True
-    statistics = _statistics([timed(candidate, [each]) for each in prompts])
+    watched = candidate if engine.compile else replace(candidate, rule=recorder)
+    statistics = _statistics([timed(watched, [each]) for each in prompts])
     engine.profile = False
-    accepted: Counter[tuple[int, ...]] = Counter()
-    for node in torch.cat(recorder.ends).tolist() if recorder.ends else ():
-        accepted.update(paths[node][:depth] for depth in range(1, len(paths[node]) + 1))
-    shares = [accepted[path] / len(recorder.ends) for path in paths[1:]]
-    facts = {"tree": list(map(list, paths[1:])), "acceptance_by_node": shares} if shares else {}
+    facts = recorder.facts(engine.tree) if isinstance(engine.tree, StaticTree) else {}
     return None if on_cpu else statistics, facts
 
 

@@ -210,7 +210,7 @@ DRAWN_NODES = 32
 def plot(report: BenchReport, path: str | Path) -> None:
     """Write a PNG, or the format of the suffix. Raises ImportError without matplotlib."""
     best = fastest(report)
-    colours = {}
+    colours: dict[str, str] = {}
     for results, colour in zip(families(report).values(), cycle(COLOURS), strict=False):
         colours |= dict.fromkeys((result.name for result in results), colour)
     trees = [result for result in report.heads if result.tree]

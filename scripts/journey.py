@@ -139,14 +139,14 @@ def contestants(
     has_rivals = isinstance(options.sampling, Greedy) and options.batch == 1
     for name, each in drafts.items() if has_rivals else ():
         if isinstance(each, NGram):
-            options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+            extra: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
         elif isinstance(each, DraftModel):
-            options = {"assistant_model": each.model.model}
+            extra = {"assistant_model": each.model.model}
         elif isinstance(each, EarlyExit):
-            options = {"assistant_early_exit": each.layers}
+            extra = {"assistant_early_exit": each.layers}
         else:
             continue
-        entries[f"generate {name}"] = Baseline(target, **options)
+        entries[f"generate {name}"] = Baseline(target, **extra)
     return entries
 
 

@@ -324,9 +324,9 @@ def test_categories_are_measured_apart():
 
 
 def test_the_interval_of_batches_is_over_batches():
-    """Rows of a batch took the same time, so two of them know no more than one."""
-    seconds = [(1.0, 1.0), (1.0, 1.0), (2.0, 1.0), (2.0, 1.0)]
-    alone, together = (measured(some_of(*[None] * 4), seconds, batch) for batch in (1, 2))
+    """Rows of a batch took the same time, so four of them know no more than one."""
+    seconds = [(1.0, 1.0)] * 4 + [(2.0, 1.0)] * 4
+    alone, together = (measured(some_of(*[None] * 8), seconds, batch) for batch in (1, 4))
     assert alone.speedup == together.speedup
     assert together.speedup_ci95 == [1.0, 2.0]
     assert alone.speedup_ci95[0] > 1.0
@@ -365,15 +365,33 @@ def test_generate_pads_prompts_of_a_batch_on_the_left(prompts):
     assert len(rows[0].tokens) == 4, "cut after its end, not padded to the others'"
 
 
-def test_acceptance_by_node_is_that_of_the_paths(target, prompts):
-    tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 1)))
+ORDERS = {
+    "as given": lambda path: 0,
+    "depth first": lambda path: path,
+    "by levels": lambda path: (len(path), path),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_acceptance_by_node_is_that_of_the_paths(target, prompts, order):
+    """Whatever order a drafter gives to the nodes of its tree."""
+    tree = StaticTree(((0,), (0, 0), (0, 0, 0), (1,), (1, 0), (0, 0, 1)))
+    drafted = StaticTree(tuple(sorted(tree.paths, key=order)))
     truth = greedy(target, prompts[0], NEW)
-    oracle = lambda: Oracle(tree, [truth], vocab_size=VOCABULARY)  # noqa: E731
+    oracle = lambda: Oracle(drafted, [truth], vocab_size=VOCABULARY)  # noqa: E731
     report = quick(target, prompts[:1], {"oracle": (oracle, tree)}, max_new_tokens=NEW)
     [row] = report.heads
     assert row.tree == tree.to_json()
-    assert row.acceptance_by_node == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert row.acceptance_by_node == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert row.acceptance_by_depth == [1.0] * 3
     assert report.plain.tree is None
+
+
+def test_other_trees_than_the_fixed_one_are_not_counted(target, prompts):
+    truth = greedy(target, prompts[0], NEW)
+    oracle = lambda: Oracle(CHAIN.head(2), [truth], vocab_size=VOCABULARY)  # noqa: E731
+    report = quick(target, prompts[:1], {"oracle": (oracle, CHAIN)}, max_new_tokens=NEW)
+    assert report.result("oracle").acceptance_by_node is None
 
 
 def test_a_tree_is_drawn_with_the_best_ranks_on_top():

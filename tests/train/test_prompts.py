@@ -140,7 +140,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ]
 
 
-RECORDS = {  # the columns of each set
+SET_RECORDS = {  # the columns of each set
     "spec-bench": {"question_id": 81, "category": "writing", "turns": ["hi", "again"]},
     "mt-bench": {"prompt": ["hi", "again"], "prompt_id": 8, "category": "math", "reference": []},
     "humaneval": {
@@ -158,7 +158,7 @@ RECORDS = {  # the columns of each set
 def test_a_set_by_its_name(name: str, monkeypatch: Any, tmp_path: Path, hub: Any) -> None:
     """`datasets` reads them from folders named like those of the Hub, Spec-Bench from a server."""
     pytest.importorskip("datasets")
-    record = RECORDS[name]
+    record = SET_RECORDS[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

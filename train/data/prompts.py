@@ -240,8 +240,8 @@ def _records(
     else:
         streaming = limit is not None if hub.streaming is None else hub.streaming
         name, _, config = str(source).partition(":")
-        found = SETS.get(name) or {"path": name, "name": config or None, "split": hub.split}
-        yield from _hub_records(str(source), found, streaming=streaming)
+        given = {"path": name, "name": config or None, "split": hub.split}
+        yield from _hub_records(str(source), SETS.get(name, given), streaming=streaming)
 
 
 def _has_prompts(path: Path, folder: Path) -> bool:
@@ -251,16 +251,16 @@ def _has_prompts(path: Path, folder: Path) -> bool:
 
 
 def _hub_records(
-    source: str, found: Mapping[str, str | None], *, streaming: bool
+    source: str, given: Mapping[str, str | None], *, streaming: bool
 ) -> Iterator[tuple[str, Any]]:
-    """The records of a data set. found: arguments of `datasets.load_dataset`."""
-    split = found["split"]
+    """The records of a data set. given: arguments of `datasets.load_dataset`."""
+    split = given["split"]
     failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError)
     try:
         import datasets  # slow, and optional
 
         failures += (datasets.exceptions.DatasetsError,)
-        rows = datasets.load_dataset(**found, streaming=streaming)
+        rows = datasets.load_dataset(**given, streaming=streaming)
         for number, record in enumerate(rows, start=1):
             yield f"{source} [{split}] record {number}", record
     except failures as error:
