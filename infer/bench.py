@@ -49,8 +49,7 @@ ALONE = "generate alone"
 COMPILED = "{} compiled"
 """Name of a candidate whose steps are compiled."""
 BASELINES = (GENERATE, PLAIN, COMPILED.format(GENERATE), COMPILED.format(PLAIN))
-SAMPLED_PROMPTS = 8
-"""Prompts of the runs that are not timed."""
+SAMPLED_PROMPTS = 8  # of the runs that are not timed
 
 Drafts = DrafterSource | Callable[[], Drafter]
 Entry = Drafts | tuple[Drafts, Tree] | Baseline
@@ -91,11 +90,8 @@ class Candidate:
 
     def generate(self, batch: Sequence[BenchPrompt]) -> Iterator[list[Step | None]]:
         """Continue a batch of prompts, each by the new tokens that fit after all of them."""
-        return self.engine.generate_batch(
-            [each.prompt for each in batch],
-            sampling=self.rule,
-            max_new_tokens=min(each.limit for each in batch),
-        )
+        prompts, limit = [each.prompt for each in batch], min(each.limit for each in batch)
+        return self.engine.generate_batch(prompts, sampling=self.rule, max_new_tokens=limit)
 
 
 @dataclass(frozen=True)
@@ -248,11 +244,10 @@ def bench(
             statistics, facts = _replayed(each, sample)
             result = summarize(each, target, fitting, runs, options, statistics)
             results.append(replace(result, **facts))
-    rule = options.sampling
     settings = {
         **vars(options),
         "target": target.name,
-        "sampling": "greedy" if isinstance(rule, Greedy) else repr(rule),
+        "sampling": "greedy" if isinstance(options.sampling, Greedy) else repr(options.sampling),
         "nodes": list(options.nodes),
         "prompts": len(fitting),
         "prompts_shortened": sum(each.limit < options.max_new_tokens for each in fitting),
@@ -377,9 +372,7 @@ def _extremes(batches: Sequence[list[BenchPrompt]]) -> list[list[BenchPrompt]]:
 
 
 def timed(
-    candidate: Candidate,
-    batch: Sequence[BenchPrompt],
-    clock: Callable[[], float] = perf_counter,
+    candidate: Candidate, batch: Sequence[BenchPrompt], clock: Callable[[], float] = perf_counter
 ) -> list[Run]:
     """Time one generation, with Python's garbage collector off, as in `timeit`; one Run per row.
 
@@ -399,7 +392,7 @@ def timed(
 
 @dataclass(frozen=True)
 class Recorder(Acceptance):
-    """Another rule, and a record of where the accepted paths end."""
+    """Another rule, and a record of the trees it saw and where the accepted paths end."""
 
     rule: Acceptance = field(default_factory=Greedy)
     ends: list[Tensor] = field(default_factory=list)  # last_B of each step
@@ -414,12 +407,12 @@ class Recorder(Acceptance):
     def choose(self, logits: Tensor) -> Tensor:
         return self.rule.choose(logits)
 
-    def facts(self, tree: StaticTree) -> dict[str, Any]:
+    def facts(self, tree: Tree) -> dict[str, Any]:
         """The share of steps that accepted each path. Drafters order nodes in their own ways, but
-        siblings by rank. Nothing if they proposed anything but this tree.
+        siblings by rank. Nothing if they proposed other trees.
         """
         shapes = {tuple(parents_BN[0].tolist()) for parents_BN in self.parents}
-        if {len(shape) for shape in shapes} != {tree.nodes} or len(shapes) > 1:
+        if len(shapes) != 1 or not isinstance(tree, StaticTree):
             return {}
         children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for path in sorted(tree.paths, reverse=True):
@@ -445,16 +438,15 @@ def _replayed(
     engine, recorder = candidate.engine, Recorder(candidate.rule)
     if isinstance(engine, Baseline):
         return None, {}
-    has_fixed_tree = isinstance(engine.tree, StaticTree) and engine.tree.nodes > 1
     on_cpu = engine.target.device.type != "cuda"
+    has_fixed_tree = isinstance(engine.tree, StaticTree) and engine.tree.nodes > 1
     if on_cpu and (engine.compile or not has_fixed_tree):
         return None, {}
     engine.profile = True
     watched = candidate if engine.compile else replace(candidate, rule=recorder)
     statistics = _statistics([timed(watched, [each]) for each in prompts])
     engine.profile = False
-    facts = recorder.facts(engine.tree) if isinstance(engine.tree, StaticTree) else {}
-    return None if on_cpu else statistics, facts
+    return None if on_cpu else statistics, recorder.facts(engine.tree)
 
 
 def summarize(
@@ -529,9 +521,8 @@ def _by_category(
         units = batched([prompts[place] for place in chosen], options.batch)
         ours, generate = ([runs[each][place] for place in chosen] for each in (name, GENERATE))
         compared = _compared(_sums(ours, units), _sums(generate, units), options)
-        results[category] = CategoryResult(
-            len(chosen), _statistics(ours).tokens_per_step, *compared
-        )
+        tau = _statistics(ours).tokens_per_step
+        results[category] = CategoryResult(len(chosen), tau, *compared)
     return results
 
 

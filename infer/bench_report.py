@@ -47,11 +47,11 @@ def write_json(report: BenchReport, path: str | Path) -> None:
 def write_markdown(report: BenchReport, path: str | Path) -> None:
     """Write the tables for a README or a model card, atomically."""
     parts = [f"**{title(report)}**"]
-    for grid in (results_grid(report), category_grid(report)):
+    for grid in grids(report):
         ruled = [grid.columns, ["---"] * grid.texts + ["---:"] * (len(grid.columns) - grid.texts)]
         lines = [f"| {' | '.join(row)} |" for row in [*ruled, *grid.rows]]
-        parts += ["\n".join(lines)] if grid.rows else []
-    parts += ["\n".join(f"- {note}" for note in footnotes(report))]
+        parts.append("\n".join(lines))
+    parts.append("\n".join(f"- {note}" for note in footnotes(report)))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_text(Path(path), "\n\n".join(parts) + "\n")
 
@@ -86,9 +86,13 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
     "verify": lambda result: f"{result.verify_seconds * 1e3:.2f}" if result.steps else "",
     "lossless": lambda result: {True: "yes", False: "NO", None: "n/a"}[result.lossless],
 }
+NARROW = {"vs best": "vs\nbest", "lossless": "loss-\nless"}  # for 80 characters
 
-NARROW = {"vs best": "vs\nbest", "lossless": "loss-\nless"}
-"""Headers that would make the table wider than 80 characters."""
+
+def grids(report: BenchReport) -> list[Grid]:
+    """The tables that have rows."""
+    made = results_grid(report), category_grid(report), chain_grid(report)
+    return [grid for grid in made if grid.rows]
 
 
 def results_grid(report: BenchReport) -> Grid:
@@ -120,10 +124,9 @@ def chain_grid(report: BenchReport) -> Grid:
     """What the chain model says of each head."""
     rows = []
     for result in report.heads:
-        if model := result.analysis:
-            shares = f"{model.alpha:.2f}", str(model.gamma), f"{model.c:.2f}"
-            factors = f"{model.predicted:.2f}", f"{model.measured:.2f}", str(model.best_gamma)
-            rows.append([result.name, *shares, *factors])
+        if m := result.analysis:
+            figures = f"{m.alpha:.2f} {m.gamma} {m.c:.2f} {m.predicted:.2f} {m.measured:.2f}"
+            rows.append([result.name, *figures.split(), str(m.best_gamma)])
     return Grid(["chain model", "α", "γ", "c", "predicted", "measured", "best γ"], rows)
 
 
@@ -145,8 +148,8 @@ def fastest(report: BenchReport) -> list[Result]:
 def print_report(report: BenchReport, console: Console | None = None) -> None:
     """Print the tables and their footnotes."""
     console = console or Console()
-    console.print(title(report), style="italic", justify="center", highlight=False)
-    for grid in (results_grid(report), category_grid(report), chain_grid(report)):
+    console.print(title(report), style="italic", justify="center", markup=False, highlight=False)
+    for grid in grids(report):
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         for place, name in enumerate(grid.columns):
             if place < grid.texts:
@@ -155,8 +158,7 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
                 table.add_column(NARROW.get(name, name), justify="right", no_wrap=True)
         for row in grid.rows:
             table.add_row(*row, style="bold red" if "NO" in row else None)
-        if grid.rows:
-            console.print(table, "")
+        console.print(table, "")
     console.print("\n".join(footnotes(report)), style="dim", markup=False, highlight=False)
 
 
@@ -169,13 +171,10 @@ def footnotes(report: BenchReport) -> list[str]:
         "speedup: tokens per second over generate's, prompt included; 95 % bootstrap interval over "
         f"{settings['prompts']} prompts, runs interleaved in one process. CPU: speedup by the CPU "
         "time of all threads. vs best: over the fastest of generate and plain, compiled or not.",
+        "α: acceptance per draft level. γ: levels. c: time per level over a plain step. predicted, "
+        "measured: times plain's speed, see docs/tuning.md.",
         plain.lossless_reason or "lossless: all output equals generate's, token for token.",
     ]
-    if any(result.analysis for result in report.heads):
-        notes.append(
-            "α: acceptance per draft level. γ: levels. c: time per level over a plain step. "
-            "predicted, measured: times plain's speed, see docs/tuning.md."
-        )
     for result in (plain, *report.heads):
         if found := result.first_divergence:
             notes.append(
@@ -189,10 +188,7 @@ def footnotes(report: BenchReport) -> list[str]:
             f"{settings['prompts_skipped']} prompts fill the context and were skipped."
         )
     if settings["batch"] > 1:
-        notes.append(
-            "batches: prompts of one category, padded on the left for generate; each row is "
-            "compared with generate of that prompt alone."
-        )
+        notes.append("batches: each row is compared with generate of that prompt alone.")
     if settings["compile"]:
         notes.append(
             "compiled: by torch.compile, before the measurement (generate: with a static cache); a "
@@ -203,8 +199,7 @@ def footnotes(report: BenchReport) -> list[str]:
 
 COLOURS = ("#2f6fb0", "#d9822b", "#3a9a5b", "#a23b72", "#7a5fb5", "#6b6b2f")
 PALE, MUTED = "#8a8f98", "#444444"
-DRAWN_NODES = 32
-"""More are not legible; the most accepted ones are drawn."""
+DRAWN_NODES = 32  # more are not legible
 
 
 def plot(report: BenchReport, path: str | Path) -> None:
@@ -225,7 +220,7 @@ def plot(report: BenchReport, path: str | Path) -> None:
     _draw_speedups(figure.add_subplot(panels[0, 0]), [report.plain, *report.heads], colours)
     _draw_depths(figure.add_subplot(panels[0, 1]), [r for r in best if r.steps], colours)
     if report.plain.categories:
-        _draw_categories(figure.add_subplot(panels[1, :]), best, colours)
+        _draw_categories(figure.add_subplot(panels[1, :]), best or [report.plain], colours)
     if drawn:
         _draw_tree(figure.add_subplot(panels[-1, :]), drawn, colours[drawn.name])
     figure.suptitle(title(report))
@@ -261,13 +256,12 @@ def _draw_depths(axes: Any, results: Sequence[Result], colours: Mapping[str, str
 
 
 def _draw_categories(axes: Any, results: Sequence[Result], colours: Mapping[str, str]) -> None:
-    width = 0.8 / max(len(results), 1)
-    names: list[str] = []
+    width = 0.8 / len(results)
+    names = [f"{name} ({each.prompts})" for name, each in results[0].categories.items()]
     for place, result in enumerate(results):
-        names = [f"{name} ({found.prompts})" for name, found in result.categories.items()]
         found = result.categories.values()
         x = [group + (place - (len(results) - 1) / 2) * width for group in range(len(names))]
-        colour = colours[result.name]
+        colour = colours.get(result.name, PALE)
         axes.bar(x, [each.speedup for each in found], 0.92 * width, color=colour)
         axes.vlines(x, *zip(*[each.speedup_ci95 for each in found], strict=True), color=MUTED)
     axes.axhline(1.0, color=MUTED, linestyle="--", linewidth=1)

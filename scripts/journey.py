@@ -25,9 +25,7 @@ from draftheads.train.data.prompts import Prompt, read_prompts
 LOOKUP_TOKENS = 10
 """prompt_lookup_num_tokens of transformers' own prompt lookup, as in its documentation."""
 CATEGORISED = 10_000
-"""Prompts that are read to find the categories: all of a file or a set of questions, and not all of
-a large data set.
-"""
+"""Prompts that are read, at most, to take some of every category."""
 MERGED_NGRAM = NGram(longest=4, shortest=4)
 """Beside a head, only a long repeat is worth the nodes that the head would fill."""
 

@@ -388,9 +388,9 @@ def test_acceptance_by_node_is_that_of_the_paths(target, prompts, order):
 
 
 def test_other_trees_than_the_fixed_one_are_not_counted(target, prompts):
-    truth = greedy(target, prompts[0], NEW)
-    oracle = lambda: Oracle(CHAIN.head(2), [truth], vocab_size=VOCABULARY)  # noqa: E731
-    report = quick(target, prompts[:1], {"oracle": (oracle, CHAIN)}, max_new_tokens=NEW)
+    truth, wide = greedy(target, prompts[0], NEW), StaticTree.from_widths((4,))
+    oracle = lambda: Oracle(CHAIN, [truth], vocab_size=VOCABULARY)  # noqa: E731
+    report = quick(target, prompts[:1], {"oracle": (oracle, wide)}, max_new_tokens=NEW)
     assert report.result("oracle").acceptance_by_node is None
 
 
@@ -467,8 +467,8 @@ def test_markdown_has_the_tables(report, tmp_path):
     write_markdown(report, tmp_path / "a" / "bench.md")
     text = (tmp_path / "a" / "bench.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("|")]
-    main, by_category = rows[:8], rows[8:]
-    assert {len(row) for row in main} == {10} and {len(row) for row in by_category} == {6}
+    main, by_category, chain = rows[:8], rows[8:16], rows[16:]
+    assert [{len(row) for row in table} for table in (main, by_category, chain)] == [{10}, {6}, {7}]
     assert [row[0] for row in main[3:]] == ["| plain", *(f"| {each.name}" for each in report.heads)]
     assert [row[0] for row in by_category[2::2]] == ["| code", "| other", "| prose"]
     for fact in ("seed 0", "machine: ", torch.__version__, "command: "):

@@ -40,18 +40,13 @@ from jinja2.exceptions import TemplateError
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".parquet", ".txt", ".md")
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text", "question")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench"
 SETS: dict[str, dict[str, str]] = {  # name -> arguments of datasets.load_dataset
-    "spec-bench": {
-        "path": "json",  # not on the Hub
-        "data_files": "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/"
-        "question.jsonl",
-        "split": "train",
-    },
+    "spec-bench": {"path": "json", "data_files": f"{SPEC_BENCH}/question.jsonl", "split": "train"},
     "mt-bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
     "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
     "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
 }
-"""Sets of prompts that papers report."""
 ROLES = {  # our role -> names of it in data sets
     "user": ("user", "human", "prompter"),
     "system": ("system", "developer"),
@@ -338,9 +333,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
 def _parsed(
     records: Iterator[tuple[str, Any]], kept: _Kept, limit: int | None, skip_empty: bool
 ) -> Iterator[tuple[str, Messages | None, str | None, str | None]]:
-    """Yield (place, messages, text, category), `limit` at most, and log what was left out at the
-    end.
-    """
+    """Yield (place, messages, text, category), `limit` at most; then log what was left out."""
     number = 0
     for where, record in records:
         try:
