@@ -1,39 +1,38 @@
 """Benchmark of heads against this engine without a drafter and transformers' own `generate`.
 
 All candidates run in one process on the same prompts, in rotating order, so that a machine that
-slows down slows all of them alike.
+slows down slows all of them alike. `infer/bench_report.py` shows what was measured.
 
-Legend: P prompts, R bootstrap resamples.
+Legend: P units of the bootstrap (prompts, or batches of them), R bootstrap resamples.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import re
+import shlex
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import chain, cycle, product
+from itertools import chain, groupby, product
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from draftheads.heads.base import Drafter
-from draftheads.heads.files import write_text
 from draftheads.heads.target import Target
-from draftheads.heads.tree import Tree
-from draftheads.infer.accept import Acceptance, Greedy
+from draftheads.heads.tree import StaticTree, TokenTree, Tree
+from draftheads.infer.accept import Acceptance, Accepted, Greedy
 from draftheads.infer.engine import (
     Baseline,
     DrafterSource,
@@ -45,10 +44,12 @@ from draftheads.infer.engine import (
 
 GENERATE, PLAIN = "generate", "plain"
 """Candidates of every bench: transformers' own, and this engine without a drafter."""
+ALONE = "generate alone"
+"""Reference of the outputs of batches, not timed: padding must not change an output."""
 COMPILED = "{} compiled"
 """Name of a candidate whose steps are compiled."""
 BASELINES = (GENERATE, PLAIN, COMPILED.format(GENERATE), COMPILED.format(PLAIN))
-PROFILED_PROMPTS = 4
+SAMPLED_PROMPTS = 8  # of the runs that are not timed
 
 Drafts = DrafterSource | Callable[[], Drafter]
 Entry = Drafts | tuple[Drafts, Tree] | Baseline
@@ -65,6 +66,7 @@ class BenchOptions:
     seed: int = 0  # of sampling and of the bootstrap
     resamples: int = 5000  # of the bootstrap
     compile: bool = False  # every candidate once more, compiled
+    batch: int = 1  # prompts decoded together
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class BenchPrompt:
     number: int
     prompt: Sequence[int]
     limit: int
+    category: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,17 +88,19 @@ class Candidate:
     engine: Speculator | Baseline
     rule: Acceptance
 
-    def generate(self, prompt: Sequence[int], limit: int) -> Iterator[Step]:
-        """Continue a prompt by at most `limit` tokens."""
-        return self.engine.generate(prompt, sampling=self.rule, max_new_tokens=limit)
+    def generate(self, batch: Sequence[BenchPrompt]) -> Iterator[list[Step | None]]:
+        """Continue a batch of prompts, each by the new tokens that fit after all of them."""
+        prompts, limit = [each.prompt for each in batch], min(each.limit for each in batch)
+        return self.engine.generate_batch(prompts, sampling=self.rule, max_new_tokens=limit)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One timed generation."""
+    """One timed generation. A row of a batch has its share of the batch's times."""
 
     steps: list[Step]
     seconds: float
+    cpu_seconds: float = 0.0  # of all threads of this process
 
     @property
     def tokens(self) -> list[int]:
@@ -154,6 +159,16 @@ def walltime_factor(alpha: float, gamma: int, c: float) -> float:
 
 
 @dataclass(frozen=True)
+class CategoryResult:
+    """Measurements of one candidate on the prompts of one category."""
+
+    prompts: int
+    tokens_per_step: float
+    speedup: float  # over generate
+    speedup_ci95: list[float]
+
+
+@dataclass(frozen=True)
 class Result:
     """Measurements of one candidate; seconds are means per step."""
 
@@ -169,6 +184,8 @@ class Result:
     plain_tokens_per_second: float
     speedup: float  # over generate
     speedup_ci95: list[float]
+    cpu_speedup: float  # over generate, by CPU seconds of all threads of the process
+    cpu_speedup_ci95: list[float]
     speedup_over_best: float  # over the fastest baseline
     speedup_over_best_ci95: list[float]
     draft_seconds: float
@@ -176,6 +193,9 @@ class Result:
     steps: int
     tokens: int  # includes the prefill's
     analysis: Analysis | None  # None without drafts
+    categories: dict[str, CategoryResult]  # empty unless there are several
+    tree: list[list[int]] | None = None  # paths of a fixed tree
+    acceptance_by_node: list[float] | None = None  # share of a few prompts' steps that accepted it
 
 
 @dataclass(frozen=True)
@@ -198,49 +218,43 @@ def bench(
     prompts: Sequence[Sequence[int]],
     options: BenchOptions | None = None,
     *,
+    categories: Sequence[str | None] = (),
     console: Console | None = None,
 ) -> BenchReport:
     """Measure heads, and the engine without a drafter, against transformers' own `generate`.
 
     heads: name -> head or other source of drafters, or function that returns a new drafter per
-    generation, or (either, tree), or a baseline. prompts: token ids. console: for the progress bar
-    (default: stderr). A prompt with less room than max_new_tokens in the context gets what is left;
-    one that fills the context is skipped.
-    Raises ValueError if no prompt fits or a head has the name of a baseline.
+    generation, or (either, tree), or a baseline. prompts: token ids. categories: of the prompts;
+    batches have prompts of one category. console: for the progress bar (default: stderr). A prompt
+    with less room than max_new_tokens in the context gets what is left; one that fills the context
+    is skipped. Raises ValueError if no prompt fits or a head has the name of a baseline.
     """
     options = options or BenchOptions()
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
-    rule = options.sampling
-    candidates = [Candidate(GENERATE, None, Baseline(target), rule)]
-    candidates.append(Candidate(PLAIN, 0, Speculator(target), rule))
-    if options.compile:
-        engines: list[Speculator | Baseline] = [Baseline(target, compile=True)]
-        engines.append(Speculator(target, compile=True))
-        for each, engine in zip(candidates[:], engines, strict=True):
-            candidates.append(Candidate(COMPILED.format(each.name), each.nodes, engine, rule))
-    candidates += _candidates(target, heads, options)
+    fitting = _arranged(fitting, categories, options.batch)
+    candidates = [*_baselines(target, options), *_candidates(target, heads, options)]
+    sample = fitting[:: -(-len(fitting) // SAMPLED_PROMPTS)]
     accelerator = [target.device] if target.device.type == "cuda" else []
     with without_defaults(target), torch.random.fork_rng(devices=accelerator):
         runs = race(candidates, fitting, options, console)
-        profiles = {
-            c.name: _profile(c, fitting)
-            for c in candidates
-            if accelerator and isinstance(c.engine, Speculator)
-        }
-    plain, *others = (
-        summarize(each, target, fitting, runs, options, profiles.get(each.name))
-        for each in candidates[1:]
-    )
+        if options.batch > 1:
+            runs = {**runs, ALONE: [timed(candidates[0], [each]) for each in fitting]}
+        results = []
+        for each in candidates[1:]:
+            statistics, facts = _replayed(each, sample)
+            result = summarize(each, target, fitting, runs, options, statistics)
+            results.append(replace(result, **facts))
     settings = {
         **vars(options),
         "target": target.name,
-        "sampling": "greedy" if isinstance(rule, Greedy) else repr(rule),
+        "sampling": "greedy" if isinstance(options.sampling, Greedy) else repr(options.sampling),
         "nodes": list(options.nodes),
         "prompts": len(fitting),
         "prompts_shortened": sum(each.limit < options.max_new_tokens for each in fitting),
         "prompts_skipped": len(prompts) - len(fitting),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-    return BenchReport(describe_machine(target), settings, plain, others)
+    return BenchReport(describe_machine(target), settings, results[0], results[1:])
 
 
 def fitting_prompts(
@@ -256,6 +270,27 @@ def fitting_prompts(
             f"tokens), found none among {len(prompts)}; pass shorter prompts"
         )
     return fitting
+
+
+def _arranged(
+    prompts: Sequence[BenchPrompt], categories: Sequence[str | None], batch: int
+) -> list[BenchPrompt]:
+    """The prompts by category; those of a batch have the same limit."""
+    named = [replace(p, category=categories[p.number] or "other") for p in prompts if categories]
+    arranged = sorted(named or prompts, key=lambda each: each.category or "")
+    for unit in batched(arranged, batch):
+        limit = min(arranged[place].limit for place in unit)
+        for place in unit:
+            arranged[place] = replace(arranged[place], limit=limit)
+    return arranged
+
+
+def _baselines(target: Target, options: BenchOptions) -> Iterator[Candidate]:
+    for compile in (False, True)[: 1 + options.compile]:
+        shown = COMPILED if compile else "{}"
+        generate, plain = Baseline(target, compile=compile), Speculator(target, compile=compile)
+        yield Candidate(shown.format(GENERATE), None, generate, options.sampling)
+        yield Candidate(shown.format(PLAIN), 0, plain, options.sampling)
 
 
 def _candidates(
@@ -288,61 +323,130 @@ def race(
     console: Console | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> Runs:
-    """Warm up, then time every candidate on every prompt; the order rotates by one each time.
+    """Warm up, then time every candidate on every batch; the order rotates by one each time.
 
     Seeds torch's global random stream. console: for the progress bar (default: stderr). clock: of
     `Run.seconds`.
     """
     console = console or Console(stderr=True)
     runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
-    sizes = [len(each.prompt) + each.limit for each in prompts]
-    # compiled code may know one length only, and transformers compiles again for a longer cache
-    first, second = sizes.index(max(sizes)), sizes.index(min(sizes))
-    for each, place in product(candidates, (first, second)):
-        timed(each, prompts[place])
+    units = batched(prompts, options.batch)
+    batches = [[prompts[place] for place in unit] for unit in units]
+    for each, batch in product(candidates, _extremes(batches)):
+        timed(each, batch)
     for turn in track(
-        range(options.repetitions * len(prompts)),
+        range(options.repetitions * len(units)),
         "decoding",
         console=console,
         auto_refresh=False,  # no thread that draws during the measurement
         transient=True,
         disable=not console.is_terminal,
     ):
-        place, first = turn % len(prompts), turn % len(candidates)
+        number, first = turn % len(units), turn % len(candidates)
         for each in (*candidates[first:], *candidates[:first]):
             torch.manual_seed(options.seed + turn)
             options.sampling.seed(options.seed + turn)
-            runs[each.name][place].append(timed(each, prompts[place], clock))
+            rows = timed(each, batches[number], clock)
+            for place, run in zip(units[number], rows, strict=True):
+                runs[each.name][place].append(run)
     return runs
 
 
+def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
+    """The places of prompts that are decoded together: up to `size` neighbours of one category."""
+    batches = []
+    for _, same in groupby(range(len(prompts)), key=lambda place: prompts[place].category):
+        places = list(same)
+        batches += [places[first : first + size] for first in range(0, len(places), size)]
+    return batches
+
+
+def _extremes(batches: Sequence[list[BenchPrompt]]) -> list[list[BenchPrompt]]:
+    """The longest and the shortest batch of each size: compiled code may know one length only, and
+    transformers compiles again for a longer cache.
+    """
+    ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
+    longest = {len(batch): batch for batch in ordered}
+    shortest = {len(batch): batch for batch in reversed(ordered)}
+    return [*longest.values(), *shortest.values()]
+
+
 def timed(
-    candidate: Candidate, prompt: BenchPrompt, clock: Callable[[], float] = perf_counter
-) -> Run:
-    """Time one generation, with Python's garbage collector off, as in `timeit`.
+    candidate: Candidate, batch: Sequence[BenchPrompt], clock: Callable[[], float] = perf_counter
+) -> list[Run]:
+    """Time one generation, with Python's garbage collector off, as in `timeit`; one Run per row.
 
     Token ids end up on the CPU in every step, so no device work is left when the clock is read.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:  # the process needs its collector after an error or Ctrl-C
-        start = clock()
-        steps = list(candidate.generate(prompt.prompt, prompt.limit))
-        return Run(steps, clock() - start)
+        cpu, start = process_time(), clock()
+        steps = list(candidate.generate(batch))
+        shares = (clock() - start) / len(batch), (process_time() - cpu) / len(batch)
     finally:
         if was_enabled:
             gc.enable()
+    return [Run(list(filter(None, row)), *shares) for row in zip(*steps, strict=True)]
 
 
-def _profile(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Statistics:
-    """Draft and verify times on an accelerator, in separate runs: they cost synchronization."""
-    if isinstance(candidate.engine, Baseline):
-        return Statistics()
-    candidate.engine.profile = True
-    runs = [candidate.generate(each.prompt, each.limit) for each in prompts[:PROFILED_PROMPTS]]
-    total = Statistics.of(chain.from_iterable(runs))
-    candidate.engine.profile = False
-    return total
+@dataclass(frozen=True)
+class Recorder(Acceptance):
+    """Another rule, and a record of the trees it saw and where the accepted paths end."""
+
+    rule: Acceptance = field(default_factory=Greedy)
+    ends: list[Tensor] = field(default_factory=list)  # last_B of each step
+    parents: list[Tensor] = field(default_factory=list)  # parents_BN of each step
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        accepted = self.rule(logits_BNV, tree)
+        self.ends.append(accepted.last_B)
+        self.parents.append(tree.topology.parents_BN)
+        return accepted
+
+    def choose(self, logits: Tensor) -> Tensor:
+        return self.rule.choose(logits)
+
+    def facts(self, tree: Tree) -> dict[str, Any]:
+        """The share of steps that accepted each path. Drafters order nodes in their own ways, but
+        siblings by rank. Nothing if they proposed other trees.
+        """
+        shapes = {tuple(parents_BN[0].tolist()) for parents_BN in self.parents}
+        if len(shapes) != 1 or not isinstance(tree, StaticTree):
+            return {}
+        children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for path in sorted(tree.paths, reverse=True):
+            children.setdefault(path[:-1], []).append(path)
+        paths: list[tuple[int, ...]] = [()]
+        for parent in shapes.pop()[1:]:
+            if not children.get(paths[parent]):
+                return {}
+            paths.append(children[paths[parent]].pop())
+        accepted: Counter[tuple[int, ...]] = Counter()
+        for node in torch.cat(self.ends).tolist():
+            accepted.update(paths[node][:depth] for depth in range(1, len(paths[node]) + 1))
+        shares = [accepted[path] / len(self.ends) for path in tree.paths]
+        return {"tree": tree.to_json(), "acceptance_by_node": shares}
+
+
+def _replayed(
+    candidate: Candidate, prompts: Sequence[BenchPrompt]
+) -> tuple[Statistics | None, dict[str, Any]]:
+    """What separate runs tell: draft and verify times on an accelerator, which cost
+    synchronization, and how often each node of a fixed tree is accepted.
+    """
+    engine, recorder = candidate.engine, Recorder(candidate.rule)
+    if isinstance(engine, Baseline):
+        return None, {}
+    on_cpu = engine.target.device.type != "cuda"
+    has_fixed_tree = isinstance(engine.tree, StaticTree) and engine.tree.nodes > 1
+    if on_cpu and (engine.compile or not has_fixed_tree):
+        return None, {}
+    engine.profile = True
+    watched = candidate if engine.compile else replace(candidate, rule=recorder)
+    statistics = _statistics([timed(watched, [each]) for each in prompts])
+    engine.profile = False
+    return None if on_cpu else statistics, recorder.facts(engine.tree)
 
 
 def summarize(
@@ -357,20 +461,21 @@ def summarize(
     (default: the timed runs).
     """
     name = candidate.name
-    baselines = [each for each in BASELINES if each in runs]
-    sums_P2 = {each: _sums(runs[each]) for each in (*baselines, name)}
-    speeds = {each: float(sums[:, 0].sum() / sums[:, 1].sum()) for each, sums in sums_P2.items()}
-    best = max(baselines, key=speeds.__getitem__)
-    steps = [step for run in chain.from_iterable(runs[name]) for step in run.steps]
-    statistics = Statistics.of(steps)
+    units = batched(prompts, options.batch)
+    sums_P3 = {each: _sums(runs[each], units) for each in {*BASELINES, name} & runs.keys()}
+    speeds = {each: float(sums[:, 0].sum() / sums[:, 1].sum()) for each, sums in sums_P3.items()}
+    ours_P3, generate_P3 = sums_P3[name], sums_P3[GENERATE]
+    best = max(sums_P3.keys() & BASELINES, key=speeds.__getitem__)
+    speedup, speedup_ci95 = _compared(ours_P3, generate_P3, options)
+    cpu_speedup, cpu_speedup_ci95 = _compared(ours_P3[:, ::2], generate_P3[:, ::2], options)
+    over_best, over_best_ci95 = _compared(ours_P3, sums_P3[best], options)
+    statistics = _statistics(runs[name])
     profile = profile or statistics
     draft_seconds = profile.draft_seconds / max(profile.steps, 1)
     engine, gamma = candidate.engine, 0
-    if (
-        isinstance(engine, Speculator) and not engine.compile
-    ):  # which would not tell what drafts take
+    if isinstance(engine, Speculator) and not engine.compile:  # compiled: drafts are not timed
         gamma = max(engine.tree.depth, len(statistics.accepted))
-    plain = Statistics.of(step for run in chain.from_iterable(runs[PLAIN]) for step in run.steps)
+    plain = _statistics(runs[PLAIN])
     plain_seconds = (plain.draft_seconds + plain.verify_seconds) / max(plain.steps, 1)
     cost = draft_seconds / max(gamma, 1) / (plain_seconds or 1.0)
     reason = _why_not_comparable(target, options.sampling)
@@ -388,33 +493,69 @@ def summarize(
         tokens_per_second=speeds[name],
         baseline_tokens_per_second=speeds[GENERATE],
         plain_tokens_per_second=speeds[PLAIN],
-        speedup=speeds[name] / speeds[GENERATE],
-        speedup_ci95=speedup_interval(sums_P2[name], sums_P2[GENERATE], options),
-        speedup_over_best=speeds[name] / speeds[best],
-        speedup_over_best_ci95=speedup_interval(sums_P2[name], sums_P2[best], options),
+        speedup=speedup,
+        speedup_ci95=speedup_ci95,
+        cpu_speedup=cpu_speedup,
+        cpu_speedup_ci95=cpu_speedup_ci95,
+        speedup_over_best=over_best,
+        speedup_over_best_ci95=over_best_ci95,
         draft_seconds=draft_seconds,
         verify_seconds=profile.verify_seconds / max(profile.steps, 1),
         steps=statistics.steps,
-        tokens=sum(len(step.tokens) for step in steps),
+        tokens=int(ours_P3[:, 0].sum()),
         analysis=Analysis.of(
             statistics.acceptance_by_depth, gamma, cost, speeds[name] / speeds[PLAIN]
         ),
+        categories=_by_category(name, prompts, runs, options),
     )
 
 
-def _sums(runs: list[list[Run]]) -> Tensor:
-    """float64 (P, 2): tokens and seconds of each prompt, summed over repetitions."""
-    tokens = [sum(len(run.tokens) for run in repeated) for repeated in runs]
-    seconds = [sum(run.seconds for run in repeated) for repeated in runs]
-    return torch.tensor([tokens, seconds], dtype=torch.float64).T
+def _by_category(
+    name: str, prompts: Sequence[BenchPrompt], runs: Runs, options: BenchOptions
+) -> dict[str, CategoryResult]:
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(prompt.category or "", []).append(place)
+    results = {}
+    for category, chosen in places.items() if len(places) > 1 else ():
+        units = batched([prompts[place] for place in chosen], options.batch)
+        ours, generate = ([runs[each][place] for place in chosen] for each in (name, GENERATE))
+        compared = _compared(_sums(ours, units), _sums(generate, units), options)
+        tau = _statistics(ours).tokens_per_step
+        results[category] = CategoryResult(len(chosen), tau, *compared)
+    return results
+
+
+def _statistics(runs: Sequence[Sequence[Run]]) -> Statistics:
+    return Statistics.of(step for run in chain.from_iterable(runs) for step in run.steps)
+
+
+def _sums(runs: Sequence[Sequence[Run]], units: Sequence[Sequence[int]]) -> Tensor:
+    """float64 (P, 3): tokens, seconds and CPU seconds of each batch, summed over repetitions."""
+    sums = []
+    for unit in units:
+        together = [run for place in unit for run in runs[place]]
+        seconds = sum(run.seconds for run in together), sum(run.cpu_seconds for run in together)
+        sums.append([sum(len(run.tokens) for run in together), *seconds])
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+def _compared(
+    ours_P2: Tensor, baseline_P2: Tensor, options: BenchOptions
+) -> tuple[float, list[float]]:
+    """The ratio of tokens per second, and its interval."""
+    ours, baseline = ours_P2.sum(0), baseline_P2.sum(0)
+    ratio = float((ours[0] / ours[1]) / (baseline[0] / baseline[1]))
+    return ratio, speedup_interval(ours_P2, baseline_P2, options)
 
 
 def _divergence(
     target: Target, prompts: Sequence[BenchPrompt], runs: Runs, name: str
 ) -> Divergence | None:
-    """Compare every repetition with generate's first run of the prompt."""
+    """Compare every repetition with generate's first run of the prompt, alone."""
     differing = []
-    for prompt, references, repeated in zip(prompts, runs[GENERATE], runs[name], strict=True):
+    expected_P = runs.get(ALONE, runs[GENERATE])
+    for prompt, references, repeated in zip(prompts, expected_P, runs[name], strict=True):
         expected = references[0].tokens
         outputs = [run.tokens for run in repeated if run.tokens != expected]
         if outputs:
@@ -457,7 +598,8 @@ def top2_margin(target: Target, tokens: Sequence[int]) -> float:
 def speedup_interval(ours_P2: Tensor, baseline_P2: Tensor, options: BenchOptions) -> list[float]:
     """95 % interval [low, high] of the ratio of tokens per second: a paired bootstrap over prompts.
 
-    ours_P2, baseline_P2: float64 tokens and seconds of the same prompts. Each resample draws P
+    ours_P2, baseline_P2: float64 tokens and seconds (further columns do not count) of the same
+    prompts, or of batches of them. Each resample draws P
     prompts with replacement, the same for both sides, and takes the ratio of the sums.
     """
     prompts = len(ours_P2)
@@ -480,6 +622,7 @@ def describe_machine(target: Target) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "draftheads": version("draftheads"),
@@ -493,155 +636,6 @@ def machine_line(machine: dict[str, Any]) -> str:
     cpu = f"{machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} torch threads"
     return (
         f"{machine['gpu'] or cpu}, {machine['dtype']}, torch {machine['torch']}, "
-        f"transformers {machine['transformers']}, {machine['date'][:10]}"
+        f"transformers {machine['transformers']}, draftheads {machine['draftheads']}, "
+        f"{machine['date'][:10]}"
     )
-
-
-def write_json(report: BenchReport, path: str | Path) -> None:
-    """Write the report as JSON, atomically."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_text(Path(path), json.dumps(asdict(report), indent=2, allow_nan=False) + "\n")
-
-
-FACTS = ["nodes", "lossless", "tokens_per_step", "acceptance_by_depth", "speedup", "speedup_ci95"]
-FACTS += ["speedup_over_best", "tokens_per_second", "baseline_tokens_per_second"]
-FACTS += ["plain_tokens_per_second"]
-
-
-def measured_facts(report: BenchReport, name: str) -> dict[str, Any]:
-    """The entries of a head's config.json and model card for the result with this name."""
-    result = vars(report.result(name))
-    return {
-        **{key: result[key] for key in FACTS},
-        **{key: report.settings[key] for key in ("sampling", "prompts", "max_new_tokens")},
-        "machine": machine_line(report.machine),
-    }
-
-
-COLUMNS: dict[str, Callable[[Result], str]] = {
-    "τ": lambda result: f"{result.tokens_per_step:.2f}" if result.steps else "",
-    "tok/s": lambda result: f"{result.tokens_per_second:.0f}",
-    "speedup": lambda result: f"{result.speedup:.2f}",
-    "95 %": lambda result: "{:.2f}-{:.2f}".format(*result.speedup_ci95),
-    "vs best": lambda result: f"{result.speedup_over_best:.2f}",
-    "draft": lambda result: f"{result.draft_seconds * 1e3:.2f}" if result.steps else "",
-    "verify": lambda result: f"{result.verify_seconds * 1e3:.2f}" if result.steps else "",
-    "lossless": lambda result: {True: "yes", False: "NO", None: "n/a"}[result.lossless],
-}
-
-
-def print_report(report: BenchReport, console: Console | None = None) -> None:
-    """Print the table, `generate` first, and its footnotes."""
-    console = console or Console()
-    title = f"{report.settings['target']}: {report.settings['sampling']}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("candidate", overflow="fold", min_width=10)
-    for name in COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    generate = report.plain.baseline_tokens_per_second
-    rows = (report.plain, *report.heads)
-    others = [result.tokens_per_second for result in rows if result.name in BASELINES]
-    over_best = generate / max(generate, *others)
-    table.add_row(GENERATE, "", f"{generate:.0f}", "1.00", "", f"{over_best:.2f}")
-    for result in rows:
-        style = "bold red" if result.lossless is False else None
-        table.add_row(result.name, *[show(result) for show in COLUMNS.values()], style=style)
-    console.print(table)
-    analysed = [(result.name, result.analysis) for result in report.heads if result.analysis]
-    if analysed:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        table.add_column("chain model", overflow="fold", min_width=10)
-        for name in ("α", "γ", "c", "predicted", "measured", "best γ"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for name, model in analysed:
-            shares = f"{model.alpha:.2f}", str(model.gamma), f"{model.c:.2f}"
-            factors = f"{model.predicted:.2f}", f"{model.measured:.2f}", str(model.best_gamma)
-            table.add_row(name, *shares, *factors)
-        console.print(table)
-    console.print("\n".join(footnotes(report)), style="dim", markup=False, highlight=False)
-
-
-def footnotes(report: BenchReport) -> list[str]:
-    """Explanations of the table's numbers."""
-    settings, plain = report.settings, report.plain
-    notes = [
-        "generate: transformers' own. plain: this engine without a drafter. name@N: N draft nodes.",
-        "τ: tokens per target forward, bonus token counted. draft, verify: milliseconds per step.",
-        "speedup: tokens per second over generate's, prompt included; 95 % bootstrap interval over "
-        f"{settings['prompts']} prompts, runs interleaved in one process. vs best: over the "
-        "fastest of generate and plain, compiled or not.",
-        "α: acceptance per draft level. γ: levels. c: time per level over a plain step. predicted, "
-        "measured: times plain's speed, see docs/tuning.md.",
-        plain.lossless_reason or "lossless: all output equals generate's, token for token.",
-    ]
-    for result in (plain, *report.heads):
-        if found := result.first_divergence:
-            notes.append(
-                f"{result.name}: differs from generate in {found.prompts} prompts, first in prompt "
-                f"{found.prompt} at token {found.token}, where the target's top two logits are "
-                f"{found.top2_margin:.2g} apart."
-            )
-    if settings["prompts_shortened"] or settings["prompts_skipped"]:
-        notes.append(
-            f"{settings['prompts_shortened']} prompts got fewer new tokens, for lack of context; "
-            f"{settings['prompts_skipped']} prompts fill the context and were skipped."
-        )
-    if settings["compile"]:
-        notes.append(
-            "compiled: by torch.compile, before the measurement (generate: with a static cache); a "
-            "step is one function, whose time is under verify."
-        )
-    return [*notes, f"machine: {machine_line(report.machine)}."]
-
-
-COLOURS = ("#8a8f98", "#2f6fb0", "#d9822b", "#3a9a5b", "#a23b72", "#7a5fb5", "#6b6b2f")
-MUTED = "#444444"
-
-
-def plot(report: BenchReport, path: str | Path) -> None:
-    """Write a PNG, or the format of the suffix. Raises ImportError without matplotlib."""
-    families = {PLAIN: [report.plain]}  # name of a head -> one result per tree
-    for head in report.heads:
-        families.setdefault(head.name.removesuffix(f"@{head.nodes}"), []).append(head)
-    figure = new_figure(11, 2.6 + 0.38 * (1 + len(report.heads)))
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    for colour, (name, results) in zip(cycle(COLOURS), families.items(), strict=False):
-        names = [result.name for result in results]
-        bars = left.barh(names, [result.speedup for result in results], color=colour)
-        left.bar_label(bars, fmt="%.2f×", label_type="center", color="white")
-        left.hlines(names, *zip(*[r.speedup_ci95 for r in results], strict=True), color=MUTED)
-        sized = [result for result in results if result.nodes is not None]
-        taus = [result.tokens_per_step for result in sized]
-        right.plot([r.nodes for r in sized], taus, marker="o", label=name, color=colour)
-    left.axvline(1.0, color=MUTED, linestyle="--")
-    left.invert_yaxis()
-    left.set_xlabel("speedup over transformers' generate, 95 % interval over prompts")
-    right.set(xlabel="draft nodes", ylabel="tokens per step, bonus token counted", ylim=(0.0, None))
-    right.legend(frameon=False)
-    tidy(left)
-    tidy(right)
-    settings = report.settings
-    figure.suptitle(
-        f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
-        f"{settings['max_new_tokens']} new tokens"
-    )
-    figure.supxlabel(machine_line(report.machine), fontsize=7.5, color=MUTED)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib Figure, in inches. Raises ImportError without matplotlib."""
-    try:  # an optional dependency
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "the plot needs matplotlib; pip install matplotlib, or leave out the plot"
-        ) from error
-    # no pyplot: it would choose a global backend
-    return Figure(figsize=(width, height), layout="constrained", dpi=150)
-
-
-def tidy(axes: Any) -> None:
-    """Remove the frame at the top and right."""
-    axes.spines[["top", "right"]].set_visible(False)

@@ -332,7 +332,14 @@ class Baseline:
     def generate(
         self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
     ) -> Iterator[Step]:
-        """Continue one prompt like `Speculator.generate`, all in one Step.
+        """Continue one prompt like `Speculator.generate`, all in one Step."""
+        batch = self.generate_batch([prompt], sampling=sampling, max_new_tokens=max_new_tokens)
+        return filter(None, chain.from_iterable(batch))
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
+    ) -> Iterator[list[Step | None]]:
+        """Continue prompts of any lengths, padded on the left, all in one Step per row.
 
         `Typical` becomes plain sampling at its temperature. Raises ValueError for a rule that
         `generate` has no equivalent of.
@@ -360,12 +367,19 @@ class Baseline:
             config.cache_implementation = "static"
             config.compile_config = CompileConfig(mode=None, fullgraph=False)
             config.compile_config._compile_all_devices = True  # the CPU, too
-        tokens_1T = torch.tensor([prompt], device=self.target.device)
-        mask_1T = torch.ones_like(tokens_1T)
-        out_1T = self.target.model.generate(
-            tokens_1T, attention_mask=mask_1T, generation_config=config, **self.options
+        width, pad = max(map(len, prompts)), config.pad_token_id
+        padding = [width - len(prompt) for prompt in prompts]
+        tokens = [[pad] * n + list(prompt) for n, prompt in zip(padding, prompts, strict=True)]
+        mask = [[0] * n + [1] * (width - n) for n in padding]
+        out_BT = self.target.model.generate(
+            torch.tensor(tokens, device=self.target.device),
+            attention_mask=torch.tensor(mask, device=self.target.device),
+            generation_config=config,
+            **self.options,
         )
-        yield Step(out_1T[0, len(prompt) :].tolist(), -1, None, 0.0, 0.0)
+        rows = out_BT[:, width:].tolist()
+        ends = [next((i for i, t in enumerate(row, 1) if t in eos), len(row)) for row in rows]
+        yield [Step(row[:end], -1, None, 0.0, 0.0) for row, end in zip(rows, ends, strict=True)]
 
 
 @contextmanager

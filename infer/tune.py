@@ -206,7 +206,7 @@ class Track:
         said = "each takes up to a minute the first time, and seconds if torch's cache has it"
         self.console.print(f"compiling {len(candidates)} trees; {said}", style="dim")
         for number, each in enumerate(candidates, start=1):
-            seconds = timed(each, prompt).seconds
+            seconds = timed(each, [prompt])[0].seconds
             self.console.print(f"  tree {number}: {each.nodes} nodes, {seconds:.0f} s", style="dim")
         if not all(engine.compile for engine in self.engines.values()):
             raise ValueError(

@@ -32,6 +32,8 @@ Head = Annotated[str, Option(help=HEAD)]
 Heads = Annotated[list[str], Option(help="as for chat; repeatable")]
 Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
 Prompts = Annotated[str, Option(help="a prompt file, a folder of them, or a Hub data set")]
+PROMPTS = """spec-bench, mt-bench, humaneval, gsm8k, or a prompt file, a folder of them, or a Hub
+data set"""
 PromptWords = Annotated[int | None, Option(min=1, help="truncate plain texts to N words")]
 Limit = Annotated[int | None, Option(min=1, help="use only the first N prompts or conversations")]
 Split = Annotated[str, Option(help="split of a Hub data set")]
@@ -295,11 +297,12 @@ def demo(
 def bench(
     target: TargetName,
     head: Heads,
-    prompts: Prompts,
+    prompts: Annotated[str, Option(help=PROMPTS)],
     max_new_tokens: Annotated[int, Option(min=1)] = 128,
     nodes: Annotated[list[int] | None, Option(min=1, help="draft nodes to try; repeatable")] = None,
     tree: Trees = None,
-    limit: Annotated[int, Option(min=1, help="use only the first N prompts")] = 16,
+    batch: Annotated[int, Option(min=1, help="prompts decoded together")] = 1,
+    limit: Annotated[int, Option(min=1, help="prompts, taken evenly from all categories")] = 16,
     repetitions: Annotated[int, Option(min=1, help="runs of every prompt")] = 3,
     prompt_words: PromptWords = None,
     temperature: Temperature = 0.0,
@@ -308,6 +311,7 @@ def bench(
     typical: IsTypical = False,
     lenience: Lenience = None,
     json_out: Json = None,
+    markdown: Annotated[Path | None, Option(help="write the tables here")] = None,
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
     adaptive: IsAdaptive = False,
@@ -320,38 +324,33 @@ def bench(
 ) -> None:
     """Measure heads and other drafters against `generate` and this engine without drafts."""
     from draftheads.heads.hub import record_measured
-    from draftheads.infer.bench import BenchOptions, measured_facts, print_report, write_json
+    from draftheads.infer import bench_report as reports
+    from draftheads.infer.bench import BenchOptions
     from draftheads.infer.bench import bench as run
-    from draftheads.infer.bench import plot as draw
     from draftheads.infer.drafters import open_drafts
-    from draftheads.scripts.journey import check_outputs, contestants, load_drafts, opening_ids
+    from draftheads.scripts.journey import check_outputs, contestants, load_drafts, openings
 
-    check_outputs([json_out], head if card else [], plot)
+    check_outputs([json_out, markdown], head if card else [], plot)
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
     model = load_target(target, dtype, device, revision, folders)
     choose_threads(threads, model)
     sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
     loaded = load_drafts(drafts, model, sampling, adaptive)
-    options = BenchOptions(
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        repetitions=repetitions,
-        nodes=nodes or (),
-        seed=seed,
-        compile=compile,
-    )
-    ids = opening_ids(model, prompts, prompt_words, limit)
+    settings: dict[str, Any] = {"seed": seed, "compile": compile, "batch": batch}
+    options = BenchOptions(max_new_tokens, sampling, repetitions, nodes or (), **settings)
+    ids, categories = openings(model, prompts, prompt_words, limit)
     announce(compile)
-    report = run(model, contestants(model, loaded, tree or (), sampling), ids, options)
-    print_report(report)
-    if json_out:
-        write_json(report, json_out)
-    if plot:
-        draw(report, plot)
+    entries = contestants(model, loaded, tree or (), options)
+    report = run(model, entries, ids, options, categories=categories)
+    reports.print_report(report)
+    outputs = {reports.write_json: json_out, reports.write_markdown: markdown, reports.plot: plot}
+    for write, path in outputs.items():
+        if path:
+            write(report, path)
     for name, folder in zip(drafts, folders, strict=True) if card else ():
         results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
-        record_measured(folder.path, [measured_facts(report, each) for each in results])
+        record_measured(folder.path, [reports.measured_facts(report, each) for each in results])
 
 
 def tune(

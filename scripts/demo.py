@@ -15,7 +15,8 @@ from rich.console import Console
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import load_head
 from draftheads.heads.target import Target
-from draftheads.infer.bench import BenchOptions, BenchReport, bench, print_report, write_json
+from draftheads.infer.bench import BenchOptions, BenchReport, bench
+from draftheads.infer.bench_report import print_report, write_json
 from draftheads.infer.chat import sample_chat
 from draftheads.infer.engine import Speculator
 from draftheads.scripts.journey import opening_ids

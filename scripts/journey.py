@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,19 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import parse_tree
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.adaptive import Adaptive
-from draftheads.infer.bench import Entry, new_figure
+from draftheads.infer.bench import BenchOptions, Entry
+from draftheads.infer.bench_report import new_figure
 from draftheads.infer.costs import Costs
 from draftheads.infer.draft_model import DraftModel, EarlyExit, drawing
 from draftheads.infer.drafters import Drafts, NGram
 from draftheads.infer.engine import Baseline, DrafterSource
 from draftheads.infer.text import encode_prompt
-from draftheads.train.data.prompts import read_prompts
+from draftheads.train.data.prompts import Prompt, read_prompts
 
 LOOKUP_TOKENS = 10
 """prompt_lookup_num_tokens of transformers' own prompt lookup, as in its documentation."""
+CATEGORISED = 10_000
+"""Prompts that are read, at most, to take some of every category."""
 
 
 def load_drafts(
@@ -55,33 +60,50 @@ def opening_ids(
     target: Target, source: str, prompt_words: int | None, limit: int | None
 ) -> list[list[int]]:
     """Token ids of the prompts in `source`; conversations end with their first user turn."""
-    ids = []
-    for prompt in read_prompts(source, limit=limit, prompt_words=prompt_words):
-        if prompt.messages is None:
-            ids.append(encode_prompt(target.tokenizer, prompt.text or ""))
-        else:
-            first = [message["role"] for message in prompt.messages].index("user")
-            ids.append(encode_prompt(target.tokenizer, prompt.messages[: first + 1]))
-    return ids
+    return openings(target, source, prompt_words, limit)[0]
+
+
+def openings(
+    target: Target, source: str, prompt_words: int | None, limit: int | None
+) -> tuple[list[list[int]], list[str | None]]:
+    """Token ids as of `opening_ids`, and categories. If the prompts have categories, the first
+    CATEGORISED are read, and `limit` are taken in turns from each.
+    """
+    prompts = read_prompts(source, limit=limit, prompt_words=prompt_words)
+    if limit and any(prompt.category for prompt in prompts):
+        by_category: dict[str | None, list[Prompt]] = defaultdict(list)
+        for prompt in read_prompts(source, limit=CATEGORISED, prompt_words=prompt_words):
+            by_category[prompt.category].append(prompt)
+        turns = chain.from_iterable(zip_longest(*by_category.values()))
+        prompts = list(islice(filter(None, turns), limit))
+    return [_opening(target, each) for each in prompts], [each.category for each in prompts]
+
+
+def _opening(target: Target, prompt: Prompt) -> list[int]:
+    if prompt.messages is None:
+        return encode_prompt(target.tokenizer, prompt.text or "")
+    first = [message["role"] for message in prompt.messages].index("user")
+    return encode_prompt(target.tokenizer, prompt.messages[: first + 1])
 
 
 def contestants(
-    target: Target, drafts: Mapping[str, DrafterSource], trees: Sequence[str], rule: Acceptance
+    target: Target, drafts: Mapping[str, DrafterSource], trees: Sequence[str], options: BenchOptions
 ) -> dict[str, Entry]:
-    """The drafters, `with_trees`. With a greedy rule also transformers' own `generate` with each
-    kind of drafter that it has, too.
+    """The drafters, `with_trees`. With a greedy rule and single prompts also transformers' own
+    `generate` with each kind of drafter that it has, too.
     """
     entries = with_trees(drafts, trees)
-    for name, each in drafts.items() if isinstance(rule, Greedy) else ():
+    has_rivals = isinstance(options.sampling, Greedy) and options.batch == 1
+    for name, each in drafts.items() if has_rivals else ():
         if isinstance(each, NGram):
-            options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+            extra: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
         elif isinstance(each, DraftModel):
-            options = {"assistant_model": each.model.model}
+            extra = {"assistant_model": each.model.model}
         elif isinstance(each, EarlyExit):
-            options = {"assistant_early_exit": each.layers}
+            extra = {"assistant_early_exit": each.layers}
         else:
             continue
-        entries[f"generate {name}"] = Baseline(target, **options)
+        entries[f"generate {name}"] = Baseline(target, **extra)
     return entries
 
 

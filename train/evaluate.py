@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -251,8 +251,9 @@ class Evaluator:
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             if mine:
+                first = replace(mine[0], limit=min(WARM_UP, mine[0].limit))
                 for candidate in (plain, heads):
-                    list(candidate.generate(mine[0].prompt, min(WARM_UP, mine[0].limit)))
+                    list(candidate.generate([first]))
             for prompt in mine:
                 run = _seeded(heads, prompt, rule)
                 other = _seeded(plain, prompt, rule) if prompt.number < TIMED else None
@@ -265,7 +266,7 @@ def _seeded(candidate: Candidate, prompt: BenchPrompt, rule: Acceptance) -> Run:
     """Random numbers depend on the prompt, not on the process."""
     torch.manual_seed(prompt.number)
     rule.seed(prompt.number)
-    return timed(candidate, prompt)
+    return timed(candidate, [prompt])[0]
 
 
 def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[BenchPrompt]:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from draftheads.heads.card import flat, markdown_table
 from draftheads.heads.files import write_text
 from draftheads.heads.hub import read_config, step_folders
-from draftheads.infer.bench import MUTED, new_figure, tidy
+from draftheads.infer.bench_report import MUTED, new_figure, tidy
 from draftheads.train.checkpoint import BEST, STATE, TRAINER, RunState, read_state
 from draftheads.train.evaluate import Evaluation
 from draftheads.train.recipe import Recipe

@@ -1,5 +1,5 @@
 """The promise: --head takes every drafter by its name, and the table has transformers' own beside
-it.
+it; --limit is spread over categories.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from draftheads.heads.hub import record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.costs import Costs
+from draftheads.infer.text import encode_prompt
 from draftheads.scripts import commands
+from draftheads.scripts.journey import openings
 
 
 @pytest.fixture
@@ -112,3 +114,38 @@ def test_an_adaptive_head_is_a_candidate_of_its_own(run, target, heads):  # noqa
 def test_what_was_not_tuned_cannot_tell_whether_it_pays(run, target, heads, head):  # noqa: F811
     named = head if head == "ngram" else heads / head
     failed(run("chat", "--head", named, "--target", target, "--adaptive"), "draftheads tune")
+
+
+def test_prompts_are_taken_evenly_from_all_categories(tmp_path):
+    """Spec-Bench's layout. Only first turns are decoded."""
+    names = ["writing"] * 5 + ["qa"] * 2 + ["rag"]
+    records = [
+        {"question_id": n, "category": name, "turns": [f"question {n}", "and then?"]}
+        for n, name in enumerate(names)
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    tiny = llama()
+    ids, categories = openings(tiny, str(path), None, 6)
+    assert categories == ["writing", "qa", "rag", "writing", "qa", "writing"]
+    one = [{"role": "user", "content": "question 5"}]
+    assert ids[1] == encode_prompt(tiny.tokenizer, one)
+    assert openings(tiny, str(path), None, 99)[1].count("writing") == 5
+
+
+@pytest.mark.slow
+def test_a_bench_of_batches_writes_what_it_says(run, target, heads, tmp_path):  # noqa: F811
+    source = tmp_path / "question.jsonl"
+    source.write_text("\n".join(json.dumps({"turns": ["hi"], "category": c}) for c in "aabb"))
+    outputs = {name: tmp_path / f"bench.{name}" for name in ("json", "md", "png")}
+    code, table, _ = run(
+        *["bench", "--target", target, "--head", heads / "medusa", "--head", "ngram"],
+        *["--prompts", source, "--batch", 2, "--repetitions", 1, "--max-new-tokens", 8],
+        *["--json", outputs["json"], "--markdown", outputs["md"], "--plot", outputs["png"]],
+    )
+    assert code == 0 and "batches of 2" in table and "category" in table
+    rows = json.loads(outputs["json"].read_text())["heads"]
+    assert [row["name"] for row in rows] == ["medusa", "ngram"]
+    assert all(row["lossless"] and set(row["categories"]) == {"a", "b"} for row in rows)
+    assert "| medusa |" in outputs["md"].read_text()
+    assert outputs["png"].read_bytes().startswith(b"\x89PNG")

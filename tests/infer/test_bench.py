@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from io import StringIO
 
 import pytest
@@ -19,19 +21,30 @@ from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
 from draftheads.infer.accept import Greedy, Processed, Sampled, Typical
 from draftheads.infer.bench import (
+    GENERATE,
+    PLAIN,
     Analysis,
     BenchOptions,
+    BenchPrompt,
+    Candidate,
+    Run,
+    batched,
     bench,
+    speedup_interval,
+    summarize,
+    top2_margin,
+    walltime_factor,
+)
+from draftheads.infer.bench_report import (
     footnotes,
     measured_facts,
     plot,
     print_report,
-    speedup_interval,
-    top2_margin,
-    walltime_factor,
+    tree_spots,
     write_json,
+    write_markdown,
 )
-from draftheads.infer.engine import Baseline, Speculator, without_defaults
+from draftheads.infer.engine import Baseline, Speculator, Step, without_defaults
 
 NEW = 21  # one token from the prefill and four steps of an oracle of depth 4
 CHAIN = StaticTree.from_widths((1, 1, 1, 1))
@@ -46,6 +59,9 @@ HEAD_FIELDS = {
     "plain_tokens_per_second": float,
     "speedup": float,
     "speedup_ci95": list,
+    "cpu_speedup": float,
+    "cpu_speedup_ci95": list,
+    "categories": dict,
     "speedup_over_best": float,
     "speedup_over_best_ci95": list,
     "draft_seconds": float,
@@ -90,7 +106,7 @@ def oracle(target, prompts):
 def report(target, prompts, oracle):
     heads = {"medusa": MedusaHead.create(target), "oracle": oracle}
     options = BenchOptions(max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2, resamples=50)
-    return bench(target, heads, prompts, options)
+    return bench(target, heads, prompts, options, categories=["prose", "code", None])
 
 
 def quick(target, prompts, heads=None, **choices):
@@ -110,11 +126,13 @@ def test_json_has_every_field_with_its_type(report, tmp_path):
         low, high = row["speedup_ci95"]
         assert 0 < low <= high
     assert set(written["machine"]) == {
-        *("cpu", "cores", "torch_threads", "gpu", "torch", "transformers", "draftheads"),
-        *("dtype", "date"),
+        *("cpu", "cores", "torch_threads", "gpu", "dtype", "date"),
+        *("python", "torch", "transformers", "draftheads"),
     }
     assert written["machine"]["gpu"] is None
-    assert written["settings"]["prompts"] == 3
+    settings = written["settings"]
+    assert (settings["prompts"], settings["seed"], settings["batch"]) == (3, 0, 1)
+    assert settings["command"].endswith(shlex.join(sys.argv[1:]))
 
 
 def test_tree_sizes_are_cut_from_the_heads_own_tree(report):
@@ -152,7 +170,8 @@ def liar(prompts, monkeypatch):
     wrong = {tuple(prompt): [0] * 4 + [1] * 20 for prompt in prompts}
 
     def gullible(tree, chosen_BN):
-        return accept.take(tree, torch.tensor([tree.tokens_BN.shape[1] - 1]), chosen_BN[:, -1])
+        rows, nodes = tree.tokens_BN.shape
+        return accept.take(tree, torch.full((rows,), nodes - 1), chosen_BN[:, -1])
 
     monkeypatch.setattr(accept, "follow", gullible)
     return lambda: Recall(wrong), CHAIN
@@ -195,6 +214,8 @@ def test_in_bfloat16_a_difference_is_reported_and_not_judged(prompts, liar):
     assert (row.first_divergence.prompts, row.first_divergence.prompt) == (3, 0)
     assert "bfloat16" in row.lossless_reason
     assert report.machine["dtype"] == "bfloat16"
+    notes = [note for note in footnotes(report) if note.startswith("liar: differs")]
+    assert f"logits are {row.first_divergence.top2_margin:.2g} apart" in notes[0]
 
 
 def test_generate_ignores_the_models_own_generation_config(prompts):
@@ -271,6 +292,122 @@ def test_an_equal_contestant_has_an_interval_of_one_point():
     assert speedup_interval(sums, sums, BenchOptions()) == [1.0, 1.0]
 
 
+def measured(prompts, seconds, batch=1):
+    """The result of a candidate whose runs of 10 tokens in one step took (wall, CPU) seconds; those
+    of the baselines took (2, 1).
+    """
+    steps = [Step([1] * 10, 3, "length", 0.0, 0.0)]
+    runs = {name: [[Run(steps, 2.0, 1.0)] for _ in prompts] for name in (GENERATE, PLAIN)}
+    runs["head"] = [[Run(steps, *each)] for each in seconds]
+    target = tiny_target()
+    candidate = Candidate("head", 4, Speculator(target), Greedy())
+    return summarize(candidate, target, prompts, runs, BenchOptions(resamples=200, batch=batch))
+
+
+def some_of(*categories):
+    return [BenchPrompt(n, [1, 2], 10, category) for n, category in enumerate(categories)]
+
+
+def test_wall_time_and_cpu_time_are_two_speedups():
+    row = measured(some_of(None, None), [(1.0, 0.25), (1.0, 0.25)])
+    assert (row.speedup, row.cpu_speedup) == (2.0, 4.0)
+    assert (row.speedup_ci95, row.cpu_speedup_ci95) == ([2.0, 2.0], [4.0, 4.0])
+
+
+def test_categories_are_measured_apart():
+    row = measured(some_of("code", "code", "math"), [(0.5, 1.0), (1.5, 1.0), (4.0, 1.0)])
+    code, math = row.categories["code"], row.categories["math"]
+    assert (code.prompts, code.speedup, math.prompts, math.speedup) == (2, 2.0, 1, 0.5)
+    assert code.speedup_ci95[0] < 2.0 < code.speedup_ci95[1]
+    assert code.tokens_per_step == 10.0
+    assert measured(some_of("code"), [(1.0, 1.0)]).categories == {}
+
+
+def test_the_interval_of_batches_is_over_batches():
+    """Rows of a batch took the same time, so four of them know no more than one."""
+    seconds = [(1.0, 1.0)] * 4 + [(2.0, 1.0)] * 4
+    alone, together = (measured(some_of(*[None] * 8), seconds, batch) for batch in (1, 4))
+    assert alone.speedup == together.speedup
+    assert together.speedup_ci95 == [1.0, 2.0]
+    assert alone.speedup_ci95[0] > 1.0
+
+
+def test_batches_have_prompts_of_one_category():
+    prompts = some_of("a", "a", "a", "b", "b")
+    assert batched(prompts, 2) == [[0, 1], [2], [3, 4]]
+    assert batched(prompts, 1) == [[0], [1], [2], [3], [4]]
+
+
+def test_rows_of_a_batch_are_compared_with_each_prompt_alone(target, prompts):
+    """The third prompt leaves room for three tokens only, so its batch gets no more."""
+    prompts = [*prompts, *some_prompts(CONTEXT - 3)]
+    report = quick(target, prompts, {"medusa": MedusaHead.create(target)}, batch=3)
+    assert [row.lossless for row in (report.plain, *report.heads)] == [True, True]
+    assert report.plain.tokens == 3 * 9 + 3
+    assert any("batches" in note for note in footnotes(report))
+
+
+def test_a_wrong_row_of_a_batch_is_called_so(target, prompts, liar):
+    wrong = {"liar": (lambda: Oracle(CHAIN, [[0] * 30] * 2, vocab_size=VOCABULARY), CHAIN)}
+    report = quick(target, prompts[:2], wrong, batch=2)
+    assert report.plain.lossless is True
+    assert report.result("liar").first_divergence.prompts == 2
+
+
+def test_generate_pads_prompts_of_a_batch_on_the_left(prompts):
+    target = Target(random_model("llama"), name="tiny-eos")
+    target.eos_ids = (greedy(target, prompts[0], 4)[3],)
+    with without_defaults(target):
+        [rows] = Baseline(target).generate_batch(prompts, sampling=Greedy(), max_new_tokens=9)
+        for prompt, row in zip(prompts, rows, strict=True):
+            [alone] = Baseline(target).generate(prompt, sampling=Greedy(), max_new_tokens=9)
+            assert row.tokens == alone.tokens
+    assert rows[0].tokens[-1] in target.eos_ids and len(rows[0].tokens) <= 4
+    assert max(len(row.tokens) for row in rows) == 9, "one row ends before another"
+
+
+ORDERS = {
+    "as given": lambda path: 0,
+    "depth first": lambda path: path,
+    "by levels": lambda path: (len(path), path),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_acceptance_by_node_is_that_of_the_paths(target, prompts, order):
+    """Whatever order a drafter gives to the nodes of its tree."""
+    tree = StaticTree(((0,), (0, 0), (0, 0, 0), (1,), (1, 0), (0, 0, 1)))
+    drafted = StaticTree(tuple(sorted(tree.paths, key=order)))
+    truth = greedy(target, prompts[0], NEW)
+    oracle = lambda: Oracle(drafted, [truth], vocab_size=VOCABULARY)  # noqa: E731
+    report = quick(target, prompts[:1], {"oracle": (oracle, tree)}, max_new_tokens=NEW)
+    [row] = report.heads
+    assert row.tree == tree.to_json()
+    assert row.acceptance_by_node == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert row.acceptance_by_depth == [1.0] * 3
+    assert report.plain.tree is None
+
+
+def test_other_trees_than_the_fixed_one_are_not_counted(target, prompts):
+    truth, wide = greedy(target, prompts[0], NEW), StaticTree.from_widths((4,))
+    oracle = lambda: Oracle(CHAIN, [truth], vocab_size=VOCABULARY)  # noqa: E731
+    report = quick(target, prompts[:1], {"oracle": (oracle, wide)}, max_new_tokens=NEW)
+    assert report.result("oracle").acceptance_by_node is None
+
+
+def test_a_tree_is_drawn_with_the_best_ranks_on_top():
+    spots = tree_spots([(0,), (2,), (0, 0), (0, 1), (0, 0, 2), (2, 0)])
+    rows = [
+        [(), (0,), (0, 0), (0, 0, 2)],
+        ["-", "-", (0, 1)],
+        ["-", (2,), (2, 0)],
+    ]
+    drawn = {(depth, y): path for y, row in enumerate(rows) for depth, path in enumerate(row)}
+    assert {spot: path for path, spot in spots.items()} == {
+        spot: path for spot, path in drawn.items() if path != "-"
+    }
+
+
 @pytest.mark.parametrize(("alpha", "gamma", "c"), [(0.8, 5, 0.02), (0.3, 1, 0.5), (0.99, 40, 0)])
 def test_the_walltime_factor_is_that_of_the_paper(alpha, gamma, c):
     expected = (1 - alpha ** (gamma + 1)) / ((1 - alpha) * (gamma * c + 1))
@@ -318,11 +455,25 @@ def test_the_table_and_its_footnotes_name_what_they_count(report):
         "best γ",
         "medusa@16",
         "generate",
+        "category",
+        "CPU",
         "bonus token counted",
         "interleaved",
         "token for token",
     ):
         assert text in out.getvalue()
+
+
+def test_markdown_has_the_tables(report, tmp_path):
+    write_markdown(report, tmp_path / "a" / "bench.md")
+    text = (tmp_path / "a" / "bench.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("|")]
+    main, by_category, chain = rows[:8], rows[8:16], rows[16:]
+    assert [{len(row) for row in table} for table in (main, by_category, chain)] == [{10}, {6}, {7}]
+    assert [row[0] for row in main[3:]] == ["| plain", *(f"| {each.name}" for each in report.heads)]
+    assert [row[0] for row in by_category[2::2]] == ["| code", "| other", "| prose"]
+    for fact in ("seed 0", "machine: ", torch.__version__, "command: "):
+        assert fact in text
 
 
 def test_progress_is_quiet_without_a_terminal(target, prompts, capsys):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftheads.train.data.prompts import Hub, Prompt, read_conversations, read_prompts
+from draftheads.train.data.prompts import SETS, Hub, Prompt, read_conversations, read_prompts
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")
@@ -73,6 +73,7 @@ def test_stories_give_paragraphs_or_openings() -> None:
         ({"instruction": "add", "input": "1 2", "output": "3", "text": "x"}, user("add\n\n1 2")),
         ({"instruction": "greet", "input": ""}, user("greet")),
         ({"turns": ["one", "two"]}, user("one", "two")),
+        ({"question": "2 + 3?", "answer": "5"}, user("2 + 3?")),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, user("a")),
         (
             {"system": "be kind", "conversations": [{"from": "human", "value": "hi"}]},
@@ -120,8 +121,8 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     calls = []
 
-    def load_dataset(*args: Any, **kwargs: Any) -> list[dict[str, str]]:
-        calls.append((args, kwargs))
+    def load_dataset(**kwargs: Any) -> list[dict[str, str]]:
+        calls.append(kwargs)
         return [{"text": "a"}, {"text": "b"}]
 
     monkeypatch.chdir(tmp_path)
@@ -130,12 +131,61 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(read_prompts("owner/name")) == 2
     assert len(read_prompts("owner/name", hub=Hub(streaming=True))) == 2
     assert len(read_prompts("owner/name", hub=Hub(streaming=False), limit=1)) == 1
+    named = {"path": "owner/name", "name": None}
     assert calls == [
-        (("owner/name", "main"), {"split": "test", "streaming": True}),
-        (("owner/name", None), {"split": "train", "streaming": False}),
-        (("owner/name", None), {"split": "train", "streaming": True}),
-        (("owner/name", None), {"split": "train", "streaming": False}),
+        {**named, "name": "main", "split": "test", "streaming": True},
+        {**named, "split": "train", "streaming": False},
+        {**named, "split": "train", "streaming": True},
+        {**named, "split": "train", "streaming": False},
     ]
+
+
+SET_RECORDS = {  # the columns of each set
+    "spec-bench": {"question_id": 81, "category": "writing", "turns": ["hi", "again"]},
+    "mt-bench": {"prompt": ["hi", "again"], "prompt_id": 8, "category": "math", "reference": []},
+    "humaneval": {
+        "task_id": "HumanEval/0",
+        "prompt": "hi",
+        "canonical_solution": "pass",
+        "test": "",
+        "entry_point": "f",
+    },
+    "gsm8k": {"question": "hi", "answer": "5"},
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_by_its_name(name: str, monkeypatch: Any, tmp_path: Path, hub: Any) -> None:
+    """`datasets` reads them from folders named like those of the Hub, Spec-Bench from a server."""
+    pytest.importorskip("datasets")
+    record = SET_RECORDS[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    if name == "spec-bench":
+        pytest.importorskip("aiohttp", reason="datasets reads addresses with it")
+        hub.repos["me/spec"] = {"files": {"question.jsonl": json.dumps(record).encode()}}
+        address = f"{hub.url}/me/spec/resolve/main/question.jsonl"
+        monkeypatch.setitem(SETS[name], "data_files", address)
+    else:
+        folder = tmp_path / SETS[name]["path"] / SETS[name].get("name", "")
+        folder.mkdir(parents=True)
+        lines(folder / f"{SETS[name]['split']}-00000-of-00001.jsonl", record)
+        if name == "gsm8k":
+            card = (
+                "configs:\n- config_name: main\n  data_files:\n  - {split: test, path: main/test-*}"
+            )
+            (folder.parent / "README.md").write_text(f"---\n{card}\n---\n")
+    turns = user("hi", "again") if name in ("spec-bench", "mt-bench") else user("hi")
+    expected = [Prompt(0, turns, category=record.get("category"))]
+    assert read_prompts(name, limit=1) == read_prompts(name) == expected
+
+
+def test_a_category_is_text(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "p.jsonl", {"text": "a", "category": "qa"}, {"text": "b", "category": 3}
+    )
+    assert [prompt.category for prompt in read_prompts(path)] == ["qa", None]
 
 
 # ---------------------------------------------------------------- what is refused
@@ -144,7 +194,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
-        ({"question": "hi"}, r"one of the keys messages, .*, got keys question; rename"),
+        ({"query": "hi"}, r"one of the keys messages, .*, got keys query; rename"),
         (["hi"], r"expected an object .* got list"),
         ({"text": "  "}, r"text: expected a question, got an empty string; remove the record"),
         ({"turns": []}, r"turns: expected a user turn, found none; .*--skip-empty"),

@@ -1,9 +1,9 @@
 """Prompts and conversations, read from files, folders and Hub data sets.
 
 Files: .json (a list, {"data": [...]}, or JSON lines), .jsonl, .jsonl.gz, .parquet, .txt and .md; a
-folder of them (README, LICENSE and hidden files are ignored); or a Hub data set, "owner/name" or
-"owner/name:config". In a .txt or .md file each paragraph is a record or, without blank lines, each
-line.
+folder of them (README, LICENSE and hidden files are ignored); a Hub data set, "owner/name" or
+"owner/name:config"; or one of SETS by name. In a .txt or .md file each paragraph is a record or,
+without blank lines, each line.
 
 Layouts of a record; the first key that is present and not null decides:
 
@@ -13,8 +13,10 @@ Layouts of a record; the first key that is present and not null decides:
     instruction     "..." with optional "input" (Alpaca)      conversation of one turn
     prompt          "..." or a list of messages               conversation
     text            "..."                                     plain text that the target continues
+    question        "..." (GSM8K)                             conversation of one turn
 
-Errors name the record: "prompts.jsonl line 17, messages, turn 2: expected ...".
+In any layout, `category` may name the kind of a prompt. Errors name the record: "prompts.jsonl line
+17, messages, turn 2: expected ...".
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,8 +38,15 @@ from typing import Any, Literal
 from jinja2.exceptions import TemplateError
 
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".parquet", ".txt", ".md")
-LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text")
+LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text", "question")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench"
+SETS: dict[str, dict[str, str]] = {  # name -> arguments of datasets.load_dataset
+    "spec-bench": {"path": "json", "data_files": f"{SPEC_BENCH}/question.jsonl", "split": "train"},
+    "mt-bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
+    "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
+    "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
+}
 ROLES = {  # our role -> names of it in data sets
     "user": ("user", "human", "prompter"),
     "system": ("system", "developer"),
@@ -81,6 +90,7 @@ class Prompt:
     index: int
     messages: Messages | None = None
     text: str | None = None
+    category: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,8 @@ def read_prompts(
             raise ValueError(f"{name}: expected a positive number, got {value}")
     records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
     prompts: list[Prompt] = []
-    for where, messages, text in _parsed(records, _Kept(tools == "keep"), limit, skip_empty):
+    kept = _Kept(tools == "keep")
+    for where, messages, text, category in _parsed(records, kept, limit, skip_empty):
         if prompt_words is not None:
             if text is None:
                 raise ValueError(
@@ -122,7 +133,7 @@ def read_prompts(
                 )
             words = itertools.islice(re.finditer(r"\S+", text), prompt_words)
             text = text[: max(word.end() for word in words)]
-        prompts.append(Prompt(len(prompts), messages, text))
+        prompts.append(Prompt(len(prompts), messages, text, category))
     if not prompts:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
@@ -146,7 +157,7 @@ def read_conversations(
     kept = _Kept(tools == "keep", answers=True, reasoning=reasoning == "keep")
     records = _records(source, hub or Hub(), limit, by_line=False)
     conversations = []
-    for where, messages, _ in _parsed(records, kept, limit, skip_empty=True):
+    for where, messages, *_ in _parsed(records, kept, limit, skip_empty=True):
         if messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
         conversations.append(messages)
@@ -183,11 +194,11 @@ def check_tools(tokenizer: Any, template_args: dict[str, Any]) -> None:
 
 
 def check_source(source: str | Path) -> Path:
-    """The path of a source, ~ expanded. Raises ValueError for what is neither a file nor a folder,
-    and cannot be the name of a data set or is more likely a misspelt file.
+    """The path of a source, ~ expanded. Raises ValueError for what is neither a file, a folder nor
+    one of SETS, and cannot be the name of a data set or is more likely a misspelt file.
     """
     path = Path(os.path.expanduser(source))
-    if str(source) and path.exists():
+    if str(source) and (path.exists() or str(source) in SETS):
         return path
     files = []
     if path.parent.is_dir():
@@ -223,7 +234,9 @@ def _records(
             yield from _file_records(file, by_line)
     else:
         streaming = limit is not None if hub.streaming is None else hub.streaming
-        yield from _hub_records(str(source), hub.split, streaming=streaming)
+        name, _, config = str(source).partition(":")
+        given = {"path": name, "name": config or None, "split": hub.split}
+        yield from _hub_records(str(source), SETS.get(name, given), streaming=streaming)
 
 
 def _has_prompts(path: Path, folder: Path) -> bool:
@@ -232,14 +245,17 @@ def _has_prompts(path: Path, folder: Path) -> bool:
     return path.is_file() and path.name.lower().endswith(SUFFIXES) and not (about or hidden)
 
 
-def _hub_records(source: str, split: str, *, streaming: bool) -> Iterator[tuple[str, Any]]:
-    name, _, config = source.partition(":")
+def _hub_records(
+    source: str, given: Mapping[str, str | None], *, streaming: bool
+) -> Iterator[tuple[str, Any]]:
+    """The records of a data set. given: arguments of `datasets.load_dataset`."""
+    split = given["split"]
     failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError)
     try:
         import datasets  # slow, and optional
 
         failures += (datasets.exceptions.DatasetsError,)
-        rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+        rows = datasets.load_dataset(**given, streaming=streaming)
         for number, record in enumerate(rows, start=1):
             yield f"{source} [{split}] record {number}", record
     except failures as error:
@@ -316,13 +332,15 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parsed(
     records: Iterator[tuple[str, Any]], kept: _Kept, limit: int | None, skip_empty: bool
-) -> Iterator[tuple[str, Messages | None, str | None]]:
-    """Yield (place, messages, text), `limit` at most, and log what was left out at the end."""
+) -> Iterator[tuple[str, Messages | None, str | None, str | None]]:
+    """Yield (place, messages, text, category), `limit` at most; then log what was left out."""
     number = 0
     for where, record in records:
         try:
             messages, text = _parse(where, record, kept)
-            json.dumps([messages, text], ensure_ascii=False).encode()
+            category = record.get("category")
+            category = category if isinstance(category, str) else None
+            json.dumps([messages, text, category], ensure_ascii=False).encode()
         except EmptyPromptError:
             if not skip_empty:
                 raise
@@ -331,7 +349,7 @@ def _parsed(
             raise ValueError(
                 f"{where}: expected text in Unicode, got {error}; fix or remove the record"
             ) from error
-        yield where, messages, text
+        yield where, messages, text, category
         number += 1
         if number == limit:
             break
@@ -357,7 +375,7 @@ def _parse(where: str, record: Any, kept: _Kept) -> tuple[Messages | None, str |
         value = _question(where, value, kept)
         extra = _text(f"{where}, input", record.get("input") or "", kept)
         value = [f"{value}\n\n{extra}" if extra.strip() else value]
-    elif layout == "prompt" and isinstance(value, str):
+    elif layout in ("prompt", "question") and isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
         raise ValueError(f"{where}: expected a list of turns, got {_describe(value)}")
