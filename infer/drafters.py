@@ -50,6 +50,15 @@ class RowTree:
             self.depths.append(self.depths[parent] + 1)
         return child
 
+    def agreed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens lie on a path from the root, up to the first that does not."""
+        node = 0
+        for count, token in enumerate(tokens):
+            node = self._children.get((node, token), -1)
+            if node < 0:
+                return count
+        return len(tokens)
+
     def only(self, nodes: Iterable[int]) -> RowTree:
         """The tree of the root and these nodes, whose parents must be among them."""
         tree, places = RowTree(self.tokens[0]), {0: 0}
@@ -198,13 +207,18 @@ class Merged:
 
 
 class MergedDrafter:
-    """Asks all its parts in each step, and merges what they propose."""
+    """Asks all its parts in each step, and merges what they propose. In each row, parts that were
+    right lately have more of the nodes.
+    """
 
     def __init__(self, parts: Sequence[Drafter], nodes: int) -> None:
         self.parts, self.nodes = parts, nodes
         self.feature_layers = sum((part.feature_layers for part in parts), ())
+        self.rows: list[tuple[RowTree, ...]] = []  # of each part, the newest
+        self.weights: list[list[float]] = []  # of each row and part
 
     def propose(self, committed: Committed) -> TokenTree:
+        self._learn(committed)
         features_BAD, proposed, end = committed.features_BAD, [], 0
         width = features_BAD.shape[-1] // max(len(self.feature_layers), 1)
         for part in self.parts:
@@ -212,21 +226,37 @@ class MergedDrafter:
             tree = part.propose(replace(committed, features_BAD=features_BAD[:, :, start:end]))
             tokens, parents = tree.tokens_BN, tree.topology.parents_BN.expand_as(tree.tokens_BN)
             proposed.append(map(RowTree.of, tokens.tolist(), parents.tolist()))
-        rows = [union(trees, self.nodes) for trees in zip(*proposed, strict=True)]
+        self.rows = list(zip(*proposed, strict=True))
+        self.weights = self.weights or [[1.5] * len(self.parts) for _ in self.rows]
+        each = zip(self.rows, self.weights, strict=True)
+        rows = [union(trees, self.nodes, weights) for trees, weights in each]
         return stacked(rows, committed.tokens_BA.device)
 
+    def _learn(self, committed: Committed) -> None:
+        """Weights are half a token more than a mean, over recent drafts, of the tokens that were
+        right.
+        """
+        written = zip(committed.tokens_BA.tolist(), committed.counts, strict=True)
+        for trees, weights, (tokens, count) in zip(self.rows, self.weights, written, strict=False):
+            for part, tree in enumerate(trees):
+                if count and len(tree.tokens) > 1:
+                    weights[part] += (tree.agreed(tokens[:count]) + 0.5 - weights[part]) / 2
 
-def union(trees: Sequence[RowTree], nodes: int) -> RowTree:
-    """All paths of these trees, each once. Up to `nodes` nodes, the trees take turns; each gives
-    its nodes from the root down.
+
+def union(trees: Sequence[RowTree], nodes: int, weights: Sequence[float] = ()) -> RowTree:
+    """All paths of these trees, each once. Up to `nodes` nodes, the trees take turns, one of twice
+    the weight twice as often; each gives its nodes from the root down.
     """
     whole, places = RowTree(trees[0].tokens[0]), [{0: 0} for _ in trees]
-    orders = [sorted(range(1, len(t.tokens)), key=t.depths.__getitem__) for t in trees]
-    for turn in range(max(map(len, orders))):
-        for tree, place, order in zip(trees, places, orders, strict=True):
-            if turn < len(order) and len(whole.tokens) <= nodes:
-                node = order[turn]
-                place[node] = whole.add(place[tree.parents[node]], tree.tokens[node])
+    queue = []
+    for part, tree in enumerate(trees):
+        order = sorted(range(1, len(tree.tokens)), key=tree.depths.__getitem__)
+        weight = weights[part] if weights else 1.0
+        queue += [(turn / weight, part, node) for turn, node in enumerate(order, start=1)]
+    for _, part, node in sorted(queue, key=lambda entry: entry[:2]):
+        if len(whole.tokens) <= nodes:
+            parent = places[part][trees[part].parents[node]]
+            places[part][node] = whole.add(parent, trees[part].tokens[node])
     return whole
 
 

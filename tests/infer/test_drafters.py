@@ -252,6 +252,28 @@ def test_merged_trees_are_the_union_of_their_paths(seed, nodes):
         assert paths[len(expected) :] == paths[:1] * extra, "padding repeats the first child"
 
 
+def test_parts_that_were_right_have_more_of_the_nodes():
+    """Of six nodes each of two chains has three, until the second one is right."""
+
+    def chain(first: int) -> TokenTree:
+        row = RowTree(5)
+        for depth in range(6):
+            row.add(depth, first + depth)
+        return stacked([row], torch.device("cpu"))
+
+    parts = [Fixed(chain(10)), Fixed(chain(20))]
+    drafter = Merged(parts).drafter(tiny_target(), DynamicTree(6, 6, 6))
+    for written, own in (
+        ([5], 3),
+        ([20, 21, 22, 5], 4),
+        ([20, 21, 22, 5], 5),
+        ([10, 11, 12, 13, 5], 2),
+    ):
+        tokens_N = drafter.propose(committed([written])).tokens_BN[0]
+        assert int((tokens_N >= 20).sum()) == own
+    assert RowTree(5).agreed([20]) == 0
+
+
 def test_each_part_of_a_merged_drafter_sees_its_own_features():
     draw, width = random.Random(0), 4
     parts = [Fixed(random_tree(draw, 1), layers) for layers in ((0, 2), (), (1,))]
