@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from draftheads.heads.target import Target
 from draftheads.infer.bench import describe_machine, machine_line
+from draftheads.infer.drafters import open_drafts
 from draftheads.infer.engine import Speculator
-from draftheads.scripts.journey import open_drafts
 from draftheads.train.entry import mistakes_in_one_line, set_threads
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "attention", "mkl", "onednn")

@@ -44,9 +44,9 @@ class Mirror:
         return self.folder / f"train-{shard:05d}-of-{SHARDS:05d}.{kind}"
 
     def load_dataset(
-        self, name: str, config: str | None, *, split: str, streaming: bool
+        self, path: str, name: str | None, *, split: str, streaming: bool
     ) -> Iterator[Any]:
-        assert name == "owner/name" and streaming
+        assert path == "owner/name" and name is None and streaming
         for row in self._load(str(self.folder), split=split, streaming=True):
             self.rows += 1
             yield row
