@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -32,6 +33,7 @@ from draftheads.infer.bench import (
     bench,
     speedup_interval,
     summarize,
+    timed,
     top2_margin,
     walltime_factor,
 )
@@ -338,13 +340,35 @@ def test_batches_have_prompts_of_one_category():
     assert batched(prompts, 1) == [[0], [1], [2], [3], [4]]
 
 
-def test_rows_of_a_batch_are_compared_with_each_prompt_alone(target, prompts):
-    """The third prompt leaves room for three tokens only, so its batch gets no more."""
-    prompts = [*prompts, *some_prompts(CONTEXT - 3)]
+def test_a_batch_gets_the_room_of_its_longest_prompt(target, prompts):
+    prompts = [*prompts[:2], *some_prompts(CONTEXT - 3)]
     report = quick(target, prompts, {"medusa": MedusaHead.create(target)}, batch=3)
     assert [row.lossless for row in (report.plain, *report.heads)] == [True, True]
-    assert report.plain.tokens == 3 * 9 + 3
+    assert report.plain.tokens == 3 * 3
     assert any("batches" in note for note in footnotes(report))
+
+
+def test_rows_of_a_batch_are_compared_with_each_prompt_alone(target, prompts, monkeypatch):
+    """So that what padding changes in `generate` is no fault of ours."""
+    real = Baseline.generate_batch
+
+    def padded(baseline, prompts, **options):
+        for steps in real(baseline, prompts, **options):
+            wrong = [replace(step, tokens=step.tokens[::-1]) for step in steps]
+            yield wrong if len(prompts) > 1 else steps
+
+    monkeypatch.setattr(Baseline, "generate_batch", padded)
+    assert quick(target, prompts[:2], batch=2).plain.lossless is True
+
+
+def test_rows_of_a_batch_share_its_time(target, monkeypatch):
+    """Clocks that are read once before and once after: eight seconds, and two of the processor."""
+    wall, processor = iter([1.0, 9.0]), iter([5.0, 7.0])
+    monkeypatch.setattr(sys.modules[timed.__module__], "process_time", lambda: next(processor))
+    batch = [BenchPrompt(number, prompt, 4) for number, prompt in enumerate(some_prompts(3, 5))]
+    candidate = Candidate(PLAIN, 0, Speculator(target), Greedy())
+    runs = timed(candidate, batch, clock=lambda: next(wall))
+    assert [(run.seconds, run.cpu_seconds) for run in runs] == [(4.0, 1.0)] * 2
 
 
 def test_a_wrong_row_of_a_batch_is_called_so(target, prompts, liar):

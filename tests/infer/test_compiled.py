@@ -193,7 +193,7 @@ def recordings(monkeypatch) -> list[int]:
         return made, counted
 
     monkeypatch.setitem(compiled.RECORDERS, "cpu", note)
-    monkeypatch.setattr(compiled, "BUCKET", 16)
+    monkeypatch.setattr(compiled, "BUCKET", 8)
     monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
     return replays
 
@@ -207,8 +207,8 @@ def test_recorded_steps_write_the_same(recordings, kind, lengths):
     speculator = Speculator(target, random_head(kind, target), tree=tree, compile=True)
     prompts = some_prompts(*lengths)
     assert written(speculator, prompts) == [greedy(target, each, NEW) for each in prompts]
-    assert 1 <= len(recordings) <= 5
-    assert max(recordings) >= 3
+    assert len(recordings) >= 2
+    assert max(recordings) >= 2
 
 
 def test_recorded_steps_draw_anew(recordings):
@@ -219,7 +219,7 @@ def test_recorded_steps_draw_anew(recordings):
         speculator = Speculator(target, random_head("sequential", target), compile=compile)
         outputs.append(written(speculator, prompts, sampling=rule))
     assert outputs[0] == outputs[1]
-    assert max(recordings) >= 3
+    assert max(recordings) >= 2
 
 
 def test_what_cannot_be_recorded_is_compiled_all_the_same(recordings, monkeypatch):

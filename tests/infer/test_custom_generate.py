@@ -520,6 +520,15 @@ def test_a_folder_by_name(saved, modules_cache):
     assert len(ours.heard) == 1 + NEW + 1
 
 
+def test_a_folder_is_a_head_whatever_its_name(saved, modules_cache, monkeypatch):
+    saved.rename(saved.with_name("ngram"))
+    monkeypatch.chdir(saved.parent)
+    monkeypatch.delattr("draftheads.infer.drafters.NGram.drafter")
+    model, asked = random_model("llama"), {**inputs(), **GREEDY}
+    named = {"custom_generate": "ngram", "trust_remote_code": True}
+    assert torch.equal(model.generate(**asked, **named), model.generate(**asked))
+
+
 def test_a_repository_by_id(saved, modules_cache, hub):
     publish(prepare(saved, "me/heads-1.0"))
     model, asked = random_model("llama"), {**inputs(), **GREEDY, "eos_token_id": ENDS}
