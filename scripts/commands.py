@@ -110,6 +110,8 @@ def rule(
 
     rule: Acceptance = Greedy()
     if lenience is not None:
+        if typical:
+            raise ValueError("--lenience and --typical: expected one of them, got both")
         rule = SpeculativeSampling(temperature, top_p, top_k, lenience)
     elif typical:
         rule = Typical(temperature=temperature or 0.7)
