@@ -76,6 +76,12 @@ class Committed:
         counts = [self.counts[row] for row in rows]
         return Committed(self.tokens_BA[rows], self.features_BAD[rows], self.count_B[rows], counts)
 
+    def since(self, place: int) -> Committed:
+        """The same without the first `place` tokens of each row."""
+        counts = [count - place for count in self.counts]
+        tokens_BA, features_BAD = self.tokens_BA[:, place:], self.features_BAD[:, place:]
+        return Committed(tokens_BA, features_BAD, self.count_B - place, counts)
+
     def _last_B1(self) -> Tensor:
         return (self.count_B - 1).clamp(min=0)[:, None]
 
@@ -88,6 +94,10 @@ class Drafter(Protocol):
 
     def propose(self, committed: Committed) -> TokenTree:
         """A tree whose root is the newest committed token of each row."""
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` committed tokens, at least 1, of the only row."""
         ...
 
 

@@ -677,6 +677,9 @@ class BlockDrafter:
                 carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
         return builder.tree(roots_B)
 
+    def rewind(self, length: int) -> None:
+        self.cache.rewind(length)
+
     def _write(self, tokens_BA: Tensor, features_BAD: Tensor, angles: Angles) -> Tensor:
         context_BAD = self.head.context(features_BAD)
         entries = self.entries(context_BAD, angles)

@@ -56,10 +56,10 @@ class SlotTable:
             self._grow(span + 1)
         self.uniform, self.fixed_S = False, self._slots_S[:span]
 
-    def free(self) -> None:
-        """Undo `fix`."""
+    def free(self, lengths: list[int] | None = None) -> None:
+        """Undo `fix`. lengths: those of prefixes to keep; default: all."""
         self.fixed_S = None
-        self.set_lengths(self.lengths)
+        self.set_lengths(lengths or self.lengths)
 
     def reserve(self, tokens: int, *, after: int = 0) -> None:
         """Prepare for a forward pass that writes `tokens` tokens after each row's length and the
@@ -193,10 +193,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def fit(self) -> None:
         """Grow to the capacity of the table."""
         if self.is_initialized and self.keys.shape[2] < self.table.capacity:
-            old_keys, old_values = self.keys, self.values
-            self.lazy_initialization(old_keys, old_values)
-            self.keys[:, :, : old_keys.shape[2]] = old_keys
-            self.values[:, :, : old_values.shape[2]] = old_values
+            keys, values = self._allocate(self.keys), self._allocate(self.values)
+            keys[:, :, : self.keys.shape[2]] = self.keys
+            values[:, :, : self.values.shape[2]] = self.values
+            self.keys, self.values = keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.table.longest + query_length, 0

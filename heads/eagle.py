@@ -447,6 +447,9 @@ class EagleDrafter:
 
         return grow(builder, committed.last_tokens_B(), self._logits(hidden_BFH), advance)
 
+    def rewind(self, length: int) -> None:
+        self.cache.rewind(length)
+
     def _read(self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
         return self._advance(tokens_BQ, self.head.fuse(features_BQD.to(self.dtype)), angles)
 

@@ -285,3 +285,6 @@ class MedusaDrafter:
         drafts_BN = top_BN if head.token_map is None else head.token_map[top_BN]
         tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)
         return TokenTree(tokens_BN, self.topology)
+
+    def rewind(self, length: int) -> None:
+        """Nothing to forget: a tree follows from the newest token and its feature alone."""

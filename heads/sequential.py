@@ -358,6 +358,10 @@ class SequentialDrafter:
             inputs_BD = self.cache.commit(committed)[:, 0]
         return inputs_BD, committed.last_tokens_B()
 
+    def rewind(self, length: int) -> None:
+        if self.cache is not None:
+            self.cache.rewind(length)
+
 
 class LowRankDrafter(SequentialDrafter):
     """With `Products.logits_rv`, the vocabulary-wide product is computed once for all heads, from

@@ -250,6 +250,10 @@ class DraftCache:
         """Keep these rows alone."""
         self.cache.select(rows)
 
+    def rewind(self, length: int) -> None:
+        """Keep the pairs of the only row's first `length` tokens alone."""
+        self.table.free([length - 1])
+
     def angles(self, count: int) -> Angles:
         """RoPE angles of the `count` positions after the newest pair of each row."""
         lengths_B1 = self.table.lengths_B[:, None]

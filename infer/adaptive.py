@@ -6,7 +6,7 @@ Legend: B batch, A committed tokens, D feature width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -62,6 +62,7 @@ class AdaptiveDrafter:
         self.mean = CREDIT * worth  # tokens per step and row, of steps with drafts
         self.left, self.pause = 0, PAUSES[0]  # steps of this pause and of the next one
         self._drafted = False
+        self._seen = 0  # tokens of the first row, by the drafter
         self._unseen: list[Committed] = []  # committed in this pause
         self._none = NoDraft()
 
@@ -74,7 +75,18 @@ class AdaptiveDrafter:
             self.left -= 1
             return self._none.propose(committed)
         committed, self._unseen = joined(self._unseen), []
+        self._seen += committed.counts[0]
         return self.drafter.propose(committed)
+
+    def rewind(self, length: int) -> None:
+        self._drafted = False
+        if (more := length - self._seen) > 0:
+            unseen = joined(self._unseen)
+            count_B = torch.full_like(unseen.count_B, more)
+            self._unseen = [replace(unseen, count_B=count_B, counts=[more])]
+        else:
+            self.drafter.rewind(length)
+            self._seen, self._unseen = length, []
 
     def _learn(self, counts: Sequence[int]) -> None:
         """Decide on a pause by what the last draft brought to each row."""

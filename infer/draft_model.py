@@ -152,6 +152,11 @@ class ModelDrafter:
         logits_B1V = self._commit(committed)
         return grow(self.builder, committed.last_tokens_B(), logits_B1V, self._pass)
 
+    def rewind(self, length: int) -> None:
+        if self.cache is not None and self.cache.table.longest >= length:
+            self.cache.table.set_lengths([length])
+            self.is_full = False
+
     def _commit(self, committed: Committed) -> Tensor:
         """Append the new tokens; returns logits_B1V after the newest of each row."""
         tokens_BA, counts = committed.tokens_BA, committed.counts

@@ -134,6 +134,11 @@ class NGramDrafter:
             rows.append(most_shared(text.tokens[-1], found, self.limits.draft_nodes))
         return stacked(rows, committed.tokens_BA.device)
 
+    def rewind(self, length: int) -> None:
+        kept = self.texts[0].tokens[:length]
+        self.texts = [_Text(self.lengths, self.limits.top_k)]
+        self.texts[0].append(kept)
+
 
 class _Text:
     """The text of one row, and the newest places after each of its n-grams."""
@@ -231,6 +236,11 @@ class MergedDrafter:
         each = zip(self.rows, self.weights, strict=True)
         rows = [union(trees, self.nodes, weights) for trees, weights in each]
         return stacked(rows, committed.tokens_BA.device)
+
+    def rewind(self, length: int) -> None:
+        self.rows = []
+        for part in self.parts:
+            part.rewind(length)
 
     def _learn(self, committed: Committed) -> None:
         """Weights are half a token more than a mean, over recent drafts, of the tokens that were

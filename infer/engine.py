@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import CompileConfig, GenerationConfig
 
 from draftheads.heads.base import Committed, Drafter, DraftHead
-from draftheads.heads.cache import ROOM
+from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical, commit
@@ -36,6 +36,7 @@ class Step:
     finish: str | None  # "eos", "stop" or "length" on the last step
     draft_seconds: float  # wall time, shared by all rows of a batch
     verify_seconds: float
+    drafted: int = 0  # draft tokens that were verified
 
 
 @dataclass
@@ -99,6 +100,50 @@ class DrafterSource(Protocol):
         ...
 
 
+class Session:
+    """Keys and values of a text, the target's and the drafter's, which outlive a generation: the
+    next one computes only what differs from it.
+
+    reused: tokens of the newest prompt that were not computed again. Made for one engine; another
+    one starts anew. An interrupted generation leaves what its complete steps computed.
+    """
+
+    def __init__(self) -> None:
+        self.reused = 0
+        self._owner: Speculator | None = None
+        self._text: list[int] = []
+        self._length = 0  # tokens of the text that both caches hold, and may be cut back to
+
+    def shared(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt need not be computed again. One is left to be computed."""
+        count = 0
+        for held, new in zip(self._text[: self._length], prompt[:-1], strict=False):
+            if held != new:
+                break
+            count += 1
+        return count
+
+    def resume(self, owner: Speculator, prompt: Sequence[int]) -> tuple[SlotCache, Drafter] | None:
+        """The caches, cut back to what they share with a prompt; None if that is nothing."""
+        self.reused = self.shared(prompt) if owner is self._owner else 0
+        self._length = self.reused
+        if not self.reused:
+            return None
+        self._drafter.rewind(self.reused)
+        # one less: the state at the last shared token predicts the first new one
+        self._cache.table.free([self.reused - 1])
+        return self._cache, self._drafter
+
+    def hold(self, owner: Speculator, text: list[int], cache: SlotCache, drafter: Drafter) -> None:
+        """Use these from now on. text: the growing list of their tokens."""
+        self._owner, self._text = owner, text
+        self._cache, self._drafter = cache, drafter
+
+    def note(self, length: int) -> None:
+        """Both caches have the first `length` tokens of the text."""
+        self._length = length
+
+
 class Speculator:
     """Decodes a target with a drafter; without one, one token per forward.
 
@@ -138,8 +183,10 @@ class Speculator:
         sampling: Acceptance | None = None,
         max_new_tokens: int | None = None,
         stop: Collection[str] = (),
+        session: Session | None = None,
     ) -> Iterator[Step]:
-        """Continue one prompt (token ids), one Step per forward.
+        """Continue one prompt (token ids), one Step per forward. session: computes again only what
+        differs from its text.
 
         Ends after exactly `max_new_tokens` (default: the rest of the context, with a cache that
         grows with the text), after an EOS of the target's generation config (included in the
@@ -147,9 +194,8 @@ class Speculator:
         computation, for ids outside the target's vocabulary and when prompt and new tokens exceed
         its context.
         """
-        batch = self.generate_batch(
-            [prompt], sampling=sampling, max_new_tokens=max_new_tokens, stop=stop
-        )
+        rows = [_Row(self.target, prompt, max_new_tokens, stop)]
+        batch = self._decode(rows, sampling or Greedy(), max_new_tokens or ROOM, session)
         return filter(None, chain.from_iterable(batch))
 
     def generate_batch(
@@ -164,29 +210,26 @@ class Speculator:
         row.
         """
         rows = [_Row(self.target, prompt, max_new_tokens, stop) for prompt in prompts]
-        reserved = ROOM if max_new_tokens is None else max_new_tokens
-        return self._decode(rows, sampling or Greedy(), reserved)
+        return self._decode(rows, sampling or Greedy(), max_new_tokens or ROOM)
 
     @torch.inference_mode()
     def _decode(
-        self, rows: list[_Row], accept: Acceptance, reserved: int
+        self,
+        rows: list[_Row],
+        accept: Acceptance,
+        reserved: int,
+        session: Session | None = None,
     ) -> Iterator[list[Step | None]]:
-        target, drafter = self.target, self._new_drafter()
-        prompts = [list(row.text) for row in rows]
-        capacity = min(max(map(len, prompts)) + reserved, target.context)
-        cache = target.new_cache(len(prompts), capacity + self.tree.nodes)
         start = self._clock()
-        prefilled = target.prefill(prompts, cache, drafter.feature_layers)
-        first_B = accept.choose(prefilled.logits_BNV[:, 0])
-        committed = _prompt(prompts, prefilled, first_B)
-        new = [[token] for token in first_B.tolist()]
-        seconds = self._clock() - start
-        yield [row.step(new[b], -1, 0.0, seconds) for b, row in enumerate(rows)]
+        cache, drafter, committed = self._read(rows, accept, reserved, session)
+        new = committed.last_tokens_B()[:, None].tolist()
+        halves = 0.0, self._clock() - start
+        yield [row.step(ids, -1, 0, halves) for row, ids in zip(rows, new, strict=True)]
         fixed: FixedSteps | None = None
         batch = rows  # those that are in the caches
         while not all(row.finish for row in rows):
-            start = self._clock()
-            drafted = start
+            start, known = self._clock(), len(rows[0].text)
+            drafted, nodes = start, self.tree.nodes
             if fixed is not None:
                 try:
                     committed, new = fixed(committed, [row.finish is None for row in batch])
@@ -197,23 +240,14 @@ class Speculator:
                     continue
             else:
                 tree = drafter.propose(committed)
-                drafted = self._clock()
-                target.recompute({b: r.text for b, r in enumerate(batch) if not r.finish}, cache)
-                out = target.verify(tree, cache, drafter.feature_layers)
-                accepted = accept(out.logits_BNV, tree)
-                chosen, in_place = accepted.read()
-                counts = [
-                    0 if row.finish else min(count, target.room(len(row.text)))
-                    for row, count in zip(batch, chosen, strict=True)
-                ]
-                path_BA = accepted.path_BN[:, : max(chosen)]
-                cache.keep(path_BA, counts, in_place=in_place)
-                count_B = torch.tensor(counts, device=path_BA.device)
-                committed = Committed(*commit(tree, out, accepted, path_BA), count_B, counts)
+                drafted, nodes = self._clock(), tree.tokens_BN.shape[1]
+                committed = self._verify(tree, batch, cache, drafter.feature_layers, accept)
                 new = committed.tokens_BA.tolist()
+            if session is not None:
+                session.note(known)
             halves = drafted - start, self._clock() - drafted
             made = {
-                row: row.step(ids[:count], count - 1, *halves)
+                row: row.step(ids[:count], count - 1, nodes - 1, halves)
                 for row, ids, count in zip(batch, new, committed.counts, strict=True)
                 if not row.finish
             }
@@ -225,9 +259,59 @@ class Speculator:
                 if (drafts := draft_cache(drafter)) is not None:
                     drafts.select(left)
             if self.compile and fixed is None:
-                advance = self._compiled.setdefault((len(batch), repr(accept)), compiled(target))
-                fixed = FixedSteps(advance, target, drafter, self.tree)
+                advance = self._advance(len(batch), accept)
+                fixed = FixedSteps(advance, self.target, drafter, self.tree)
                 committed = fixed.begin(cache, accept, committed)
+
+    def _read(
+        self, rows: Sequence[_Row], accept: Acceptance, reserved: int, session: Session | None
+    ) -> tuple[SlotCache, Drafter, Committed]:
+        """Prefill, but for what a session holds. Returns caches, and what the drafter has not seen:
+        the rest of the prompts, and the token after each.
+        """
+        target, prompts = self.target, [list(row.text) for row in rows]
+        held = session.resume(self, prompts[0]) if session is not None else None
+        if session is not None and held is not None:
+            cache, drafter = held
+            prompts = [prompts[0][session.reused - 1 :]]
+        else:
+            capacity = min(max(map(len, prompts)) + reserved, target.context)
+            cache = target.new_cache(len(prompts), capacity + self.tree.nodes)
+            drafter = self._new_drafter()
+        if session is not None and not target.has_long_rope:  # whose keys may change
+            session.hold(self, rows[0].text, cache, drafter)
+        out = target.prefill(prompts, cache, drafter.feature_layers)
+        committed = _prompt(prompts, out, accept.choose(out.logits_BNV[:, 0]))
+        return cache, drafter, committed if held is None else committed.since(1)
+
+    def _verify(
+        self,
+        tree: TokenTree,
+        batch: Sequence[_Row],
+        cache: SlotCache,
+        layers: Sequence[int],
+        accept: Acceptance,
+    ) -> Committed:
+        """Verify a tree, and keep what the rule accepts."""
+        target = self.target
+        target.recompute({b: r.text for b, r in enumerate(batch) if not r.finish}, cache)
+        out = target.verify(tree, cache, layers)
+        accepted = accept(out.logits_BNV, tree)
+        chosen, in_place = accepted.read()
+        counts = [
+            0 if row.finish else min(count, target.room(len(row.text)))
+            for row, count in zip(batch, chosen, strict=True)
+        ]
+        path_BA = accepted.path_BN[:, : max(chosen)]
+        cache.keep(path_BA, counts, in_place=in_place)
+        count_B = torch.tensor(counts, device=path_BA.device)
+        return Committed(*commit(tree, out, accepted, path_BA), count_B, counts)
+
+    def _advance(self, batch: int, accept: Acceptance) -> Advance:
+        key = (batch, repr(accept))
+        if key not in self._compiled:
+            self._compiled[key] = compiled(self.target)
+        return self._compiled[key]
 
     def _allowed(self, fault: str | None) -> bool:
         if fault is not None:
@@ -271,8 +355,10 @@ class _Row:
         self._eos = frozenset(target.eos_ids)
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 
-    def step(self, tokens: list[int], accepted: int, draft: float, verify: float) -> Step:
-        """Append tokens up to the end of the output."""
+    def step(
+        self, tokens: list[int], accepted: int, drafted: int, halves: tuple[float, float]
+    ) -> Step:
+        """Append tokens up to the end of the output. halves: seconds of drafting, verifying."""
         for place, token in enumerate(tokens, start=1):
             self.text.append(token)
             if token in self._eos:
@@ -282,8 +368,8 @@ class _Row:
             elif len(self.text) == self._end:
                 self.finish = "length"
             if self.finish:
-                return Step(tokens[:place], accepted, self.finish, draft, verify)
-        return Step(tokens, accepted, None, draft, verify)
+                return Step(tokens[:place], accepted, self.finish, *halves, drafted)
+        return Step(tokens, accepted, None, *halves, drafted)
 
 
 def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tensor) -> Committed:
@@ -318,6 +404,9 @@ class NoDraft:
         if self._root is None:
             self._root = Topology(torch.full((1, 1), -1, device=tokens_B.device))
         return TokenTree(tokens_B[:, None], self._root)
+
+    def rewind(self, length: int) -> None:
+        """Nothing to forget."""
 
 
 class Baseline:

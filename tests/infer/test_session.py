@@ -1,0 +1,179 @@
+"""The promise: with a session a prompt is computed from where it differs; nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from recorder import recorded
+from tiny_heads import EACH, random_head
+from tiny_targets import VOCABULARY, greedy, some_prompts, tiny_target
+
+from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree
+from draftheads.infer import compiled
+from draftheads.infer.accept import Sampled
+from draftheads.infer.adaptive import Adaptive
+from draftheads.infer.costs import Costs
+from draftheads.infer.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters import Merged, NGram
+from draftheads.infer.engine import Session, Speculator, Step
+
+NEW = 12
+
+
+@contextmanager
+def counted(target: Target) -> Iterator[list[int]]:
+    """The number of tokens that each forward of a target reads."""
+    widths: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        widths.append(args[0].shape[1])
+
+    hook = target.model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield widths
+    finally:
+        hook.remove()
+
+
+def turns(seed: int = 0) -> Iterator[tuple[list[int], int]]:
+    """Prompts of a conversation, as edits of what was written so far, and when to stop each."""
+    draw, text = random.Random(seed), some_prompts(9, seed=seed)[0]
+    target = tiny_target()
+    for stop in (99, 3, 99, 1, 99, 99):
+        yield text, stop
+        text = text + greedy(target, text, NEW)
+        text = text[: draw.choice([len(text), len(text) - 5, 4])]  # all, less of the answer, little
+        text = text + [draw.randrange(3, VOCABULARY) for _ in range(draw.choice([1, 7]))]
+
+
+def steps_of(engine: Speculator, prompt: list[int], stop: int, **options: Any) -> list[Step]:
+    """The first `stop` steps of an answer."""
+    steps = engine.generate(prompt, max_new_tokens=NEW, **options)
+    return [step for step, _ in zip(steps, range(stop), strict=False)]
+
+
+def shown(steps: list[Step]) -> list[tuple[list[int], int, int]]:
+    return [(step.tokens, step.accepted, step.drafted) for step in steps]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_answers_drafts_and_their_acceptance_stay_the_same(name):
+    target, session = tiny_target(), Session()
+    engine = Speculator(target, random_head(name, target))
+    for prompt, stop in turns():
+        expected = steps_of(engine, prompt, stop)
+        assert shown(steps_of(engine, prompt, stop, session=session)) == shown(expected)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "block", "sequential"])
+@pytest.mark.parametrize("recorder", [None, recorded], ids=["compiled", "recorded"])
+def test_compiled_steps_continue_as_well(name, recorder, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    if recorder:
+        monkeypatch.setitem(compiled.RECORDERS, "cpu", recorder)
+        monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+    target, session = tiny_target(), Session()
+    head, tree = random_head(name, target), DynamicTree(9, 3, 3)
+    plain, engine = (Speculator(target, head, tree=tree, compile=each) for each in (False, True))
+    for prompt, stop in turns():
+        expected = steps_of(plain, prompt, stop)
+        assert shown(steps_of(engine, prompt, stop, session=session)) == shown(expected)
+
+
+def sources() -> dict[str, Any]:
+    target = tiny_target()
+    head = random_head("eagle3", target)
+    return {
+        "none": None,
+        "ngram": NGram(longest=2, shortest=1),
+        "merged": Merged([head, NGram(longest=2, shortest=1)]),
+        "model": DraftModel(tiny_target("qwen3")),
+        "early exit": EarlyExit(1),
+        "pauses": Adaptive(head, Costs({0: 1.0, 64: 1.0}, (3.0, 0.0, 0.0, 0.0))),
+    }
+
+
+@pytest.mark.parametrize("name", sources())
+@pytest.mark.parametrize("seed", range(3))
+def test_other_drafters_continue_as_well(name, seed):
+    engine, session = Speculator(tiny_target(), sources()[name]), Session()
+    for prompt, stop in turns(seed):
+        written = [t for s in steps_of(engine, prompt, stop, session=session) for t in s.tokens]
+        assert written == greedy(tiny_target(), prompt, NEW)[: len(written)]
+        assert len(written) == NEW or stop < 99
+
+
+def test_only_what_is_new_is_computed():
+    target, session = tiny_target(), Session()
+    engine = Speculator(target, random_head("eagle3", target))
+    [prompt] = some_prompts(40)
+    answer = steps_of(engine, prompt, 99, session=session)
+    assert session.reused == 0
+    written = [token for step in answer for token in step.tokens]
+    seen = len(prompt) + len(written) - len(answer[-1].tokens)
+    with counted(target) as widths:
+        steps_of(engine, [*prompt, *written, 5, 6, 7], 99, session=session)
+    assert session.reused == seen
+    assert widths[0] == len(prompt) + len(written) + 3 - seen + 1
+
+
+def test_a_draft_model_reads_only_what_is_new():
+    model, session = Target(tiny_target("qwen3").model), Session()
+    engine = Speculator(tiny_target(), DraftModel(model))
+    [prompt] = some_prompts(40)
+    steps_of(engine, prompt, 99, session=session)
+    with counted(model) as widths:
+        steps_of(engine, [*prompt, 5, 6, 7], 99, session=session)
+    assert widths[0] <= 5
+
+
+@pytest.mark.parametrize("place", ["drafting", "verifying"])
+def test_a_step_that_is_interrupted_spoils_nothing(place, monkeypatch):
+    target, session = tiny_target(), Session()
+    engine = Speculator(target, random_head("eagle3", target))
+    [prompt] = some_prompts(9)
+    steps = engine.generate(prompt, max_new_tokens=NEW, session=session)
+    next(steps), next(steps)
+    with monkeypatch.context() as patch:
+        owner, name = (session._drafter, "propose") if place == "drafting" else (target, "verify")
+        done = getattr(owner, name)
+
+        def interrupted(*given: Any) -> Any:
+            done(*given)
+            raise KeyboardInterrupt
+
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(steps)
+    longer = [*prompt, *greedy(target, prompt, NEW), 4]
+    again = steps_of(engine, longer, 99, session=session)
+    assert session.reused >= len(prompt)
+    assert shown(again) == shown(steps_of(engine, longer, 99))
+
+
+def test_another_engine_starts_anew():
+    target, session = tiny_target(), Session()
+    [prompt] = some_prompts(9)
+    for engine in (Speculator(target), Speculator(target, random_head("medusa", target))):
+        steps = steps_of(engine, prompt, 99, session=session)
+        assert session.reused == 0
+        assert [t for step in steps for t in step.tokens] == greedy(target, prompt, NEW)
+
+
+def test_sampling_draws_what_it_drew_without_a_session():
+    target, session = tiny_target(), Session()
+    engine = Speculator(target, random_head("sequential", target))
+    for prompt, stop in turns():
+        drawn = []
+        for options in ({}, {"session": session}):
+            rule = Sampled(0.8)
+            rule.seed(3)
+            drawn.append(shown(steps_of(engine, prompt, stop, sampling=rule, **options)))
+        assert drawn[0] == drawn[1]
