@@ -104,20 +104,20 @@ class Session:
     """Keys and values of a text, the target's and the drafter's, which outlive a generation: the
     next one computes only what differs from it.
 
-    reused: tokens of the newest prompt that were not computed again. Made for one engine; another
-    one starts anew. An interrupted generation leaves what its complete steps computed.
+    reused: tokens of the newest prompt that were not computed again. length: tokens that both have,
+    and may be cut back to. Another engine starts anew. An interrupted generation leaves what its
+    complete steps computed.
     """
 
     def __init__(self) -> None:
-        self.reused = 0
+        self.reused = self.length = 0
         self._owner: Speculator | None = None
         self._text: list[int] = []
-        self._length = 0  # tokens of the text that both caches hold, and may be cut back to
 
     def shared(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt need not be computed again. One is left to be computed."""
         count = 0
-        for held, new in zip(self._text[: self._length], prompt[:-1], strict=False):
+        for held, new in zip(self._text[: self.length], prompt[:-1], strict=False):
             if held != new:
                 break
             count += 1
@@ -126,7 +126,7 @@ class Session:
     def resume(self, owner: Speculator, prompt: Sequence[int]) -> tuple[SlotCache, Drafter] | None:
         """The caches, cut back to what they share with a prompt; None if that is nothing."""
         self.reused = self.shared(prompt) if owner is self._owner else 0
-        self._length = self.reused
+        self.length = self.reused
         if not self.reused:
             return None
         self._drafter.rewind(self.reused)
@@ -141,7 +141,7 @@ class Session:
 
     def note(self, length: int) -> None:
         """Both caches have the first `length` tokens of the text."""
-        self._length = length
+        self.length = length
 
 
 class Speculator:

@@ -78,6 +78,51 @@ class TextStream:
         return text
 
 
+class AnswerText:
+    """The text of an answer, step by step. Text that may be the beginning of a stop string waits;
+    from a complete one on, nothing is emitted.
+
+    after: as of `TextStream`.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], *, after: Sequence[int] = ()) -> None:
+        self._stream, self._stop = TextStream(tokenizer, after=after), stop
+        self._waiting = ""
+        self.stopped = False
+
+    def feed(self, tokens: Sequence[int], accepted: int) -> tuple[str, int]:
+        """Text completed by a step's tokens, and how many of its characters, the first ones, are of
+        the first `accepted` tokens.
+        """
+        drafted = self._stream.feed(tokens[:accepted]) if accepted > 0 else ""
+        own = self._stream.feed(tokens[max(accepted, 0) :])
+        known = 0 if self._waiting else len(drafted)
+        text = self._emit(drafted + own)
+        return text, min(known, len(text))
+
+    def flush(self) -> str:
+        """The rest of the text."""
+        text = self._emit(self._stream.flush())
+        rest, self._waiting = self._waiting, ""
+        return text if self.stopped else text + rest
+
+    def _emit(self, text: str) -> str:
+        if not self._stop or self.stopped:
+            return "" if self.stopped else text
+        text = self._waiting + text
+        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        self.stopped = bool(places)
+        end = min(places) if places else len(text) - max(begun(text, each) for each in self._stop)
+        self._waiting = text[end:]
+        return text[:end]
+
+
+def begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text may be the beginning of a stop string."""
+    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
 class StopStrings:
     """Finds the token after `prompt` that completes a stop string.
 

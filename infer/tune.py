@@ -24,7 +24,7 @@ from torch import Tensor
 from draftheads.heads.base import Committed, DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
-from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
+from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.bench import (
     BenchOptions,
@@ -49,7 +49,7 @@ from draftheads.infer.costs import (
     search,
     steps_of,
 )
-from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.engine import NoDraft, Speculator, Statistics
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Draft nodes whose verification is timed."""
@@ -274,13 +274,11 @@ class Track:
         ]
 
 
-class Filler:
+class Filler(NoDraft):
     """Drafts the newest token everywhere: the time of a verification depends on no token."""
 
-    feature_layers: tuple[int, ...] = ()
-
     def __init__(self, target: Target, tree: StaticTree) -> None:
-        self._topology: Topology = tree.topology(target.device)
+        self._topology = tree.topology(target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
         """A tree of the newest token."""

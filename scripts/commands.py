@@ -20,7 +20,9 @@ from draftheads.train.entry import choose_threads, set_threads
 if TYPE_CHECKING:
     from draftheads.heads.hub import HeadFolder
     from draftheads.heads.target import Target
+    from draftheads.heads.tree import Tree
     from draftheads.infer.accept import Acceptance
+    from draftheads.infer.engine import DrafterSource
 
 Keep = Literal["keep", "drop"]
 
@@ -455,6 +457,84 @@ def chat(
     speculator = Speculator(model, drafter, tree=shape, compile=compile)
     announce(speculator.compile)
     run(speculator, ChatOptions(system, sampling, max_new_tokens, show_accepted))
+
+
+def serve(
+    head: Annotated[str | None, Option(help="as for chat; default: none, the plain model")] = None,
+    target: MaybeTarget = None,
+    host: Annotated[str, Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any free one")] = 8000,
+    name: Annotated[str | None, Option(help="of the model; default: the target's")] = None,
+    api_key_env: Annotated[
+        str | None, Option(help="environment variable with a key that requests must have")
+    ] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    slots: Annotated[int, Option(min=1, max=64, help="requests decoded at a time")] = 4,
+    queue: Annotated[int, Option(min=1, help="requests that may wait; more get 429")] = 64,
+    timeout: Annotated[float, Option(min=1, help="seconds for a request")] = 600.0,
+    nodes: Annotated[int | None, Option(min=1, help="draft nodes per step")] = None,
+    tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
+    adaptive: IsAdaptive = False,
+    compile: Compile = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+) -> None:
+    """Serve the target over HTTP, as OpenAI does, with a page to chat on.
+
+    --temperature, --top-p and --top-k are for requests that do not say.
+    """
+    from draftheads.infer.engine import Speculator
+    from draftheads.train.data.server import secret
+
+    try:
+        from draftheads.infer.server import ServerOptions
+        from draftheads.infer.server import serve as run
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}; pip install 'draftheads[serve]'") from error
+    key = secret(api_key_env) if api_key_env else None
+    sampling = rule(temperature, top_p, top_k, False, 0)
+    model, drafter = open_engine(head, target, sampling, adaptive, (dtype, device, threads))
+    shape = chosen_tree(drafter, tree, nodes) if drafter else None
+    speculator = Speculator(model, drafter, tree=shape, compile=compile)
+    name = name or Path(model.name).expanduser().absolute().name
+    defaults: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    limits: dict[str, Any] = {"slots": slots, "waiting": queue, "timeout": timeout}
+    run(speculator, ServerOptions(name, key, **defaults, **limits), host, port)
+
+
+def open_engine(
+    head: str | None,
+    target: str | None,
+    sampling: Acceptance,
+    adaptive: bool,
+    place: tuple[str, str | None, int | None],
+) -> tuple[Target, DrafterSource | None]:
+    """Load a target and what --head names, if anything. place: dtype, device and threads."""
+    from draftheads.infer.drafters import named_drafts
+    from draftheads.scripts.journey import load_drafts
+
+    if head is None and target is None:
+        raise ValueError("expected --head or --target, got neither; pass one")
+    dtype, device, threads = place
+    drafts = named_drafts(head) if head else None
+    name, revision = (target, None) if target or drafts is None else drafts.target
+    model = load_target(name or "", dtype, device, revision, drafts.folders if drafts else ())
+    choose_threads(threads, model)
+    if drafts is None:
+        return model, None
+    *_, drafter = load_drafts({"": drafts}, model, sampling, adaptive).values()
+    return model, drafter
+
+
+def chosen_tree(drafts: DrafterSource, tree: str | None, nodes: int | None) -> Tree:
+    """The tree that --tree and --nodes ask for; default: the drafts' own."""
+    from draftheads.heads.tree import parse_tree
+
+    shape = parse_tree(tree) if tree else drafts.tree
+    return shape.head(nodes) if nodes else shape
 
 
 def publish(

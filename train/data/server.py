@@ -107,7 +107,7 @@ class ServedTarget(Answerer):
     def __init__(self, name: str, options: ServerOptions, revision: str | None = None) -> None:
         self.url = _base_url(options.url)
         self._options = options
-        self._key = _key(options.api_key_env) if options.api_key_env else ""
+        self._key = secret(options.api_key_env) if options.api_key_env else ""
         self._random = random.Random()  # leaves the caller's random state alone
         self._client: dict[str, Any] = {
             "base_url": self.url,
@@ -324,7 +324,8 @@ def _base_url(url: str) -> str:
     return str(parts).removesuffix("/").removesuffix("/v1") + "/v1"
 
 
-def _key(variable: str) -> str:
+def secret(variable: str) -> str:
+    """The key in an environment variable. Raises ValueError if there is none."""
     key = os.environ.get(variable, "").strip()
     if not re.fullmatch("[!-~]+", key):  # the name is not shown: it may be the key itself
         raise ValueError(

@@ -1,0 +1,166 @@
+"""Requests that share one engine: a bounded queue, and turns of equal engine time.
+
+One thread decodes. Up to `slots` requests are decoded at a time, one step of one of them after the
+other; the next step is always of the request that has used the least time. Each slot keeps its
+keys and values, for a request that continues the same text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from threading import Condition, Thread
+from time import monotonic, perf_counter
+
+from draftheads.infer.accept import Acceptance
+from draftheads.infer.engine import Session, Speculator, Step
+
+logger = logging.getLogger("draftheads")
+
+
+class QueueFull(Exception):
+    """No room for another request; retry later."""
+
+
+class Closing(Exception):
+    """The scheduler ends, or the engine has failed: nothing more will be decoded."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt to continue. deliver: called in the engine's thread with each Step, or with the
+    exception that ends the job early.
+    """
+
+    prompt: list[int]
+    deliver: Callable[[Step | Exception], None]
+    sampling: Acceptance
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    draft: bool = True  # False: with the plain model
+    seconds: float = field(default=0.0, init=False)  # of the engine, so far
+    reused: int = field(default=0, init=False)  # tokens of the prompt that were not computed again
+    cancelled: bool = field(default=False, init=False)
+    clock: float = field(default=0.0, init=False)  # the least is next
+    session: Session | None = field(default=None, init=False)
+    steps: Iterator[Step] = field(default=iter(()), init=False)
+
+
+class Scheduler:
+    """Decodes jobs in a thread of its own.
+
+    slots: jobs that are decoded at a time, and texts whose keys and values are kept. waiting: jobs
+    in the queue, at most.
+    """
+
+    def __init__(self, speculator: Speculator, *, slots: int = 4, waiting: int = 64) -> None:
+        self.speculator, self.plain = speculator, Speculator(speculator.target)
+        self.slots, self.room = slots, waiting
+        self.waiting: deque[Job] = deque()
+        self.active: list[Job] = []
+        self._idle = [Session() for _ in range(slots)]  # the least recently used first
+        self._changed = Condition()
+        self._end: float | None = None  # when the jobs that are left fail
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises ValueError as `Speculator.generate`, QueueFull and Closing."""
+        self._started(job)
+        with self._changed:
+            if not self.is_open:
+                raise Closing("the server is shutting down")
+            if len(self.waiting) >= self.room:
+                raise QueueFull(f"{self.room} requests are waiting already")
+            self.waiting.append(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """End a job before its next step; nothing more is delivered."""
+        with self._changed:
+            job.cancelled = True
+            self._changed.notify()
+
+    def close(self, grace: float = 0.0) -> None:
+        """Fail all jobs that wait, and after `grace` seconds those that are not done by then."""
+        with self._changed:
+            self._end = monotonic() + grace
+            for job in self.waiting:
+                job.deliver(Closing("the server is shutting down"))
+            self.waiting.clear()
+            self._changed.notify()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether jobs are taken."""
+        return self._end is None and self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.active or self.waiting or self._end is not None)
+                for job in [job for job in self.active if job.cancelled]:
+                    self._leave(job)
+                self.waiting = deque(job for job in self.waiting if not job.cancelled)
+                while self.waiting and len(self.active) < self.slots:
+                    self._enter(self.waiting.popleft())
+                if self._end is not None and monotonic() >= self._end:
+                    for job in list(self.active):
+                        self._leave(job)
+                        job.deliver(Closing("the server was shut down before the end"))
+                if self._end is not None and not self.active:
+                    return
+                job = min(self.active, key=lambda job: job.clock, default=None)
+            if job is not None:
+                self._advance(job)
+
+    def _enter(self, job: Job) -> None:
+        """Give a job the slot that has the most of its prompt, if that is most of what the slot
+        has; else the one that was not used for the longest time.
+        """
+        if job.draft:
+            session = max(self._idle, key=lambda each: each.shared(job.prompt))
+            if 2 * session.shared(job.prompt) < session.length:
+                session = self._idle[0]
+            self._idle.remove(session)
+            job.session = session
+        job.clock = min((each.clock for each in self.active), default=0.0)
+        job.steps = self._started(job)
+        self.active.append(job)
+
+    def _started(self, job: Job) -> Iterator[Step]:
+        engine = self.speculator if job.draft else self.plain
+        return engine.generate(
+            job.prompt,
+            sampling=job.sampling,
+            max_new_tokens=job.max_new_tokens,
+            stop=job.stop,
+            session=job.session,
+        )
+
+    def _leave(self, job: Job) -> None:
+        self.active.remove(job)
+        job.steps = iter(())  # frees its caches, here and now
+        if job.session is not None:
+            self._idle.append(job.session)
+
+    def _advance(self, job: Job) -> None:
+        """One step of a job."""
+        start = perf_counter()
+        event: Step | Exception
+        try:
+            event = next(job.steps)
+        except Exception as error:  # the other jobs do not fail with it
+            logger.exception("a request failed")
+            event, job.session = error, job.session and Session()
+        seconds = perf_counter() - start
+        job.seconds += seconds
+        job.clock += seconds
+        if job.session is not None:
+            job.reused = job.session.reused
+        if isinstance(event, Exception) or event.finish:
+            with self._changed:
+                self._leave(job)
+        job.deliver(event)

@@ -1,0 +1,526 @@
+"""An HTTP server with OpenAI's interface in front of one engine, and a page to chat on.
+
+The event loop reads requests and writes answers; the `Scheduler`'s thread decodes. All that can
+happen to a request arrives in one queue: its steps, errors, its time-out, the client's leaving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import PurePath
+from time import perf_counter
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
+from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.protocol import (
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    ErrorBody,
+    Request,
+    StreamOptions,
+)
+from draftheads.infer.scheduler import Closing, Job, QueueFull, Scheduler
+from draftheads.infer.text import AnswerText, encode_prompt
+
+PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ARRIVAL_SECONDS = 20.0
+"""For the head of a request, and again for its body."""
+STALL_SECONDS = 60.0
+"""For a client to read what it was sent."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Settings of a server."""
+
+    name: str  # of the model, in requests
+    key: str | None = None  # that requests must have
+    temperature: float = 0.0  # this and the next two: where a request says nothing
+    top_p: float = 1.0
+    top_k: int = 0
+    slots: int = 4  # requests decoded at a time
+    waiting: int = 64  # more get 429
+    timeout: float = 600.0  # seconds for a request, those in the queue included
+    grace: float = 20.0  # seconds for open requests when the server ends
+    max_body: int = 4 << 20  # bytes
+
+
+class ApiError(HTTPException):
+    """An error that the client is told of in OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
+        super().__init__(status, message, headers or None)
+        self.code, self.param = code, None
+
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        said = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": said}
+
+
+class Gone(Exception):
+    """The client has left."""
+
+
+class Metrics:
+    """What /metrics tells."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._make(Counter, "requests", "Requests by HTTP status", ["status"])
+        counters = {
+            "prompt_tokens": "Tokens of prompts",
+            "cached_tokens": "Tokens of prompts that were not computed again",
+            "completion_tokens": "Tokens of answers",
+            "accepted_prediction_tokens": "Draft tokens that were accepted",
+            "rejected_prediction_tokens": "Draft tokens that were not",
+            "steps": "Forward passes of the target",
+            "seconds": "Time of the engine",
+        }
+        self.counters = {name: self._make(Counter, name, what) for name, what in counters.items()}
+        self.first = self._make(Histogram, "time_to_first_token_seconds", "From request to token")
+        self.whole = self._make(Histogram, "request_seconds", "From request to the last token")
+        for name, jobs in {"active": "active", "waiting": "waiting"}.items():
+            gauge = self._make(Gauge, f"{name}_requests", f"Requests that are {name}")
+            gauge.set_function(lambda jobs=jobs: len(getattr(scheduler, jobs)))
+
+    def add(self, usage: dict[str, Any]) -> None:
+        """Count an answer."""
+        details = (usage["prompt_tokens_details"], usage["completion_tokens_details"])
+        for name, value in {**usage, **details[0], **details[1]}.items():
+            if name in self.counters:
+                self.counters[name].inc(value)
+
+    def _make(self, kind: Any, name: str, what: str, labels: Any = ()) -> Any:
+        return kind(f"draftheads_{name}", what, labels, registry=self.registry)
+
+
+class Service:
+    """Turns requests into jobs, and their steps into answers."""
+
+    def __init__(self, speculator: Speculator, options: ServerOptions) -> None:
+        self.target, self.options = speculator.target, options
+        self.scheduler = Scheduler(speculator, slots=options.slots, waiting=options.waiting)
+        self.metrics = Metrics(self.scheduler)
+        self._encoding = threading.Lock()  # a tokenizer is for one thread at a time
+
+    async def respond(self, request: ChatRequest | CompletionRequest, http: HttpRequest) -> Any:
+        """Answer a request."""
+        options = self.options
+        if request.model not in (None, options.name):
+            raise self.unknown(request.model)
+        prompt = await asyncio.to_thread(self._prompt, request)
+        after = () if isinstance(request, ChatRequest) else prompt
+        text = AnswerText(self.target.tokenizer, request.stops, after=after)
+        answer = Answer(request, options.name, prompt, text)
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        job = self._submit(request, prompt, events)
+        pieces = self._pieces(answer, job, events, http)
+        if request.stream:
+            first = await anext(pieces)  # an error before the first token has a status of its own
+            return EventStream(self._chunks(answer, job, first, pieces))
+        written = [text async for _, text, _ in pieces]
+        body = answer.choice("".join(written), finish_reason=answer.finish)
+        if request.return_token_ids:
+            body["choices"][0]["token_ids"] = answer.tokens
+            body["prompt_token_ids"] = prompt
+        return JSONResponse({**body, "usage": answer.usage(job.reused, job.seconds)})
+
+    def unknown(self, model: str | None) -> ApiError:
+        """The error for another model."""
+        said = f"expected model {self.options.name!r}, got {model!r}; see /v1/models"
+        return ApiError(404, said, "model_not_found")
+
+    def _prompt(self, request: ChatRequest | CompletionRequest) -> list[int]:
+        """Token ids of a request's prompt. Raises ApiError for one that cannot be answered."""
+        target = self.target
+        if isinstance(request, ChatRequest):
+            if not getattr(target.tokenizer, "chat_template", None):
+                raise ApiError(400, f"{target.name} has no chat template; use /v1/completions")
+            given: Any = [message.plain() for message in request.messages]
+        else:
+            given = request.prompt
+            if isinstance(given, list) and isinstance(given[0], str):
+                [given] = given
+        try:
+            with self._encoding:
+                encoded = isinstance(given, list) and isinstance(given[0], int)
+                prompt = given if encoded else encode_prompt(target.tokenizer, given)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        if len(prompt) >= target.context:
+            raise ApiError(
+                400,
+                f"expected a prompt shorter than the context of {target.context} tokens, got "
+                f"{len(prompt)}; send a shorter one",
+                "context_length_exceeded",
+            )
+        return list(prompt)
+
+    def _submit(self, request: Request, prompt: list[int], events: asyncio.Queue[Any]) -> Job:
+        loop = asyncio.get_running_loop()
+
+        def deliver(event: Step | Exception) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        most = getattr(request, "max_completion_tokens", None) or request.max_tokens
+        room = self.target.context - len(prompt)
+        job = Job(
+            prompt,
+            deliver,
+            self._rule(request),
+            min(most or room, room),
+            request.stops,
+            request.draft,
+        )
+        try:
+            self.scheduler.submit(job)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except QueueFull as error:
+            later = {"Retry-After": "1"}
+            raise ApiError(429, f"{error}; retry later", "queue_full", **later) from error
+        except Closing as error:
+            raise ApiError(503, str(error), "shutting_down") from error
+        return job
+
+    def _rule(self, request: Request) -> Acceptance:
+        """The lossless rule that a request asks for."""
+        given = (request.temperature, request.top_p, request.top_k)
+        own = (self.options.temperature, self.options.top_p, self.options.top_k)
+        temperature, top_p, top_k = (b if a is None else a for a, b in zip(given, own, strict=True))
+        if temperature < LEAST_TEMPERATURE:
+            return Greedy()
+        rule = Sampled(temperature, top_p, max(int(top_k), 0))
+        if request.seed is not None:
+            rule.seed(request.seed)
+        return rule
+
+    async def _pieces(
+        self, answer: Answer, job: Job, events: asyncio.Queue[Any], http: HttpRequest
+    ) -> AsyncGenerator[tuple[Step, str, int]]:
+        """Steps as they come, with their text and how much of it was drafted. Raises ApiError, and
+        Gone if the client leaves; the job ends with this.
+        """
+
+        async def watch() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+            events.put_nowait(Gone())
+
+        late = ApiError(504, f"no answer within {self.options.timeout:g} s", "timeout")
+        loop, began = asyncio.get_running_loop(), perf_counter()
+        timer = loop.call_later(self.options.timeout, events.put_nowait, late)
+        watcher = asyncio.create_task(watch())
+        try:
+            while answer.finish is None:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise self._told(event)
+                if not answer.steps:
+                    self.metrics.first.observe(perf_counter() - began)
+                yield event, *answer.add(event)
+            self.metrics.whole.observe(perf_counter() - began)
+        finally:
+            self.scheduler.cancel(job)
+            timer.cancel()
+            watcher.cancel()
+            self.metrics.add(answer.usage(job.reused, job.seconds))
+
+    def _told(self, error: Exception) -> Exception:
+        """An error as the client is told of it."""
+        if isinstance(error, ApiError | Gone):
+            return error
+        if isinstance(error, Closing):
+            return ApiError(503, str(error), "shutting_down")
+        return ApiError(500, f"the engine failed at this request ({type(error).__name__})")
+
+    async def _chunks(
+        self,
+        answer: Answer,
+        job: Job,
+        first: tuple[Step, str, int],
+        rest: AsyncGenerator[tuple[Step, str, int]],
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks of a stream."""
+        request = answer.request
+        options = request.stream_options or StreamOptions()
+        usage = {"usage": None} if options.include_usage else {}
+        more: dict[str, Any] = {}
+        async with aclosing(rest):
+            yield {**answer.opening(), **usage}
+            piece: tuple[Step, str, int] | None = first
+            while piece is not None:
+                step, text, drafted = piece
+                if options.include_steps:
+                    more["step"] = answer.facts(step, drafted)
+                if request.return_token_ids:
+                    more["token_ids"] = answer.newest
+                yield {**answer.choice(text, finish_reason=answer.finish, **more), **usage}
+                piece = await anext(rest, None)
+        if usage:
+            yield {**answer.head, "choices": [], "usage": answer.usage(job.reused, job.seconds)}
+
+
+class EventStream(StreamingResponse):
+    """Chunks as server-sent events. An error ends the stream, and so does a client that leaves, or
+    reads nothing for a minute.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[dict[str, Any]]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(chunks, media_type="text/event-stream", headers=headers)
+        self.chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(data: str) -> None:
+            body = f"data: {data}\n\n".encode()
+            async with asyncio.timeout(STALL_SECONDS):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            async with aclosing(self.chunks):
+                await send(start)
+                async for chunk in self.chunks:
+                    await say(json.dumps(chunk))
+                await say("[DONE]")
+        except ApiError as error:
+            await say(json.dumps(error.body()))
+        except (Gone, TimeoutError):
+            return  # the connection is closed
+        await send({"type": "http.response.body", "body": b""})
+
+
+class Gate:
+    """Lets requests pass that have the key and arrive in time, and counts how they end."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+        self.key = service.options.key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        end, arrived = asyncio.get_running_loop().time() + ARRIVAL_SECONDS, False
+
+        async def timely() -> Message:
+            nonlocal arrived
+            try:
+                async with asyncio.timeout_at(None if arrived else end):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, "the request took too long to arrive") from None
+            arrived = not message.get("more_body")
+            return message
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.service.metrics.requests.labels(str(message["status"])).inc()
+            await send(message)
+
+        if self.key and scope["path"].startswith("/v1") and not self._has_key(scope):
+            refusal = ApiError(401, "expected the server's API key; send Authorization: Bearer KEY")
+            await told(refusal)(scope, receive, counted)
+        else:
+            await self.app(scope, timely, counted)
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, f"Bearer {self.key}".encode())
+
+
+class TimedProtocol(H11Protocol):
+    """Closes connections that take too long to send the head of a request."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            ARRIVAL_SECONDS, self.timeout_keep_alive_handler
+        )
+
+    def data_received(self, data: bytes) -> None:
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        super().data_received(data)
+        if timer is not None and self.conn.their_state is h11.IDLE:
+            self.timeout_keep_alive_task = timer  # the head is not complete
+        elif timer is not None:
+            timer.cancel()
+
+
+def told(error: AnyHTTPException) -> JSONResponse:
+    """An error in OpenAI's shape."""
+    if not isinstance(error, ApiError):
+        error = ApiError(error.status_code, str(error.detail), None, **(error.headers or {}))
+    return JSONResponse(error.body(), error.status_code, error.headers)
+
+
+def create_app(
+    speculator: Speculator, options: ServerOptions, hosts: Sequence[str] = ("*",)
+) -> FastAPI:
+    """The application; its `state.service` decodes until the end of its lifespan.
+
+    hosts: names by which browsers may call it.
+    """
+    service = Service(speculator, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.scheduler.close()
+
+    app = FastAPI(
+        title="draftheads",
+        description="OpenAI's interface to a causal LM with draft heads",
+        lifespan=lifespan,
+        docs_url=None,  # these pages read scripts from another host
+        redoc_url=None,
+        max_body_size=options.max_body,
+    )
+    app.state.service = service
+    app.add_middleware(Gate, service=service)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
+    _add_errors(app)
+    _add_routes(app, service)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(AnyHTTPException)
+    async def refuse(http: HttpRequest, error: AnyHTTPException) -> JSONResponse:
+        return told(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: HttpRequest, error: RequestValidationError) -> JSONResponse:
+        fault = error.errors()[0]
+        place = ".".join(map(str, fault["loc"][1:]))
+        message = fault["msg"].removeprefix("Value error, ")
+        refusal = ApiError(400, f"{place}: {message}" if place else message)
+        refusal.param = place or None
+        return told(refusal)
+
+    @app.exception_handler(Exception)
+    async def failed(http: HttpRequest, error: Exception) -> JSONResponse:
+        return told(ApiError(500, "the server failed at this request; its log says why"))
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    errors: dict[int | str, Any] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+    stream: dict[int | str, Any] = {200: {"content": {"text/event-stream": {}}}}
+    options, speculator = service.options, service.scheduler.speculator
+    nodes = speculator.tree.draft_nodes
+    model = {
+        "id": options.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "draftheads",
+        "max_model_len": service.target.context,
+        "drafts": f"{nodes} draft nodes" if nodes else "",
+    }
+
+    @app.post("/v1/chat/completions", responses={**errors, **stream})
+    async def chat(request: ChatRequest, http: HttpRequest) -> Any:
+        return await service.respond(request, http)
+
+    @app.post("/v1/completions", responses={**errors, **stream})
+    async def complete(request: CompletionRequest, http: HttpRequest) -> Any:
+        return await service.respond(request, http)
+
+    @app.get("/v1/models", responses=errors)
+    async def models() -> Any:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}", responses=errors)
+    async def one_model(name: str) -> Any:
+        if name != options.name:
+            raise service.unknown(name)
+        return model
+
+    @app.post("/load_model", include_in_schema=False)  # for `transformers chat`
+    async def load_model() -> Response:
+        ready = json.dumps({"status": "ready", "cached": True})
+        return Response(f"data: {ready}\n\n", media_type="text/event-stream")
+
+    @app.get("/health", responses=errors)
+    async def health() -> Any:
+        if not service.scheduler.is_open:
+            raise ApiError(503, "shutting down", "shutting_down")
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Any:
+        return PlainTextResponse(generate_latest(service.metrics.registry))
+
+    page = files("draftheads.infer") / "page"
+    for path, name in PAGE.items():
+        kind = KINDS[PurePath(name).suffix]
+        headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+
+        def show(name: str = name, kind: str = kind, headers: Any = headers) -> Response:
+            return Response((page / name).read_bytes(), media_type=kind, headers=headers)
+
+        app.add_api_route(path, show, include_in_schema=False)
+
+
+class _Server(uvicorn.Server):
+    """Ends the scheduler together with the connections."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        service: Service = self.config.app.state.service  # type: ignore[union-attr]
+        service.scheduler.close(service.options.grace)
+        await super().shutdown(sockets)
+        self._captured_signals.clear()  # done as asked: exit code 0
+
+
+def serve(speculator: Speculator, options: ServerOptions, host: str, port: int) -> None:
+    """Serve until SIGTERM or Ctrl-C, and answer what is open within `grace` seconds.
+
+    Raises ValueError for an address that cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--host, --port: expected a free address, got {host} {port} ({error}); choose another"
+        ) from error
+    names = [*LOOPBACK, "[::1]"] if host in LOOPBACK else ["*"]
+    config = uvicorn.Config(
+        create_app(speculator, options, names),
+        http=TimedProtocol,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=int(options.grace) + 5,
+    )
+    shown = f"[{host}]" if ":" in host else host
+    print(f"{options.name}: http://{shown}:{listening.getsockname()[1]}", flush=True)
+    _Server(config).run(sockets=[listening])
