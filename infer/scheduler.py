@@ -112,9 +112,9 @@ class Scheduler:
                         job.deliver(Closing("the server was shut down before the end"))
                 if self._end is not None and not self.active:
                     return
-                job = min(self.active, key=lambda job: job.clock, default=None)
-            if job is not None:
-                self._advance(job)
+                following = min(self.active, key=lambda job: job.clock, default=None)
+            if following is not None:
+                self._advance(following)
 
     def _enter(self, job: Job) -> None:
         """Give a job the slot that has the most of its prompt, if that is most of what the slot

@@ -76,12 +76,12 @@ class ApiError(HTTPException):
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
         super().__init__(status, message, headers or None)
-        self.code, self.param = code, None
+        self.code, self.param = code, ""
 
     def body(self) -> dict[str, Any]:
         """In OpenAI's shape."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
-        said = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        said = {"message": self.detail, "type": kind, "param": self.param or None, "code": self.code}
         return {"error": said}
 
 
@@ -297,7 +297,7 @@ class EventStream(StreamingResponse):
 
     def __init__(self, chunks: AsyncGenerator[dict[str, Any]]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(chunks, media_type="text/event-stream", headers=headers)
+        super().__init__((), media_type="text/event-stream", headers=headers)
         self.chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -425,7 +425,7 @@ def _add_errors(app: FastAPI) -> None:
         place = ".".join(map(str, fault["loc"][1:]))
         message = fault["msg"].removeprefix("Value error, ")
         refusal = ApiError(400, f"{place}: {message}" if place else message)
-        refusal.param = place or None
+        refusal.param = place
         return told(refusal)
 
     @app.exception_handler(Exception)
