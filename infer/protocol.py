@@ -37,6 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Options that this engine does not have, and the values that ask for nothing."""
 MOST_STOPS = 16
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+OnlyOne = Field(min_length=1, max_length=1)
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -84,7 +85,12 @@ class Request(BaseModel):
 class CompletionRequest(Request):
     """Continue a text or token ids."""
 
-    prompt: str | list[TokenId] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | Annotated[list[str], OnlyOne]
+
+    @field_validator("prompt")
+    @classmethod
+    def _only(cls, prompt: Any) -> Any:
+        return prompt[0] if isinstance(prompt[:1], list) and isinstance(prompt[0], str) else prompt
 
 
 class TextPart(BaseModel):

@@ -74,14 +74,21 @@ class ServerOptions:
 class ApiError(HTTPException):
     """An error that the client is told of in OpenAI's shape."""
 
+    param: str | None = None  # the option that it is about
+
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
         super().__init__(status, message, headers or None)
-        self.code, self.param = code, ""
+        self.code = code
 
     def body(self) -> dict[str, Any]:
         """In OpenAI's shape."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
-        said = {"message": self.detail, "type": kind, "param": self.param or None, "code": self.code}
+        said = {
+            "message": self.detail,
+            "type": kind,
+            "param": self.param or None,
+            "code": self.code,
+        }
         return {"error": said}
 
 
@@ -161,18 +168,15 @@ class Service:
     def _prompt(self, request: ChatRequest | CompletionRequest) -> list[int]:
         """Token ids of a request's prompt. Raises ApiError for one that cannot be answered."""
         target = self.target
+        given: Any = request.prompt if isinstance(request, CompletionRequest) else None
         if isinstance(request, ChatRequest):
             if not getattr(target.tokenizer, "chat_template", None):
                 raise ApiError(400, f"{target.name} has no chat template; use /v1/completions")
-            given: Any = [message.plain() for message in request.messages]
-        else:
-            given = request.prompt
-            if isinstance(given, list) and isinstance(given[0], str):
-                [given] = given
+            given = [message.plain() for message in request.messages]
         try:
             with self._encoding:
-                encoded = isinstance(given, list) and isinstance(given[0], int)
-                prompt = given if encoded else encode_prompt(target.tokenizer, given)
+                is_encoded = isinstance(request, CompletionRequest) and not isinstance(given, str)
+                prompt = given if is_encoded else encode_prompt(target.tokenizer, given)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         if len(prompt) >= target.context:
@@ -182,7 +186,7 @@ class Service:
                 f"{len(prompt)}; send a shorter one",
                 "context_length_exceeded",
             )
-        return list(prompt)
+        return prompt
 
     def _submit(self, request: Request, prompt: list[int], events: asyncio.Queue[Any]) -> Job:
         loop = asyncio.get_running_loop()
@@ -421,11 +425,14 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: HttpRequest, error: RequestValidationError) -> JSONResponse:
-        fault = error.errors()[0]
-        place = ".".join(map(str, fault["loc"][1:]))
+        # of a union's alternatives, one of the right type
+        faults = error.errors()
+        fault = min(faults, key=lambda each: each["type"].endswith(("_type", "_parsing")))
+        parts = [str(part) for part in fault["loc"][1:]]
+        place = ".".join(part for part in parts if part.replace("_", "").isalnum())
         message = fault["msg"].removeprefix("Value error, ")
         refusal = ApiError(400, f"{place}: {message}" if place else message)
-        refusal.param = place
+        refusal.param = place or None
         return told(refusal)
 
     @app.exception_handler(Exception)

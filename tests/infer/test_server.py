@@ -1,0 +1,354 @@
+"""The promise: OpenAI's interface, and answers that are the engine's own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from starlette.testclient import TestClient
+from tiny_chat import llama
+from tiny_heads import random_head
+
+from draftheads.heads.target import Target
+from draftheads.infer.accept import Sampled
+from draftheads.infer.engine import Speculator
+from draftheads.infer.server import ServerOptions, create_app
+from draftheads.infer.text import encode_prompt
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+OPTIONS = ServerOptions("tiny")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Speculator:
+    target = llama(eos=())
+    return Speculator(target, random_head("medusa", target))
+
+
+@pytest.fixture(scope="module")
+def client(engine) -> Iterator[TestClient]:
+    with TestClient(create_app(engine, OPTIONS)) as client:
+        yield client
+
+
+def ask(client: TestClient, path: str = CHAT, **body: Any) -> Any:
+    body = {"messages": HELLO, **body} if path == CHAT else body
+    content = json.dumps({"max_tokens": 20, **body})  # with lone surrogates, too
+    return client.post(path, content=content, headers={"Content-Type": "application/json"})
+
+
+def chunks(client: TestClient, path: str = CHAT, **body: Any) -> list[dict[str, Any]]:
+    """Those of a stream."""
+    response = ask(client, path, stream=True, **body)
+    assert response.status_code == 200
+    *events, end, rest = response.text.split("\n\n")
+    assert (end, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def tokens(engine: Speculator, prompt: list[int], count: int = 20, **options: Any) -> list[int]:
+    steps = engine.generate(prompt, max_new_tokens=count, **options)
+    return [token for step in steps for token in step.tokens]
+
+
+def hello(engine: Speculator) -> list[int]:
+    return encode_prompt(engine.target.tokenizer, HELLO)
+
+
+def decoded(engine: Speculator, ids: list[int]) -> str:
+    return engine.target.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_an_answer_is_the_engines_own(client, engine):
+    body = ask(client, return_token_ids=True).json()
+    expected = tokens(engine, hello(engine))
+    [choice] = body["choices"]
+    assert choice["token_ids"] == expected
+    assert body["prompt_token_ids"] == hello(engine)
+    assert choice["message"] == {"role": "assistant", "content": decoded(engine, expected)}
+    assert (choice["finish_reason"], body["object"]) == ("length", "chat.completion")
+    usage = body["usage"]
+    assert usage["prompt_tokens"] == len(hello(engine))
+    assert usage["completion_tokens"] == 20
+    assert usage["total_tokens"] == 20 + len(hello(engine))
+    drafts = usage["completion_tokens_details"]
+    assert sum(drafts.values()) == (usage["steps"] - 1) * engine.tree.draft_nodes
+
+
+def test_a_stream_adds_up_to_the_whole_answer(client, engine):
+    whole = ask(client).json()
+    stream = chunks(client, return_token_ids=True)
+    assert stream[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert stream[0]["prompt_token_ids"] == hello(engine)
+    choices = [chunk["choices"][0] for chunk in stream]
+    content = "".join(choice["delta"]["content"] for choice in choices)
+    assert content == whole["choices"][0]["message"]["content"]
+    ids = [token for choice in choices[1:] for token in choice["token_ids"]]
+    assert ids == tokens(engine, hello(engine))
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [
+        "length"
+    ]
+    assert {chunk["object"] for chunk in stream} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in stream}) == 1
+    assert not any("usage" in chunk or "step" in chunk["choices"][0] for chunk in stream)
+
+
+def test_steps_and_usage_come_on_request(client):
+    *stream, last = chunks(client, stream_options={"include_usage": True, "include_steps": True})
+    assert last["choices"] == []
+    steps = [chunk["choices"][0]["step"] for chunk in stream[1:]]
+    assert sum(step["tokens"] for step in steps) == last["usage"]["completion_tokens"]
+    assert len(steps) == last["usage"]["steps"]
+    assert [step["prefill"] for step in steps] == [True] + [False] * (len(steps) - 1)
+    assert all(chunk["usage"] is None for chunk in stream)
+    assert math.isclose(
+        sum(step["seconds"] for step in steps), last["usage"]["seconds"], rel_tol=0.5
+    )
+
+
+def test_completions_continue_text_or_token_ids(client, engine):
+    expected = decoded(engine, tokens(engine, engine.target.tokenizer("Once")["input_ids"]))
+    for prompt in ("Once", ["Once"], engine.target.tokenizer("Once")["input_ids"]):
+        body = ask(client, COMPLETE, prompt=prompt).json()
+        assert (body["object"], body["choices"][0]["text"]) == ("text_completion", expected)
+    text = "".join(c["choices"][0]["text"] for c in chunks(client, COMPLETE, prompt="Once"))
+    assert text == expected
+
+
+def test_a_continuation_keeps_its_first_space(stories):
+    with TestClient(create_app(Speculator(Target.load(stories)), OPTIONS)) as client:
+        asked = {"prompt": "Once upon a", "max_tokens": 3}
+        [choice] = ask(client, COMPLETE, **asked).json()["choices"]
+        assert choice["text"].startswith(" time")
+        said = chunks(client, COMPLETE, **asked)
+        assert "".join(chunk["choices"][0]["text"] for chunk in said) == choice["text"]
+
+
+def test_sampling_follows_its_options_and_seed(client, engine):
+    rule = Sampled(0.9, 0.8, 7)
+    rule.seed(5)
+    expected = tokens(engine, hello(engine), sampling=rule)
+    asked = {"temperature": 0.9, "top_p": 0.8, "top_k": 7, "return_token_ids": True}
+    for _ in range(2):
+        body = ask(client, **asked, seed=5).json()
+        assert body["choices"][0]["token_ids"] == expected
+    drawn = {tuple(ask(client, **asked).json()["choices"][0]["token_ids"]) for _ in range(4)}
+    assert len(drawn) > 1
+
+
+def test_what_a_request_does_not_say_is_the_servers(engine):
+    rule = Sampled(0.9, 0.8, 7)
+    rule.seed(5)
+    options = replace(OPTIONS, temperature=0.9, top_p=0.8, top_k=7)
+    with TestClient(create_app(engine, options)) as client:
+        body = ask(client, seed=5, return_token_ids=True).json()
+        assert body["choices"][0]["token_ids"] == tokens(engine, hello(engine), sampling=rule)
+        body = ask(client, temperature=0, return_token_ids=True).json()
+        assert body["choices"][0]["token_ids"] == tokens(engine, hello(engine))
+
+
+def test_the_plain_model_can_be_asked(client, engine):
+    whole, plain = ask(client).json(), ask(client, draft=False).json()
+    assert plain["choices"][0]["message"] == whole["choices"][0]["message"]
+    assert plain["usage"]["steps"] == 20
+    assert sum(plain["usage"]["completion_tokens_details"].values()) == 0
+
+
+def test_the_next_turn_reuses_the_last(client, engine):
+    messages = [{"role": "user", "content": "What is a draft head? Tell me all."}]
+    first = ask(client, messages=messages).json()
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "Why?"}]
+    usage = ask(client, messages=messages).json()["usage"]
+    prompt = encode_prompt(engine.target.tokenizer, messages[:1])
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= len(prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", range(4, 16, 3))
+def test_stop_strings_end_an_answer_before_them(client, engine, stream, place):
+    text = decoded(engine, tokens(engine, hello(engine)))
+    stop = text[place : place + 3]
+    asked = {"stop": ["never said", stop]}
+    if stream:
+        said = chunks(client, **asked)
+        content = "".join(chunk["choices"][0]["delta"]["content"] for chunk in said)
+        finish = said[-1]["choices"][0]["finish_reason"]
+    else:
+        [choice] = ask(client, **asked).json()["choices"]
+        content, finish = choice["message"]["content"], choice["finish_reason"]
+    assert content == text[: text.index(stop)]
+    assert finish == "stop"
+
+
+def test_stop_tokens_end_an_answer(client, engine):
+    expected = tokens(engine, hello(engine))
+    place = next(n for n, token in enumerate(expected) if n > 2 and token not in expected[:n])
+    asked = {"stop_token_ids": [expected[place]], "return_token_ids": True}
+    [choice] = ask(client, **asked).json()["choices"]
+    assert choice["token_ids"] == expected[: place + 1]
+    assert choice["message"]["content"] == decoded(engine, expected[:place])
+    assert choice["finish_reason"] == "stop"
+
+
+def test_an_end_token_is_not_shown():
+    target = llama()  # many end tokens
+    with TestClient(create_app(Speculator(target), OPTIONS)) as client:
+        body = ask(client, max_tokens=200, return_token_ids=True).json()
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["token_ids"][-1] in target.eos_ids
+    text = target.tokenizer.decode(choice["token_ids"][:-1], skip_special_tokens=True)
+    assert choice["message"]["content"] == text
+
+
+def test_an_answer_ends_with_the_context(client, engine):
+    for limit in ({"max_tokens": 10_000}, {"max_tokens": None}, {"max_completion_tokens": 999}):
+        usage = ask(client, **limit).json()["usage"]
+        assert usage["total_tokens"] == engine.target.context
+
+
+def test_options_of_transformers_chat_are_read(client):
+    config = {"do_sample": False, "max_new_tokens": 7, "temperature": 3.0}
+    body = client.post(CHAT, json={"messages": HELLO, "generation_config": json.dumps(config)})
+    assert body.json()["usage"]["completion_tokens"] == 7
+    assert client.post("/load_model", json={"model": "tiny"}).text.startswith(
+        'data: {"status": "re'
+    )
+
+
+PARTS = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+SURROGATE = {"role": "user", "content": "\ud800"}
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+
+
+def test_parts_of_text_are_one_text(client):
+    parts = ask(client, messages=[{"role": "user", "content": PARTS}]).json()
+    assert parts["choices"][0]["message"] == ask(client).json()["choices"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
+        ({"n": 2}, "n", "less than or equal to 1"),
+        ({"stop": ["x"] * 100}, "stop", "at most 16"),
+        ({"stop": ""}, "stop", "at least 1"),
+        ({"seed": 2**64}, "seed", "less than"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "system", "content": "Hi"}]}, "messages", "message of the user"),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0", "'text'"),
+        ({"messages": [SURROGATE]}, None, "tokenizer accept"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, None, "shorter than the context"),
+        ({"frequency_penalty": 0.5}, None, "frequency_penalty is not supported; leave it out"),
+        ({"tools": [{"type": "function"}]}, None, "tools is not supported"),
+        ({"logprobs": True}, None, "logprobs is not supported"),
+        ({"generation_config": "[1]"}, None, "expected a JSON object as text"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_in_one_line(client, body, param, message):
+    response = ask(client, **body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"] or "").startswith(param or "")
+
+
+def test_neutral_options_are_taken(client):
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": False, "tools": []}
+    neutral |= {"n": 1, "min_p": 0.0, "repetition_penalty": 1.0, "user": "me", "top_k": -1}
+    assert (
+        ask(client, **neutral, **dict.fromkeys(("seed", "stop", "tool_choice"))).status_code == 200
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "at least 1"),
+        ("", "empty"),
+        ([10_000], "token ids from 0 to"),
+        (["a", "b"], "at most 1"),
+    ],
+)
+def test_prompts_that_cannot_be_continued(client, prompt, message):
+    response = ask(client, COMPLETE, prompt=prompt)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_another_model_and_another_path_are_not_found(client):
+    response = ask(client, model="gpt\ud800")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert "expected model 'tiny'" in response.json()["error"]["message"]
+    assert client.get("/v1/models/gpt").status_code == 404
+    assert client.get("/nowhere").json()["error"]["message"] == "Not Found"
+    assert client.get(CHAT).status_code == 405
+
+
+def test_models_health_and_metrics(client, engine):
+    [model] = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", engine.target.context)
+    assert client.get("/v1/models/tiny").json() == model
+    assert client.get("/health").json() == {"status": "ok"}
+    before = counted(client)
+    usage = ask(client).json()["usage"]
+    after = counted(client)
+    assert after["completion_tokens_total"] - before["completion_tokens_total"] == 20
+    assert after["steps_total"] - before["steps_total"] == usage["steps"]
+    assert after["active_requests"] == after["waiting_requests"] == 0
+
+
+def counted(client: TestClient) -> dict[str, float]:
+    """The samples of /metrics without labels."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if line[0] != "#"]
+    pairs = [line.removeprefix("draftheads_").rsplit(" ", 1) for line in lines]
+    return {name: float(value) for name, value in pairs}
+
+
+def test_a_key_is_asked_for(engine):
+    with TestClient(create_app(engine, replace(OPTIONS, key="s3cret"))) as client:
+        for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
+            response = client.post(CHAT, json={"messages": HELLO}, headers=headers)
+            assert response.status_code == 401
+            assert "s3cret" not in response.text
+        assert client.get("/health").status_code == 200
+        client.headers["Authorization"] = "Bearer s3cret"
+        assert ask(client).status_code == 200
+
+
+def test_a_target_without_a_template_answers_no_chat():
+    with TestClient(create_app(Speculator(llama(template=None)), OPTIONS)) as client:
+        response = ask(client)
+        assert response.status_code == 400
+        assert "use /v1/completions" in response.json()["error"]["message"]
+
+
+def test_other_hosts_names_are_refused(engine):
+    """A page of another site cannot reach the server by a name that leads here."""
+    with TestClient(create_app(engine, OPTIONS, ["localhost"])) as client:
+        assert client.get("/health", headers={"Host": "localhost:8000"}).status_code == 200
+        assert client.get("/health", headers={"Host": "evil.example"}).status_code == 400
+
+
+def test_an_engine_that_fails_at_one_request_serves_the_next(engine, monkeypatch):
+    with TestClient(create_app(engine, OPTIONS)) as client:
+        expected = ask(client).json()["choices"]
+        with monkeypatch.context() as patch:
+
+            def fail(*given: Any, **more: Any) -> Any:
+                raise torch.OutOfMemoryError("no room")
+
+            patch.setattr(engine.target, "verify", fail)
+            response = ask(client)
+            assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+        assert ask(client).json()["choices"] == expected
