@@ -164,6 +164,7 @@ class Speculator:
         self.target = target
         self.compile = compile and self._allowed(why_not(target, drafts))
         self._compiled: dict[tuple[int, str], Advance] = {}
+        self.compile_more = True  # False: for no further batch sizes and rules
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
         self._drops_rows = drafts is None or isinstance(drafts, DraftHead)
         if isinstance(drafts, DrafterSource):
@@ -258,8 +259,8 @@ class Speculator:
                 cache.select(left)
                 if (drafts := draft_cache(drafter)) is not None:
                     drafts.select(left)
-            if self.compile and fixed is None:
-                advance = self._advance(len(batch), accept)
+            advance = self._advance(len(batch), accept) if self.compile and fixed is None else None
+            if advance is not None:
                 fixed = FixedSteps(advance, self.target, drafter, self.tree)
                 committed = fixed.begin(cache, accept, committed)
 
@@ -307,11 +308,11 @@ class Speculator:
         count_B = torch.tensor(counts, device=path_BA.device)
         return Committed(*commit(tree, out, accepted, path_BA), count_B, counts)
 
-    def _advance(self, batch: int, accept: Acceptance) -> Advance:
+    def _advance(self, batch: int, accept: Acceptance) -> Advance | None:
         key = (batch, repr(accept))
-        if key not in self._compiled:
+        if key not in self._compiled and self.compile_more:
             self._compiled[key] = compiled(self.target)
-        return self._compiled[key]
+        return self._compiled.get(key)
 
     def _allowed(self, fault: str | None) -> bool:
         if fault is not None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from queue import SimpleQueue
 from threading import Condition, Thread
 from time import monotonic, perf_counter
 
@@ -76,6 +78,19 @@ class Scheduler:
                 raise QueueFull(f"{self.room} requests are waiting already")
             self.waiting.append(job)
             self._changed.notify()
+
+    def warm_up(self, rules: Sequence[Acceptance]) -> None:
+        """If steps are compiled, compile them for these rules now, and for no others later."""
+        if not self.speculator.compile:
+            return
+        size = self.speculator.target.vocab_size
+        for rule, seed in product(rules, range(3)):  # one of the prompts may be answered at once
+            events: SimpleQueue[Step | Exception] = SimpleQueue()
+            prompt = [(seed + 1) * size // place for place in range(5, 9)]
+            self.submit(Job(prompt, events.put, rule, 24))
+            while not isinstance(event := events.get(), Exception) and not event.finish:
+                pass
+        self.speculator.compile_more = False
 
     def cancel(self, job: Job) -> None:
         """End a job before its next step; nothing more is delivered."""

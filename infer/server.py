@@ -200,7 +200,7 @@ class Service:
         job = Job(
             prompt,
             deliver,
-            self._rule(request),
+            self.rule(request),
             min(most or room, room),
             request.stops,
             request.draft,
@@ -216,7 +216,7 @@ class Service:
             raise ApiError(503, str(error), "shutting_down") from error
         return job
 
-    def _rule(self, request: Request) -> Acceptance:
+    def rule(self, request: Request) -> Acceptance:
         """The lossless rule that a request asks for."""
         given = (request.temperature, request.top_p, request.top_k)
         own = (self.options.temperature, self.options.top_p, self.options.top_k)
@@ -528,6 +528,8 @@ def serve(speculator: Speculator, options: ServerOptions, host: str, port: int) 
         server_header=False,
         timeout_graceful_shutdown=int(options.grace) + 5,
     )
+    service: Service = config.app.state.service  # type: ignore[union-attr]
+    service.scheduler.warm_up([Greedy(), service.rule(Request())])
     shown = f"[{host}]" if ":" in host else host
     print(f"{options.name}: http://{shown}:{listening.getsockname()[1]}", flush=True)
     _Server(config).run(sockets=[listening])
