@@ -56,9 +56,19 @@ class Costs:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Costs:
-        """From what `to_json` returned."""
-        verify = {int(nodes): seconds for nodes, seconds in value["verify"].items()}
-        return cls(verify, tuple(value["draft"]), value["prompt"])
+        """From what `to_json` returned. Raises ValueError for anything else."""
+        try:  # a config.json is edited by hand, too
+            verify = {int(nodes): float(seconds) for nodes, seconds in value["verify"].items()}
+            draft = tuple(map(float, value["draft"]))
+            costs = cls(verify, draft, float(value["prompt"]))
+            valid = len(draft) == 4 and len(verify) > 1 and verify[0] > 0
+        except (AttributeError, KeyError, TypeError, ValueError):
+            valid = False
+        if not valid:
+            raise ValueError(
+                "tuned.costs: expected what draftheads tune wrote; tune the head again"
+            )
+        return costs
 
 
 def work(tree: Tree) -> tuple[int, int, int]:

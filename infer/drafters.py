@@ -283,7 +283,7 @@ MERGED_NGRAM = NGram(longest=4, shortest=4)
 
 
 @dataclass(frozen=True)
-class Drafts:
+class NamedDrafts:
     """What a --head option names; so far, only the config.json of its heads has been read."""
 
     name: str
@@ -300,7 +300,7 @@ class Drafts:
         return self.folders[0].target
 
 
-def open_drafts(sources: Sequence[str]) -> dict[str, Drafts]:
+def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
     """Find what each --head option names, by the shortest names that differ. Raises as `open_head`,
     and ValueError for an early exit without a number.
     """
@@ -310,34 +310,36 @@ def open_drafts(sources: Sequence[str]) -> dict[str, Drafts]:
     return dict(zip(names, drafts, strict=True))
 
 
-def named_drafts(source: str) -> Drafts:
+def named_drafts(source: str) -> NamedDrafts:
     """Find what one --head option names; + joins parts, unless it belongs to the name of a folder.
     Raises as `open_drafts`.
     """
     if os.path.isdir(os.path.expanduser(source)) or "+" not in source:
         return _part(source, NGram())
     parts = [_part(text, MERGED_NGRAM) for text in source.split("+")]
-    return Drafts(
+    return NamedDrafts(
         "+".join(part.name for part in parts),
         [folder for part in parts for folder in part.folders],
         lambda target: Merged([part.load(target) for part in parts]),
     )
 
 
-def _part(text: str, ngram: NGram) -> Drafts:
+def _part(text: str, ngram: NGram) -> NamedDrafts:
     kind, _, value = text.partition(":")
     if text == "ngram":
-        return Drafts(text, [], lambda _: ngram)
+        return NamedDrafts(text, [], lambda _: ngram)
     if kind == "model":
-        return Drafts(f"model:{Path(value).name}", [], lambda target: _draft_model(value, target))
+        return NamedDrafts(
+            f"model:{Path(value).name}", [], lambda target: _draft_model(value, target)
+        )
     if kind == "early-exit":
         if not value.isdecimal():
             raise ValueError(
                 f"head {text}: expected a number of layers, as in early-exit:4, got {value!r}"
             )
-        return Drafts(text, [], lambda target: _checked(EarlyExit(int(value)), target))
+        return NamedDrafts(text, [], lambda target: _checked(EarlyExit(int(value)), target))
     folder = open_head(text)
-    return Drafts(Path(text).name, [folder], folder.load)
+    return NamedDrafts(Path(text).name, [folder], folder.load)
 
 
 def _draft_model(path: str, target: Target) -> DrafterSource:

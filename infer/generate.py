@@ -134,8 +134,10 @@ class SpeculativeDecoding:
     def _loaded(self, model: PreTrainedModel) -> Speculator:
         if self.speculator is None or self.speculator.target.model is not model:
             target, drafts = Target(model), self.head
-            if not isinstance(drafts, DrafterSource):
-                drafts = named_drafts(str(drafts)).load(target)
+            if isinstance(drafts, Path):  # never the name of another drafter
+                drafts = str(drafts.expanduser().absolute())
+            if isinstance(drafts, str):
+                drafts = named_drafts(drafts).load(target)
             elif isinstance(drafts, DraftHead):
                 check_target(drafts, target, {})
                 drafts.to(target.device)
@@ -166,7 +168,7 @@ def generate_from_repository(
     if key not in loaded:
         folder = open_head(source, revision=revision).path
         loaded.clear()
-        loaded[key] = speculative(folder.absolute())  # never the name of another drafter
+        loaded[key] = speculative(folder)
     loaded[key].tokenizer = tokenizer
     # not model.generate: it may be overridden on the instance and call us again
     generated: Tensor | SpeculativeOutput = type(model).generate(

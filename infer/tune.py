@@ -39,6 +39,7 @@ from draftheads.infer.bench import (
     speedup_interval,
     timed,
 )
+from draftheads.infer.compiled import why_not
 from draftheads.infer.costs import (
     NONE,
     Costs,
@@ -217,6 +218,10 @@ class Track:
     def engine(self, tree: Tree) -> Speculator:
         """An engine that decodes with this tree."""
         if self.head is None and isinstance(tree, StaticTree):
+            if self.options.compile and (fault := why_not(self.target, None)):
+                raise ValueError(
+                    f"expected steps that can be compiled, but {fault}; tune without --compile"
+                )
             engine = Speculator(self.target, lambda: Filler(self.target, tree), tree=tree)
             engine.compile = self.options.compile
             return engine

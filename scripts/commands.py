@@ -33,12 +33,12 @@ or several of these joined by +"""
 Head = Annotated[str, Option(help=HEAD)]
 Heads = Annotated[list[str], Option(help="as for chat; repeatable")]
 Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
-Prompts = Annotated[str, Option(help="a prompt file, a folder of them, or a Hub data set")]
-PROMPTS = """spec-bench, mt-bench, humaneval, gsm8k, or a prompt file, a folder of them, or a Hub
-data set"""
+PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
+gsm8k"""
+Prompts = Annotated[str, Option(help=PROMPTS)]
 PromptWords = Annotated[int | None, Option(min=1, help="truncate plain texts to N words")]
 Limit = Annotated[int | None, Option(min=1, help="use only the first N prompts or conversations")]
-Split = Annotated[str, Option(help="split of a Hub data set")]
+Split = Annotated[str | None, Option(help="split of a Hub data set; default: train")]
 Streaming = Annotated[bool | None, Option(help="do not store a Hub data set; default: --limit")]
 TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
 Tools = Annotated[Keep, Option(help="tool calls and results in conversations")]
@@ -112,8 +112,11 @@ def rule(
 
     rule: Acceptance = Greedy()
     if lenience is not None:
-        if typical:
-            raise ValueError("--lenience and --typical: expected one of them, got both")
+        if typical or not temperature:
+            raise ValueError(
+                "--lenience: expected sampling, as with --temperature 1, and not --typical, got "
+                f"{'--typical' if typical else '--temperature 0'}; change that"
+            )
         rule = SpeculativeSampling(temperature, top_p, top_k, lenience)
     elif typical:
         rule = Typical(temperature=temperature or 0.7)
@@ -179,7 +182,7 @@ def distill(
     batch_size: Annotated[int, Option(min=1, help="prompts answered together")] = 32,
     limit: Limit = None,
     prompt_words: PromptWords = None,
-    split: Split = "train",
+    split: Split = None,
     streaming: Streaming = None,
     skip_empty: Annotated[bool, Option("--skip-empty", help="skip empty prompts")] = False,
     max_turns: Annotated[int | None, Option(min=1, help="user turns per conversation")] = None,
@@ -301,7 +304,7 @@ def demo(
 def bench(
     target: TargetName,
     head: Heads,
-    prompts: Annotated[str, Option(help=PROMPTS)],
+    prompts: Prompts,
     max_new_tokens: Annotated[int, Option(min=1)] = 128,
     nodes: Annotated[list[int] | None, Option(min=1, help="draft nodes to try; repeatable")] = None,
     tree: Trees = None,
@@ -567,7 +570,7 @@ def data_preview(
     count: Annotated[int, Option("-n", min=0, help="documents to print")] = 3,
     plain: Annotated[bool, Option("--plain", help="[[ ]] instead of colours")] = False,
     boundaries: Annotated[bool, Option("--boundaries", help="put a | between tokens")] = False,
-    split: Split = "train",
+    split: Split = None,
     tools: Tools = "drop",
     template_args: TemplateArgs = "{}",
 ) -> None:
@@ -603,7 +606,7 @@ def import_answers(
     tools: Tools = "keep",
     reasoning: Reasoning = "keep",
     limit: Limit = None,
-    split: Split = "train",
+    split: Split = None,
     streaming: Streaming = None,
     template_args: TemplateArgs = "{}",
 ) -> None:

@@ -19,7 +19,7 @@ from draftheads.infer.bench import BenchOptions, Entry
 from draftheads.infer.bench_report import new_figure
 from draftheads.infer.costs import Costs
 from draftheads.infer.draft_model import DraftModel, EarlyExit, drawing
-from draftheads.infer.drafters import Drafts, NGram
+from draftheads.infer.drafters import NamedDrafts, NGram
 from draftheads.infer.engine import Baseline, DrafterSource
 from draftheads.infer.text import encode_prompt
 from draftheads.train.data.prompts import Prompt, read_prompts
@@ -31,7 +31,7 @@ CATEGORISED = 10_000
 
 
 def load_drafts(
-    drafts: Mapping[str, Drafts], target: Target, rule: Acceptance, adaptive: bool
+    drafts: Mapping[str, NamedDrafts], target: Target, rule: Acceptance, adaptive: bool
 ) -> dict[str, DrafterSource]:
     """Load what --head options name, for decoding by this rule. adaptive: each once more, after it,
     as `Adaptive`.
@@ -44,7 +44,7 @@ def load_drafts(
     return loaded
 
 
-def _adaptive(option: Drafts, loaded: DrafterSource) -> Adaptive:
+def _adaptive(option: NamedDrafts, loaded: DrafterSource) -> Adaptive:
     """Raises ValueError unless this is a tuned head."""
     facts = option.folders[0].facts if isinstance(loaded, DraftHead) else {}
     costs = (facts.get("tuned") or {}).get("costs")

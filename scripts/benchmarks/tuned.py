@@ -78,12 +78,13 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=24)
     chosen = parser.parse_args()
     set_threads(1)
+    found = json.loads(chosen.tuned.read_text())
     folder = open_head(chosen.head)
     target = Target.load(chosen.target or folder.target[0], dtype=chosen.dtype)
     ids = opening_ids(target, chosen.prompts, chosen.prompt_words, chosen.limit)
     columns = ["target", "head", "plain", *COLUMNS, "tuned", "over the best", "prediction error"]
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
-    print(row(target, folder, ids, json.loads(chosen.tuned.read_text())))
+    print(row(target, folder, ids, found))
 
 
 if __name__ == "__main__":

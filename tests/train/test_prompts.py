@@ -131,12 +131,17 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(read_prompts("owner/name")) == 2
     assert len(read_prompts("owner/name", hub=Hub(streaming=True))) == 2
     assert len(read_prompts("owner/name", hub=Hub(streaming=False), limit=1)) == 1
+    for source, hub in {"gsm8k": Hub("train"), "gsm8k:socratic": Hub(), "humaneval": Hub()}.items():
+        read_prompts(source, hub=hub)
     named = {"path": "owner/name", "name": None}
     assert calls == [
         {**named, "name": "main", "split": "test", "streaming": True},
         {**named, "split": "train", "streaming": False},
         {**named, "split": "train", "streaming": True},
         {**named, "split": "train", "streaming": False},
+        {"path": "openai/gsm8k", "name": "main", "split": "train", "streaming": False},
+        {"path": "gsm8k", "name": "socratic", "split": "train", "streaming": False},
+        {"path": "openai/openai_humaneval", "split": "test", "streaming": False},
     ]
 
 
@@ -179,6 +184,22 @@ def test_a_set_by_its_name(name: str, monkeypatch: Any, tmp_path: Path, hub: Any
     turns = user("hi", "again") if name in ("spec-bench", "mt-bench") else user("hi")
     expected = [Prompt(0, turns, category=record.get("category"))]
     assert read_prompts(name, limit=1) == read_prompts(name) == expected
+
+
+def test_a_misspelt_set_has_a_hint() -> None:
+    with pytest.raises(ValueError, match=r"did you mean spec-bench\?"):
+        read_prompts("spec-benhc")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(**kwargs: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match="gsm8k .test.: expected .* got: Couldn't reach the Hub"):
+        read_prompts("gsm8k")
 
 
 def test_a_category_is_text(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Hub:
     a limit is given.
     """
 
-    split: str = "train"
+    split: str | None = None  # default: that of one of SETS, else "train"
     streaming: bool | None = None
 
 
@@ -203,14 +203,14 @@ def check_source(source: str | Path) -> Path:
     files = []
     if path.parent.is_dir():
         files = [other.name for other in path.parent.iterdir() if other.is_file()]
-    near = difflib.get_close_matches(path.name, files, n=1)
+    near = difflib.get_close_matches(path.name, [*files, *SETS], n=1)
     named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", str(source))
     in_folder = "/" in str(source) and path.parent.is_dir()
     if named and not near and not in_folder and not path.name.endswith((*SUFFIXES, ".gz")):
         return path
     hint = "check the path, or give a Hub data set as owner/name"
     if near:
-        hint = f"did you mean {path.parent / near[0]}?"
+        hint = f"did you mean {near[0] if near[0] in SETS else path.parent / near[0]}?"
     raise ValueError(
         f"{source or 'empty name'}: expected a file, a folder or a Hub data set, found none; {hint}"
     )
@@ -235,8 +235,9 @@ def _records(
     else:
         streaming = limit is not None if hub.streaming is None else hub.streaming
         name, _, config = str(source).partition(":")
-        given = {"path": name, "name": config or None, "split": hub.split}
-        yield from _hub_records(str(source), SETS.get(name, given), streaming=streaming)
+        given = SETS.get(str(source), {"path": name, "name": config or None, "split": "train"})
+        given = {**given, "split": hub.split or given["split"]}
+        yield from _hub_records(str(source), given, streaming=streaming)
 
 
 def _has_prompts(path: Path, folder: Path) -> bool:
@@ -250,7 +251,7 @@ def _hub_records(
 ) -> Iterator[tuple[str, Any]]:
     """The records of a data set. given: arguments of `datasets.load_dataset`."""
     split = given["split"]
-    failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError)
+    failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError, ConnectionError)
     try:
         import datasets  # slow, and optional
 
