@@ -1,0 +1,200 @@
+"""The promise: requests share the engine fairly, keep what they can reuse, and all of them end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from tiny_heads import random_head
+from tiny_targets import greedy, some_prompts, tiny_target
+
+from draftheads.infer import compiled
+from draftheads.infer.accept import Greedy, Sampled
+from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.scheduler import Closing, Job, QueueFull, Scheduler
+
+NEW = 12
+
+
+class Asked:
+    """A job and what it was delivered."""
+
+    def __init__(self, prompt: list[int], rule: Any = None, **options: Any) -> None:
+        self.events: SimpleQueue[Step | Exception] = SimpleQueue()
+        self.job = Job(prompt, self.events.put, rule or Greedy(), NEW, **options)
+
+    def answer(self) -> list[int]:
+        """The tokens, once all are there. Raises what ended it early."""
+        tokens = []
+        while True:
+            event = self.events.get(timeout=20)
+            if isinstance(event, Exception):
+                raise event
+            tokens += event.tokens
+            if event.finish:
+                return tokens
+
+
+class Timed(Speculator):
+    """Steps of given lengths: a step writes the tokens of `sizes`, and sleeps for each."""
+
+    def __init__(self, pauses: dict[int, float]) -> None:
+        super().__init__(tiny_target())
+        self.pauses = pauses
+        self.order: list[int] = []
+
+    def generate(self, prompt: Any, **options: Any) -> Iterator[Step]:
+        def steps() -> Iterator[Step]:
+            for _ in range(NEW - 1):
+                time.sleep(self.pauses[prompt[0]])
+                self.order.append(prompt[0])
+                yield Step([1], 0, None, 0.0, 0.0)
+            yield Step([1], 0, "length", 0.0, 0.0)
+
+        return steps()
+
+
+@pytest.fixture
+def schedulers() -> Iterator[Any]:
+    made: list[Scheduler] = []
+
+    def make(engine: Speculator, **options: Any) -> Scheduler:
+        made.append(Scheduler(engine, **options))
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+
+
+def test_many_requests_at_a_time_are_answered_as_alone(schedulers):
+    target = tiny_target()
+    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=3)
+    asked = [Asked(prompt, draft=n % 3 > 0) for n, prompt in enumerate(some_prompts(*range(4, 24)))]
+    for each in asked:
+        scheduler.submit(each.job)
+    for each in asked:
+        assert each.answer() == greedy(target, each.job.prompt, NEW)
+
+
+def test_turns_are_of_equal_time_and_not_of_equal_number(schedulers, monkeypatch):
+    engine, gate, clock = Timed({1: 3.0, 2: 1.0}), threading.Event(), [0.0]
+
+    def pass_time(seconds: float) -> None:
+        gate.wait(5)
+        clock[0] += seconds
+
+    monkeypatch.setattr("draftheads.infer.scheduler.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", pass_time)
+    scheduler = schedulers(engine, slots=2)
+    slow, fast = Asked([1, 1]), Asked([2, 2])
+    for each in (slow, fast):
+        scheduler.submit(each.job)
+    gate.set()
+    fast.answer()
+    slow.answer()
+    assert engine.order[:12].count(1) == 3, engine.order
+
+
+def test_a_newcomer_does_not_wait_for_the_others_to_end(schedulers):
+    engine = Timed({1: 0.01, 2: 0.01})
+    scheduler = schedulers(engine, slots=2)
+    first, second = Asked([1, 1]), Asked([2, 2])
+    scheduler.submit(first.job)
+    for _ in range(6):
+        first.events.get(timeout=5)
+    scheduler.submit(second.job)
+    second.answer()
+    assert engine.order.index(2) < len(engine.order) - engine.order[::-1].index(1), "between"
+
+
+def test_a_conversation_finds_its_slot_again(schedulers):
+    target = tiny_target()
+    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=2)
+    texts = some_prompts(20, 21)
+    for turn in range(3):
+        for place, text in enumerate(texts):
+            asked = Asked(text)
+            scheduler.submit(asked.job)
+            answer = asked.answer()
+            assert (asked.job.reused > len(text) // 2) == (turn > 0)
+            assert answer == greedy(target, text, NEW)
+            texts[place] = [*text, *answer, 3 + turn]
+
+
+def test_the_queue_is_bounded(schedulers):
+    scheduler = schedulers(Timed({1: 0.02}), slots=1, waiting=2)
+    asked = [Asked([1, n]) for n in range(3)]
+    scheduler.submit(asked[0].job)
+    asked[0].events.get(timeout=5)  # it has the slot
+    for each in asked[1:]:
+        scheduler.submit(each.job)
+    with pytest.raises(QueueFull, match="2 requests are waiting already"):
+        scheduler.submit(Asked([1, 9]).job)
+    assert [len(each.answer()) for each in asked] == [NEW - 1, NEW, NEW]
+
+
+def test_a_cancelled_request_ends_at_once_and_frees_its_slot(schedulers):
+    scheduler = schedulers(Timed({1: 0.05, 2: 0.0}), slots=1)
+    slow, queued, quick = Asked([1, 1]), Asked([1, 2]), Asked([2, 2])
+    for each in (slow, queued, quick):
+        scheduler.submit(each.job)
+    slow.events.get(timeout=5)
+    for each in (queued, slow):
+        scheduler.cancel(each.job)
+    assert len(quick.answer()) == NEW
+    assert slow.events.qsize() <= 2
+    assert queued.events.empty()
+    assert not scheduler.active
+
+
+def test_a_wrong_prompt_is_refused_before_it_waits(schedulers):
+    scheduler = schedulers(Speculator(tiny_target()))
+    with pytest.raises(ValueError, match="token ids"):
+        scheduler.submit(Asked([10_000]).job)
+    assert not scheduler.waiting
+
+
+def test_closing_fails_those_that_wait_and_lets_the_others_end(schedulers):
+    scheduler = schedulers(Timed({1: 0.01}), slots=1)
+    active, waiting = Asked([1, 1]), Asked([1, 2])
+    for each in (active, waiting):
+        scheduler.submit(each.job)
+    active.events.get(timeout=5)
+    scheduler.close(grace=10)
+    with pytest.raises(Closing):
+        waiting.answer()
+    assert len(active.answer()) == NEW - 1
+    with pytest.raises(Closing, match="shutting down"):
+        scheduler.submit(Asked([1, 3]).job)
+
+
+def test_grace_ends(schedulers):
+    scheduler = schedulers(Timed({1: 0.05}), slots=1)
+    asked = Asked([1, 1])
+    scheduler.submit(asked.job)
+    asked.events.get(timeout=5)
+    scheduler.close(grace=0.1)
+    with pytest.raises(Closing, match="before the end"):
+        asked.answer()
+
+
+def test_compiled_steps_are_those_of_the_start_alone(schedulers, monkeypatch):
+    """Another rule takes a minute to compile, in which nobody would be answered."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    target = tiny_target()
+    engine = Speculator(target, random_head("sequential", target), compile=True)
+    scheduler = schedulers(engine)
+    scheduler.warm_up([Greedy()])
+    assert list(engine._compiled) == [(1, "Greedy()")]
+    [prompt] = some_prompts(9)
+    for rule in (Greedy(), Sampled(0.5)):
+        asked = Asked(prompt, rule)
+        scheduler.submit(asked.job)
+        answer = asked.answer()
+        assert isinstance(rule, Sampled) or answer == greedy(target, prompt, NEW)
+    assert list(engine._compiled) == [(1, "Greedy()")]
