@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import PurePath
 from time import perf_counter
 from typing import Any
 
@@ -45,8 +44,8 @@ from draftheads.infer.protocol import (
 from draftheads.infer.scheduler import Closing, Job, QueueFull, Scheduler
 from draftheads.infer.text import AnswerText, encode_prompt
 
-PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "icon.svg")}}
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ARRIVAL_SECONDS = 20.0
@@ -489,7 +488,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     page = files("draftheads.infer") / "page"
     for path, name in PAGE.items():
-        kind = KINDS[PurePath(name).suffix]
+        kind = KINDS[name.rpartition(".")[2]]
         headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
 
         def show(name: str = name, kind: str = kind, headers: Any = headers) -> Response:

@@ -1,0 +1,455 @@
+// The chat page: streams answers, marks accepted draft tokens, races drafts against the plain model.
+//
+// A text is {text, marks}: marks[i] is true where code unit i came from an accepted draft token.
+
+const byId = (id) => document.getElementById(id);
+const [log, input, chart] = ["log", "text", "chart"].map(byId);
+const settings = byId("settings");
+const fields = settings.querySelector("form").elements;
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const SHOWN_STEPS = 120;
+
+let messages = [];
+let running = null; // the AbortController of the answers in the making
+
+function element(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+}
+
+const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+const mode = () => document.querySelector("[name=mode]:checked").value;
+const announce = (text) => { byId("said").textContent = text; };
+
+// ---- Settings -------------------------------------------------------------------------------
+
+const saved = JSON.parse(localStorage.getItem("draftheads") || "{}");
+for (const field of fields) {
+  if (field.name in saved) field[field.type === "checkbox" ? "checked" : "value"] = saved[field.name];
+}
+
+function applySettings() {
+  const values = {};
+  for (const field of fields) {
+    if (field.name) values[field.name] = field.type === "checkbox" ? field.checked : field.value;
+  }
+  localStorage.setItem("draftheads", JSON.stringify(values));
+  document.documentElement.dataset.theme = values.theme;
+  document.body.classList.toggle("tinted", values.tint);
+}
+
+function headers() {
+  const key = fields.key.value.trim();
+  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+}
+
+function options() {
+  const chosen = {};
+  for (const name of NUMBERS) {
+    if (fields[name].value !== "") chosen[name] = Number(fields[name].value);
+  }
+  return chosen;
+}
+
+// ---- Requests -------------------------------------------------------------------------------
+
+class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function* events(response) {
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    rest += decoder.decode(value, { stream: !done });
+    const lines = rest.split(/\r?\n/);
+    rest = done ? "" : lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data:")) yield line.slice(5).trim();
+    }
+    if (done) return;
+  }
+}
+
+async function* answer(asked, more, signal) {
+  const system = fields.system.value.trim();
+  const body = {
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...asked],
+    stream: true,
+    stream_options: { include_usage: true, include_steps: true },
+    ...options(),
+    ...more,
+  };
+  const request = { method: "POST", headers: headers(), body: JSON.stringify(body), signal };
+  const response = await fetch("v1/chat/completions", request);
+  if (!response.ok) {
+    const said = await response.json().catch(() => ({}));
+    throw new Refused(response.status, said.error?.message ?? `The server answered ${response.status}.`);
+  }
+  for await (const data of events(response)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Refused(0, chunk.error.message);
+    yield chunk;
+  }
+  throw new Refused(0, "The answer was cut off.");
+}
+
+// ---- An answer in the making ----------------------------------------------------------------
+
+class Answer {
+  constructor(node, onChange) {
+    Object.assign(this, { node, onChange, text: "", marks: [], steps: [], usage: null, finish: null });
+    this.blocks = [];
+    this.drawing = 0;
+  }
+
+  async read(chunks) {
+    for await (const chunk of chunks) {
+      this.usage = chunk.usage ?? this.usage;
+      const choice = chunk.choices[0];
+      if (!choice) continue;
+      const said = choice.delta.content ?? "";
+      const drafted = Array.from(said).slice(0, choice.step?.accepted_chars ?? 0).join("").length;
+      for (let i = 0; i < said.length; i++) this.marks.push(i < drafted);
+      this.text += said;
+      this.finish = choice.finish_reason;
+      if (choice.step) this.steps.push(choice.step);
+      this.drawing ||= requestAnimationFrame(() => this.draw());
+    }
+  }
+
+  draw() {
+    cancelAnimationFrame(this.drawing);
+    this.drawing = 0;
+    const atEnd = log.parentElement.scrollHeight - log.parentElement.scrollTop - log.parentElement.clientHeight < 80;
+    this.blocks = render(this.node, this.text, this.marks, this.blocks);
+    this.onChange(this);
+    if (atEnd) log.parentElement.scrollTop = log.parentElement.scrollHeight;
+  }
+
+  // Rates are of the steps after the prompt was read, in time of the engine.
+  get decoding() { return this.steps.filter((step) => !step.prefill); }
+  get tokens() { return sum(this.decoding, "tokens"); }
+  get rate() { return this.tokens / (sum(this.decoding, "seconds") || Infinity); }
+  get perStep() { return this.tokens / (this.decoding.length || Infinity); }
+  get acceptance() { return sum(this.steps, "accepted") / (sum(this.steps, "tokens") || Infinity); }
+
+  summary() {
+    const parts = [
+      plural(sum(this.steps, "tokens"), "token"),
+      `${this.rate.toFixed(0)} tokens/s`,
+      `${this.perStep.toFixed(2)} per step`,
+      `${(100 * this.acceptance).toFixed(0)} % drafted`,
+    ];
+    const cached = this.usage?.prompt_tokens_details.cached_tokens;
+    if (cached) parts.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens reused`);
+    if (this.finish === "length") parts.push("cut at the length limit");
+    return parts.join(" · ");
+  }
+}
+
+const sum = (items, key) => items.reduce((total, item) => total + item[key], 0);
+
+// ---- Markdown, with DOM nodes alone, so that no answer can inject anything --------------------
+
+function split(text) {
+  const blocks = [];
+  let at = 0, open = null; // open: the block that the next line may continue
+  for (const line of text.split("\n")) {
+    const end = Math.min(at + line.length + 1, text.length);
+    const fence = /^\s*(```|~~~)/.exec(line);
+    const found = [["heading", /^#{1,6}\s+/], ["item", /^\s*[-*+]\s+/], ["number", /^\s*\d+[.)]\s+/], ["quote", /^>\s?/]]
+      .map(([kind, pattern]) => [kind, pattern.exec(line)])
+      .find(([, match]) => match);
+    if (open?.kind === "code") {
+      open.end = end;
+      if (fence?.[1] === open.fence) [open.closed, open = null] = [at];
+    } else if (fence) {
+      blocks.push(open = { kind: "code", start: at, body: end, end, fence: fence[1] });
+    } else if (!line.trim()) {
+      open = null;
+    } else if (found) {
+      open = { kind: found[0], start: at, body: at + found[1][0].length, end, mark: found[1][0] };
+      blocks.push(open);
+      if (found[0] === "heading") open = null;
+    } else if (open) {
+      open.end = end;
+    } else {
+      blocks.push(open = { kind: "text", start: at, body: at, end });
+    }
+    at += line.length + 1;
+  }
+  return blocks;
+}
+
+// Draws what differs from the blocks drawn before; returns those drawn now.
+function render(parent, text, marks, before) {
+  const blocks = split(text);
+  let same = 0;
+  while (same < before.length - 1 && same < blocks.length && ["kind", "start", "end"].every((key) => before[same][key] === blocks[same][key])) {
+    blocks[same] = before[same++];
+  }
+  for (const block of before.slice(same)) {
+    block.node.remove();
+    if (block.list && !block.list.children.length) block.list.remove();
+  }
+  for (const [place, block] of blocks.entries()) {
+    if (place < same) continue;
+    const previous = blocks[place - 1];
+    block.node = drawBlock(block, text, marks);
+    if (block.kind === "item" || block.kind === "number") {
+      const start = parseInt(block.mark, 10);
+      block.list = previous?.kind === block.kind ? previous.list : element(block.kind === "item" ? "ul" : "ol", start > 1 ? { start } : {});
+      if (previous?.list !== block.list) parent.append(block.list);
+      block.list.append(block.node);
+    } else {
+      parent.append(block.node);
+    }
+  }
+  return blocks;
+}
+
+function drawBlock(block, text, marks) {
+  const names = { heading: `h${Math.min(block.mark?.trim().length + 1, 4)}`, item: "li", number: "li", quote: "blockquote", text: "p" };
+  if (block.kind !== "code") {
+    const node = element(names[block.kind]);
+    inline(node, text, marks, block.body, block.end - (text[block.end - 1] === "\n"));
+    return node;
+  }
+  const code = element("code");
+  const end = block.closed ?? block.end;
+  characters(code, text, marks, block.body, Math.max(block.body, end));
+  const copy = element("button", { type: "button", textContent: "Copy", onclick: () => copyText(code.textContent, copy) });
+  return element("pre", { tabIndex: 0 }, code, copy);
+}
+
+const INLINE = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|(\*\*|__)(?=\S)([\s\S]*?\S)\3|(\*|\b_)(?=\S)([\s\S]*?\S)\5(?!\w)|\[([^\]\n]+)\]\((https?:\/\/[^)\s]+)\)|https?:\/\/[^\s<>)"']+[^\s<>)"'.,;:!?]/g;
+
+function inline(parent, text, marks, start, end) {
+  const part = text.slice(start, end);
+  let at = 0;
+  for (const match of part.matchAll(INLINE)) {
+    characters(parent, text, marks, start + at, start + match.index);
+    at = match.index + match[0].length;
+    const within = (name, body, lead, properties) => {
+      const node = element(name, properties);
+      const from = start + match.index + lead;
+      (name === "code" ? characters : inline)(node, text, marks, from, from + body.length);
+      parent.append(node);
+    };
+    if (match[1]) within("code", match[2], match[1].length);
+    else if (match[3]) within("strong", match[4], 2);
+    else if (match[5]) within("em", match[6], 1);
+    else {
+      const node = element("a", { href: match[8] ?? match[0], rel: "noopener noreferrer", target: "_blank" });
+      const from = start + match.index + (match[7] ? 1 : 0);
+      characters(node, text, marks, from, from + (match[7] ?? match[0]).length);
+      parent.append(node);
+    }
+  }
+  characters(parent, text, marks, start + at, end);
+}
+
+function characters(parent, text, marks, start, end) {
+  for (let from = start, to; from < end; from = to) {
+    for (to = from + 1; to < end && marks[to] === marks[from];) to++;
+    const run = text.slice(from, to);
+    parent.append(marks[from] ? element("span", { className: "d", textContent: run }) : run);
+  }
+}
+
+async function copyText(text, button) {
+  await navigator.clipboard?.writeText(text);
+  button.textContent = navigator.clipboard ? "Copied" : "Not allowed here";
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}
+
+// ---- The chart ------------------------------------------------------------------------------
+
+function drawChart(made) {
+  byId("steps").hidden = false;
+  const shown = made.decoding.slice(-SHOWN_STEPS);
+  const most = Math.max(4, ...shown.map((step) => step.tokens));
+  const width = Math.max(shown.length, 40);
+  chart.setAttribute("viewBox", `0 0 ${width} ${most}`);
+  chart.setAttribute("aria-label", `Tokens of the last ${plural(shown.length, "step")}, ${made.perStep.toFixed(2)} on average`);
+  const bar = (kind, x, y, height) => {
+    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    for (const [name, value] of Object.entries({ class: kind, x: x + 0.1, y, width: 0.8, height })) rect.setAttribute(name, value);
+    return rect;
+  };
+  chart.replaceChildren(...shown.flatMap((step, x) => {
+    const own = step.tokens - step.accepted;
+    return [bar("own", x, most - own, own), bar("drafted", x, most - step.tokens, step.accepted)];
+  }));
+  byId("mean").textContent = made.perStep.toFixed(2);
+}
+
+// ---- Conversation and race --------------------------------------------------------------------
+
+function trouble(error, retry) {
+  if (error.name === "AbortError") return [];
+  if (error.status === 401) {
+    byId("key-wanted").hidden = false;
+    settings.showModal();
+    fields.key.focus();
+  }
+  const reached = error instanceof TypeError ? "The server cannot be reached." : error.message;
+  const again = element("button", { type: "button", textContent: "Try again", onclick: retry });
+  announce(reached);
+  return [element("p", { className: "fault" }, reached), ...(retry ? [again] : [])];
+}
+
+async function run(work) {
+  running = new AbortController();
+  byId("welcome").hidden = true;
+  busy(true);
+  try {
+    await work(running.signal);
+  } finally {
+    running = null;
+    busy(false);
+  }
+}
+
+function busy(is) {
+  log.setAttribute("aria-busy", is);
+  byId("stop").hidden = !is;
+  byId("send").hidden = is;
+  if (is) announce("Answering.");
+}
+
+function show(...nodes) {
+  log.append(...nodes);
+  log.parentElement.scrollTop = log.parentElement.scrollHeight;
+}
+
+async function chat(question) {
+  const about = element("div", { className: "about" });
+  const text = element("div", { className: "text" });
+  const asked = element("div", { className: "asked", textContent: question });
+  const turn = element("article", { ariaLabel: "Answer" }, text, about);
+  show(asked, turn);
+  const made = new Answer(text, (each) => {
+    about.textContent = each.summary();
+    drawChart(each);
+  });
+  const again = () => {
+    asked.remove();
+    turn.remove();
+    messages = messages.slice(0, place);
+    chat(question);
+  };
+  const place = messages.length;
+  await run(async (signal) => {
+    let fault = null;
+    try {
+      await made.read(answer([...messages, { role: "user", content: question }], {}, signal));
+    } catch (error) {
+      fault = error;
+    }
+    if (made.steps.length) {
+      made.draw();
+      messages.push({ role: "user", content: question }, { role: "assistant", content: made.text });
+      const copy = element("button", { type: "button", textContent: "Copy", onclick: () => copyText(made.text, copy) });
+      const redo = element("button", { type: "button", textContent: "Regenerate", onclick: () => running || again() });
+      for (const old of log.querySelectorAll(".redo")) old.remove();
+      redo.classList.add("redo");
+      about.append(copy, redo);
+      announce(fault?.name === "AbortError" ? "Stopped." : `Answered: ${made.summary()}`);
+    }
+    if (fault) turn.append(...trouble(fault, again));
+  });
+  input.focus();
+}
+
+async function race(question) {
+  const names = ["Draft heads", "Plain model"];
+  const lanes = names.map((name) => {
+    const [rate, text, bar] = [element("span", { className: "rate" }), element("div", { className: "text" }), element("i")];
+    const node = element("section", { className: "lane", ariaLabel: name }, element("h3", {}, name, rate), element("div", { className: "bar" }, bar), text);
+    const made = new Answer(text, () => {
+      rate.textContent = `${made.rate.toFixed(0)} tokens/s`;
+      const most = Math.max(...lanes.map((lane) => lane.made.rate), 1);
+      for (const lane of lanes) lane.bar.style.width = `${(100 * lane.made.rate) / most}%`;
+      if (made === lanes[0].made) drawChart(made);
+    });
+    return { node, made, bar };
+  });
+  const card = element("article", { className: "race", ariaLabel: "Race" }, ...lanes.map((lane) => lane.node));
+  show(element("div", { className: "asked", textContent: question }), card);
+  await run(async (signal) => {
+    const seed = Math.floor(Math.random() * 2 ** 31);
+    const asked = [{ role: "user", content: question }];
+    const reads = lanes.map((lane, place) => lane.made.read(answer(asked, { seed, ...options(), draft: place === 0 }, signal)));
+    const fault = (await Promise.allSettled(reads)).find((each) => each.status === "rejected");
+    for (const lane of lanes) if (lane.made.steps.length) lane.made.draw();
+    if (fault) return card.append(...trouble(fault.reason));
+    const [drafts, plain] = lanes.map((lane) => lane.made);
+    const times = `${(drafts.rate / plain.rate).toFixed(2)} times`;
+    const same = drafts.text === plain.text ? "the same text" : "another text, as it was sampled or rounded otherwise";
+    card.append(element("p", { className: "verdict" }, element("b", { textContent: times }), ` as fast, ${same}`));
+    announce(`${times} as fast, ${same}`);
+    show();
+  });
+  input.focus();
+}
+
+// ---- Controls -------------------------------------------------------------------------------
+
+function grow() {
+  input.style.height = "auto";
+  input.style.height = `${input.scrollHeight + 2}px`;
+}
+
+byId("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const question = input.value.trim();
+  if (!question || running) return;
+  input.value = "";
+  grow();
+  (mode() === "race" ? race : chat)(question);
+});
+input.addEventListener("input", grow);
+input.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    byId("ask").requestSubmit();
+  }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !settings.open) running?.abort();
+});
+byId("stop").addEventListener("click", () => running?.abort());
+byId("new").addEventListener("click", () => {
+  running?.abort();
+  messages = [];
+  log.replaceChildren();
+  byId("welcome").hidden = false;
+  byId("steps").hidden = true;
+  input.focus();
+});
+byId("open-settings").addEventListener("click", () => settings.showModal());
+settings.addEventListener("close", () => {
+  applySettings();
+  byId("key-wanted").hidden = true;
+  describe();
+});
+settings.addEventListener("input", applySettings);
+
+async function describe() {
+  const response = await fetch("v1/models", { headers: headers() }).catch(() => null);
+  const model = response?.ok ? (await response.json()).data[0] : null;
+  byId("model").textContent = model ? `${model.id}${model.drafts ? `, ${model.drafts}` : ""}` : "";
+}
+
+applySettings();
+describe();
+input.focus();

@@ -1,0 +1,352 @@
+"""The promise: the page chats, marks drafts, races and is for everyone, in a real browser."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from tiny_chat import END, llama
+
+from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.server import ServerOptions, TimedProtocol, create_app
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+]
+MARKDOWN = """# Title
+
+Some **bold** text, *italics*, `code` and [a link](https://example.com/x).
+
+- one
+- two
+
+1. first
+2. second
+
+```python
+def f(x):
+    return x < 3
+```
+
+> quoted
+"""
+ATTACK = """<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>
+[x](javascript:window.hacked=1) <b>not bold</b> `<i>` [y](https://e.com/"onmouseover="window.hacked=1)"""
+
+
+class Said(Speculator):
+    """Answers with `text`: steps of four bytes, the first three of them drafted."""
+
+    def __init__(self) -> None:
+        super().__init__(llama(eos=(END,)))
+        self.text, self.pause = "Hello.", 0.0
+        self.asked: list[str] = []
+
+    def generate(self, prompt: Any, **options: Any) -> Iterator[Step]:
+        ids = self.target.tokenizer(self.text)["input_ids"]
+        self.asked.append(self.target.tokenizer.decode(prompt))
+
+        def steps() -> Iterator[Step]:
+            yield Step(ids[:1], -1, None, 0.0, 0.01)
+            for place in range(1, len(ids), 4):
+                time.sleep(self.pause)
+                tokens = ids[place : place + 4]
+                yield Step(tokens, len(tokens) - 1, None, 0.001, 0.009, 8)
+            yield Step([END], 0, "eos", 0.001, 0.009, 8)
+
+        return steps()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Said, str]]:
+    engine = Said()
+    app = create_app(engine, ServerOptions("tiny"))
+    app.state.service.scheduler.plain = engine
+    config = uvicorn.Config(app, port=0, http=TimedProtocol, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield engine, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, served) -> Iterator[Any]:
+    """A fresh page; it must not complain, nor call anyone but its server."""
+    engine, url = served
+    engine.text, engine.pause = "Hello.", 0.0
+    engine.asked.clear()
+    context = browser.new_context(viewport={"width": 1000, "height": 700})
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+    page.on("request", lambda r: None if r.url.startswith(url) else complaints.append(r.url))
+    page.complaints = complaints
+    page.goto(url)
+    page.locator("#model:not(:empty)").wait_for()
+    yield page
+    assert complaints == []
+    context.close()
+
+
+def ask(page: Any, text: str = "Hi", mode: str = "chat") -> None:
+    page.locator(f"[name=mode][value={mode}]").check(force=True)
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def answered(page: Any, text: str = "Hi") -> Any:
+    """Ask, wait, and return the newest answer."""
+    before = page.locator("article").count()
+    ask(page, text)
+    page.locator("article").nth(before).wait_for()
+    page.locator("#log[aria-busy=false]").wait_for()
+    return page.locator("article").last
+
+
+def test_an_answer_streams_and_its_drafts_are_marked(page, served):
+    served[0].text = "Hello there, my friend."
+    article = answered(page)
+    assert article.locator(".text").inner_text() == "Hello there, my friend."
+    marked = "".join(article.locator(".d").all_inner_texts())
+    expected = [c for n, c in enumerate(served[0].text) if n % 4 and n < 21]
+    assert marked == "".join(expected) + "d"
+    assert "tokens/s" in article.locator(".about").inner_text()
+    bar = page.locator("#chart rect.drafted")
+    assert bar.count() == 7
+    assert "Tokens of the last 7 steps" in page.locator("#chart").get_attribute("aria-label")
+
+
+def test_a_conversation_is_remembered_until_a_new_chat(page, served):
+    answered(page, "First question")
+    answered(page, "Second question")
+    assert "First question" in served[0].asked[-1] and "Hello." in served[0].asked[-1]
+    page.get_by_role("button", name="Regenerate").click()
+    page.locator("#log[aria-busy=false]").wait_for()
+    assert page.locator("article").count() == 2
+    assert served[0].asked[-1] == served[0].asked[-2]
+    page.get_by_role("button", name="New chat").click()
+    answered(page, "Third question")
+    assert "First" not in served[0].asked[-1]
+
+
+def test_markdown_is_drawn_as_it_comes(page, served):
+    served[0].text = MARKDOWN
+    text = answered(page).locator(".text")
+    assert text.locator("h2").inner_text() == "Title"
+    assert text.locator("strong").inner_text() == "bold"
+    assert text.locator("em").inner_text() == "italics"
+    assert text.locator("p code").inner_text() == "code"
+    assert text.locator("a").get_attribute("href") == "https://example.com/x"
+    assert text.locator("ul li").all_inner_texts() == ["one", "two"]
+    assert text.locator("ol li").all_inner_texts() == ["first", "second"]
+    assert text.locator("pre code").inner_text() == "def f(x):\n    return x < 3\n"
+    assert text.locator("blockquote").inner_text() == "quoted"
+    assert "`" not in text.inner_text() and "*" not in text.inner_text()
+
+
+def test_an_answer_cannot_inject_anything(page, served):
+    served[0].text = ATTACK
+    text = answered(page).locator(".text")
+    assert text.locator("img, script, b, i").count() == 0
+    links = [each.get_attribute("href") for each in text.locator("a").all()]
+    assert all(link.startswith("https://") for link in links)
+    assert "<b>not bold</b>" in text.inner_text()
+    assert page.evaluate("window.hacked") is None
+
+
+@pytest.mark.parametrize("how", ["Escape", "Stop"])
+def test_an_answer_can_be_stopped_and_what_was_said_stays(page, served, how):
+    served[0].text, served[0].pause = "word " * 60, 0.05
+    ask(page)
+    page.locator(".d").first.wait_for()
+    if how == "Escape":
+        page.keyboard.press("Escape")
+    else:
+        page.get_by_role("button", name="Stop").click()
+    page.locator("#log[aria-busy=false]").wait_for()
+    said = page.locator("article .text").inner_text()
+    assert "word" in said and len(said) < 200
+    served[0].text, served[0].pause = "Fine.", 0.0
+    answered(page, "Go on")
+    assert said.strip() in served[0].asked[-1]
+
+
+def test_a_race_shows_both_and_who_won(page, served):
+    served[0].text = "The same text for both."
+    ask(page, mode="race")
+    verdict = page.locator(".verdict")
+    verdict.wait_for()
+    assert page.locator(".lane .text").all_inner_texts() == ["The same text for both."] * 2
+    assert page.locator(".lane h3").first.inner_text().startswith("Draft heads")
+    assert "1.00 times as fast, the same text" in verdict.inner_text()
+
+
+def fulfil(page: Any, **answer: Any) -> None:
+    page.route("**/chat/completions", lambda route: route.fulfill(**answer))
+
+
+def test_refusals_are_said_and_can_be_tried_again(page):
+    body = '{"error": {"message": "64 requests are waiting already; retry later"}}'
+    fulfil(page, status=429, body=body, content_type="application/json")
+    ask(page)
+    page.get_by_text("64 requests are waiting already").first.wait_for()
+    page.unroute("**/chat/completions")
+    page.get_by_role("button", name="Try again").click()
+    page.get_by_text("Hello.").wait_for()
+    assert page.locator("article").count() == 1
+    page.complaints[:] = [said for said in page.complaints if "429" not in said]
+
+
+def test_a_server_that_is_gone_and_an_answer_that_is_cut_off(page):
+    page.route("**/chat/completions", lambda route: route.abort())
+    ask(page)
+    page.get_by_text("The server cannot be reached.").first.wait_for()
+    page.unroute("**/chat/completions")
+    chunk = 'data: {"choices": [{"delta": {"content": "Half"}, "step": {"tokens": 1, "accepted": 0,'
+    chunk += ' "seconds": 0.1, "accepted_chars": 0}}]}\r\n\r\n'
+    fulfil(page, body=chunk, content_type="text/event-stream")
+    ask(page, "Again")
+    page.get_by_text("The answer was cut off.").first.wait_for()
+    assert page.locator("article .text").last.inner_text() == "Half"
+    page.complaints[:] = [said for said in page.complaints if "ERR_FAILED" not in said]
+
+
+def test_a_key_is_asked_for_and_kept(page):
+    fulfil(page, status=401, body='{"error": {"message": "key"}}', content_type="application/json")
+    ask(page)
+    page.get_by_label("API key").fill("s3cret")
+    page.unroute("**/chat/completions")
+    page.get_by_role("button", name="Done").click()
+    with page.expect_request("**/chat/completions") as request:
+        page.get_by_role("button", name="Try again").click()
+    assert request.value.headers["authorization"] == "Bearer s3cret"
+    page.locator("#log[aria-busy=false]").wait_for()
+    page.complaints[:] = [said for said in page.complaints if "401" not in said]
+
+
+def test_settings_are_sent_and_survive_a_reload(page):
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0.7")
+    page.get_by_label("Seed").fill("3")
+    page.get_by_label("Mark accepted drafts").uncheck()
+    page.get_by_label("Colours").select_option("dark")
+    page.keyboard.press("Escape")
+    page.reload()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert not page.evaluate("document.body.classList.contains('tinted')")
+    with page.expect_request("**/chat/completions") as request:
+        answered(page)
+    sent = request.value.post_data_json
+    assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (sent["temperature"], sent["seed"]) == (0.7, 3)
+    assert "top_p" not in sent
+
+
+def test_the_keyboard_reaches_everything(page):
+    """Tab order: modes, actions, message, send; focus is visible; Shift-Enter begins a line."""
+    answered(page)
+    page.locator("body").evaluate("node => document.activeElement.blur()")
+    reached = []
+    for _ in range(9):
+        page.keyboard.press("Tab")
+        reached.append(
+            page.evaluate(
+                "(() => { const a = document.activeElement;"
+                " return a.id || a.value || a.textContent.trim() })()"
+            )
+        )
+    for name in ("chat", "new", "open-settings", "Copy", "Regenerate", "text", "send"):
+        assert name in reached, reached
+    page.get_by_label("Message", exact=True).focus()
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    assert page.get_by_label("Message", exact=True).input_value() == "one\ntwo"
+    outline = page.locator("#text").evaluate("node => getComputedStyle(node).outlineStyle")
+    assert outline == "solid"
+
+
+def test_screen_readers_hear_beginning_and_end_and_every_control_has_a_name(page):
+    said = page.get_by_role("status")
+    answered(page)
+    assert "Answered:" in said.inner_text()
+    assert page.get_by_role("log").get_attribute("aria-live") == "off"
+    page.get_by_role("button", name="Settings").click()
+    nameless = page.evaluate(
+        """[...document.querySelectorAll("button, input, textarea, select")].filter(
+            (node) => !(node.textContent.trim() || node.labels?.length || node.ariaLabel)).length"""
+    )
+    assert nameless == 0
+    assert page.locator("html").get_attribute("lang") == "en"
+    assert page.locator("main, header, footer").count() == 3
+
+
+CONTRAST = """(() => {
+  const parse = (colour) => (colour.match(/[\\d.]+/g) ?? []).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (node) => {
+    const [r, g, b, a = 1] = parse(getComputedStyle(node).backgroundColor);
+    return a === 0 && node.parentElement ? ground(node.parentElement) : [r, g, b];
+  };
+  const bad = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((c) => c.nodeType === 3 && c.data.trim());
+    if (!own || !node.checkVisibility()) continue;
+    const [a, b] = [light(parse(getComputedStyle(node).color)), light(ground(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) bad.push(`${node.tagName}.${node.className} ${ratio.toFixed(2)}`);
+  }
+  return bad;
+})()"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 1000])
+def test_text_can_be_read_in_light_and_dark_on_any_width(page, served, theme, width):
+    page.set_viewport_size({"width": width, "height": 640})
+    page.emulate_media(color_scheme=theme)
+    assert page.evaluate(CONTRAST) == []
+    served[0].text = MARKDOWN + "x" * 300
+    answered(page)
+    ask(page, mode="race")
+    page.locator(".verdict").wait_for()
+    assert page.evaluate(CONTRAST) == []
+    page.get_by_role("button", name="Settings").click()
+    assert page.evaluate(CONTRAST) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("document.querySelector('main').scrollWidth") <= width
+
+
+def test_a_reader_who_scrolled_up_stays_there(page, served):
+    served[0].text, served[0].pause = "line\n\n" * 120, 0.01
+    ask(page)
+    page.locator(".text p").nth(30).wait_for()
+    page.locator("main").evaluate("node => { node.scrollTop = 0 }")
+    page.locator("#log[aria-busy=false]").wait_for()
+    assert page.locator("main").evaluate("node => node.scrollTop") == 0
