@@ -19,11 +19,18 @@ from time import monotonic, perf_counter
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import Session, Speculator, Step
 
+RECENT = 1 / 8
+"""Weight of the newest request in the mean of what requests take."""
+
 logger = logging.getLogger("draftheads")
 
 
 class QueueFull(Exception):
-    """No room for another request; retry later."""
+    """No room for another request. seconds: until those that wait are answered, at a guess."""
+
+    def __init__(self, waiting: int, seconds: float) -> None:
+        super().__init__(f"{waiting} requests are waiting already")
+        self.seconds = seconds
 
 
 class Closing(Exception):
@@ -64,6 +71,7 @@ class Scheduler:
         self.active: list[Job] = []
         self._idle = [Session() for _ in range(slots)]  # the least recently used first
         self._changed = Condition()
+        self._pace = 0.0  # seconds of the engine for a request, a mean over recent ones
         self._end: float | None = None  # when the jobs that are left fail
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -75,7 +83,7 @@ class Scheduler:
             if not self.is_open:
                 raise Closing("the server is shutting down")
             if len(self.waiting) >= self.room:
-                raise QueueFull(f"{self.room} requests are waiting already")
+                raise QueueFull(self.room, self.room * self._pace)
             self.waiting.append(job)
             self._changed.notify()
 
@@ -178,4 +186,5 @@ class Scheduler:
         if isinstance(event, Exception) or event.finish:
             with self._changed:
                 self._leave(job)
+                self._pace += RECENT * (job.seconds - self._pace)
         job.deliver(event)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import socket
 import threading
 import time
@@ -209,7 +210,7 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         except QueueFull as error:
-            later = {"Retry-After": "1"}
+            later = {"Retry-After": str(min(max(math.ceil(error.seconds), 1), 60))}
             raise ApiError(429, f"{error}; retry later", "queue_full", **later) from error
         except Closing as error:
             raise ApiError(503, str(error), "shutting_down") from error

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
-from tiny_chat import END, llama
-
-from draftheads.infer.engine import Speculator, Step
-from draftheads.infer.server import ServerOptions, TimedProtocol, create_app
+from served import Says, running
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = (
@@ -44,43 +38,12 @@ ATTACK = """<img src=x onerror="window.hacked=1"><script>window.hacked=1</script
 [x](javascript:window.hacked=1) <b>not bold</b> `<i>` [y](https://e.com/"onmouseover="window.hacked=1)"""
 
 
-class Said(Speculator):
-    """Answers with `text`: steps of four bytes, the first three of them drafted."""
-
-    def __init__(self) -> None:
-        super().__init__(llama(eos=(END,)))
-        self.text, self.pause = "Hello.", 0.0
-        self.asked: list[str] = []
-
-    def generate(self, prompt: Any, **options: Any) -> Iterator[Step]:
-        ids = self.target.tokenizer(self.text)["input_ids"]
-        self.asked.append(self.target.tokenizer.decode(prompt))
-
-        def steps() -> Iterator[Step]:
-            yield Step(ids[:1], -1, None, 0.0, 0.01)
-            for place in range(1, len(ids), 4):
-                time.sleep(self.pause)
-                tokens = ids[place : place + 4]
-                yield Step(tokens, len(tokens) - 1, None, 0.001, 0.009, 8)
-            yield Step([END], 0, "eos", 0.001, 0.009, 8)
-
-        return steps()
-
-
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Said, str]]:
-    engine = Said()
-    app = create_app(engine, ServerOptions("tiny"))
-    app.state.service.scheduler.plain = engine
-    config = uvicorn.Config(app, port=0, http=TimedProtocol, log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    yield engine, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    server.should_exit = True
-    thread.join(10)
+def served() -> Iterator[tuple[Says, str]]:
+    engine = Says()
+    with running(engine) as (url, service):
+        service.scheduler.plain = engine
+        yield engine, f"{url}/"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,60 @@
+"""A server in this process, for clients that need a real one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from tiny_chat import END, llama
+
+from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.server import ServerOptions, Service, TimedProtocol, create_app
+
+
+@contextmanager
+def running(
+    engine: Speculator, options: ServerOptions | None = None
+) -> Iterator[tuple[str, Service]]:
+    """Yields its address and the service behind it."""
+    app = create_app(engine, options or ServerOptions("tiny"))
+    config = uvicorn.Config(app, port=0, http=TimedProtocol, log_level="critical")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", app.state.service
+    server.should_exit = True
+    thread.join(20)
+
+
+class Says(Speculator):
+    """Answers with `text`, in steps of four bytes, three of them drafted, with a pause before each;
+    `failure` is raised after the second one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(llama(eos=(END,)))
+        self.text, self.pause = "Hello.", 0.0
+        self.failure: Exception | None = None
+        self.asked: list[str] = []
+
+    def generate(self, prompt: Any, **options: Any) -> Iterator[Step]:
+        ids = self.target.tokenizer(self.text)["input_ids"]
+        self.asked.append(self.target.tokenizer.decode(prompt))
+
+        def steps() -> Iterator[Step]:
+            yield Step(ids[:1], -1, None, 0.0, 0.01)
+            for number, place in enumerate(range(1, len(ids), 4)):
+                time.sleep(self.pause)
+                if self.failure and number:
+                    raise self.failure
+                tokens = ids[place : place + 4]
+                yield Step(tokens, len(tokens) - 1, None, 0.001, 0.009, 8)
+            yield Step([END], 0, "eos", 0.001, 0.009, 8)
+
+        return steps()
