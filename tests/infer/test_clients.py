@@ -1,0 +1,171 @@
+"""The promise: the clients that people have work with the server as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from served import Says, running
+from tiny_chat import EOS, llama, options, prompts
+from tiny_heads import random_head
+
+from draftheads.infer.engine import Speculator
+from draftheads.infer.server import ServerOptions
+from draftheads.train.data.answers import read_answers
+from draftheads.train.data.distill import distill
+from draftheads.train.data.server import ServedTarget
+from draftheads.train.data.server import ServerOptions as ClientOptions
+
+openai = pytest.importorskip("openai")
+TEXT = "Grüße, 世界! 👋🏽 «naïve» ﷽ — Ω≈ç√ 🏳️‍🌈."
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def says() -> Iterator[tuple[Says, str]]:
+    engine = Says()
+    with running(engine) as (url, _):
+        yield engine, url
+
+
+@pytest.fixture
+def client(says) -> openai.OpenAI:
+    says[0].text, says[0].pause = TEXT, 0.0
+    return openai.OpenAI(base_url=f"{says[1]}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_reads_answers_and_streams(client):
+    whole = client.chat.completions.create(model="tiny", messages=HELLO)
+    assert whole.choices[0].message.content == TEXT
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    stream = client.chat.completions.create(
+        model="tiny", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    parts = list(stream)
+    said = [chunk.choices[0].delta.content for chunk in parts if chunk.choices]
+    assert "".join(said) == TEXT
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in said), "whole characters"
+    assert len(said) > 10
+    assert parts[-1].usage == whole.usage.model_copy(update={"seconds": parts[-1].usage.seconds})
+
+
+def test_openai_completes_text_and_lists_models(client, says):
+    extra = {"return_token_ids": True}
+    made = client.completions.create(model="tiny", prompt="Once", extra_body=extra)
+    assert made.choices[0].text == TEXT
+    tokenizer = says[0].target.tokenizer
+    assert tokenizer.decode(made.choices[0].token_ids, skip_special_tokens=True) == TEXT
+    stream = client.completions.create(model="tiny", prompt=[1, 2, 3], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == TEXT
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_openai_knows_the_errors(client, says):
+    with pytest.raises(openai.NotFoundError, match="expected model 'tiny'") as caught:
+        client.chat.completions.create(model="gpt", messages=HELLO)
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):
+        client.chat.completions.create(model="tiny", messages=HELLO, presence_penalty=1.0)
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="tiny", input="x")
+    says[0].failure = RuntimeError("broken")
+    try:
+        with pytest.raises(openai.InternalServerError):
+            client.chat.completions.create(model="tiny", messages=HELLO)
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            list(client.chat.completions.create(model="tiny", messages=HELLO, stream=True))
+    finally:
+        says[0].failure = None
+
+
+def test_openai_sends_a_key(says):
+    with running(says[0], replace(ServerOptions("tiny"), key="s3cret")) as (url, _):
+        for key in ("wrong", "s3cret"):
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+            if key == "wrong":
+                with pytest.raises(openai.AuthenticationError):
+                    client.models.list()
+            else:
+                assert client.chat.completions.create(model="tiny", messages=HELLO).choices
+
+
+def test_curl_streams(client, says):
+    if not shutil.which("curl"):
+        pytest.skip("no curl on this machine")
+    body = json.dumps({"messages": HELLO, "stream": True})
+    kind = "Content-Type: application/json"
+    command = ["curl", "-sN", f"{says[1]}/v1/chat/completions", "-H", kind, "-d", body]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    *events, end, rest = said.split("\n\n")
+    assert (end, rest) == ("data: [DONE]", "")
+    parts = [json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events]
+    assert "".join(parts) == TEXT
+
+
+@pytest.mark.slow
+def test_transformers_chat_talks(client, says):
+    """In a terminal, as a person would."""
+    says[0].text = text = "Grüße von einem kleinen Modell."
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()"]
+    environment = {**os.environ, "TERM": "dumb", "COLUMNS": "200", "HF_HUB_OFFLINE": "0"}
+    process = subprocess.Popen(
+        [*command, "chat", "tiny", f"{says[1]}/v1", "max_new_tokens=200", "do_sample=False"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
+        close_fds=True,
+    )
+    os.close(terminal)
+    seen, asked = b"", False
+    try:
+        until = time.monotonic() + 60
+        os.set_blocking(master, False)
+        while time.monotonic() < until and text.encode() not in seen:
+            try:
+                seen += os.read(master, 65536)
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:  # it has ended
+                break
+            if not asked and b">:" in seen.replace(b"\x1b[0m", b""):
+                os.write(master, b"Hello there\n")
+                asked = True
+        assert text in seen.decode(errors="replace")
+        assert "Hello there" in says[0].asked[-1]
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def test_distill_gets_the_token_ids_that_the_target_writes(tmp_path):
+    target = llama(EOS)
+    target.model.save_pretrained(tmp_path / "model")
+    target.tokenizer.save_pretrained(tmp_path / "model")
+    asked = prompts(9, turns=2)
+    greedy = {"temperature": 0.0, "max_new_tokens": 24}
+    distill(target, asked, options(tmp_path / "here", **greedy))
+    with running(Speculator(target, random_head("eagle3", target))) as (url, _):
+        served = ServedTarget(str(tmp_path / "model"), ClientOptions(url=url))
+        report = distill(served, asked, options(tmp_path / "there", **greedy))
+    assert report.complete and not report.missing
+
+    def answers(folder: Path) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        return sorted((answer.tokens, answer.learn) for answer in read_answers(folder))
+
+    assert answers(tmp_path / "there") == answers(tmp_path / "here")
+    lengths = {stop - start for _, learn in answers(tmp_path / "here") for start, stop in learn}
+    assert len(lengths) > 3, "answers of many lengths, with and without an end token"
