@@ -37,6 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Options that this engine does not have, and the values that ask for nothing."""
 MOST_STOPS = 16
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1)]
 OnlyOne = Field(min_length=1, max_length=1)
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -62,7 +63,7 @@ class Request(BaseModel):
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = None
     n: int | None = Field(1, ge=1, le=1)
     return_token_ids: bool | None = False
     draft: bool = True
@@ -85,7 +86,7 @@ class Request(BaseModel):
 class CompletionRequest(Request):
     """Continue a text or token ids."""
 
-    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | Annotated[list[str], OnlyOne]
+    prompt: Text | Annotated[list[TokenId], Field(min_length=1)] | Annotated[list[Text], OnlyOne]
 
     @field_validator("prompt")
     @classmethod

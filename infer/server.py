@@ -71,6 +71,10 @@ class ServerOptions:
     max_body: int = 4 << 20  # bytes
 
 
+CLOSE = {"Connection": "close"}
+"""A header for those whose request is not read to its end."""
+
+
 class ApiError(HTTPException):
     """An error that the client is told of in OpenAI's shape."""
 
@@ -225,7 +229,7 @@ class Service:
             return Greedy()
         rule = Sampled(temperature, top_p, max(int(top_k), 0))
         if request.seed is not None:
-            rule.seed(request.seed)
+            rule.seed(request.seed % 2**63)
         return rule
 
     async def _pieces(
@@ -325,25 +329,31 @@ class EventStream(StreamingResponse):
 
 
 class Gate:
-    """Lets requests pass that have the key and arrive in time, and counts how they end."""
+    """Lets requests pass that have the key, are short enough and arrive in time; counts how they
+    end.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
-        self.key = service.options.key
+        self.key, self.most = service.options.key, service.options.max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        end, arrived = asyncio.get_running_loop().time() + ARRIVAL_SECONDS, False
+        end, arrived, size = asyncio.get_running_loop().time() + ARRIVAL_SECONDS, False, 0
 
         async def timely() -> Message:
-            nonlocal arrived
+            nonlocal arrived, size
             try:
                 async with asyncio.timeout_at(None if arrived else end):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(408, "the request took too long to arrive") from None
+                raise ApiError(408, "the request took too long to arrive", **CLOSE) from None
+            size += len(message.get("body", b""))
+            if size > self.most:
+                said = f"expected a body of at most {self.most} bytes, got more; send a shorter one"
+                raise ApiError(413, said, **CLOSE)
             arrived = not message.get("more_body")
             return message
 
@@ -408,7 +418,6 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,  # these pages read scripts from another host
         redoc_url=None,
-        max_body_size=options.max_body,
     )
     app.state.service = service
     app.add_middleware(Gate, service=service)

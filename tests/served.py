@@ -22,7 +22,7 @@ def running(
     """Yields its address and the service behind it."""
     app = create_app(engine, options or ServerOptions("tiny"))
     config = uvicorn.Config(app, port=0, http=TimedProtocol, log_level="critical")
-    server = uvicorn.Server(config)
+    server = app.state.service.uvicorn = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

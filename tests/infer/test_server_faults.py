@@ -1,0 +1,336 @@
+"""The promise: whatever a client sends or does, it gets one clean answer or error, and the next
+client is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.utils import httpx
+from served import Says, running
+from tiny_chat import llama
+
+from draftheads.infer import server as module
+from draftheads.infer.server import ServerOptions, Service
+
+CHAT = "/v1/chat/completions"
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+OPTIONS = ServerOptions("tiny")
+
+
+@pytest.fixture(scope="module")
+def says() -> Iterator[tuple[Says, str, Service]]:
+    engine = Says()
+    with running(engine, replace(OPTIONS, slots=2, waiting=3, timeout=20)) as (url, service):
+        yield engine, url, service
+
+
+@pytest.fixture
+def client(says) -> Iterator[Any]:
+    """Asserts, at the end, that the server still answers."""
+    says[0].text, says[0].pause, says[0].failure = "Hello.", 0.0, None
+    with httpx.Client(base_url=says[1], timeout=30) as client:
+        yield client
+        says[0].text, says[0].pause = "Hello.", 0.0
+        until_idle(client)
+        answer = client.post(CHAT, json=ASKED)
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello."
+
+
+def active(client: Any) -> float:
+    text = client.get("/metrics").text
+    return sum(map(float, re.findall(r"(?m)^draftheads_(?:active|waiting)_requests (\S+)", text)))
+
+
+def until_idle(client: Any, seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while active(client):
+        assert time.monotonic() < until, "the engine is still busy"
+        time.sleep(0.02)
+
+
+def error(response: Any, status: int) -> dict[str, Any]:
+    """The error of a response of this status, in OpenAI's shape."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert list(body) == ["error"]
+    assert list(body["error"]) == ["message", "type", "param", "code"]
+    return body["error"]
+
+
+LAX = "--exclude-checks", "negative_data_rejection,positive_data_acceptance"
+DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"nonsense", 400),
+        (b"[]", 400),
+        (b"null", 400),
+        (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', 400),
+        (DEEP, 400),
+        (b'{"messages": "Hello"}', 400),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400),
+        (json.dumps({**ASKED, "stop": [str(n) for n in range(100)]}).encode(), 400),
+        (json.dumps({**ASKED, "max_tokens": -5}).encode(), 400),
+        (json.dumps({**ASKED, "max_tokens": 10**400}).encode(), 400),
+        (json.dumps({**ASKED, "model": "other"}).encode(), 404),
+        (json.dumps({"messages": [{"role": "user", "content": "x" * 10_000_000}]}).encode(), 413),
+    ],
+    ids=range(14),
+)
+def test_bodies_that_are_wrong(client, body, status):
+    headers = {"Content-Type": "application/json"}
+    assert error(client.post(CHAT, content=body, headers=headers), status)["message"]
+
+
+def test_a_body_of_unknown_length_is_limited_too(client):
+    parts = (b"x" * 65536 for _ in range(200))
+    with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # it may stop reading
+        headers = {"Content-Type": "application/json"}
+        error(client.post(CHAT, content=parts, headers=headers), 413)
+
+
+def test_another_content_type_is_refused(client):
+    """A form on another site can send no other."""
+    body = json.dumps(ASKED)
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        error(client.post(CHAT, content=body, headers={"Content-Type": kind}), 400)
+
+
+def connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+SLOW = pytest.param("second head", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("place", ["head", "body", SLOW])
+def test_clients_that_send_slowly_are_cut_off(client, says, place, monkeypatch):
+    monkeypatch.setattr(module, "ARRIVAL_SECONDS", 0.3)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n"
+    if place == "body":
+        head += "Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    with connect(says[1]) as slow:
+        if place == "second head":
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200 OK" in slow.recv(4096)
+        slow.sendall(head.encode())
+        got, until = b"", time.monotonic() + 15
+        slow.settimeout(0.05)
+        while time.monotonic() < until:
+            with contextlib.suppress(TimeoutError):
+                part = slow.recv(4096)
+                got += part
+                if not part:
+                    break
+            with contextlib.suppress(OSError):
+                slow.sendall(b"x")
+        else:
+            pytest.fail("the connection is still open")
+    assert (b"408" in got) == (place == "body"), got
+
+
+def test_a_client_that_reads_nothing_holds_up_nobody(client, says, monkeypatch):
+    monkeypatch.setattr(module, "STALL_SECONDS", 0.5)
+    says[0].text = "word " * 40_000
+    body = json.dumps({**ASKED, "stream": True}).encode()
+    with connect(says[1]) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(0.3)
+        until, tasks = time.monotonic() + 10, says[2].uvicorn.server_state.tasks
+        assert tasks, "it is being answered"
+        while tasks:
+            assert time.monotonic() < until, "it is still being answered"
+            time.sleep(0.05)
+
+
+def test_fifty_clients_that_vanish_leave_an_idle_engine(client, says):
+    says[0].text, says[0].pause = "word " * 400, 0.01
+
+    async def leave() -> int:
+        async with httpx.AsyncClient(base_url=says[1], timeout=30) as many:
+            seen = 0
+
+            async def ask() -> None:
+                nonlocal seen
+                async with many.stream("POST", CHAT, json={**ASKED, "stream": True}) as response:
+                    async for _ in response.aiter_lines():
+                        seen += 1
+
+            tasks = [asyncio.create_task(ask()) for _ in range(50)]
+            while seen < 20:
+                await asyncio.sleep(0.01)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            return seen
+
+    assert asyncio.run(leave()) >= 20
+    until_idle(client, 2)
+
+
+def test_a_client_that_leaves_before_a_whole_answer_frees_the_engine(client, says):
+    says[0].text, says[0].pause = "word " * 400, 0.01
+    with pytest.raises(httpx.ReadTimeout):
+        client.post(CHAT, json=ASKED, timeout=0.3)
+    until_idle(client, 2)
+
+
+def test_more_requests_than_fit_are_refused_and_the_others_answered(client, says):
+    says[0].text, says[0].pause = "Hello again.", 0.05
+
+    async def ask() -> list[Any]:
+        async with httpx.AsyncClient(base_url=says[1], timeout=30) as many:
+            return await asyncio.gather(*(many.post(CHAT, json=ASKED) for _ in range(20)))
+
+    responses = asyncio.run(ask())
+    refused = [each for each in responses if each.status_code != 200]
+    assert len(responses) - len(refused) >= 5, "two slots and three that wait"
+    for each in refused:
+        assert error(each, 429)["code"] == "queue_full"
+        assert int(each.headers["Retry-After"]) >= 1
+    for each in responses:
+        if each.status_code == 200:
+            assert each.json()["choices"][0]["message"]["content"] == "Hello again."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_told_so(stream):
+    engine = Says()
+    engine.text, engine.pause = "word " * 400, 0.05
+    with running(engine, replace(OPTIONS, timeout=0.5)) as (url, _), httpx.Client() as client:
+        response = client.post(url + CHAT, json={**ASKED, "stream": stream})
+        if stream:
+            *_, last, rest = response.text.split("\n\n")
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+            assert rest == ""
+        else:
+            assert error(response, 504)["code"] == "timeout"
+        client.base_url = url
+        until_idle(client, 2)
+
+
+def test_a_failure_in_the_middle_ends_one_stream_alone(client, says):
+    says[0].text, says[0].pause = "Hello you there.", 0.05
+    with client.stream("POST", CHAT, json={**ASKED, "stream": True}) as good:
+        lines = good.iter_lines()
+        next(lines)
+        says[0].failure = RuntimeError("broken")
+        response = client.post(CHAT, json={**ASKED, "stream": True})
+        says[0].failure = None
+    assert '"the engine failed at this request (RuntimeError)"' in response.text
+    assert "[DONE]" not in response.text
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """The folder of a tiny target."""
+    folder = tmp_path_factory.mktemp("model")
+    target = llama(eos=())
+    target.model.config.max_position_embeddings = 4096
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def serving(model: Path, *options: str) -> Iterator[tuple[Any, str]]:
+    """A `draftheads serve` process and its address."""
+    command = [sys.executable, "-m", "draftheads.scripts.cli", "serve", "--target", str(model)]
+    process = subprocess.Popen(
+        [*command, "--head", "ngram", "--port", "0", "--threads", "1", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        line = process.stdout.readline()
+        assert "http://127.0.0.1:" in line, process.stderr.read()
+        yield process, line.split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_sigterm_under_load_leaves_no_request_without_an_end(model):
+    """Those being answered are answered, the others get an error; a stream may have either."""
+    with serving(model, "--slots", "2", "--queue", "30") as (process, url):
+        got: list[tuple[int, str]] = []
+
+        def ask(stream: bool) -> None:
+            body = {**ASKED, "max_tokens": 400, "stream": stream}
+            with httpx.Client(timeout=60) as client:
+                response = client.post(url + CHAT, json=body)
+                got.append((response.status_code, response.text))
+
+        threads = [threading.Thread(target=ask, args=(n % 2 == 0,)) for n in range(20)]
+        for thread in threads:
+            thread.start()
+        with httpx.Client(base_url=url) as client:
+            while active(client) < 20:
+                time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
+    assert len(got) == 20
+    whole = [text for status, text in got if status == 200 and "error" not in text]
+    assert len(whole) >= 2
+    assert all("[DONE]" in text or '"finish_reason":"length"' in text for text in whole)
+    failed = [
+        (status, text) for status, text in got if (status, text) not in [(200, t) for t in whole]
+    ]
+    assert failed
+    for status, text in failed:
+        assert status == 503 or '"code": "shutting_down"' in text, (status, text)
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_one_line(model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "draftheads.scripts.cli", "serve", "--target", str(model)]
+        done = subprocess.run([*command, "--port", port], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.fullmatch(r".*expected a free address, got .*; choose another\n", done.stderr)
+
+
+@pytest.mark.slow
+def test_schemathesis_finds_nothing(says):
+    """Requests made from /openapi.json, by its default checks but two: `true` is taken for 1, and
+    no schema says which prompts fit the target.
+    """
+    pytest.importorskip("schemathesis")
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{says[1]}/openapi.json"]
+    done = subprocess.run(
+        [*command, "--max-examples", "25", "--seed", "1", "--no-color", *LAX],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
