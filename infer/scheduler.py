@@ -82,7 +82,7 @@ class Scheduler:
         with self._changed:
             if not self.is_open:
                 raise Closing("the server is shutting down")
-            if len(self.waiting) >= self.room:
+            if len(self.waiting) + len(self.active) >= self.room + self.slots:
                 raise QueueFull(self.room, self.room * self._pace)
             self.waiting.append(job)
             self._changed.notify()

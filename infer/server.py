@@ -444,6 +444,10 @@ def _add_errors(app: FastAPI) -> None:
         refusal.param = place or None
         return told(refusal)
 
+    @app.exception_handler(Gone)
+    async def left(http: HttpRequest, error: Gone) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
     @app.exception_handler(Exception)
     async def failed(http: HttpRequest, error: Exception) -> JSONResponse:
         return told(ApiError(500, "the server failed at this request; its log says why"))

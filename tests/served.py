@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -15,21 +16,37 @@ from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.server import ServerOptions, Service, TimedProtocol, create_app
 
 
+class Complaints(logging.Handler):
+    """What the server logs as its own error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = self.format(record)
+        if "without completing response" not in said:  # so it is cut off
+            self.records.append(said)
+
+
 @contextmanager
 def running(
     engine: Speculator, options: ServerOptions | None = None
 ) -> Iterator[tuple[str, Service]]:
     """Yields its address and the service behind it."""
     app = create_app(engine, options or ServerOptions("tiny"))
-    config = uvicorn.Config(app, port=0, http=TimedProtocol, log_level="critical")
+    config = uvicorn.Config(app, port=0, http=TimedProtocol, log_level="error")
     server = app.state.service.uvicorn = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.02)
+    complaints = Complaints()
+    logging.getLogger("uvicorn.error").addHandler(complaints)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", app.state.service
     server.should_exit = True
     thread.join(20)
+    assert complaints.records == [], complaints.records[0]
 
 
 class Says(Speculator):

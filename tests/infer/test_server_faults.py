@@ -259,20 +259,20 @@ def model(tmp_path_factory) -> Path:
 def serving(model: Path, *options: str) -> Iterator[tuple[Any, str]]:
     """A `draftheads serve` process and its address."""
     command = [sys.executable, "-m", "draftheads.scripts.cli", "serve", "--target", str(model)]
-    process = subprocess.Popen(
+    started = subprocess.Popen(
         [*command, "--head", "ngram", "--port", "0", "--threads", "1", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    try:
-        line = process.stdout.readline()
-        assert "http://127.0.0.1:" in line, process.stderr.read()
-        yield process, line.split()[-1]
-    finally:
-        process.kill()
-        process.wait()
+    with started as process:
+        try:
+            line = process.stdout.readline()
+            assert "http://127.0.0.1:" in line, process.stderr.read()
+            yield process, line.split()[-1]
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow
