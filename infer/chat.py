@@ -106,7 +106,7 @@ def chat(
             talk.note("\nTo leave, press Ctrl-C again or Ctrl-D, or type /quit.")
             was_stopped = True
             continue
-        if line.split() in (["/quit"], ["/exit"]):
+        if line.rstrip() in ("/quit", "/exit"):
             return
         was_stopped = talk.take(line).finish == "interrupted"
 
@@ -396,7 +396,7 @@ class _Conversation:
             verdict = "equal" if plain.text == drafted.text else "not equal"
             if plain.text != drafted.text and not isinstance(self.options.sampling, Greedy):
                 verdict += ", as draws differ"
-            self.note(f"{plain.seconds / drafted.seconds:.2f}x plain; the texts are {verdict}.")
+            self.note(f"{drafted.rate() / plain.rate():.2f}x plain; the texts are {verdict}.")
 
     def _columns(self, sides: Sequence[Answer], height: int = 0) -> RenderableType:
         """Both sides; height: draw at most as many lines of them."""

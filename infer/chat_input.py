@@ -48,7 +48,7 @@ def typed_lines(
 def _history(path: Path) -> History:
     try:  # a home that cannot be written to costs the history, not the chat
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+        path.touch(0o600)
         path.chmod(0o600)
     except OSError:
         return InMemoryHistory()

@@ -58,6 +58,10 @@ class Answer:
         self.text += text
         self.accepted += [is_accepted] * len(text)
 
+    def rate(self) -> float:
+        """Tokens per second, the prefill included."""
+        return sum(len(step.tokens) for step in self.steps) / self.seconds if self.seconds else 0.0
+
     def seconds_per_token(self) -> float:
         """Without the prefill and its token; 0.0 if there is nothing else."""
         total = Statistics.of(self.steps)
@@ -66,8 +70,7 @@ class Answer:
     def summary(self, plain: float = 0.0) -> str:
         """The line of statistics below an answer. plain: seconds per token of the plain model."""
         tokens = sum(len(step.tokens) for step in self.steps)
-        rate = tokens / self.seconds if self.seconds else 0.0
-        line = f"{tokens} tokens, {rate:.1f} tokens/s"
+        line = f"{tokens} tokens, {self.rate():.1f} tokens/s"
         statistics = Statistics.of(self.steps)
         if statistics.steps:
             line += f", {statistics.tokens_per_step:.2f} tokens/step"

@@ -156,7 +156,7 @@ def test_stats_add_up_the_answers(target):
 
 
 def test_commands_and_lines_that_are_none(target):
-    speculator = Scripted(target, done(target, "A."), done(target, "B."), done(target, "C."))
+    speculator = Scripted(target, *[done(target, "A.")] * 4)
     lines = (
         "",
         "   ",
@@ -165,6 +165,7 @@ def test_commands_and_lines_that_are_none(target):
         "/usr/bin is what?",
         " /tmp",
         " /help me",
+        " /quit",
         "/quit",
         "unread",
     )
@@ -172,7 +173,7 @@ def test_commands_and_lines_that_are_none(target):
     assert all(name in printed for name in COMMANDS)
     assert "/etc is not a command; /help lists them" in printed
     asked = [prompt.split("user\n")[-1].partition("<")[0] for prompt in speculator.prompts]
-    assert asked == ["/usr/bin is what?", "/tmp", "/help me"]
+    assert asked == ["/usr/bin is what?", "/tmp", "/help me", "/quit"]
 
 
 @pytest.mark.parametrize(
@@ -292,6 +293,8 @@ def test_compare_answers_both_ways_and_forgets_it():
         assert printed.count("9 tokens") >= 2
         assert "x plain; the texts are equal." in printed
         assert "expected a question before this" in printed
+    options = ChatOptions(max_new_tokens=9, sampling=Sampled())
+    assert "texts are equal" in talk(Speculator(target), "/compare Hi", options=options), "one seed"
 
 
 def test_compare_runs_both_sides_at_their_own_speed(monkeypatch):
@@ -425,6 +428,12 @@ def test_the_oldest_turns_go_when_the_context_is_full(target):
     assert all(limit == 20 for limit in speculator.limits)
 
 
+def test_short_answers_leave_more_room_for_old_turns(target):
+    for setting, dropped in (("/stats", True), ("/set max_new_tokens 5", False)):
+        speculator = Scripted(target, done(target, "y" * 160), done(target, "Yes."))
+        assert ("turns dropped" in talk(speculator, setting, "Hi", "And?")) is dropped
+
+
 def test_a_message_that_cannot_fit_is_refused_and_nothing_is_forgotten(target):
     speculator = Scripted(target, done(target, "Yes."), done(target, "Still here."))
     printed = talk(speculator, "Hi", "z" * 300, "And?")
@@ -454,6 +463,16 @@ def test_a_continuation_keeps_its_first_space(stories):
     target = Target.load(stories)
     text = talk(Speculator(target), "Once upon a", options=ChatOptions(max_new_tokens=3))
     assert "\n time" in text
+
+
+def test_a_refused_system_prompt_leaves_the_chat_as_it_was(tmp_path):
+    target = llama(eos=(END,), template=REFUSES_SYSTEM)
+    path = tmp_path / "talk.json"
+    path.write_text('{"messages": [{"role": "system", "content": "S!"}]}')
+    speculator = Scripted(target, *(done(target, text) for text in ("One.", "Two.", "Three.")))
+    printed = talk(speculator, "Hi", "/system S!", "Yo", f"/load {path}", "Hey")
+    assert printed.count("System role not supported") == 2
+    assert speculator.prompts == ["Hi", "HiOne.Yo", "HiOne.YoTwo.Hey"]
 
 
 def test_a_template_that_refuses_the_system_role_is_named_at_the_start():

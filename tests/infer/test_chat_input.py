@@ -43,6 +43,8 @@ def test_lines_are_remembered_for_their_owner_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     path = history_path()
     assert path == tmp_path / "draftheads" / "chat-history"
+    path.parent.mkdir()
+    path.touch(0o644)
     read(path, f"first{ALT_ENTER}second\r")
     assert read(path, f"{UP}{UP}\r") == "first\nsecond"
     assert path.stat().st_mode & 0o777 == 0o600

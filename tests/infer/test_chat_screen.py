@@ -41,6 +41,7 @@ Setext
 
 ---
 last words
+#nohashtag
 """
 
 
@@ -64,7 +65,7 @@ def screen(console: Console) -> list[str]:
             lines[row] = ""
         elif code[0] not in "\x1b\r":
             lines[row] += code
-    return [line.rstrip() for line in lines]
+    return [line.rstrip() for line in lines[: row + 1]]
 
 
 def streamed(text: str, steps: list[int], monkeypatch) -> list[str]:
@@ -114,7 +115,8 @@ def test_an_open_block_of_many_lines_shows_its_end(monkeypatch):
         ("`{code}` and\n\n```\nx = {1}\n```\n", ["code", "1"]),
         ("1. a\n2. {b}", ["b"]),
         ("| a | {b} |\n|---|---|\n| {c} | d |", ["b", "c"]),
-        ("[t](http://an/and) {and}", ["and"]),
+        ("![alt](http://example.com/some/long/address.png) {word}", ["word"]),
+        ("snake\\_{case}", ["case"]),
         ("so{me}\n\n# {Head}", ["me", "Head"]),
     ],
 )
