@@ -97,13 +97,11 @@ def chat(
         try:
             line = (read or input)("> " if is_typed else "")
         except EOFError:
-            if is_typed:
-                talk.note("")
             return
         except KeyboardInterrupt:
             if was_stopped:
                 return
-            talk.note("\nTo leave, press Ctrl-C again or Ctrl-D, or type /quit.")
+            talk.note("To leave, press Ctrl-C again or Ctrl-D, or type /quit.")
             was_stopped = True
             continue
         if line.rstrip() in ("/quit", "/exit"):

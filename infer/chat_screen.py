@@ -53,7 +53,7 @@ def block_starts(source: str) -> list[int]:
 
 @dataclass(frozen=True)
 class MarkdownText:
-    """Markdown, rendered block by block, with line breaks kept and HTML shown as text."""
+    """Markdown, with line breaks kept, HTML shown as text and one empty line after a block."""
 
     source: str
     accepted: Sequence[bool]  # characters to colour
@@ -64,6 +64,8 @@ class MarkdownText:
         for start, end in pairwise([*block_starts(self.source), len(self.source)]):
             source = self.source[start:end]
             block = console.render_lines(_markdown(source), options, pad=False)
+            filled = [n for n, line in enumerate(block) if any(s.text.strip() for s in line)]
+            block = block[filled[0] : filled[-1] + 1] if filled else []
             painted = _tinted(block, source, self.accepted[start:end])
             lines += [[], *painted] if lines else painted
         yield SegmentLines(lines[-self.last :], new_lines=True)

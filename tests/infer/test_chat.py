@@ -202,7 +202,7 @@ def test_a_mistake_in_a_command_is_one_line_and_asks_nothing(target, line, said)
     speculator = Scripted(target)
     printed = talk(speculator, line)
     assert said in printed
-    assert len(printed.splitlines()) == 3, "the greeting, the mistake, the end"
+    assert len(printed.splitlines()) == 2, "the greeting and the mistake"
     assert speculator.prompts == []
 
 

@@ -91,6 +91,7 @@ def test_markdown_loses_no_text():
     shown = screen(console)
     for text in ("with a line break, List<String> and a link", " • one", " 3 third", "last words"):
         assert any(line.startswith(text) for line in shown), text
+    assert "\n\n\n" not in "\n".join(shown).strip(), "one empty line after a block"
     assert "http://example.com/and/more" in "".join(shown), "no link hides where it leads"
 
 
