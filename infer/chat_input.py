@@ -72,9 +72,13 @@ def _bindings() -> KeyBindings:
         event.current_buffer.insert_text("\n")
 
     @keys.add("c-c")
+    @keys.add("<sigint>")
     def interrupt(event: KeyPressEvent) -> None:
-        if not event.current_buffer.text:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        elif (
+            event.app.is_running and not event.app.is_done
+        ):  # pressed twice: the first one ended it
             event.app.exit(exception=KeyboardInterrupt)
-        event.current_buffer.reset()
 
     return keys
