@@ -429,7 +429,7 @@ def chat(
     nodes: Annotated[int | None, Option(min=1, help="draft nodes per step")] = None,
     tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
     show_accepted: Annotated[bool, Option(help="accepted draft tokens in green")] = True,
-    plain: Annotated[bool, Option("--plain", help="plain text, as where no terminal is")] = False,
+    plain: Annotated[bool, Option("--plain", help="plain text, as in a pipe")] = False,
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     dtype: Dtype = "auto",
