@@ -99,17 +99,7 @@ class History:
         """Set the system prompt. Raises ValueError, and keeps the old one, if the target has no
         chat template or its template rejects it.
         """
-        if not self.has_template:
-            raise ValueError(
-                f"{self.target.name} has no chat template, so it takes no system prompt; "
-                "leave it out"
-            )
-        old, self.system = self.system, system
-        try:  # some templates reject the role
-            self._encode([], "Hello")
-        except ValueError:
-            self.system = old
-            raise
+        self._replace(system, self.messages)
 
     def prompt(self, question: str) -> tuple[list[int], int]:
         """Token ids of the conversation with `question`, and the number of turns dropped.
@@ -163,10 +153,9 @@ class History:
         try:  # the errors of json do not mention the file
             messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
             turns = [(each["role"], each["content"]) for each in messages]
-            roles = [role for role, _ in turns if role != "system"]
-            if roles != ["user", "assistant"] * (len(roles) // 2):
-                raise ValueError("the messages are not questions and answers in turn")
             system = turns.pop(0)[1] if turns and turns[0][0] == "system" else ""
+            if [role for role, _ in turns] != ["user", "assistant"] * (len(turns) // 2):
+                raise ValueError("the messages are not questions and answers in turn")
             if not all(isinstance(text, str) for _, text in [("", system), *turns]):
                 raise ValueError("a message is no text")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -174,10 +163,18 @@ class History:
                 f'{path}: expected {{"messages": [...]}} as /save writes it, got something else '
                 f"({error}); choose another file"
             ) from error
+        self._replace(system, [{"role": role, "content": text} for role, text in turns])
+
+    def _replace(self, system: str, messages: list[Message]) -> None:
+        if system and not self.has_template:
+            raise ValueError(
+                f"{self.target.name} has no chat template, so it takes no system prompt; "
+                "leave it out"
+            )
         old = self.system, self.messages
-        self.system, self.messages = system, [{"role": r, "content": c} for r, c in turns]
-        try:  # the template of another target may reject it
-            self._encode(self.messages, "Hello")
+        self.system, self.messages = system, messages
+        try:  # some templates reject the role, or what another one took
+            self._encode(messages, "Hello")
         except ValueError:
             self.system, self.messages = old
             raise

@@ -271,6 +271,8 @@ def test_a_saved_conversation_continues(target, tmp_path):
         '{"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "A"}]}',
         '{"messages": [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "A"}]}',
         '{"messages": [{"role": "system", "content": null}]}',
+        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "system", "content": "S"}, '
+        '{"role": "assistant", "content": "A"}]}',
         "[" * 100_000,
         b"\xff".decode("latin-1"),
     ],
