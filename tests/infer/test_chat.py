@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -562,3 +564,44 @@ def test_a_pipe_is_read_to_its_end():
     assert (done.returncode, done.stderr) == (0, "")
     assert "answers: 1, 5 tokens" in done.stdout
     assert "> " not in done.stdout, "no cursor where nobody types"
+
+
+@pytest.mark.slow
+def test_a_terminal_has_an_editor_and_ctrl_c_twice_leaves(tmp_path):
+    program = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from tiny_chat import llama\n"
+        "from draftheads.infer.chat import ChatOptions, chat\n"
+        "from draftheads.infer.engine import Speculator\n"
+        "chat(Speculator(llama(eos=())), ChatOptions(max_new_tokens=5))\n"
+    )
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "PROMPT_TOOLKIT_NO_CPR": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        env=environment | {"TERM": "xterm"},
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+    )
+
+    os.close(theirs)
+    seen = bytearray()
+
+    def until(text: bytes) -> None:
+        while text not in seen:
+            seen.extend(os.read(ours, 4096))
+        del seen[: seen.index(text) + len(text)]
+
+    for typed, answer in (
+        (b"Hi\r", b"5 tokens"),
+        (b"oops\x03/sats\r", b"/stats?"),
+        (b"\x03", b"again"),
+    ):
+        until(b">")
+        os.write(ours, typed)
+        until(answer)
+    until(b">")
+    os.write(ours, b"\x03")
+    assert process.wait(timeout=60) == 0
+    assert "Hi" in (tmp_path / "draftheads" / "chat-history").read_text()
