@@ -35,6 +35,7 @@ REFUSES_SYSTEM = (
 )
 GREEN = "\x1b[32m"
 CTRL_C = object()
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -401,7 +402,7 @@ def test_what_is_reused_changes_no_answer(kind):
 
 def test_a_second_turn_computes_only_what_is_new():
     """Counted in the target's own forward passes."""
-    target, widths = Target.load("recipes/demo-target"), {1: [], 2: []}
+    target, widths = Target.load(str(ROOT / "recipes" / "demo-target")), {1: [], 2: []}
     speculator = Recording(target, NGram())
     target.model.register_forward_pre_hook(
         lambda model, args: widths[len(speculator.asked)].append(args[0].shape[1])
@@ -558,7 +559,7 @@ def test_a_pipe_is_read_to_its_end():
         input="Hi\n/stats",
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -581,7 +582,7 @@ def test_a_terminal_has_an_editor_and_ctrl_c_twice_leaves(tmp_path):
         [sys.executable, "-c", program],
         **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
         env=environment | {"TERM": "xterm"},
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         start_new_session=True,
     )
 
