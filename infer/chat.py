@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+import difflib
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from statistics import median
 from time import perf_counter
+from types import FrameType
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
 from draftheads.heads.target import Target
-from draftheads.infer.accept import Acceptance, Greedy
-from draftheads.infer.engine import Speculator, Statistics, Step
+from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.chat_screen import (
+    NARROW,
+    NOTE,
+    Frame,
+    MarkdownScreen,
+    MarkdownText,
+    PlainScreen,
+    side_by_side,
+    tree_drawing,
+)
+from draftheads.infer.conversation import Answer, History, printable
+from draftheads.infer.engine import Session, Speculator, Statistics
 from draftheads.infer.text import TextStream, encode_prompt
 
-ACCEPTED, NOTE = "green", "dim"
 LEGEND = "green: draft tokens that the target accepted; plain: the target's own tokens"
-RESERVE = 256
-"""New tokens that the history leaves room for, at most a quarter of the context."""
-HELP = """\
-/reset  forget the conversation     /stats  statistics since the start
-/help   this list                   /quit   leave (or Ctrl-D)
-Ctrl-C stops an answer. A line that starts with a space is never a command."""
-ENDINGS = {"interrupted": ", stopped by you", "length": ", cut at the length limit"}
-CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\t\n"}
-
-Message = dict[str, str]
+TRIAL_SECONDS, TRIAL_STEPS = 1.5, 48
+"""How long the plain model is measured at most."""
+COMMANDS = {
+    "/system": ("[TEXT]", "show or set the system prompt; the conversation stays"),
+    "/reset": ("", "forget the conversation"),
+    "/regen": ("", "answer the last question again"),
+    "/compare": ("[PROMPT]", "answer it (or the last question) without and with drafts"),
+    "/save": ("FILE", "write the conversation as JSON"),
+    "/load": ("FILE", "continue a conversation that was saved"),
+    "/set": ("[NAME VALUE]", "temperature, top_p, top_k, max_new_tokens, seed; alone: show"),
+    "/rule": ("NAME", "greedy, sampled or typical acceptance"),
+    "/tree": ("", "the draft tree, and how often its depths are accepted"),
+    "/stats": ("", "statistics since the start"),
+    "/tint": ("", "accepted draft tokens in green: on or off"),
+    "/help": ("", "this list"),
+    "/quit": ("", "leave (or Ctrl-D)"),
+}
+HINTS = """Ctrl-C stops an answer. A line that starts with a space is never a command.
+Alt-Enter, or Enter after a backslash, starts another line."""
+RULES = {"greedy": Greedy, "sampled": Sampled, "typical": Typical}
+NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "max_new_tokens": int, "seed": int}
+LIMITS = {"max_new_tokens": (1, 2**31), "seed": (-(2**62), 2**62)}
 
 
 @dataclass(frozen=True)
@@ -37,68 +67,46 @@ class ChatOptions:
     sampling: Acceptance = field(default_factory=Greedy)
     max_new_tokens: int | None = None  # per answer; None: the rest of the context
     show_accepted: bool = False  # colour the accepted draft tokens
-
-
-@dataclass
-class Answer:
-    """An answer and its statistics."""
-
-    text: str = ""
-    steps: list[Step] = field(default_factory=list)
-    seconds: float = 0.0  # wall time from the question to the last token
-    finish: str = "interrupted"  # or as in `Step`, or "refused": the question does not fit
-
-    def summary(self) -> str:
-        """The line of statistics below an answer."""
-        tokens = sum(len(step.tokens) for step in self.steps)
-        rate = tokens / self.seconds if self.seconds else 0.0
-        line = f"{tokens} tokens, {rate:.1f} tokens/s"
-        statistics = Statistics.of(self.steps)
-        if statistics.steps:
-            line += f", {statistics.tokens_per_step:.2f} tokens/step"
-        return line + ENDINGS.get(self.finish, "")
-
-
-def printable(text: str) -> str:
-    """The text without control characters: model output must not control the terminal."""
-    return text.translate(CONTROLS)
+    is_plain: bool = False  # plain text on a terminal too, as everywhere else
+    seed: int = 0  # after a change of the rule
 
 
 def chat(
     speculator: Speculator,
     options: ChatOptions | None = None,
     *,
-    read: Callable[[str], str] = input,
+    read: Callable[[str], str] | None = None,
     console: Console | None = None,
 ) -> None:
-    """Read lines and answer them until /quit or the end of the input.
+    """Read lines and answer them until /quit, Ctrl-C twice, or the end of the input.
 
     With a chat template the conversation is remembered; without one each line is continued on its
-    own. read: takes the prompt to show, raises EOFError at the end. Raises ValueError, before
-    reading, for a target without tokenizer and for a system prompt that it cannot take.
+    own. read: takes the prompt to show, raises EOFError at the end; default: a line editor on a
+    terminal, else `input`. Raises ValueError, before reading, for a target without tokenizer and
+    for a system prompt that it cannot take; KeyboardInterrupt for a second Ctrl-C in an answer.
     """
     talk = _Conversation(speculator, options or ChatOptions(), console or Console())
     talk.greet()
-    cursor = "> " if read is not input or sys.stdin.isatty() else ""
-    if cursor:
-        with suppress(ImportError):  # line editing and history, where available
-            import readline  # noqa: F401
+    is_typed = read is not None or sys.stdin.isatty()
+    if read is None and is_typed and talk.console.is_terminal:
+        from draftheads.infer.chat_input import typed_lines  # a third of a second
+
+        read = typed_lines([*COMMANDS])
+    was_stopped = False
     while True:
-        try:  # Ctrl-D quits, Ctrl-C does not
-            line = read(cursor)
-            words = line.split()
-            if line.startswith("/") and len(words) == 1:
-                if words[0] in ("/quit", "/exit"):
-                    return
-                talk.note(talk.command(words[0]))
-            elif words:
-                talk.answer(line.strip())
+        try:
+            line = (read or input)("> " if is_typed else "")
         except EOFError:
-            if cursor:
-                talk.note("")
             return
         except KeyboardInterrupt:
-            talk.note("\nTo leave, type /quit or press Ctrl-D.")
+            if was_stopped:
+                return
+            talk.note("To leave, press Ctrl-C again or Ctrl-D, or type /quit.")
+            was_stopped = True
+            continue
+        if line.rstrip() in ("/quit", "/exit"):
+            return
+        was_stopped = talk.take(line).finish == "interrupted"
 
 
 def sample_chat(
@@ -106,7 +114,7 @@ def sample_chat(
 ) -> list[Answer]:
     """Print and return the answers to these questions, accepted drafts in colour."""
     console = console or Console()
-    talk = _Conversation(speculator, ChatOptions(show_accepted=True), console)
+    talk = _Conversation(speculator, ChatOptions(show_accepted=True, is_plain=True), console)
     answers = []
     for question in questions:
         console.out(f"> {printable(question)}", style="bold", highlight=False)
@@ -115,56 +123,41 @@ def sample_chat(
     return answers
 
 
-class History:
-    """The messages of a conversation; drops the oldest turns to fit the context.
-
-    Raises ValueError for a target without tokenizer, and for a system prompt that it cannot take.
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets; a second one raises KeyboardInterrupt. In other threads than the
+    main one it is never set.
     """
+    stopped = threading.Event()
 
-    def __init__(self, target: Target, system: str | None, max_new_tokens: int | None) -> None:
-        if target.tokenizer is None:
-            raise ValueError(f"{target.name} has no tokenizer; a chat needs one, add its files")
-        self.target = target
-        self.has_template = bool(getattr(target.tokenizer, "chat_template", None))
-        self.messages: list[Message] = []
-        self._reserve = min(max_new_tokens or RESERVE, RESERVE, target.context // 4)
-        self._system = [{"role": "system", "content": system}] if system else []
-        if system and not self.has_template:
-            raise ValueError(
-                f"{target.name} has no chat template, so it takes no system prompt; leave it out"
-            )
-        if system:
-            self._encode([], "Hello")  # some templates reject the role
+    def stop(number: int, frame: FrameType | None) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
 
-    def prompt(self, question: str) -> tuple[list[int], int]:
-        """Token ids of the conversation with `question`, and the number of turns dropped.
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+    old = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, old)
 
-        Raises ValueError, and drops nothing, if the question alone does not fit.
-        """
-        context = self.target.context
-        for start in range(0, len(self.messages) + 1, 2):
-            tokens = self._encode(self.messages[start:], question)
-            if len(tokens) + self._reserve <= context:
+
+def plain_seconds(target: Target) -> float:
+    """Seconds per token without drafts: the median over a few dozen steps."""
+    prompt = encode_prompt(target.tokenizer, [{"role": "user", "content": "Hello"}])
+    steps: list[float] = []
+    until = perf_counter() + TRIAL_SECONDS
+    while len(steps) < TRIAL_STEPS and perf_counter() < until:
+        limit = min(TRIAL_STEPS, target.context - len(prompt))
+        for step in Speculator(target).generate(prompt, max_new_tokens=limit):
+            if step.accepted >= 0:
+                steps.append(step.draft_seconds + step.verify_seconds)
+            if perf_counter() > until:
                 break
-        if len(tokens) >= context:
-            raise ValueError(
-                f"expected a message shorter than the context of {self.target.name} ({context} "
-                f"tokens), got {len(tokens)} with the template; send a shorter one"
-            )
-        del self.messages[:start]
-        return tokens, start // 2
-
-    def add(self, question: str, answer: str) -> None:
-        """Remember a turn, if the target has a chat template."""
-        if self.has_template:
-            self.messages.append({"role": "user", "content": question})
-            self.messages.append({"role": "assistant", "content": answer})
-
-    def _encode(self, messages: Sequence[Message], question: str) -> list[int]:
-        if not self.has_template:
-            return encode_prompt(self.target.tokenizer, question)
-        asked = {"role": "user", "content": question}
-        return encode_prompt(self.target.tokenizer, [*self._system, *messages, asked])
+    return median(steps) if steps else 0.0
 
 
 class _Conversation:
@@ -173,42 +166,55 @@ class _Conversation:
     def __init__(self, speculator: Speculator, options: ChatOptions, console: Console) -> None:
         self.speculator, self.options, self.console = speculator, options, console
         self.history = History(speculator.target, options.system, options.max_new_tokens)
-        self.total, self.answers = Answer(finish=""), 0
+        self.session, self.total, self.answers = Session(), Answer(finish="total"), 0
+        self.prompt_tokens = self.reused = 0
+        self.is_rich = console.is_interactive and not options.is_plain
+        self.plain = plain_seconds(speculator.target) if self.is_rich else 0.0
 
     def note(self, text: str) -> None:
         """Print a message of the program."""
-        self.console.out(text, style=NOTE, highlight=False)
+        self.console.print(Text(printable(text), NOTE), soft_wrap=not self.is_rich)
 
     def greet(self) -> None:
         """Print the target and its options."""
-        nodes, sampling = self.speculator.tree.draft_nodes, self.options.sampling
+        nodes = self.speculator.tree.draft_nodes
         drafts = f", a tree of {nodes} draft tokens" if nodes else ""
         self.note(f"{self.speculator.target.name}{drafts}. /help lists the commands.")
+        if self.plain:
+            self.note(f"The plain model makes {1 / self.plain:.1f} tokens/s.")
         if not self.history.has_template:
             self.note("No chat template: each line is continued on its own, nothing is remembered.")
-        if not sampling.lossless:
-            self.note(f"{type(sampling).__name__} acceptance is lossy: it changes the answers.")
-        if self.options.show_accepted:
+        self._warn()
+        if self.options.show_accepted and self.console.is_terminal:
             self.note(LEGEND)
 
-    def command(self, name: str) -> str:
-        """The reply to a command other than /quit."""
-        if name == "/help":
-            return HELP
-        if name == "/reset":
-            self.history.messages.clear()
-            return "Conversation reset."
-        if name != "/stats":
-            return f"{name} is not a command; /help lists them. To send it, put a space before it."
-        if not self.answers:
-            return "No answers yet."
-        rates = Statistics.of(self.total.steps).acceptance_by_depth
-        shares = ", ".join(f"{rate:.0%}" for rate in rates)
-        return (
-            f"answers: {self.answers}, {self.total.summary()}\n"
-            f"steps with 1, 2, ... draft tokens accepted: {shares or 'none'}\n"
-            "tokens/step includes the target's own bonus token."
-        )
+    def _warn(self) -> None:
+        rule = self.options.sampling
+        if not rule.lossless:
+            self.note(f"{type(rule).__name__} acceptance is lossy: it changes the answers.")
+
+    def take(self, line: str) -> Answer:
+        """Run a command or answer a question; returns the answer, an empty one without."""
+        name, *rest = line.split(maxsplit=1) or [""]
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.8)
+        is_command = line.startswith("/") and (name in COMMANDS or bool(near) or not rest)
+        if not is_command:
+            return self.answer(line.strip()) if name else Answer()
+        try:  # mistakes in a command do not end the chat
+            if name not in COMMANDS:
+                meant = f"; did you mean {near[0]}?" if near else ";"
+                raise ValueError(
+                    f"{name} is not a command{meant} /help lists them. To send it, put a space "
+                    "before it."
+                )
+            wanted, given = COMMANDS[name][0], " ".join(rest).strip()
+            if bool(given) > bool(wanted) or (not given and wanted[:1].isalpha()):
+                raise ValueError(f"expected {name} {wanted or 'alone'}, got {line.strip()!r}")
+            done: Answer | None = getattr(self, f"_{name[1:]}")(given)
+            return done or Answer()
+        except (ValueError, OSError) as error:
+            self.note(str(error))
+            return Answer()
 
     def answer(self, question: str) -> Answer:
         """Stream the answer until its end or Ctrl-C, and remember it."""
@@ -219,33 +225,185 @@ class _Conversation:
             return Answer(finish="refused")
         if dropped:
             self.note(f"The context is full; oldest turns dropped: {dropped}.")
-        target, sampling, limit = self.history.target, self.options.sampling, None
-        if self.options.max_new_tokens is not None:
-            limit = min(self.options.max_new_tokens, target.context - len(prompt))
-        stream = TextStream(target.tokenizer, after=() if self.history.has_template else prompt)
-        answer, start = Answer(), perf_counter()
-        try:  # Ctrl-C ends the answer, not the program
-            for step in self.speculator.generate(prompt, sampling=sampling, max_new_tokens=limit):
-                answer.steps.append(step)
-                visible = step.tokens[:-1] if step.finish == "eos" else step.tokens
-                for place, token in enumerate(visible):
-                    is_green = self.options.show_accepted and place < step.accepted
-                    answer.text += self._print(stream.feed([token]), is_green=is_green)
-                answer.finish = step.finish or answer.finish
-        except KeyboardInterrupt:
-            answer.finish = "interrupted"
-        answer.seconds = perf_counter() - start
-        answer.text += self._print(stream.flush())
-        self.console.out("")
-        self.note(answer.summary())
-        if answer.steps:
-            self.history.add(question, answer.text)
-            self.answers += 1
-            self.total.steps += answer.steps
-            self.total.seconds += answer.seconds
+        answer = Answer()
+        steps = self._generate(answer, self.speculator, prompt, self.options.sampling, self.session)
+        screen: PlainScreen | MarkdownScreen = PlainScreen(self.console)
+        if self.is_rich:
+            screen = MarkdownScreen(self.console, lambda: answer.summary(self.plain))
+        with interruptible() as stopped, screen, closing(steps):
+            for _ in steps:
+                screen.show(answer.text, self._green(answer))
+                if stopped.is_set():
+                    break
+            steps.close()
+            screen.show(answer.text, self._green(answer))
+        self.note(answer.summary(self.plain))
+        self.history.add(question, answer.text)
+        self.answers += 1
+        self.total.steps += answer.steps
+        self.total.seconds += answer.seconds
+        self.prompt_tokens += len(prompt)
+        self.reused += self.session.reused
         return answer
 
-    def _print(self, text: str, *, is_green: bool = False) -> str:
-        style = ACCEPTED if is_green else None
-        self.console.out(printable(text), style=style, end="", highlight=False)
-        return text
+    def _generate(
+        self,
+        answer: Answer,
+        engine: Speculator,
+        prompt: Sequence[int],
+        rule: Acceptance,
+        session: Session | None = None,
+    ) -> Generator[None]:
+        target, limit = engine.target, self.options.max_new_tokens
+        if limit is not None:
+            limit = min(limit, target.context - len(prompt))
+        steps = engine.generate(prompt, sampling=rule, max_new_tokens=limit, session=session)
+        after = () if self.history.has_template else prompt
+        return answer.grow(steps, TextStream(target.tokenizer, after=after))
+
+    def _green(self, answer: Answer) -> Sequence[bool]:
+        """The characters of an answer that are shown in green."""
+        return answer.accepted if self.options.show_accepted else [False] * len(answer.text)
+
+    def _use(self, rule: Acceptance) -> None:
+        rule.seed(self.options.seed)
+        self.options = replace(self.options, sampling=rule)
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.history.instruct(text)
+        self.note(f"System prompt: {self.history.system or 'none'}")
+
+    def _reset(self, _: str) -> None:
+        self.history.messages.clear()
+        self.note("Conversation reset.")
+
+    def _regen(self, _: str) -> Answer:
+        kept = list(self.history.messages)
+        self.history.messages, question = self.history.before_last()
+        answer = self.answer(question)
+        if answer.finish == "refused":
+            self.history.messages = kept
+        return answer
+
+    def _save(self, name: str) -> None:
+        self.history.save(Path(name).expanduser())
+        self.note(f"Saved: {len(self.history.messages) // 2} turns in {name}")
+
+    def _load(self, name: str) -> None:
+        self.history.load(Path(name).expanduser())
+        self.note(f"Loaded: {len(self.history.messages) // 2} turns from {name}")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if text and name not in NUMBERS:
+            raise ValueError(f"/set: expected one of {', '.join(NUMBERS)}, got {name!r}")
+        if text:
+            try:
+                number = NUMBERS[name](value)
+            except (ValueError, OverflowError) as error:  # python's names no setting
+                kind = "a whole number" if NUMBERS[name] is int else "a number"
+                raise ValueError(f"{name}: expected {kind}, got {value.strip()!r}") from error
+            self._change(name, number)
+        rule = self.options.sampling
+        shown = {"rule": type(rule).__name__.lower()}
+        shown |= {each.name: getattr(rule, each.name) for each in fields(rule) if each.init}
+        shown |= {name: getattr(self.options, name) for name in LIMITS}
+        self.note(", ".join(f"{name} {value}" for name, value in shown.items()))
+
+    def _change(self, name: str, number: float) -> None:
+        rule, values = self.options.sampling, dict[str, Any]([(name, number)])
+        if name in LIMITS:
+            low, high = LIMITS[name]
+            if not low <= number <= high:
+                raise ValueError(f"{name}: expected {low} to {high}, got {number}")
+            self.options = replace(self.options, **values)
+            self.history.max_new_tokens = self.options.max_new_tokens
+            self._use(rule)
+        elif name == "temperature" and (number == 0 or isinstance(rule, Greedy)):
+            self._use(Sampled(number) if number else Greedy())
+        elif name not in (each.name for each in fields(rule)):
+            now = type(rule).__name__.lower()
+            raise ValueError(f"{name}: expected the rule sampled, got {now}; type /rule sampled")
+        else:
+            self._use(replace(rule, **values))
+
+    def _rule(self, name: str) -> None:
+        if name not in RULES:
+            raise ValueError(f"/rule: expected one of {', '.join(RULES)}, got {name!r}")
+        temperature = getattr(self.options.sampling, "temperature", 0.7)
+        rule = RULES[name]
+        self._use(Greedy() if rule is Greedy else rule(temperature=temperature))
+        self._set("")
+        self._warn()
+
+    def _tree(self, _: str) -> None:
+        shares = Statistics.of(self.total.steps).acceptance_by_depth
+        self.console.print(tree_drawing(self.speculator.tree, shares))
+
+    def _stats(self, _: str) -> None:
+        if not self.answers:
+            self.note("No answers yet.")
+            return
+        rates = Statistics.of(self.total.steps).acceptance_by_depth
+        shares = ", ".join(f"{rate:.0%}" for rate in rates)
+        self.note(
+            f"answers: {self.answers}, {self.total.summary(self.plain)}\n"
+            f"steps with 1, 2, ... draft tokens accepted: {shares or 'none'}\n"
+            "tokens/step includes the target's own bonus token.\n"
+            f"{self.reused} of {self.prompt_tokens} prompt tokens reused"
+        )
+
+    def _tint(self, _: str) -> None:
+        tint = not self.options.show_accepted
+        self.options = replace(self.options, show_accepted=tint)
+        self.note(LEGEND if tint else "Accepted draft tokens are not coloured.")
+
+    def _help(self, _: str) -> None:
+        for name, (wanted, text) in COMMANDS.items():
+            self.note(f"{f'{name} {wanted}':<20} {text}")
+        self.note(HINTS)
+
+    def _compare(self, text: str) -> None:
+        """Answer without and with drafts. The side that used less time is next, so that both run at
+        their own speed. The history stays as it is.
+        """
+        messages, question = (self.history.messages, text) if text else self.history.before_last()
+        prompt, _ = self.history.fit(messages, question)
+        plain, drafted = sides = Answer(), Answer()
+        running = []
+        for answer, engine in zip(
+            sides, (Speculator(self.speculator.target), self.speculator), strict=True
+        ):
+            rule = replace(self.options.sampling)  # a random stream of its own
+            rule.seed(self.options.seed)
+            running.append((answer, self._generate(answer, engine, prompt, rule)))
+        frame = Frame(self.console) if self.is_rich else None
+        with interruptible() as stopped, frame or nullcontext():
+            while running and not stopped.is_set():
+                side = min(running, key=lambda side: side[0].seconds)
+                if next(side[1], self) is self:
+                    running.remove(side)
+                if frame is not None:
+                    frame.draw(lambda: (None, self._columns(sides, self.console.height - 6)))
+        for _, steps in running:
+            steps.close()
+        self.console.print(self._columns(sides))
+        if not running:
+            self.plain = plain.seconds_per_token() or self.plain
+            verdict = "equal" if plain.text == drafted.text else "not equal"
+            if plain.text != drafted.text and not isinstance(self.options.sampling, Greedy):
+                verdict += ", as draws differ"
+            self.note(f"{drafted.rate() / plain.rate():.2f}x plain; the texts are {verdict}.")
+
+    def _columns(self, sides: Sequence[Answer], height: int = 0) -> RenderableType:
+        """Both sides; height: draw at most as many lines of them."""
+        if height:
+            height = max(height // (len(sides) if self.console.width < NARROW else 1), 1)
+        columns: list[tuple[str, RenderableType]] = []
+        for name, answer in zip(("plain", "with drafts"), sides, strict=True):
+            body: RenderableType = Text(answer.text)
+            if self.is_rich:
+                body = MarkdownText(answer.text, self._green(answer), height)
+            columns.append((name, Group(body, Text(answer.summary(), NOTE))))
+        return side_by_side(self.console, columns)

@@ -433,7 +433,8 @@ def chat(
     lenience: Lenience = None,
     nodes: Annotated[int | None, Option(min=1, help="draft nodes per step")] = None,
     tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
-    show_accepted: Annotated[bool, Option("--show-accepted", help="in colour")] = False,
+    show_accepted: Annotated[bool, Option(help="accepted draft tokens in green")] = True,
+    plain: Annotated[bool, Option("--plain", help="plain text, as in a pipe")] = False,
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     dtype: Dtype = "auto",
@@ -459,7 +460,7 @@ def chat(
     shape = shape.head(nodes) if nodes else shape
     speculator = Speculator(model, drafter, tree=shape, compile=compile)
     announce(speculator.compile)
-    run(speculator, ChatOptions(system, sampling, max_new_tokens, show_accepted))
+    run(speculator, ChatOptions(system, sampling, max_new_tokens, show_accepted, plain, seed))
 
 
 def serve(

@@ -14,7 +14,7 @@ from rich.text import Text
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.bench import describe_machine, machine_line
-from draftheads.infer.chat import printable
+from draftheads.infer.conversation import printable
 from draftheads.infer.text import TextStream
 from draftheads.infer.tune import Tuned
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest

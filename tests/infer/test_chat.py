@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import pty
+import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,13 +16,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tiny_chat import END, llama
-from tiny_heads import Oracle
+from tiny_heads import random_head
 
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.accept import Typical
-from draftheads.infer.chat import Answer, ChatOptions, History, chat, printable, sample_chat
+from draftheads.infer import conversation
+from draftheads.infer.accept import Greedy, Sampled, Typical
+from draftheads.infer.chat import COMMANDS, ChatOptions, chat, sample_chat
+from draftheads.infer.conversation import Answer, History, printable
+from draftheads.infer.drafters import NGram
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.text import encode_prompt
 
@@ -26,6 +34,8 @@ REFUSES_SYSTEM = (
     "{{ raise_exception('System role not supported') }}{% endif %}{{ m['content'] }}{% endfor %}"
 )
 GREEN = "\x1b[32m"
+CTRL_C = object()
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -34,26 +44,30 @@ def target() -> Target:
 
 
 class Scripted(Speculator):
-    """Answers with given steps and remembers what it was asked. An exception is raised in place."""
+    """Answers with given steps and remembers what it was asked."""
 
     def __init__(self, target: Target, *answers: list) -> None:
         super().__init__(target)
-        self.answers, self.prompts, self.limits = list(answers), [], []
+        self.answers, self.prompts, self.limits, self.rules = list(answers), [], [], []
 
-    def generate(self, prompt, *, sampling=None, max_new_tokens=None, stop=()):
+    def generate(self, prompt, *, sampling=None, max_new_tokens=None, stop=(), session=None):
         self.prompts.append(self.target.tokenizer.decode(prompt))
         self.limits.append(max_new_tokens)
+        self.rules.append(sampling)
         for item in self.answers.pop(0):
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+            if item is CTRL_C:
+                signal.raise_signal(signal.SIGINT)
+            else:
+                yield item
 
 
 def says(target: Target, text: str, accepted: int = -1, finish: str | None = None) -> Step:
     return Step(target.tokenizer(text)["input_ids"], accepted, finish, 0.0, 0.0)
 
 
-def talk(speculator: Speculator, *lines, options: ChatOptions | None = None, colour=False) -> str:
+def talk(
+    speculator: Speculator, *lines, options: ChatOptions | None = None, colour=False, width=80
+) -> str:
     """What a chat prints for these lines; an exception among them is raised instead of a line."""
     script, out = iter(lines), io.StringIO()
 
@@ -63,7 +77,8 @@ def talk(speculator: Speculator, *lines, options: ChatOptions | None = None, col
             raise line
         return line
 
-    console = Console(file=out, force_terminal=colour, color_system="standard" if colour else None)
+    colours = "standard" if colour else None
+    console = Console(file=out, force_terminal=colour, color_system=colours, width=width)
     chat(speculator, options, read=read, console=console)
     return out.getvalue()
 
@@ -107,9 +122,23 @@ def test_every_answer_is_followed_by_its_numbers(target):
 
 def test_accepted_drafts_are_green(target):
     steps = [says(target, "a"), says(target, "bcd", 2), says(target, "e", 0, "stop")]
-    printed = talk(Scripted(target, steps), "Hi", options=ChatOptions(show_accepted=True), colour=1)
-    assert f"a{GREEN}b\x1b[0m{GREEN}c\x1b[0mde" in printed
-    assert GREEN not in talk(Scripted(target, steps), "Hi", colour=True)
+    options = ChatOptions(show_accepted=True, is_plain=True)
+    printed = talk(Scripted(target, steps), "Hi", options=options, colour=1)
+    assert f"a{GREEN}bc\x1b[0mde" in printed
+    printed = talk(Scripted(target, steps), "/tint", "Hi", options=options, colour=1)
+    assert "not coloured" in printed and GREEN not in printed
+
+
+def test_a_terminal_gets_markdown_with_accepted_drafts_in_green(target):
+    steps = [says(target, "a **"), says(target, "bold** ", 4), says(target, "end", 0, "stop")]
+    steps = [replace(step, verify_seconds=1e-3) for step in steps]
+    options = ChatOptions(show_accepted=True)
+    printed = talk(Scripted(target, steps), "Hi", options=options, colour=1)
+    assert "a \x1b[1;32mbold\x1b[0m end" in printed
+    assert "x plain" in printed, "compared with the plain model"
+    assert "**bold**" in talk(Scripted(target, steps), "Hi", options=options), (
+        "a pipe gets it as is"
+    )
 
 
 def test_reset_forgets_the_turns_and_keeps_the_system_prompt(target):
@@ -130,50 +159,262 @@ def test_stats_add_up_the_answers(target):
 
 
 def test_commands_and_lines_that_are_none(target):
-    speculator = Scripted(target, done(target, "A."), done(target, "B."))
-    lines = ("", "   ", "/help", "/unknown", "/usr/bin is what?", " /tmp", "/quit", "unread")
-    printed = talk(speculator, *lines)
-    assert "/reset  forget the conversation" in printed
-    assert "/unknown is not a command; /help lists them" in printed
-    assert len(speculator.prompts) == 2
-    assert "/usr/bin is what?" in speculator.prompts[0]
-    assert "user\n/tmp<" in speculator.prompts[1]
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_program(target):
-    speculator = Scripted(
-        target, [says(target, "Well, "), KeyboardInterrupt()], done(target, "Go on.")
+    speculator = Scripted(target, *[done(target, "A.")] * 4)
+    lines = (
+        "",
+        "   ",
+        "/help",
+        "/etc",
+        "/usr/bin is what?",
+        " /tmp",
+        " /help me",
+        " /quit",
+        "/quit",
+        "unread",
     )
+    printed = talk(speculator, *lines)
+    assert all(name in printed for name in COMMANDS)
+    assert "/etc is not a command; /help lists them" in printed
+    asked = [prompt.split("user\n")[-1].partition("<")[0] for prompt in speculator.prompts]
+    assert asked == ["/usr/bin is what?", "/tmp", "/help me", "/quit"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/sttas", "did you mean /stats?"),
+        ("/sistem Be brief.", "did you mean /system?"),
+        ("/reset now", "expected /reset alone, got '/reset now'"),
+        ("/save", "expected /save FILE, got '/save'"),
+        ("/load nothing.json", "No such file"),
+        ("/save no/such/folder.json", "No such file"),
+        ("/set temprature 1", "expected one of temperature, top_p"),
+        ("/set temperature hot", "temperature: expected a number, got 'hot'"),
+        ("/set temperature -1", "temperature -1.0: expected above 0"),
+        ("/set top_p 0.5", "top_p: expected the rule sampled, got greedy; type /rule sampled"),
+        ("/set top_k 2.5", "top_k: expected a whole number, got '2.5'"),
+        ("/set max_new_tokens 0", "max_new_tokens: expected 1 to"),
+        ("/set seed 99999999999999999999", "seed: expected -"),
+        ("/rule best", "expected one of greedy, sampled, typical, got 'best'"),
+        ("/regen", "expected a question before this"),
+        ("/compare", "expected a question before this"),
+        ("/system Be \ud83d", "template and tokenizer accept"),
+    ],
+)
+def test_a_mistake_in_a_command_is_one_line_and_asks_nothing(target, line, said):
+    speculator = Scripted(target)
+    printed = talk(speculator, line)
+    assert said in printed
+    assert len(printed.splitlines()) == 2, "the greeting and the mistake"
+    assert speculator.prompts == []
+
+
+def test_settings_reach_the_engine(target):
+    speculator = Scripted(target, *[done(target, "A.")] * 4)
+    lines = ["a", "/set temperature 0.5", "/set top_p 0.9", "/set max_new_tokens 7", "b"]
+    lines += ["/rule typical", "c", "/set temperature 0", "d", "/set"]
+    printed = talk(speculator, *lines)
+    expected = [Greedy(), Sampled(0.5, top_p=0.9), Typical(temperature=0.5), Greedy()]
+    assert speculator.rules == expected
+    assert speculator.limits == [None, 7, 7, 7]
+    assert "Typical acceptance is lossy" in printed
+    assert "rule greedy, max_new_tokens 7, seed 0" in printed
+
+
+def test_a_seed_makes_draws_repeatable():
+    speculator = Speculator(llama(eos=()))
+    options = ChatOptions(sampling=Sampled(), max_new_tokens=20)
+    lines = ["/set seed 5", "Hi", "/reset", "/set seed 5", "Hi", "/reset", "Hi"]
+    talked = talk(speculator, *lines, options=options).split("seed 5\n")
+    first, second = talked[1].partition("\n20 tokens")[0], talked[2].partition("\n20 tokens")[0]
+    assert first == second
+    assert talked[2].count(second) == 1, "the third answer is another draw"
+
+
+def test_a_system_prompt_can_change_and_the_conversation_stays(target):
+    speculator = Scripted(target, done(target, "One."), done(target, "Two."))
+    printed = talk(speculator, "/system", "Hi", "/system  Be  brief.", "Yo", "/system")
+    assert "System prompt: none" in printed and printed.count("prompt: Be  brief.") == 2
+    assert speculator.prompts[1].startswith("<|im_start|>system\nBe  brief.<|im_end|>\n")
+    assert "Hi" in speculator.prompts[1] and "One." in speculator.prompts[1]
+
+
+def test_regen_answers_the_last_question_anew(target):
+    speculator = Scripted(target, *(done(target, text) for text in ("One.", "Two.", "Three.")))
+    talk(speculator, "Hi", "/regen", "Yo")
+    assert speculator.prompts[1] == speculator.prompts[0]
+    assert "Two." in speculator.prompts[2] and "One." not in speculator.prompts[2]
+
+
+def test_a_saved_conversation_continues(target, tmp_path):
+    path = tmp_path / "talk.json"
+    first = Scripted(target, done(target, "Grüße."), done(target, "Two."))
+    talk(first, "Hi", f"/save {path}", "Yo", options=ChatOptions(system="S!"))
+    assert [message["role"] for message in json.loads(path.read_text())["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+    ]
+    second = Scripted(target, done(target, "Two."))
+    printed = talk(second, f"/load {path}", "Yo")
+    assert "Loaded: 1 turns" in printed
+    assert second.prompts == first.prompts[1:]
+    assert [each.name for each in tmp_path.iterdir()] == ["talk.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1]",
+        "{}",
+        '{"messages": 5}',
+        '{"messages": [{"role": "user", "content": "Hi"}]}',
+        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant"}]}',
+        '{"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "A"}]}',
+        '{"messages": [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "A"}]}',
+        '{"messages": [{"role": "system", "content": null}]}',
+        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "system", "content": "S"}, '
+        '{"role": "assistant", "content": "A"}]}',
+        "[" * 100_000,
+        b"\xff".decode("latin-1"),
+    ],
+)
+def test_a_foreign_file_is_refused_and_the_conversation_stays(target, tmp_path, text):
+    path = tmp_path / "talk.json"
+    path.write_bytes(text.encode("latin-1"))
+    speculator = Scripted(target, done(target, "One."), done(target, "Two."))
+    printed = talk(speculator, "Hi", f"/load {path}", "Yo")
+    assert "as /save writes it, got something else" in printed
+    assert "Hi" in speculator.prompts[1]
+
+
+def test_compare_answers_both_ways_and_forgets_it():
+    target = llama(eos=())
+    speculator = Speculator(target, MedusaHead.create(target))
+    options = ChatOptions(max_new_tokens=9)
+    for form in ({}, {"colour": True}, {"colour": True, "width": 40}):
+        printed = talk(speculator, "/compare Hi", "/regen", options=options, **form)
+        assert printed.count("9 tokens") >= 2
+        assert "x plain; the texts are equal." in printed
+        assert "expected a question before this" in printed
+    options = ChatOptions(max_new_tokens=9, sampling=Sampled())
+    assert "texts are equal" in talk(Speculator(target), "/compare Hi", options=options), "one seed"
+
+
+def test_compare_runs_both_sides_at_their_own_speed(monkeypatch):
+    """A step with drafts takes three seconds here, a plain one one."""
+    target, spent, apart = llama(eos=()), {True: 0.0, False: 0.0}, []
+
+    class Timed(Speculator):
+        def generate(self, *given, **options):
+            for step in super().generate(*given, **options):
+                spent[self is slow] += 3 if self is slow else 1
+                apart.append(abs(spent[True] - spent[False]))
+                yield step
+
+    slow = Timed(target)
+    monkeypatch.setattr(sys.modules[chat.__module__], "Speculator", Timed)
+    monkeypatch.setattr(conversation, "perf_counter", lambda: spent[True] + spent[False])
+    talk(slow, "/compare Hi", options=ChatOptions(max_new_tokens=12))
+    assert len(apart) == 24
+    assert max(apart[:16]) <= 3, "until the plain side has its 12 tokens"
+
+
+def test_the_tree_is_drawn_with_its_acceptance(target):
+    tree = StaticTree(((0,), (1,), (0, 0)))
+    speculator = Scripted(target, [says(target, "a"), says(target, "bc", 1, "stop")])
+    speculator.tree = tree
+    printed = talk(speculator, "/tree", "Hi", "/tree")
+    before, after = printed.split("Hi")[0].split("tokens/step")[0], printed.rpartition("deep")[2]
+    assert "no steps yet" in before
+    assert re.findall(r"(\d) +(\d) +(\d+)% of steps", after) == [("1", "2", "100"), ("2", "1", "0")]
+    assert after.count("rank 1") == 2 and after.count("rank 2") == 1
+
+
+def test_ctrl_c_stops_the_answer_between_two_steps_and_not_the_program(target):
+    steps = [says(target, "Well, "), CTRL_C, says(target, "so"), says(target, "unseen")]
+    speculator = Scripted(target, steps, done(target, "Go on."))
+    before = signal.getsignal(signal.SIGINT)
     printed = talk(speculator, "Hi", "And?")
-    assert "stopped by you" in printed
-    assert "Go on." in printed
-    assert "assistant\nWell, <|im_end|>" in speculator.prompts[1], "the part stays in the history"
+    assert "stopped by you" in printed and "Go on." in printed
+    assert "assistant\nWell, so<|im_end|>" in speculator.prompts[1], "the part stays in the history"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_before_the_first_token_forgets_the_question(target):
-    speculator = Scripted(target, [KeyboardInterrupt()], done(target, "Yes."))
-    talk(speculator, "Hi", "And?")
-    assert "Hi" not in speculator.prompts[1]
+def test_a_second_ctrl_c_while_an_answer_stops_leaves_the_program(target):
+    with pytest.raises(KeyboardInterrupt):
+        talk(Scripted(target, [says(target, "Well"), CTRL_C, CTRL_C, says(target, "?")]), "Hi")
 
 
-def test_ctrl_c_at_an_empty_prompt_tells_how_to_leave(target):
-    speculator = Scripted(target, done(target, "Yes."))
-    printed = talk(speculator, KeyboardInterrupt(), "Hi")
-    assert "/quit or press Ctrl-D" in printed
-    assert "Yes." in printed
+@pytest.mark.parametrize(
+    ("lines", "answers"),
+    [
+        ([KeyboardInterrupt(), "Hi"], 1),
+        ([KeyboardInterrupt(), KeyboardInterrupt(), "Hi"], 0),
+        ([KeyboardInterrupt(), "Hi", KeyboardInterrupt(), "Ho"], 2),
+        (["stop", KeyboardInterrupt(), "Hi"], 1),
+    ],
+)
+def test_ctrl_c_twice_at_an_empty_prompt_leaves(target, lines, answers):
+    stopped = [says(target, "A"), CTRL_C, says(target, "B")]
+    replies = [stopped] if lines[0] == "stop" else []
+    speculator = Scripted(target, *replies, done(target, "Yes."), done(target, "Yes."))
+    printed = talk(speculator, *lines)
+    assert len(speculator.prompts) == answers
+    assert ("press Ctrl-C again" in printed) is (lines[0] != "stop")
 
 
-def test_ctrl_c_inside_a_real_generation_leaves_the_engine_usable():
-    class Interrupting(Oracle):
-        def propose(self, committed):
-            if self.written and self.written[0] > 4:
-                raise KeyboardInterrupt
-            return super().propose(committed)
+class Recording(Speculator):
+    """Remembers prompts, and what was written after them."""
 
-    target, shape = llama(eos=()), StaticTree.from_widths((1,))
-    speculator = Speculator(target, lambda: Interrupting(shape, [[0] * 99], vocab_size=259))
-    printed = talk(speculator, "Hi", "Ho")
-    assert printed.count("stopped by you") == 2
+    def __init__(self, *given) -> None:
+        super().__init__(*given)
+        self.asked, self.stop_at = [], 0
+
+    def generate(self, prompt, **options):
+        written = []
+        self.asked.append((prompt, written))
+        for step in super().generate(prompt, **options):
+            written += step.tokens
+            if len(self.asked) == self.stop_at:
+                signal.raise_signal(signal.SIGINT)
+            yield step
+
+
+@pytest.mark.parametrize("kind", ["sequential", "eagle3", "block"])
+def test_what_is_reused_changes_no_answer(kind):
+    """After dropped turns, /regen, /system, /reset, /compare and Ctrl-C."""
+    target = llama(eos=())
+    speculator = Recording(target, random_head(kind, target))
+    speculator.stop_at = 3
+    lines = ["Hi", "/regen", "stopped", "Yo", "x" * 60, "y" * 60, "/system S!", "/compare Ho"]
+    printed = talk(
+        speculator, *lines, "/regen", "/reset", "Hi", options=ChatOptions(None, max_new_tokens=20)
+    )
+    assert "turns dropped" in printed and "stopped by you" in printed
+    assert len(speculator.asked) == 9
+    for prompt, written in speculator.asked:
+        fresh = Speculator(target).generate(prompt, max_new_tokens=20)
+        expected = [token for step in fresh for token in step.tokens]
+        assert written == expected[: len(written)] and written
+
+
+def test_a_second_turn_computes_only_what_is_new():
+    """Counted in the target's own forward passes."""
+    target, widths = Target.load(str(ROOT / "recipes" / "demo-target")), {1: [], 2: []}
+    speculator = Recording(target, NGram())
+    target.model.register_forward_pre_hook(
+        lambda model, args: widths[len(speculator.asked)].append(args[0].shape[1])
+    )
+    printed = talk(speculator, "What does str.upper do?", "And str.lower?", "/stats")
+    (first, answer), (second, _) = speculator.asked
+    step, new = speculator.tree.nodes, len(second) - len(first) - len(answer)
+    assert widths[1][0] == len(first)
+    assert new < widths[2][0] <= new + step + 1
+    assert max(widths[2][1:]) <= step
+    reused = len(second) - widths[2][0] + 1
+    assert f"{reused} of {len(first) + len(second)} prompt tokens reused" in printed
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(target):
@@ -190,6 +431,12 @@ def test_the_oldest_turns_go_when_the_context_is_full(target):
     assert f"3{long}" in last
     assert last.count("<|im_start|>user") == last.count("<|im_start|>assistant")
     assert all(limit == 20 for limit in speculator.limits)
+
+
+def test_short_answers_leave_more_room_for_old_turns(target):
+    for setting, dropped in (("/stats", True), ("/set max_new_tokens 5", False)):
+        speculator = Scripted(target, done(target, "y" * 160), done(target, "Yes."))
+        assert ("turns dropped" in talk(speculator, setting, "Hi", "And?")) is dropped
 
 
 def test_a_message_that_cannot_fit_is_refused_and_nothing_is_forgotten(target):
@@ -221,6 +468,16 @@ def test_a_continuation_keeps_its_first_space(stories):
     target = Target.load(stories)
     text = talk(Speculator(target), "Once upon a", options=ChatOptions(max_new_tokens=3))
     assert "\n time" in text
+
+
+def test_a_refused_system_prompt_leaves_the_chat_as_it_was(tmp_path):
+    target = llama(eos=(END,), template=REFUSES_SYSTEM)
+    path = tmp_path / "talk.json"
+    path.write_text('{"messages": [{"role": "system", "content": "S!"}]}')
+    speculator = Scripted(target, *(done(target, text) for text in ("One.", "Two.", "Three.")))
+    printed = talk(speculator, "Hi", "/system S!", "Yo", f"/load {path}", "Hey")
+    assert printed.count("System role not supported") == 2
+    assert speculator.prompts == ["Hi", "HiOne.Yo", "HiOne.YoTwo.Hey"]
 
 
 def test_a_template_that_refuses_the_system_role_is_named_at_the_start():
@@ -302,9 +559,50 @@ def test_a_pipe_is_read_to_its_end():
         input="Hi\n/stats",
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "answers: 1, 5 tokens" in done.stdout
     assert "> " not in done.stdout, "no cursor where nobody types"
+
+
+@pytest.mark.slow
+def test_a_terminal_has_an_editor_and_ctrl_c_twice_leaves(tmp_path):
+    program = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from tiny_chat import llama\n"
+        "from draftheads.infer.chat import ChatOptions, chat\n"
+        "from draftheads.infer.engine import Speculator\n"
+        "chat(Speculator(llama(eos=())), ChatOptions(max_new_tokens=5))\n"
+    )
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "PROMPT_TOOLKIT_NO_CPR": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        env=environment | {"TERM": "xterm"},
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+    os.close(theirs)
+    seen = bytearray()
+
+    def until(text: bytes) -> None:
+        while text not in seen:
+            seen.extend(os.read(ours, 4096))
+        del seen[: seen.index(text) + len(text)]
+
+    for typed, answer in (
+        (b"Hi\r", b"5 tokens"),
+        (b"oops\x03/sats\r", b"/stats?"),
+        (b"\x03", b"again"),
+    ):
+        until(b">")
+        os.write(ours, typed)
+        until(answer)
+    until(b">")
+    os.write(ours, b"\x03")
+    assert process.wait(timeout=60) == 0
+    assert "Hi" in (tmp_path / "draftheads" / "chat-history").read_text()

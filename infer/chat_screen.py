@@ -1,0 +1,242 @@
+"""What a chat draws: streamed markdown with accepted drafts in colour, and trees."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
+from time import perf_counter
+
+from markdown_it import MarkdownIt
+from rich.bar import Bar
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment, SegmentLines
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree as Drawing
+
+from draftheads.heads.tree import Path, StaticTree, Tree
+
+ACCEPTED, NOTE = "green", "dim"
+PAUSE = 9
+"""Seconds without drawing after each second of drawing."""
+NARROW = 72
+"""On fewer columns, answers are shown one below the other."""
+MOST_DRAWN = 64
+"""Nodes of a tree that are drawn."""
+FAR, NEAR = 256, 16
+"""How far ahead of the last match a rendered word, or a character, is searched in the source."""
+
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+
+
+def runs(marked: Iterable[tuple[str, bool]]) -> Iterator[tuple[bool, str]]:
+    """Marked characters as strings of the same mark."""
+    for mark, run in groupby(marked, itemgetter(1)):
+        yield mark, "".join(char for char, _ in run)
+
+
+def block_starts(source: str) -> list[int]:
+    """Places where the blocks of a markdown source start. No text added after a line break changes
+    the blocks before the last one.
+    """
+    lines = source.split("\n")
+    tokens = [token for token in _PARSER.parse(source) if token.level == 0 and token.nesting >= 0]
+    first = [token.map[0] for token in tokens if token.map]
+    return [sum(len(line) + 1 for line in lines[:number]) for number in first]
+
+
+@dataclass(frozen=True)
+class MarkdownText:
+    """Markdown, with line breaks kept, HTML shown as text and one empty line after a block."""
+
+    source: str
+    accepted: Sequence[bool]  # characters to colour
+    last: int = 0  # draw only as many lines of the end; 0: all
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = list[list[Segment]]()
+        for start, end in pairwise([*block_starts(self.source), len(self.source)]):
+            source = self.source[start:end]
+            block = console.render_lines(_markdown(source), options, pad=False)
+            filled = [n for n, line in enumerate(block) if any(s.text.strip() for s in line)]
+            block = block[filled[0] : filled[-1] + 1] if filled else []
+            painted = _tinted(block, source, self.accepted[start:end])
+            lines += [[], *painted] if lines else painted
+        yield SegmentLines(lines[-self.last :], new_lines=True)
+
+
+def _markdown(source: str) -> Markdown:
+    markdown = Markdown("", code_theme="ansi_dark", hyperlinks=False)
+    markdown.parsed = _PARSER.parse(source)
+    for token in markdown.parsed:
+        for child in token.children or ():
+            child.type = "hardbreak" if child.type == "softbreak" else child.type
+    return markdown
+
+
+def _tinted(
+    lines: Iterable[list[Segment]], source: str, accepted: Sequence[bool]
+) -> Iterator[list[Segment]]:
+    """Colour the rendered words whose characters in the source are accepted. Words are looked up in
+    order, so syntax and what the renderer adds are skipped.
+    """
+    green, place = Style.parse(ACCEPTED), 0
+    for line in lines:
+        painted = []
+        for text, style, _ in line:
+            marks = [False] * len(text)
+            for word in re.finditer(r"\S+", text):
+                found = _places(word[0], source, place)
+                place = max(place, found[-1] + 1)
+                marks[word.start() : word.end()] = [at >= 0 and accepted[at] for at in found]
+            for mark, part in runs(zip(text, marks, strict=True)):
+                painted.append(Segment(part, (style or Style()) + green if mark else style))
+        yield painted
+
+
+def _places(word: str, source: str, place: int) -> list[int]:
+    """Where the characters of a rendered word are in the source; -1: near `place` they are not."""
+    at = source.find(word, place, place + FAR)
+    if at >= 0:
+        return list(range(at, at + len(word)))
+    found = []
+    for char in word:
+        at = source.find(char, place, place + NEAR)
+        place = max(place, at + 1)
+        found.append(at)
+    return found
+
+
+class Frame:
+    """Lines at the end of the terminal. Drawing them takes at most a tenth of the time."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self._due = console, 0.0
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def __enter__(self) -> Frame:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.update("", refresh=True)
+        self._live.stop()
+
+    def draw(self, make: Callable[[], tuple[RenderableType | None, RenderableType]]) -> None:
+        """Draw what `make` returns, if it is time: what goes to the scrollback, and the lines."""
+        start = perf_counter()
+        if start < self._due:
+            return
+        final, lines = make()
+        with self.console:  # one write
+            self._live.update(lines, refresh=True)
+            if final is not None:
+                self.console.print(final, end="")
+        now = perf_counter()
+        self._due = now + PAUSE * (now - start)
+
+
+class PlainScreen:
+    """Prints text as it comes."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self._shown = console, 0
+
+    def __enter__(self) -> PlainScreen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.console.out("")
+
+    def show(self, text: str, accepted: Sequence[bool]) -> None:
+        """Print what is new; characters that are accepted in green."""
+        new = zip(text[self._shown :], accepted[self._shown :], strict=True)
+        for mark, part in runs(new):
+            self.console.out(part, style=ACCEPTED if mark else None, end="", highlight=False)
+        self._shown = len(text)
+
+
+class MarkdownScreen:
+    """Streams markdown: blocks that can no longer change go to the scrollback, the last one and a
+    line of status are redrawn.
+    """
+
+    def __init__(self, console: Console, status: Callable[[], str]) -> None:
+        self.console, self.status = console, status
+        self._frame, self._start = Frame(console), 0  # of what is redrawn
+        self._text = ""
+        self._accepted: Sequence[bool] = ()
+
+    def __enter__(self) -> MarkdownScreen:
+        self._frame.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._frame.__exit__(*failure)
+        self.console.print(self._block(self._start, len(self._text)), end="")
+
+    def show(self, text: str, accepted: Sequence[bool]) -> None:
+        """Draw the text so far, if it is time; characters that are accepted in green."""
+        self._text, self._accepted = text, accepted
+        self._frame.draw(self._lines)
+
+    def _lines(self) -> tuple[RenderableType | None, RenderableType]:
+        final, begin = None, self._start
+        if len(starts := block_starts(self._text[begin:].rpartition("\n")[0])) > 1:
+            self._start += starts[-1]
+            final = self._block(begin, self._start)
+        status = Text(self.status(), NOTE, no_wrap=True, overflow="ellipsis")
+        last = self._block(self._start, len(self._text), max(self.console.height - 3, 1))
+        return final, Group(last, status)
+
+    def _block(self, start: int, end: int, last: int = 0) -> RenderableType:
+        block = MarkdownText(self._text[start:end], self._accepted[start:end], last)
+        return Group("", block) if start else block
+
+
+def side_by_side(console: Console, sides: Sequence[tuple[str, RenderableType]]) -> RenderableType:
+    """Two titled columns; on a narrow terminal one is below the other."""
+    if console.width < NARROW:
+        return Group(*(Group(Text(title, "bold"), body) for title, body in sides))
+    table = Table.grid(padding=(0, 2), expand=True)
+    for _ in sides:
+        table.add_column(ratio=1)
+    table.add_row(*(Text(title, "bold") for title, _ in sides))
+    table.add_row(*(body for _, body in sides))
+    return table
+
+
+def tree_drawing(tree: Tree, shares: Sequence[float]) -> RenderableType:
+    """A tree, its nodes named by rank, and how often each depth was accepted. shares[d]: of the
+    steps, those with more than d draft tokens accepted.
+    """
+    if not tree.nodes > 1:
+        return Text("no tree: nothing is drafted")
+    head = f"{tree.draft_nodes} draft nodes, {tree.depth} deep"
+    table = Table("depth", "nodes", "accepted in", "", box=None, padding=(0, 2, 0, 0))
+    for depth in range(1, tree.depth + 1):
+        share = shares[depth - 1] if depth <= len(shares) else 0.0
+        nodes, name = "", f"{share:.0%} of steps" if shares else "no steps yet"
+        if isinstance(tree, StaticTree):
+            nodes = str(sum(len(path) == depth for path in tree.paths))
+        table.add_row(str(depth), nodes, name, Bar(1, 0, share, width=20, color=ACCEPTED))
+    if not isinstance(tree, StaticTree):
+        return Group(Text(f"{head}, chosen anew in each step ({tree})"), table)
+    drawn = tree.head(MOST_DRAWN)
+    drawing = Drawing(head + (f", {MOST_DRAWN} drawn" if tree.draft_nodes > MOST_DRAWN else ""))
+    branches: dict[Path, Drawing] = {(): drawing}
+    for path in sorted(drawn.paths):
+        branches[path] = branches[path[:-1]].add(f"rank {path[-1] + 1}")
+    return Group(drawing, table)
