@@ -31,6 +31,7 @@ MaybeTarget = Annotated[str | None, Option("--target", help="default: the one th
 HEAD = """head folder, run folder or Hub id (user/name@revision); ngram, model:PATH, early-exit:K;
 or several of these joined by +"""
 Head = Annotated[str, Option(help=HEAD)]
+MaybeHead = Annotated[str | None, Option(help=f"{HEAD}; default: the plain model")]
 Heads = Annotated[list[str], Option(help="as for chat; repeatable")]
 Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
 PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
@@ -422,7 +423,7 @@ def tune(
 
 
 def chat(
-    head: Head,
+    head: MaybeHead = None,
     target: MaybeTarget = None,
     system: Annotated[str | None, Option(help="system message")] = None,
     max_new_tokens: Annotated[int, Option(min=1, help="tokens per answer")] = 512,
@@ -443,28 +444,20 @@ def chat(
     seed: Seed = 0,
 ) -> None:
     """Chat with the target, sped up by a head or another drafter."""
-    from draftheads.heads.tree import parse_tree
     from draftheads.infer.chat import ChatOptions
     from draftheads.infer.chat import chat as run
-    from draftheads.infer.drafters import named_drafts
     from draftheads.infer.engine import Speculator
-    from draftheads.scripts.journey import load_drafts
 
-    drafts = named_drafts(head)
-    name, revision = (target, None) if target else drafts.target
-    model = load_target(name, dtype, device, revision, drafts.folders)
-    choose_threads(threads, model)
     sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
-    *_, drafter = load_drafts({"": drafts}, model, sampling, adaptive).values()
-    shape = parse_tree(tree) if tree else drafter.tree
-    shape = shape.head(nodes) if nodes else shape
+    model, drafter = open_engine(head, target, sampling, adaptive, (dtype, device, threads))
+    shape = chosen_tree(drafter, tree, nodes)
     speculator = Speculator(model, drafter, tree=shape, compile=compile)
     announce(speculator.compile)
     run(speculator, ChatOptions(system, sampling, max_new_tokens, show_accepted, plain, seed))
 
 
 def serve(
-    head: Annotated[str | None, Option(help="as for chat; default: none, the plain model")] = None,
+    head: MaybeHead = None,
     target: MaybeTarget = None,
     host: Annotated[str, Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0: any free one")] = 8000,
@@ -501,8 +494,9 @@ def serve(
     key = secret(api_key_env) if api_key_env else None
     sampling = rule(temperature, top_p, top_k, False, 0)
     model, drafter = open_engine(head, target, sampling, adaptive, (dtype, device, threads))
-    shape = chosen_tree(drafter, tree, nodes) if drafter else None
+    shape = chosen_tree(drafter, tree, nodes)
     speculator = Speculator(model, drafter, tree=shape, compile=compile)
+    announce(speculator.compile)
     name = name or Path(model.name).expanduser().absolute().name
     defaults: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     limits: dict[str, Any] = {"slots": slots, "waiting": queue, "timeout": timeout}
@@ -533,10 +527,12 @@ def open_engine(
     return model, drafter
 
 
-def chosen_tree(drafts: DrafterSource, tree: str | None, nodes: int | None) -> Tree:
+def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | None) -> Tree | None:
     """The tree that --tree and --nodes ask for; default: the drafts' own."""
     from draftheads.heads.tree import parse_tree
 
+    if drafts is None:
+        return None
     shape = parse_tree(tree) if tree else drafts.tree
     return shape.head(nodes) if nodes else shape
 

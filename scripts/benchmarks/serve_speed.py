@@ -85,11 +85,10 @@ def main(
     ids = []
     for line in lines:
         messages = json.loads(line)["messages"][:1]
-        ids.append(
-            model.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
-        )
+        encoded = model.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+        ids.append([len(ids) + 3, *encoded])  # no two begin alike: nothing is reused
     config = uvicorn.Config(
         create_app(engine, ServerOptions("m")), port=0, http=TimedProtocol, log_level="warning"
     )
