@@ -16,12 +16,12 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-LINES = {"heads": 7_089, "infer": 3_908, "train": 6_780, "scripts": 1_605}
+LINES = {"heads": 7_116, "infer": 5_760, "train": 6_782, "scripts": 1_690}
 """Packaged lines per folder. These numbers only shrink; who must raise one says in the commit what
 the lines bring.
 """
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 160}
-MOST_MODULES = 69
+MOST_MODULES = 75
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 
 
