@@ -8,6 +8,7 @@ const settings = byId("settings");
 const fields = settings.querySelector("form").elements;
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const SHOWN_STEPS = 120;
+const ENDINGS = { length: "cut at the length limit", stopped: "stopped by you" };
 
 let messages = [];
 let running = null; // the AbortController of the answers in the making
@@ -24,7 +25,15 @@ const announce = (text) => { byId("said").textContent = text; };
 
 // ---- Settings -------------------------------------------------------------------------------
 
-const saved = JSON.parse(localStorage.getItem("draftheads") || "{}");
+function savedSettings() {
+  try {
+    return JSON.parse(localStorage.getItem("draftheads")) ?? {};
+  } catch { // damaged
+    return {};
+  }
+}
+
+const saved = savedSettings();
 for (const field of fields) {
   if (field.name in saved) field[field.type === "checkbox" ? "checked" : "value"] = saved[field.name];
 }
@@ -128,6 +137,7 @@ class Answer {
   draw() {
     cancelAnimationFrame(this.drawing);
     this.drawing = 0;
+    if (!this.node.isConnected) return; // a new chat has begun
     const atEnd = log.parentElement.scrollHeight - log.parentElement.scrollTop - log.parentElement.clientHeight < 80;
     this.blocks = render(this.node, this.text, this.marks, this.blocks);
     this.onChange(this);
@@ -142,7 +152,7 @@ class Answer {
   get acceptance() { return sum(this.steps, "accepted") / (sum(this.steps, "tokens") || Infinity); }
 
   summary() {
-    const parts = [
+    const parts = !this.steps.length ? [] : [
       plural(sum(this.steps, "tokens"), "token"),
       `${this.rate.toFixed(0)} tokens/s`,
       `${this.perStep.toFixed(2)} per step`,
@@ -150,7 +160,7 @@ class Answer {
     ];
     const cached = this.usage?.prompt_tokens_details.cached_tokens;
     if (cached) parts.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens reused`);
-    if (this.finish === "length") parts.push("cut at the length limit");
+    if (this.finish in ENDINGS) parts.push(ENDINGS[this.finish]);
     return parts.join(" · ");
   }
 }
@@ -226,7 +236,8 @@ function drawBlock(block, text, marks) {
   const code = element("code");
   const end = block.closed ?? block.end;
   characters(code, text, marks, block.body, Math.max(block.body, end));
-  const copy = element("button", { type: "button", textContent: "Copy", onclick: () => copyText(code.textContent, copy) });
+  const copy = copyButton(() => code.textContent);
+  copy.ariaLabel = "Copy code";
   return element("pre", { tabIndex: 0 }, code, copy);
 }
 
@@ -265,10 +276,15 @@ function characters(parent, text, marks, start, end) {
   }
 }
 
-async function copyText(text, button) {
-  await navigator.clipboard?.writeText(text);
-  button.textContent = navigator.clipboard ? "Copied" : "Not allowed here";
-  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+function copyButton(text) {
+  const button = element("button", { type: "button", textContent: "Copy" });
+  button.onclick = async () => {
+    const isCopied = await navigator.clipboard?.writeText(text()).then(() => true, () => false);
+    button.textContent = isCopied ? "Copied" : "Not allowed here";
+    announce(button.textContent);
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  };
+  return button;
 }
 
 // ---- The chart ------------------------------------------------------------------------------
@@ -294,21 +310,32 @@ function drawChart(made) {
 
 // ---- Conversation and race --------------------------------------------------------------------
 
-function trouble(error, retry) {
-  if (error.name === "AbortError") return [];
+function inWords(error, made) {
+  if (error instanceof SyntaxError) return "The server sent something that this page does not understand.";
+  if (!(error instanceof TypeError)) return error.message;
+  return made.steps.length ? "The connection was lost; the answer is cut off." : "The server cannot be reached.";
+}
+
+// Only the newest question can be asked again: `run` removes these buttons.
+function redoButton(label, again) {
+  return element("button", { type: "button", className: "redo", textContent: label, onclick: again });
+}
+
+function showFault(parent, error, made) {
+  if (error.name === "AbortError") return announce("Stopped.");
   if (error.status === 401) {
     byId("key-wanted").hidden = false;
     settings.showModal();
     fields.key.focus();
   }
-  const reached = error instanceof TypeError ? "The server cannot be reached." : error.message;
-  const again = element("button", { type: "button", textContent: "Try again", onclick: retry });
-  announce(reached);
-  return [element("p", { className: "fault" }, reached), ...(retry ? [again] : [])];
+  const said = inWords(error, made);
+  parent.append(element("p", { className: "fault" }, said));
+  announce(said);
 }
 
 async function run(work) {
   running = new AbortController();
+  for (const button of log.querySelectorAll(".redo")) button.remove();
   byId("welcome").hidden = true;
   busy(true);
   try {
@@ -316,6 +343,8 @@ async function run(work) {
   } finally {
     running = null;
     busy(false);
+    const focused = document.activeElement;
+    if (focused === document.body || focused.hidden) input.focus();
   }
 }
 
@@ -341,33 +370,32 @@ async function chat(question) {
     about.textContent = each.summary();
     drawChart(each);
   });
+  const conversation = messages; // a new chat has another
+  const place = conversation.length;
   const again = () => {
     asked.remove();
     turn.remove();
-    messages = messages.slice(0, place);
+    conversation.length = place;
     chat(question);
   };
-  const place = messages.length;
   await run(async (signal) => {
     let fault = null;
     try {
-      await made.read(answer([...messages, { role: "user", content: question }], {}, signal));
+      await made.read(answer([...conversation, { role: "user", content: question }], {}, signal));
     } catch (error) {
       fault = error;
     }
+    if (fault?.name === "AbortError") made.finish = "stopped";
+    about.textContent = made.summary();
     if (made.steps.length) {
       made.draw();
-      messages.push({ role: "user", content: question }, { role: "assistant", content: made.text });
-      const copy = element("button", { type: "button", textContent: "Copy", onclick: () => copyText(made.text, copy) });
-      const redo = element("button", { type: "button", textContent: "Regenerate", onclick: () => running || again() });
-      for (const old of log.querySelectorAll(".redo")) old.remove();
-      redo.classList.add("redo");
-      about.append(copy, redo);
-      announce(fault?.name === "AbortError" ? "Stopped." : `Answered: ${made.summary()}`);
+      conversation.push({ role: "user", content: question }, { role: "assistant", content: made.text });
+      about.append(copyButton(() => made.text), redoButton("Regenerate", again));
     }
-    if (fault) turn.append(...trouble(fault, again));
+    if (!fault) return announce(`Answered: ${made.summary()}`);
+    showFault(turn, fault, made);
+    if (!made.steps.length || made.finish !== "stopped") turn.append(redoButton("Try again", again));
   });
-  input.focus();
 }
 
 async function race(question) {
@@ -384,22 +412,30 @@ async function race(question) {
     return { node, made, bar };
   });
   const card = element("article", { className: "race", ariaLabel: "Race" }, ...lanes.map((lane) => lane.node));
-  show(element("div", { className: "asked", textContent: question }), card);
+  const asked = element("div", { className: "asked", textContent: question });
+  const again = () => {
+    asked.remove();
+    card.remove();
+    race(question);
+  };
+  show(asked, card);
   await run(async (signal) => {
     const seed = Math.floor(Math.random() * 2 ** 31);
-    const asked = [{ role: "user", content: question }];
-    const reads = lanes.map((lane, place) => lane.made.read(answer(asked, { seed, ...options(), draft: place === 0 }, signal)));
+    const prompt = [{ role: "user", content: question }];
+    const reads = lanes.map((lane, place) => lane.made.read(answer(prompt, { seed, ...options(), draft: place === 0 }, signal)));
     const fault = (await Promise.allSettled(reads)).find((each) => each.status === "rejected");
     for (const lane of lanes) if (lane.made.steps.length) lane.made.draw();
-    if (fault) return card.append(...trouble(fault.reason));
     const [drafts, plain] = lanes.map((lane) => lane.made);
+    if (fault) {
+      showFault(card, fault.reason, drafts);
+      return card.append(redoButton("Try again", again));
+    }
     const times = `${(drafts.rate / plain.rate).toFixed(2)} times`;
     const same = drafts.text === plain.text ? "the same text" : "another text, as it was sampled or rounded otherwise";
     card.append(element("p", { className: "verdict" }, element("b", { textContent: times }), ` as fast, ${same}`));
     announce(`${times} as fast, ${same}`);
     show();
   });
-  input.focus();
 }
 
 // ---- Controls -------------------------------------------------------------------------------

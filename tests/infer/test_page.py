@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -62,6 +63,7 @@ def page(browser, served) -> Iterator[Any]:
     engine.asked.clear()
     context = browser.new_context(viewport={"width": 1000, "height": 700})
     page = context.new_page()
+    page.set_default_timeout(15_000)
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
@@ -313,3 +315,106 @@ def test_a_reader_who_scrolled_up_stays_there(page, served):
     page.locator("main").evaluate("node => { node.scrollTop = 0 }")
     page.locator("#log[aria-busy=false]").wait_for()
     assert page.locator("main").evaluate("node => node.scrollTop") == 0
+
+
+BYTES = """(body) => {
+  const whole = new TextEncoder().encode(body);
+  const original = window.fetch;
+  window.fetch = (url, ...rest) => {
+    if (!String(url).includes("completions")) return original(url, ...rest);
+    let at = 0;
+    return Promise.resolve(new Response(new ReadableStream({
+      pull(to) { at < whole.length ? to.enqueue(whole.slice(at, ++at)) : to.close(); },
+    })));
+  };
+}"""
+
+
+def chunk(text: str, accepted: int = 0) -> str:
+    step = {"tokens": 2, "accepted": 1, "seconds": 0.1, "accepted_chars": accepted}
+    choice = {"delta": {"content": text}, "step": step}
+    return f"data: {json.dumps({'choices': [choice]}, ensure_ascii=False)}\r\n\r\n"
+
+
+def test_a_stream_may_be_split_anywhere_even_inside_a_character(page):
+    page.evaluate(f"({BYTES})({json.dumps(chunk('é🙂漢', 2) + chunk('字') + 'data: [DONE]')})")
+    article = answered(page)
+    assert article.locator(".text").inner_text() == "é🙂漢字"
+    assert article.locator(".d").all_inner_texts() == ["é🙂"]
+    assert article.locator(".fault").count() == 0
+
+
+def test_a_new_chat_forgets_the_answer_that_it_interrupts(page, served):
+    served[0].text, served[0].pause = "word " * 60, 0.05
+    ask(page, "Old question")
+    page.locator(".d").first.wait_for()
+    page.get_by_role("button", name="New chat").click()
+    page.locator("#log[aria-busy=false]").wait_for(state="attached")  # empty, so not visible
+    assert page.locator("#welcome").is_visible() and not page.locator("#steps").is_visible()
+    assert page.locator("article").count() == 0
+    served[0].text, served[0].pause = "Fine.", 0.0
+    answered(page, "New question")
+    assert "Old question" not in served[0].asked[-1]
+    assert "New question" in served[0].asked[-1]
+
+
+def test_an_answer_stopped_before_its_first_token_can_be_asked_again(page):
+    page.route("**/chat/completions", lambda route: None)  # never answers
+    ask(page)
+    page.keyboard.press("Escape")
+    page.locator("#log[aria-busy=false]").wait_for()
+    assert page.get_by_role("status").inner_text() == "Stopped."
+    assert "stopped by you" in page.locator("article").inner_text()
+    page.unroute("**/chat/completions")
+    page.get_by_role("button", name="Try again").click()
+    page.get_by_text("Hello.").wait_for()
+    assert page.locator("article").count() == 1
+
+
+@pytest.mark.parametrize("mode", ["chat", "race"])
+def test_only_the_last_question_can_be_tried_again(page, served, mode):
+    body = '{"error": {"message": "64 requests are waiting already; retry later"}}'
+    fulfil(page, status=429, body=body, content_type="application/json")
+    ask(page, "First", mode)
+    page.get_by_role("button", name="Try again").wait_for()
+    page.unroute("**/chat/completions")
+    served[0].pause = 0.2
+    ask(page, "Second", mode)
+    page.locator("article").nth(1).wait_for()
+    assert page.get_by_role("button", name="Try again").count() == 0
+    page.locator("#log[aria-busy=false]").wait_for()
+    asked = " ".join(served[0].asked)
+    assert "First" not in asked and "Second" in asked
+    page.complaints[:] = [said for said in page.complaints if "429" not in said]
+
+
+def test_a_connection_that_breaks_inside_an_answer_marks_it_as_cut_off(page):
+    page.evaluate(
+        f"({BYTES.replace('to.close()', 'to.error(new TypeError())')})({chunk('Half')!r})"
+    )
+    article = answered(page)
+    assert article.locator(".text").inner_text() == "Half"
+    assert "cut off" in article.locator(".fault").inner_text()
+
+
+def test_what_is_no_event_of_the_interface_is_said_in_plain_words(page):
+    fulfil(page, body="data: {oops\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+    said = answered(page).locator(".fault").inner_text()
+    assert said == "The server sent something that this page does not understand."
+
+
+def test_an_answer_can_be_copied_where_the_browser_allows_it(page):
+    article = answered(page)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    article.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "Hello."
+    page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error()) }")
+    article.get_by_role("button", name="Copied").click()
+    page.get_by_role("button", name="Not allowed here").wait_for()
+
+
+def test_damaged_settings_do_not_break_the_page(page):
+    page.evaluate("localStorage.setItem('draftheads', '{oops')")
+    page.reload()
+    assert answered(page).locator(".text").inner_text() == "Hello."
