@@ -183,6 +183,9 @@ class Service:
                 prompt = given if is_encoded else encode_prompt(target.tokenizer, given)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
+        except RecursionError as error:  # in the chat template
+            said = "expected messages of plain values, got deeply nested ones; send text"
+            raise ApiError(400, said) from error
         if len(prompt) >= target.context:
             raise ApiError(
                 400,

@@ -87,6 +87,8 @@ DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         (b"null", 400),
         (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', 400),
         (DEEP, 400),
+        (b'{"messages": [{"role": "user", "name": ' + b"[" * 900 + b"]" * 900 + b"}]}", 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
         (b'{"messages": "Hello"}', 400),
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400),
         (json.dumps({**ASKED, "stop": [str(n) for n in range(100)]}).encode(), 400),
@@ -95,7 +97,7 @@ DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         (json.dumps({**ASKED, "model": "other"}).encode(), 404),
         (json.dumps({"messages": [{"role": "user", "content": "x" * 10_000_000}]}).encode(), 413),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_bodies_that_are_wrong(client, body, status):
     headers = {"Content-Type": "application/json"}
@@ -321,7 +323,7 @@ def test_a_port_that_is_taken_is_one_line(model):
 
 
 @pytest.mark.slow
-def test_schemathesis_finds_nothing(says):
+def test_schemathesis_finds_nothing(says, tmp_path):
     """Requests made from /openapi.json, by its default checks but two: `true` is taken for 1, and
     no schema says which prompts fit the target.
     """
@@ -332,5 +334,6 @@ def test_schemathesis_finds_nothing(says):
         capture_output=True,
         text=True,
         timeout=300,
+        cwd=tmp_path,  # it leaves a cache
     )
     assert done.returncode == 0, done.stdout[-6000:]
