@@ -18,6 +18,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 import h11
@@ -515,11 +516,21 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends the scheduler together with the connections."""
+    """Ends the scheduler together with the connections; at a second signal, without grace."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.service.scheduler.close()
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        service: Service = self.config.app.state.service  # type: ignore[union-attr]
-        service.scheduler.close(service.options.grace)
+        if self.service.scheduler.is_open:
+            self.service.scheduler.close(self.service.options.grace)
         await super().shutdown(sockets)
         self._captured_signals.clear()  # done as asked: exit code 0
 
@@ -537,15 +548,16 @@ def serve(speculator: Speculator, options: ServerOptions, host: str, port: int) 
             f"--host, --port: expected a free address, got {host} {port} ({error}); choose another"
         ) from error
     names = [*LOOPBACK, "[::1]"] if host in LOOPBACK else ["*"]
+    app = create_app(speculator, options, names)
+    service: Service = app.state.service
     config = uvicorn.Config(
-        create_app(speculator, options, names),
+        app,
         http=TimedProtocol,
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=int(options.grace) + 5,
     )
-    service: Service = config.app.state.service  # type: ignore[union-attr]
     service.scheduler.warm_up([Greedy(), service.rule(Request())])
     shown = f"[{host}]" if ":" in host else host
     print(f"{options.name}: http://{shown}:{listening.getsockname()[1]}", flush=True)
-    _Server(config).run(sockets=[listening])
+    _Server(config, service).run(sockets=[listening])

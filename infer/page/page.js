@@ -152,12 +152,12 @@ class Answer {
   get acceptance() { return sum(this.steps, "accepted") / (sum(this.steps, "tokens") || Infinity); }
 
   summary() {
-    const parts = !this.steps.length ? [] : [
-      plural(sum(this.steps, "tokens"), "token"),
-      `${this.rate.toFixed(0)} tokens/s`,
-      `${this.perStep.toFixed(2)} per step`,
-      `${(100 * this.acceptance).toFixed(0)} % drafted`,
-    ];
+    const parts = [];
+    if (this.steps.length) parts.push(plural(sum(this.steps, "tokens"), "token"));
+    if (this.decoding.length) {
+      parts.push(`${this.rate.toFixed(0)} tokens/s`, `${this.perStep.toFixed(2)} per step`);
+      parts.push(`${(100 * this.acceptance).toFixed(0)} % from drafts`);
+    }
     const cached = this.usage?.prompt_tokens_details.cached_tokens;
     if (cached) parts.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens reused`);
     if (this.finish in ENDINGS) parts.push(ENDINGS[this.finish]);
