@@ -18,7 +18,6 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from draftheads.heads.target import Target
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
 from draftheads.infer.chat_screen import (
     NARROW,
@@ -145,14 +144,16 @@ def interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, old)
 
 
-def plain_seconds(target: Target) -> float:
-    """Seconds per token without drafts: the median over a few dozen steps."""
+def plain_seconds(engine: Speculator) -> float:
+    """Seconds per token of an engine without drafts: the median over a few dozen steps."""
+    target, steps = engine.target, list[float]()
     prompt = encode_prompt(target.tokenizer, [{"role": "user", "content": "Hello"}])
-    steps: list[float] = []
+    limit = min(TRIAL_STEPS, target.context - len(prompt))
+    if engine.compile:
+        list(engine.generate(prompt, max_new_tokens=min(limit, 8)))
     until = perf_counter() + TRIAL_SECONDS
     while len(steps) < TRIAL_STEPS and perf_counter() < until:
-        limit = min(TRIAL_STEPS, target.context - len(prompt))
-        for step in Speculator(target).generate(prompt, max_new_tokens=limit):
+        for step in engine.generate(prompt, max_new_tokens=limit):
             if step.accepted >= 0:
                 steps.append(step.draft_seconds + step.verify_seconds)
             if perf_counter() > until:
@@ -169,7 +170,8 @@ class _Conversation:
         self.session, self.total, self.answers = Session(), Answer(finish="total"), 0
         self.prompt_tokens = self.reused = 0
         self.is_rich = console.is_interactive and not options.is_plain
-        self.plain = plain_seconds(speculator.target) if self.is_rich else 0.0
+        self.without_drafts = Speculator(speculator.target, compile=speculator.compile)
+        self.plain = plain_seconds(self.without_drafts) if self.is_rich else 0.0
 
     def note(self, text: str) -> None:
         """Print a message of the program."""
@@ -372,9 +374,7 @@ class _Conversation:
         prompt, _ = self.history.fit(messages, question)
         plain, drafted = sides = Answer(), Answer()
         running = []
-        for answer, engine in zip(
-            sides, (Speculator(self.speculator.target), self.speculator), strict=True
-        ):
+        for answer, engine in zip(sides, (self.without_drafts, self.speculator), strict=True):
             rule = replace(self.options.sampling)  # a random stream of its own
             rule.seed(self.options.seed)
             running.append((answer, self._generate(answer, engine, prompt, rule)))

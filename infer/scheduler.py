@@ -65,7 +65,8 @@ class Scheduler:
     """
 
     def __init__(self, speculator: Speculator, *, slots: int = 4, waiting: int = 64) -> None:
-        self.speculator, self.plain = speculator, Speculator(speculator.target)
+        self.speculator = speculator
+        self.plain = Speculator(speculator.target, compile=speculator.compile)
         self.slots, self.room = slots, waiting
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
@@ -92,13 +93,14 @@ class Scheduler:
         if not self.speculator.compile:
             return
         size = self.speculator.target.vocab_size
-        for rule, seed in product(rules, range(3)):  # one of the prompts may be answered at once
+        seeds = range(3)  # one of the prompts may be answered at once
+        for rule, seed, draft in product(rules, seeds, (True, False)):
             events: SimpleQueue[Step | Exception] = SimpleQueue()
             prompt = [(seed + 1) * size // place for place in range(5, 9)]
-            self.submit(Job(prompt, events.put, rule, 24))
+            self.submit(Job(prompt, events.put, rule, 24, draft=draft))
             while not isinstance(event := events.get(), Exception) and not event.finish:
                 pass
-        self.speculator.compile_more = False
+        self.speculator.compile_more = self.plain.compile_more = False
 
     def cancel(self, job: Job) -> None:
         """End a job before its next step; nothing more is delivered."""
