@@ -148,7 +148,10 @@ class Service:
         options = self.options
         if request.model not in (None, options.name):
             raise self.unknown(request.model)
-        prompt = await asyncio.to_thread(self._prompt, request)
+        if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
+            prompt = self._fitting(request.prompt)
+        else:
+            prompt = await asyncio.to_thread(self._encoded, request)
         after = () if isinstance(request, ChatRequest) else prompt
         text = AnswerText(self.target.tokenizer, request.stops, after=after)
         answer = Answer(request, options.name, prompt, text)
@@ -170,27 +173,30 @@ class Service:
         said = f"expected model {self.options.name!r}, got {model!r}; see /v1/models"
         return ApiError(404, said, "model_not_found")
 
-    def _prompt(self, request: ChatRequest | CompletionRequest) -> list[int]:
+    def _encoded(self, request: ChatRequest | CompletionRequest) -> list[int]:
         """Token ids of a request's prompt. Raises ApiError for one that cannot be answered."""
         target = self.target
-        given: Any = request.prompt if isinstance(request, CompletionRequest) else None
-        if isinstance(request, ChatRequest):
-            if not getattr(target.tokenizer, "chat_template", None):
-                raise ApiError(400, f"{target.name} has no chat template; use /v1/completions")
+        given: Any
+        if isinstance(request, CompletionRequest):
+            given = request.prompt
+        elif not getattr(target.tokenizer, "chat_template", None):
+            raise ApiError(400, f"{target.name} has no chat template; use /v1/completions")
+        else:
             given = [message.plain() for message in request.messages]
         try:
             with self._encoding:
-                is_encoded = isinstance(request, CompletionRequest) and not isinstance(given, str)
-                prompt = given if is_encoded else encode_prompt(target.tokenizer, given)
+                return self._fitting(encode_prompt(target.tokenizer, given))
+        except RecursionError as error:
+            raise ApiError(400, "the messages are nested too deeply; send flatter ones") from error
         except ValueError as error:
             raise ApiError(400, str(error)) from error
-        except RecursionError as error:  # in the chat template
-            said = "expected messages of plain values, got deeply nested ones; send text"
-            raise ApiError(400, said) from error
-        if len(prompt) >= target.context:
+
+    def _fitting(self, prompt: list[int]) -> list[int]:
+        """The same prompt. Raises ApiError if it leaves no room for an answer."""
+        if len(prompt) >= self.target.context:
             raise ApiError(
                 400,
-                f"expected a prompt shorter than the context of {target.context} tokens, got "
+                f"expected a prompt shorter than the context of {self.target.context} tokens, got "
                 f"{len(prompt)}; send a shorter one",
                 "context_length_exceeded",
             )
@@ -313,15 +319,17 @@ class EventStream(StreamingResponse):
         self.chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def say(data: str) -> None:
-            body = f"data: {data}\n\n".encode()
+        async def say(*data: str) -> None:
+            body = "".join(f"data: {each}\n\n" for each in data).encode()
             async with asyncio.timeout(STALL_SECONDS):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             async with aclosing(self.chunks):
+                opening, first = await anext(self.chunks), await anext(self.chunks)
                 await send(start)
+                await say(json.dumps(opening), json.dumps(first))
                 async for chunk in self.chunks:
                     await say(json.dumps(chunk))
                 await say("[DONE]")
