@@ -156,6 +156,7 @@ class Answer:
     def __init__(self, request: Request, model: str, prompt: list[int], text: AnswerText) -> None:
         self.is_chat = isinstance(request, ChatRequest)
         self.request, self.prompt, self.text = request, prompt, text
+        self.options = request.stream_options or StreamOptions()
         kind = "chat.completion" if self.is_chat else "text_completion"
         chunk = ".chunk" if self.is_chat and request.stream else ""
         self.head: dict[str, Any] = {
@@ -170,7 +171,9 @@ class Answer:
         self.finish: str | None = None
 
     def add(self, step: Step) -> tuple[str, int]:
-        """Take a step up to its end token. Returns its text, and how much of it was drafted."""
+        """Take a step up to its end token. Returns its text, and how much of it was drafted, if
+        the request asks for steps.
+        """
         tokens = step.tokens
         ends = self.request.stop_token_ids or ()
         place = next((n for n, token in enumerate(tokens) if token in ends), None)
@@ -181,7 +184,7 @@ class Answer:
         self.tokens += tokens
         self.steps.append(step)
         shown = tokens[:-1] if self.finish == "eos" or place is not None else tokens
-        text, drafted = self.text.feed(shown, step.accepted)
+        text, drafted = self.text.feed(shown, step.accepted if self.options.include_steps else 0)
         if self.text.stopped:
             self.finish = "stop"
         if self.finish:

@@ -41,7 +41,6 @@ from draftheads.infer.protocol import (
     CompletionRequest,
     ErrorBody,
     Request,
-    StreamOptions,
 )
 from draftheads.infer.scheduler import Closing, Job, QueueFull, Scheduler
 from draftheads.infer.text import AnswerText, encode_prompt
@@ -289,8 +288,7 @@ class Service:
         rest: AsyncGenerator[tuple[Step, str, int]],
     ) -> AsyncGenerator[dict[str, Any]]:
         """The chunks of a stream."""
-        request = answer.request
-        options = request.stream_options or StreamOptions()
+        request, options = answer.request, answer.options
         usage = {"usage": None} if options.include_usage else {}
         more: dict[str, Any] = {}
         async with aclosing(rest):

@@ -37,7 +37,7 @@ class Taken:
     tokens: int
 
 
-def client(port: int, pipe: Connection) -> None:
+def client(port: int, limit: int, pipe: Connection) -> None:
     """Answers prompts through the official client, in a process of its own."""
     from openai import OpenAI
 
@@ -47,7 +47,7 @@ def client(port: int, pipe: Connection) -> None:
         stream = api.completions.create(
             model="m",
             prompt=prompt,
-            max_tokens=256,
+            max_tokens=limit,
             stream=True,
             stream_options={"include_usage": True},
         )
@@ -58,10 +58,10 @@ def client(port: int, pipe: Connection) -> None:
         pipe.send(Taken(first - start, time.perf_counter() - first, tokens))
 
 
-def alone(engine: Speculator, prompt: list[int]) -> Taken:
+def alone(engine: Speculator, prompt: list[int], limit: int) -> Taken:
     """The engine's own."""
     start, first, tokens = time.perf_counter(), 0.0, 0
-    for step in engine.generate(prompt, max_new_tokens=256):
+    for step in engine.generate(prompt, max_new_tokens=limit):
         first = first or time.perf_counter()
         tokens += len(step.tokens)
     return Taken(first - start, time.perf_counter() - first, tokens)
@@ -75,6 +75,7 @@ def main(
     repetitions: int = 3,
     nodes: int = 8,
     threads: int = 1,
+    max_new_tokens: int = 256,
 ) -> None:
     """Print medians over prompts, and their ratios with a 95 % bootstrap interval."""
     torch.set_num_threads(threads)
@@ -98,12 +99,14 @@ def main(
         time.sleep(0.05)
     port = server.servers[0].sockets[0].getsockname()[1]
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=client, args=(port, theirs))
+    process = multiprocessing.get_context("spawn").Process(
+        target=client, args=(port, max_new_tokens, theirs)
+    )
     process.start()
     pairs: list[tuple[Taken, Taken]] = []
     for turn in range(repetitions + 1):
         for prompt in ids:
-            mine = alone(engine, prompt)
+            mine = alone(engine, prompt, max_new_tokens)
             ours.send(prompt)
             got = ours.recv()
             assert got.tokens == mine.tokens, (got, mine)
