@@ -10,7 +10,7 @@ from draftheads.infer.costs import Costs
 from draftheads.infer.draft_model import DraftModel, EarlyExit
 from draftheads.infer.draft_sampling import SpeculativeSampling
 from draftheads.infer.drafters import Merged, NGram
-from draftheads.infer.engine import Speculator, Statistics, Step
+from draftheads.infer.engine import Session, Speculator, Statistics, Step
 from draftheads.infer.generate import speculative
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Merged",
     "NGram",
     "Sampled",
+    "Session",
     "SpeculativeSampling",
     "Speculator",
     "Statistics",

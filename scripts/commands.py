@@ -490,7 +490,8 @@ def serve(
         from draftheads.infer.server import ServerOptions
         from draftheads.infer.server import serve as run
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error}; pip install 'draftheads[serve]'") from error
+        needed = "pip install fastapi uvicorn prometheus_client"
+        raise ValueError(f"serve: expected its packages, got: {error}; {needed}") from error
     key = secret(api_key_env) if api_key_env else None
     sampling = rule(temperature, top_p, top_k, False, 0)
     model, drafter = open_engine(head, target, sampling, adaptive, (dtype, device, threads))

@@ -1,0 +1,47 @@
+"""The promise: `serve` is what its options say, and a mistake in them is one line."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from test_cli import failed, run, target  # noqa: F401
+
+from draftheads.infer import server
+from draftheads.infer.engine import Speculator
+
+
+@pytest.fixture
+def served(monkeypatch) -> list:
+    """What would be served: (engine, options, host, port)."""
+    calls: list = []
+    monkeypatch.setattr(server, "serve", lambda *given: calls.append(given))
+    return calls
+
+
+def test_options_reach_the_server(run, target, served, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("MY_KEY", "s3cret")
+    command = ["serve", "--target", target, "--head", "ngram", "--nodes", 3, "--port", 0]
+    settings = ["--api-key-env", "MY_KEY", "--temperature", 0.5, "--slots", 2, "--queue", 7]
+    assert run(*command, *settings, "--timeout", 9)[0] == 0
+    [(engine, options, host, port)] = served
+    assert isinstance(engine, Speculator)
+    assert (engine.tree.draft_nodes, host, port) == (3, "127.0.0.1", 0)
+    assert (options.name, options.key, options.temperature) == (target.name, "s3cret", 0.5)
+    assert (options.slots, options.waiting, options.timeout) == (2, 7, 9)
+
+
+def test_without_heads_the_plain_model_is_served(run, target, served):  # noqa: F811
+    assert run("serve", "--target", f"{target}/", "--name", "mine")[0] == 0
+    assert (served[0][0].tree.draft_nodes, served[0][1].name) == (0, "mine")
+
+
+def test_mistakes_are_one_line(run, target, monkeypatch):  # noqa: F811
+    failed(run("serve"), "expected --head or --target, got neither; pass one")
+    failed(run("chat"), "expected --head or --target, got neither; pass one")
+    failed(run("serve", "--target", target, "--api-key-env", "NO_SUCH"), "environment variable")
+    failed(run("serve", "--target", target, "--temperature", -1), "--temperature")
+    failed(run("serve", "--target", target, "--host", "256.1.1.1"), "expected a free address")
+    monkeypatch.delitem(sys.modules, "draftheads.infer.server")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    failed(run("serve", "--target", target), "fastapi", "pip install")
