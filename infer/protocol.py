@@ -91,7 +91,12 @@ class CompletionRequest(Request):
     @field_validator("prompt")
     @classmethod
     def _only(cls, prompt: Any) -> Any:
-        return prompt[0] if isinstance(prompt[:1], list) and isinstance(prompt[0], str) else prompt
+        return prompt[0] if isinstance(prompt[0], str) and isinstance(prompt, list) else prompt
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, if it is given as token ids."""
+        return [token for token in self.prompt if isinstance(token, int)]
 
 
 class TextPart(BaseModel):

@@ -147,8 +147,8 @@ class Service:
         options = self.options
         if request.model not in (None, options.name):
             raise self.unknown(request.model)
-        if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
-            prompt = self._fitting(request.prompt)
+        if isinstance(request, CompletionRequest) and request.token_ids:
+            prompt = self._fitting(request.token_ids)
         else:
             prompt = await asyncio.to_thread(self._encoded, request)
         after = () if isinstance(request, ChatRequest) else prompt
