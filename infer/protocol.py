@@ -147,15 +147,8 @@ class ChatRequest(Request):
             raise ValueError("generation_config: expected a JSON object as text") from None
         return {**{name: value for name, value in options.items() if value is not None}, **given}
 
-    @field_validator("messages")
-    @classmethod
-    def _has_question(cls, messages: list[Message]) -> list[Message]:
-        if all(message.role == "system" for message in messages):
-            raise ValueError("expected a message of the user, got none; add one")
-        return messages
 
-
-class Answer:
+class Reply:
     """An answer in the making, as OpenAI's clients read it."""
 
     def __init__(self, request: Request, model: str, prompt: list[int], text: AnswerText) -> None:
@@ -220,7 +213,7 @@ class Answer:
         """What a step brought, for `include_steps`."""
         return {
             "tokens": len(step.tokens),
-            "accepted": max(min(step.accepted, len(step.tokens)), 0),
+            "accepted": accepted(step),
             "drafted": step.drafted,
             "accepted_chars": drafted_characters,
             "seconds": round(step.draft_seconds + step.verify_seconds, 6),
@@ -231,7 +224,7 @@ class Answer:
         """Counts in OpenAI's names. reused: prompt tokens that were not computed again. seconds: of
         the engine.
         """
-        accepted = sum(max(min(step.accepted, len(step.tokens)), 0) for step in self.steps)
+        right = sum(map(accepted, self.steps))
         drafted = sum(step.drafted for step in self.steps)
         return {
             "prompt_tokens": len(self.prompt),
@@ -239,12 +232,17 @@ class Answer:
             "total_tokens": len(self.prompt) + len(self.tokens),
             "prompt_tokens_details": {"cached_tokens": reused},
             "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
+                "accepted_prediction_tokens": right,
+                "rejected_prediction_tokens": drafted - right,
             },
             "steps": len(self.steps),
             "seconds": round(seconds, 6),
         }
+
+
+def accepted(step: Step) -> int:
+    """Draft tokens among the tokens of a step."""
+    return max(min(step.accepted, len(step.tokens)), 0)
 
 
 class ErrorBody(BaseModel):

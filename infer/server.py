@@ -36,10 +36,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.protocol import (
-    Answer,
     ChatRequest,
     CompletionRequest,
     ErrorBody,
+    Reply,
     Request,
 )
 from draftheads.infer.scheduler import Closing, Job, QueueFull, Scheduler
@@ -123,7 +123,7 @@ class Metrics:
             gauge.set_function(lambda jobs=jobs: len(getattr(scheduler, jobs)))
 
     def add(self, usage: dict[str, Any]) -> None:
-        """Count an answer."""
+        """Count what a request used."""
         details = (usage["prompt_tokens_details"], usage["completion_tokens_details"])
         for name, value in {**usage, **details[0], **details[1]}.items():
             if name in self.counters:
@@ -153,19 +153,19 @@ class Service:
             prompt = await asyncio.to_thread(self._encoded, request)
         after = () if isinstance(request, ChatRequest) else prompt
         text = AnswerText(self.target.tokenizer, request.stops, after=after)
-        answer = Answer(request, options.name, prompt, text)
+        reply = Reply(request, options.name, prompt, text)
         events: asyncio.Queue[Any] = asyncio.Queue()
         job = self._submit(request, prompt, events)
-        pieces = self._pieces(answer, job, events, http)
+        pieces = self._pieces(reply, job, events, http)
         if request.stream:
             first = await anext(pieces)  # an error before the first token has a status of its own
-            return EventStream(self._chunks(answer, job, first, pieces))
+            return EventStream(self._chunks(reply, job, first, pieces))
         written = [text async for _, text, _ in pieces]
-        body = answer.choice("".join(written), finish_reason=answer.finish)
+        body = reply.choice("".join(written), finish_reason=reply.finish)
         if request.return_token_ids:
-            body["choices"][0]["token_ids"] = answer.tokens
+            body["choices"][0]["token_ids"] = reply.tokens
             body["prompt_token_ids"] = prompt
-        return JSONResponse({**body, "usage": answer.usage(job.reused, job.seconds)})
+        return JSONResponse({**body, "usage": reply.usage(job.reused, job.seconds)})
 
     def unknown(self, model: str | None) -> ApiError:
         """The error for another model."""
@@ -242,7 +242,7 @@ class Service:
         return rule
 
     async def _pieces(
-        self, answer: Answer, job: Job, events: asyncio.Queue[Any], http: HttpRequest
+        self, reply: Reply, job: Job, events: asyncio.Queue[Any], http: HttpRequest
     ) -> AsyncGenerator[tuple[Step, str, int]]:
         """Steps as they come, with their text and how much of it was drafted. Raises ApiError, and
         Gone if the client leaves; the job ends with this.
@@ -258,19 +258,19 @@ class Service:
         timer = loop.call_later(self.options.timeout, events.put_nowait, late)
         watcher = asyncio.create_task(watch())
         try:
-            while answer.finish is None:
+            while reply.finish is None:
                 event = await events.get()
                 if isinstance(event, Exception):
                     raise self._told(event)
-                if not answer.steps:
+                if not reply.steps:
                     self.metrics.first.observe(perf_counter() - began)
-                yield event, *answer.add(event)
+                yield event, *reply.add(event)
             self.metrics.whole.observe(perf_counter() - began)
         finally:
             self.scheduler.cancel(job)
             timer.cancel()
             watcher.cancel()
-            self.metrics.add(answer.usage(job.reused, job.seconds))
+            self.metrics.add(reply.usage(job.reused, job.seconds))
 
     def _told(self, error: Exception) -> Exception:
         """An error as the client is told of it."""
@@ -282,28 +282,28 @@ class Service:
 
     async def _chunks(
         self,
-        answer: Answer,
+        reply: Reply,
         job: Job,
         first: tuple[Step, str, int],
         rest: AsyncGenerator[tuple[Step, str, int]],
     ) -> AsyncGenerator[dict[str, Any]]:
         """The chunks of a stream."""
-        request, options = answer.request, answer.options
+        request, options = reply.request, reply.options
         usage = {"usage": None} if options.include_usage else {}
         more: dict[str, Any] = {}
         async with aclosing(rest):
-            yield {**answer.opening(), **usage}
+            yield {**reply.opening(), **usage}
             piece: tuple[Step, str, int] | None = first
             while piece is not None:
                 step, text, drafted = piece
                 if options.include_steps:
-                    more["step"] = answer.facts(step, drafted)
+                    more["step"] = reply.facts(step, drafted)
                 if request.return_token_ids:
-                    more["token_ids"] = answer.newest
-                yield {**answer.choice(text, finish_reason=answer.finish, **more), **usage}
+                    more["token_ids"] = reply.newest
+                yield {**reply.choice(text, finish_reason=reply.finish, **more), **usage}
                 piece = await anext(rest, None)
         if usage:
-            yield {**answer.head, "choices": [], "usage": answer.usage(job.reused, job.seconds)}
+            yield {**reply.head, "choices": [], "usage": reply.usage(job.reused, job.seconds)}
 
 
 class EventStream(StreamingResponse):

@@ -242,7 +242,6 @@ def test_parts_of_text_are_one_text(client):
         ({"stop": ["x"] * 100}, "stop", "at most 16"),
         ({"stop": ""}, "stop", "at least 1"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "system", "content": "Hi"}]}, "messages", "message of the user"),
         ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0", "'text'"),
         ({"messages": [SURROGATE]}, None, "tokenizer accept"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, None, "shorter than the context"),
