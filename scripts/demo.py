@@ -67,10 +67,13 @@ def demo(out: Path) -> BenchReport:
     with _stage(console, f"6 of 6: chat - with {best.name}; accepted draft tokens are coloured"):
         tree = heads[kind].tree.head(best.nodes or heads[kind].tree.draft_nodes)
         sample_chat(Speculator(target, heads[kind], tree=tree), QUESTIONS, console=console)
+    nodes = f" --nodes {best.nodes}" if best.nodes else ""
     console.print(
         f"\n{best.name}: {best.speedup:.2f} times as fast as generate, {best.tokens_per_step:.2f} "
         f"tokens per step, lossless: {best.lossless}. Total time: "
-        f"{time.monotonic() - began:.0f} s.\nNext:  draftheads chat --head {out / kind}"
+        f"{time.monotonic() - began:.0f} s.\n"
+        f"Next:  draftheads chat --head {out / kind}{nodes}\n"
+        f"       draftheads serve --head {out / kind}{nodes}   # and open the address in a browser"
     )
     return report
 
