@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import math
 import socket
 import threading
@@ -44,6 +45,8 @@ from draftheads.infer.protocol import (
 )
 from draftheads.infer.scheduler import Closing, Job, QueueFull, Scheduler
 from draftheads.infer.text import AnswerText, encode_prompt
+
+logger = logging.getLogger("draftheads")
 
 PAGE = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "icon.svg")}}
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -554,6 +557,8 @@ def serve(speculator: Speculator, options: ServerOptions, host: str, port: int) 
             f"--host, --port: expected a free address, got {host} {port} ({error}); choose another"
         ) from error
     names = [*LOOPBACK, "[::1]"] if host in LOOPBACK else ["*"]
+    if host not in LOOPBACK and not options.key:
+        logger.warning("no --api-key-env: everybody who can reach %s can use the model", host)
     app = create_app(speculator, options, names)
     service: Service = app.state.service
     config = uvicorn.Config(
