@@ -8,6 +8,7 @@ Legend: T new tokens of a text, K draft depth, N trees.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,10 +59,11 @@ class Costs:
     def from_json(cls, value: Mapping[str, Any]) -> Costs:
         """From what `to_json` returned. Raises ValueError for anything else."""
         try:  # a config.json is edited by hand, too
-            verify = {int(nodes): float(seconds) for nodes, seconds in value["verify"].items()}
+            verify = {int(nodes): float(each) for nodes, each in value["verify"].items()}
             draft = tuple(map(float, value["draft"]))
             costs = cls(verify, draft, float(value["prompt"]))
-            valid = len(draft) == 4 and len(verify) > 1 and verify[0] > 0
+            seconds = (*verify.values(), *draft, costs.prompt)
+            valid = len(draft) == 4 and len(verify) > 1 and all(map(math.isfinite, seconds))
         except (AttributeError, KeyError, TypeError, ValueError):
             valid = False
         if not valid:

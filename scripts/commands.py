@@ -39,7 +39,7 @@ gsm8k"""
 Prompts = Annotated[str, Option(help=PROMPTS)]
 PromptWords = Annotated[int | None, Option(min=1, help="truncate plain texts to N words")]
 Limit = Annotated[int | None, Option(min=1, help="use only the first N prompts or conversations")]
-Split = Annotated[str | None, Option(help="split of a Hub data set; default: train")]
+Split = Annotated[str | None, Option(help="of a Hub data set; default: the set's own, else train")]
 Streaming = Annotated[bool | None, Option(help="do not store a Hub data set; default: --limit")]
 TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
 Tools = Annotated[Keep, Option(help="tool calls and results in conversations")]

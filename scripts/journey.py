@@ -47,7 +47,8 @@ def load_drafts(
 def _adaptive(option: NamedDrafts, loaded: DrafterSource) -> Adaptive:
     """Raises ValueError unless this is a tuned head."""
     facts = option.folders[0].facts if isinstance(loaded, DraftHead) else {}
-    costs = (facts.get("tuned") or {}).get("costs")
+    tuned = facts.get("tuned")
+    costs = tuned.get("costs") if isinstance(tuned, dict) else None
     if costs is None:
         raise ValueError(
             f"--adaptive: expected a head with measured costs, got {option.name}; run draftheads "

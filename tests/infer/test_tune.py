@@ -374,6 +374,7 @@ def test_a_head_without_drafts_decodes_plainly_and_says_so(tmp_path):
         [],
         {"verify": {}, "draft": [0] * 4, "prompt": 0},
         {"verify": {"0": 1, "4": 2}, "draft": [1], "prompt": 0},
+        {"verify": {"0": 1, "4": float("nan")}, "draft": [0] * 4, "prompt": 0},
     ],
 )
 def test_damaged_costs_are_refused_in_one_line(value):

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from draftheads.train.data.prompts import SETS, Hub, Prompt, read_conversations, read_prompts
+from draftheads.train.data.prompts import (
+    SETS,
+    Hub,
+    Prompt,
+    check_source,
+    read_conversations,
+    read_prompts,
+)
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")
@@ -189,6 +196,11 @@ def test_a_set_by_its_name(name: str, monkeypatch: Any, tmp_path: Path, hub: Any
 def test_a_misspelt_set_has_a_hint() -> None:
     with pytest.raises(ValueError, match=r"did you mean spec-bench\?"):
         read_prompts("spec-benhc")
+
+
+@pytest.mark.parametrize("name", ["openai/gsm8k", "openai/openai_humaneval", "gsm8k:main"])
+def test_a_data_set_named_like_a_set_is_not_a_misspelt_one(name: str) -> None:
+    assert check_source(name) == Path(name)
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,14 +203,15 @@ def check_source(source: str | Path) -> Path:
     files = []
     if path.parent.is_dir():
         files = [other.name for other in path.parent.iterdir() if other.is_file()]
-    near = difflib.get_close_matches(path.name, [*files, *SETS], n=1)
+    sets = () if re.search("[/:]", str(source)) else SETS  # openai/gsm8k is a data set itself
+    near = difflib.get_close_matches(path.name, [*files, *sets], n=1)
     named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", str(source))
     in_folder = "/" in str(source) and path.parent.is_dir()
     if named and not near and not in_folder and not path.name.endswith((*SUFFIXES, ".gz")):
         return path
     hint = "check the path, or give a Hub data set as owner/name"
     if near:
-        hint = f"did you mean {near[0] if near[0] in SETS else path.parent / near[0]}?"
+        hint = f"did you mean {path.parent / near[0]}?"
     raise ValueError(
         f"{source or 'empty name'}: expected a file, a folder or a Hub data set, found none; {hint}"
     )
