@@ -73,7 +73,7 @@ def demo(out: Path) -> BenchReport:
         f"tokens per step, lossless: {best.lossless}. Total time: "
         f"{time.monotonic() - began:.0f} s.\n"
         f"Next:  draftheads chat --head {out / kind}{nodes}\n"
-        f"       draftheads serve --head {out / kind}{nodes}   # and open the address in a browser"
+        f"       draftheads serve --head {out / kind}{nodes}"
     )
     return report
 
