@@ -74,10 +74,6 @@ class ServerOptions:
     max_body: int = 4 << 20  # bytes
 
 
-CLOSE = {"Connection": "close"}
-"""A header for those whose request is not read to its end."""
-
-
 class ApiError(HTTPException):
     """An error that the client is told of in OpenAI's shape."""
 
@@ -361,12 +357,15 @@ class Gate:
             try:
                 async with asyncio.timeout_at(None if arrived else end):
                     message = await receive()
+                    size += len(message.get("body", b""))
+                    while size > self.most and message.get("more_body"):
+                        message = await receive()  # who is cut off may not see the error
             except TimeoutError:
-                raise ApiError(408, "the request took too long to arrive", **CLOSE) from None
-            size += len(message.get("body", b""))
+                late = {"Connection": "close"}
+                raise ApiError(408, "the request took too long to arrive", **late) from None
             if size > self.most:
                 said = f"expected a body of at most {self.most} bytes, got more; send a shorter one"
-                raise ApiError(413, said, **CLOSE)
+                raise ApiError(413, said)
             arrived = not message.get("more_body")
             return message
 

@@ -16,7 +16,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-LINES = {"heads": 7_116, "infer": 5_786, "train": 6_783, "scripts": 1_691}
+LINES = {"heads": 7_116, "infer": 5_785, "train": 6_783, "scripts": 1_691}
 """Packaged lines per folder. These numbers only shrink; who must raise one says in the commit what
 the lines bring.
 """
