@@ -63,12 +63,13 @@ class Costs:
             draft = tuple(map(float, value["draft"]))
             costs = cls(verify, draft, float(value["prompt"]))
             seconds = (*verify.values(), *draft, costs.prompt)
-            valid = len(draft) == 4 and len(verify) > 1 and all(map(math.isfinite, seconds))
+            valid = len(draft) == 4 and len(verify) > 1 and verify[0] > 0
+            valid = valid and all(map(math.isfinite, seconds))
         except (AttributeError, KeyError, TypeError, ValueError):
             valid = False
         if not valid:
             raise ValueError(
-                "tuned.costs: expected what draftheads tune wrote; tune the head again"
+                f"tuned.costs: expected what draftheads tune wrote, got {value!r:.60}; tune again"
             )
         return costs
 

@@ -103,7 +103,7 @@ class Scheduler:
         self.speculator.compile_more = self.plain.compile_more = False
 
     def cancel(self, job: Job) -> None:
-        """End a job before its next step; nothing more is delivered."""
+        """End a job after the step that is being computed, if it has one."""
         with self._changed:
             job.cancelled = True
             self._changed.notify()

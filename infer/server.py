@@ -86,12 +86,7 @@ class ApiError(HTTPException):
     def body(self) -> dict[str, Any]:
         """In OpenAI's shape."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
-        said = {
-            "message": self.detail,
-            "type": kind,
-            "param": self.param or None,
-            "code": self.code,
-        }
+        said = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         return {"error": said}
 
 
@@ -117,9 +112,9 @@ class Metrics:
         self.counters = {name: self._make(Counter, name, what) for name, what in counters.items()}
         self.first = self._make(Histogram, "time_to_first_token_seconds", "From request to token")
         self.whole = self._make(Histogram, "request_seconds", "From request to the last token")
-        for name, jobs in {"active": "active", "waiting": "waiting"}.items():
+        for name in ("active", "waiting"):
             gauge = self._make(Gauge, f"{name}_requests", f"Requests that are {name}")
-            gauge.set_function(lambda jobs=jobs: len(getattr(scheduler, jobs)))
+            gauge.set_function(lambda name=name: len(getattr(scheduler, name)))
 
     def add(self, usage: dict[str, Any]) -> None:
         """Count what a request used."""
@@ -133,10 +128,14 @@ class Metrics:
 
 
 class Service:
-    """Turns requests into jobs, and their steps into answers."""
+    """Turns requests into jobs, and their steps into answers. The target must have a tokenizer."""
 
     def __init__(self, speculator: Speculator, options: ServerOptions) -> None:
         self.target, self.options = speculator.target, options
+        if self.target.tokenizer is None:
+            raise ValueError(
+                f"{self.target.name} has no tokenizer; a server needs one, add its files"
+            )
         self.scheduler = Scheduler(speculator, slots=options.slots, waiting=options.waiting)
         self.metrics = Metrics(self.scheduler)
         self._encoding = threading.Lock()  # a tokenizer is for one thread at a time
@@ -260,7 +259,7 @@ class Service:
             while reply.finish is None:
                 event = await events.get()
                 if isinstance(event, Exception):
-                    raise self._told(event)
+                    raise self._as_api_error(event)
                 if not reply.steps:
                     self.metrics.first.observe(perf_counter() - began)
                 yield event, *reply.add(event)
@@ -271,7 +270,7 @@ class Service:
             watcher.cancel()
             self.metrics.add(reply.usage(job.reused, job.seconds))
 
-    def _told(self, error: Exception) -> Exception:
+    def _as_api_error(self, error: Exception) -> Exception:
         """An error as the client is told of it."""
         if isinstance(error, ApiError | Gone):
             return error
@@ -376,7 +375,7 @@ class Gate:
 
         if self.key and scope["path"].startswith("/v1") and not self._has_key(scope):
             refusal = ApiError(401, "expected the server's API key; send Authorization: Bearer KEY")
-            await told(refusal)(scope, receive, counted)
+            await error_response(refusal)(scope, receive, counted)
         else:
             await self.app(scope, timely, counted)
 
@@ -403,7 +402,7 @@ class TimedProtocol(H11Protocol):
             timer.cancel()
 
 
-def told(error: AnyHTTPException) -> JSONResponse:
+def error_response(error: AnyHTTPException) -> JSONResponse:
     """An error in OpenAI's shape."""
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, str(error.detail), None, **(error.headers or {}))
@@ -442,7 +441,7 @@ def create_app(
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(AnyHTTPException)
     async def refuse(http: HttpRequest, error: AnyHTTPException) -> JSONResponse:
-        return told(error)
+        return error_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: HttpRequest, error: RequestValidationError) -> JSONResponse:
@@ -454,7 +453,7 @@ def _add_errors(app: FastAPI) -> None:
         message = fault["msg"].removeprefix("Value error, ")
         refusal = ApiError(400, f"{place}: {message}" if place else message)
         refusal.param = place or None
-        return told(refusal)
+        return error_response(refusal)
 
     @app.exception_handler(Gone)
     async def left(http: HttpRequest, error: Gone) -> Response:
@@ -462,7 +461,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(http: HttpRequest, error: Exception) -> JSONResponse:
-        return told(ApiError(500, "the server failed at this request; its log says why"))
+        return error_response(ApiError(500, "the server failed at this request; its log says why"))
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:

@@ -545,17 +545,19 @@ def test_sample_chat_prints_questions_answers_and_numbers(target):
     assert "Four." in speculator.prompts[1]
 
 
+PROGRAM = """
+import sys; sys.path.insert(0, 'tests')
+from tiny_chat import llama
+from draftheads.infer.chat import ChatOptions, chat
+from draftheads.infer.engine import Speculator
+chat(Speculator(llama(eos=())), ChatOptions(max_new_tokens=5))
+"""
+
+
 @pytest.mark.slow
 def test_a_pipe_is_read_to_its_end():
-    program = (
-        "import sys; sys.path.insert(0, 'tests')\n"
-        "from tiny_chat import llama\n"
-        "from draftheads.infer.chat import ChatOptions, chat\n"
-        "from draftheads.infer.engine import Speculator\n"
-        "chat(Speculator(llama(eos=())), ChatOptions(max_new_tokens=5))\n"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", PROGRAM],
         input="Hi\n/stats",
         capture_output=True,
         text=True,
@@ -569,17 +571,10 @@ def test_a_pipe_is_read_to_its_end():
 
 @pytest.mark.slow
 def test_a_terminal_has_an_editor_and_ctrl_c_twice_leaves(tmp_path):
-    program = (
-        "import sys; sys.path.insert(0, 'tests')\n"
-        "from tiny_chat import llama\n"
-        "from draftheads.infer.chat import ChatOptions, chat\n"
-        "from draftheads.infer.engine import Speculator\n"
-        "chat(Speculator(llama(eos=())), ChatOptions(max_new_tokens=5))\n"
-    )
     ours, theirs = pty.openpty()
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "PROMPT_TOOLKIT_NO_CPR": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", PROGRAM],
         **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
         env=environment | {"TERM": "xterm"},
         cwd=ROOT,

@@ -331,6 +331,11 @@ def test_a_target_without_a_template_answers_no_chat():
         assert "use /v1/completions" in response.json()["error"]["message"]
 
 
+def test_a_target_without_a_tokenizer_is_refused_at_the_start(engine):
+    with pytest.raises(ValueError, match="has no tokenizer; a server needs one"):
+        create_app(Speculator(Target(engine.target.model, name="bare")), OPTIONS)
+
+
 def test_other_hosts_names_are_refused(engine):
     """A page of another site cannot reach the server by a name that leads here."""
     with TestClient(create_app(engine, OPTIONS, ["localhost"])) as client:

@@ -375,13 +375,13 @@ def test_a_head_without_drafts_decodes_plainly_and_says_so(tmp_path):
         {"verify": {}, "draft": [0] * 4, "prompt": 0},
         {"verify": {"0": 1, "4": 2}, "draft": [1], "prompt": 0},
         {"verify": {"0": 1, "4": float("nan")}, "draft": [0] * 4, "prompt": 0},
+        {"verify": {"0": 0, "4": 1}, "draft": [0] * 4, "prompt": 0},
+        {"verify": {"1": 1, "4": 1}, "draft": [0] * 4, "prompt": 0},
     ],
 )
 def test_damaged_costs_are_refused_in_one_line(value):
     assert (
         Costs.from_json({"verify": {"0": 1, "4": 2}, "draft": [0] * 4, "prompt": 0}).verify[4] == 2
     )
-    with pytest.raises(
-        ValueError, match="expected what draftheads tune wrote; tune the head again"
-    ):
+    with pytest.raises(ValueError, match="expected what draftheads tune wrote, got .*; tune again"):
         Costs.from_json(value)
