@@ -4,6 +4,7 @@ are in PEFT's own format, so other tools load them too.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import warnings
@@ -139,6 +140,12 @@ class Adapter:
             save_embedding_layers=False,  # "auto" queries the Hub
         )
         return {name: tensor.detach().contiguous() for name, tensor in state.items()}
+
+    def on_host(self) -> Adapter:
+        """A copy of its weights in host memory, to save while it is trained."""
+        copied = copy.copy(self)
+        copied._merged = {name: each.to("cpu", copy=True) for name, each in self.state().items()}
+        return copied
 
     def restore(self, folder: Path) -> None:
         """Load the weights of a saved adapter of the same shape."""

@@ -34,6 +34,15 @@ RANKS = 10
 """Ranks of the true token that training statistics distinguish."""
 
 
+def counted(cells: Tensor, size: int) -> Tensor:
+    """How often each number from 0 to size - 1 occurs, (size,): `bincount` without waiting for the
+    device. Greater ones count nowhere.
+    """
+    counts = torch.zeros(size + 1, dtype=torch.long, device=cells.device)
+    ones = torch.ones((), dtype=torch.long, device=cells.device).expand(cells.numel())
+    return counts.scatter_add_(0, cells.flatten().clamp(max=size), ones)[:size]
+
+
 class HeadLoss(NamedTuple):
     """The result of `DraftHead.forward`. A tuple, because DeepSpeed and FSDP only find tensors in
     tuples.
@@ -81,6 +90,36 @@ class Committed:
         counts = [count - place for count in self.counts]
         tokens_BA, features_BAD = self.tokens_BA[:, place:], self.features_BAD[:, place:]
         return Committed(tokens_BA, features_BAD, self.count_B - place, counts)
+
+    def divide(self) -> tuple[Committed, Committed]:
+        """All but the newest token of each row, and that token alone."""
+        counts = [max(count - 1, 0) for count in self.counts]
+        earlier_B = (self.count_B - 1).clamp(min=0)
+        earlier = Committed(self.tokens_BA, self.features_BAD, earlier_B, counts)
+        tokens_B1, features_B1D = self.last_tokens_B()[:, None], self.last_features_BD()[:, None]
+        counts = [min(count, 1) for count in self.counts]
+        return earlier, Committed(tokens_B1, features_B1D, self.count_B.clamp(max=1), counts)
+
+    def join(self, other: Committed, places: Sequence[int]) -> Committed:
+        """The same, with row i of `other` at places[i]; places after the last row are new. Both
+        are one token wide.
+        """
+        rows = max(len(self.counts), max(places) + 1)
+        counts = self.counts + [0] * (rows - len(self.counts))
+        for place, count in zip(places, other.counts, strict=True):
+            counts[place] = count
+
+        def merged(mine: Tensor, new: Tensor) -> Tensor:
+            both = torch.cat([mine, new.new_zeros(rows - len(mine), *new.shape[1:])])
+            both[places] = new
+            return both
+
+        return Committed(
+            merged(self.tokens_BA, other.tokens_BA),
+            merged(self.features_BAD, other.features_BAD),
+            merged(self.count_B, other.count_B),
+            counts,
+        )
 
     def _last_B1(self) -> Tensor:
         return (self.count_B - 1).clamp(min=0)[:, None]

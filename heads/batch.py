@@ -1,15 +1,19 @@
-"""A batch of training tokens.
+"""A batch of training tokens, and which of its places have a loss.
 
-Legend: B batch, T tokens.
+Places are found on the host, where the batch is made: a device would have to be waited for to know
+how many there are.
+
+Legend: B batch, T tokens, M places with a loss, Q most roots of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,18 +30,86 @@ class Batch:
     documents_BT: Tensor
     """int64, the document of the row that each token belongs to; -1 is padding."""
 
-    def to(self, device: torch.device | str) -> Batch:
-        return Batch(*(tensor.to(device) for tensor in vars(self).values()))
+    host: Batch | None = None
+    """The same on the CPU; None: this one is."""
 
-    def roots(self, depth: int) -> Iterator[Tensor]:
-        """For each k = 1..depth, bool (B, T): the positions i from which tokens[i + k] is learned.
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on a device. Copies from pinned memory are not waited for."""
+        host = self.host or (self if self.tokens_BT.device.type == "cpu" else None)
+        return replace(self._map(lambda tensor: tensor.to(device, non_blocking=True)), host=host)
+
+    def pin_memory(self) -> Batch:
+        """The same in pinned memory."""
+        return self._map(Tensor.pin_memory)
+
+    def learned(self) -> Tensor:
+        """int64 (M,), rising: the places in the flattened batch of tokens that are learned."""
+        return self.upload(np.flatnonzero((self.host or self).loss_mask_BT.numpy()))
+
+    def roots(self, depth: int) -> list[Tensor]:
+        """For each k = 1..depth, int64 (M,), rising: the places i in the flattened batch from which
+        tokens[i + k] is learned.
 
         As in decoding, tokens[i] is the root of a tree: the target must have generated all tokens
         from i to i + k, in one document.
         """
-        here_BT = self.loss_mask_BT
+        return [self.upload(np.flatnonzero(mask_BT)) for mask_BT in self.root_masks(depth)]
+
+    def root_masks(self, depth: int) -> list[np.ndarray]:
+        """The places of `roots` as bool (B, T), on the host."""
+        on_host = self.host or self
+        learned_BT, documents_BT = on_host.loss_mask_BT.numpy(), on_host.documents_BT.numpy()
+        masks, here_BT = [], learned_BT
         for k in range(1, depth + 1):
-            same_BT = self.documents_BT[:, :-k] == self.documents_BT[:, k:]
-            reached_BT = here_BT[:, :-k] & self.loss_mask_BT[:, k:] & same_BT
-            here_BT = F.pad(reached_BT, (0, min(k, self.loss_mask_BT.shape[1])))
-            yield here_BT
+            reached_BT = np.zeros_like(learned_BT)
+            same = documents_BT[:, :-k] == documents_BT[:, k:]
+            reached_BT[:, :-k] = here_BT[:, :-k] & learned_BT[:, k:] & same
+            masks.append(here_BT := reached_BT)
+        return masks
+
+    def pieces(self, size: int) -> list[list[int]]:
+        """For each row, where to cut it between documents, start and end without padding included:
+        into pieces of at most `size` tokens, or of one longer document.
+        """
+        on_host, rows = self.host or self, []
+        for documents_T in on_host.documents_BT.numpy():
+            end = int((documents_T >= 0).sum())
+            starts = [0, *(np.flatnonzero(np.diff(documents_T[:end])) + 1).tolist(), end]
+            cuts = [0]
+            for start, following in pairwise(starts):
+                if following - cuts[-1] > size and start > cuts[-1]:
+                    cuts.append(start)
+            rows.append([*cuts, end])
+        return rows
+
+    def part(self, row: int, start: int, stop: int) -> Batch:
+        """Some tokens of a row, alone."""
+        host = self.host and self.host.part(row, start, stop)
+        return replace(self._map(lambda tensor: tensor[row : row + 1, start:stop]), host=host)
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        """What was computed on the host, on the device of the batch."""
+        return torch.from_numpy(values).to(self.tokens_BT.device, non_blocking=True)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(
+            change(self.tokens_BT),
+            change(self.loss_mask_BT),
+            change(self.positions_BT),
+            change(self.documents_BT),
+        )
+
+
+def packed(mask_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The true places of each row, int64 (B, Q), rising, then any; and bool (B, Q): False for
+    padding.
+    """
+    count_B = mask_BT.sum(1)
+    most = max(int(count_B.max()), 1)
+    order_BT = np.argsort(~mask_BT, axis=1, kind="stable")
+    return order_BT[:, :most], np.arange(most) < count_B[:, None]
+
+
+def at_places(x_BTX: Tensor, places_M: Tensor) -> Tensor:
+    """(M, X): x at places of the flattened batch."""
+    return x_BTX.flatten(0, 1).index_select(0, places_M)

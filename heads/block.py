@@ -32,12 +32,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss
-from draftheads.heads.batch import Batch
+from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
+from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.formats.block import feature_layers, flat, layer_ids
 from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.stored import count_of, matrix
@@ -65,7 +66,7 @@ from draftheads.heads.losses import (
     linear_cross_entropy,
 )
 from draftheads.heads.target import Target
-from draftheads.heads.training_time_test import extended, joined, packed, per_query_head
+from draftheads.heads.training_time_test import extended, joined, per_query_head
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 
@@ -185,6 +186,7 @@ class Blocks(NamedTuple):
     tokens_MK: Tensor  # int64, the token before the predicted one
     places_MK: Tensor  # int64, the predicted token in the flattened batch (B T)
     real_MK: Tensor  # bool, whether a drafter could reach and the target wrote it
+    on_host_MK: np.ndarray  # places_MK
 
 
 class BlockHead(Vocabulary, DraftHead):
@@ -418,14 +420,14 @@ class BlockHead(Vocabulary, DraftHead):
         """The weighted loss of the blocks of random anchors, as many as make a sum over all learned
         tokens.
         """
-        roots_BTK = torch.stack([*batch.roots(self.depth)], dim=-1)
-        learned_BT = roots_BTK[..., 0]
-        chosen_BT = self._chosen(learned_BT)
-        blocks = self._blocks(batch, features_BTD, target, roots_BTK & chosen_BT[..., None])
-        steps_K = torch.arange(self.depth, device=chosen_BT.device)
+        masks = batch.root_masks(self.depth)
+        learned_BT, chosen_BT = masks[0], self._chosen(masks[0])
+        blocks = self._blocks(batch, features_BTD, target, masks, chosen_BT)
+        steps_K = torch.arange(self.depth, device=features_BTD.device)
         weights_K = torch.exp(-steps_K / self.decay_tokens)
-        share_B1 = learned_BT.sum(1, keepdim=True) / chosen_BT.sum(1, keepdim=True).clamp(min=1)
-        share_M1 = share_B1.expand(chosen_BT.shape)[chosen_BT][:, None]
+        share_B1 = learned_BT.sum(1, keepdims=True) / chosen_BT.sum(1, keepdims=True).clip(1)
+        share_M = np.broadcast_to(share_B1, chosen_BT.shape)[chosen_BT].astype(np.float32)
+        share_M1 = batch.upload(share_M)[:, None]
         weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share_M1
         weights: Tensor | DPace = weights_MK.flatten()
         if self.weighting == "dpace":
@@ -442,17 +444,18 @@ class BlockHead(Vocabulary, DraftHead):
                 logits_MK, accepted_MK, weights_MK, reduction="sum"
             )
         cells_MK = steps_K * (RANKS + 1) + ranks_R.view_as(blocks.places_MK)
-        counts = torch.bincount(cells_MK[blocks.real_MK], minlength=self.depth * (RANKS + 1))
+        size = self.depth * (RANKS + 1)
+        counts = counted(torch.where(blocks.real_MK, cells_MK, size), size)
         return HeadLoss(loss, counts.view(self.depth, RANKS + 1))
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        roots_BTK = torch.stack([*batch.roots(self.depth)], dim=-1)
-        ranks_PK = torch.full_like(roots_BTK.flatten(0, 1), -1, dtype=torch.long)
-        number_BT = roots_BTK[..., 0].cumsum(1) - 1
+        masks, places = batch.root_masks(self.depth), batch.tokens_BT.numel()
+        ranks_PK = features_BTD.new_full((places, self.depth), -1).long()
+        number_BT = masks[0].cumsum(1) - 1
         for first in range(0, int(number_BT.max()) + 1, EVALUATED):
-            part_BT = (number_BT >= first) & (number_BT < first + EVALUATED)
-            blocks = self._blocks(batch, features_BTD, target, roots_BTK & part_BT[..., None])
+            part_BT = masks[0] & (number_BT >= first) & (number_BT < first + EVALUATED)
+            blocks = self._blocks(batch, features_BTD, target, masks, part_BT)
             ranks_MK = chunked_ranks(*self._factors(batch, blocks, target)).view_as(blocks.real_MK)
             known_MK = blocks.real_MK & (ranks_MK < RANKS)
             ranks_PK[blocks.places_MK[:, 0] - 1] = torch.where(known_MK, ranks_MK, -1)
@@ -471,19 +474,24 @@ class BlockHead(Vocabulary, DraftHead):
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         return BlockDrafter(self, target, tree or self.tree)
 
-    def _chosen(self, learned_BT: Tensor) -> Tensor:
-        """bool (B, T): at most `anchors` of the true places of each row, at random. The numbers are
-        the CPU's on all devices.
-        """
-        noise_BT = torch.rand(learned_BT.shape).to(learned_BT.device).masked_fill(~learned_BT, -1.0)
-        last_B1 = noise_BT.topk(min(self.anchors, noise_BT.shape[1])).values[:, -1:]
-        return learned_BT & (noise_BT >= last_B1)
+    def _chosen(self, learned_BT: np.ndarray) -> np.ndarray:
+        """bool (B, T): at most `anchors` of the true places of each row, at random, on the host."""
+        noise_BT = np.where(learned_BT, torch.rand(learned_BT.shape).numpy(), -1.0)
+        count = min(self.anchors, noise_BT.shape[1])
+        chosen_BT: np.ndarray = learned_BT & (noise_BT >= -np.sort(-noise_BT)[:, count - 1, None])
+        return chosen_BT
 
     def _blocks(
-        self, batch: Batch, features_BTD: Tensor, target: Target, roots_BTK: Tensor
+        self,
+        batch: Batch,
+        features_BTD: Tensor,
+        target: Target,
+        masks: Sequence[np.ndarray],
+        chosen_BT: np.ndarray,
     ) -> Blocks:
-        """The blocks of all anchors that `roots_BTK[..., 0]` marks."""
-        anchors_BN, real_BN = packed(roots_BTK[..., 0])
+        """The blocks of some of the roots. masks: `Batch.root_masks`."""
+        places_BN, real_BN = packed(chosen_BT)
+        anchors_BN = batch.upload(places_BN)
         context_BTD = self.context(features_BTD[..., : self.fc.in_features])
         slots = torch.arange(self.design.block_size, device=anchors_BN.device)
         positions_BQ = (batch.positions_BT.gather(1, anchors_BN)[:, :, None] + slots).flatten(1)
@@ -501,16 +509,15 @@ class BlockHead(Vocabulary, DraftHead):
         for layer in self.layers:
             x_BQD = self.checkpointed(advance, layer, x_BQD)
         states_BNSD = self.norm(x_BQD).unflatten(1, (-1, len(slots)))
-        rows, length = batch.tokens_BT.shape
-        offset_B1 = torch.arange(rows, device=anchors_BN.device)[:, None] * length
-        first_M1 = (anchors_BN + offset_B1)[real_BN][:, None]
-        before_MK = first_M1 + torch.arange(self.depth, device=anchors_BN.device)
-        before_MK = before_MK.clamp(max=rows * length - 2)
+        first_M1 = np.flatnonzero(chosen_BT)[:, None]
+        on_host_MK = (first_M1 + np.arange(self.depth)).clip(max=chosen_BT.size - 2) + 1
+        places_MK = batch.upload(on_host_MK)
         return Blocks(
-            states_BNSD[real_BN][:, -self.depth :],
-            batch.tokens_BT.flatten()[before_MK],
-            before_MK + 1,
-            roots_BTK.flatten(0, 1)[first_M1[:, 0]],
+            at_places(states_BNSD, batch.upload(np.flatnonzero(real_BN)))[:, -self.depth :],
+            batch.tokens_BT.flatten()[places_MK - 1],
+            places_MK,
+            batch.upload(np.stack([mask_BT[chosen_BT] for mask_BT in masks], axis=1)),
+            on_host_MK,
         )
 
     def _mask(self, batch: Batch, anchors_BN: Tensor, positions_BQ: Tensor) -> Tensor:
@@ -546,7 +553,7 @@ class BlockHead(Vocabulary, DraftHead):
             return None
         last_PD = features_BTD[..., -self.hidden_size :].flatten(0, 1).to(target.dtype)
         return Teacher(
-            blocks.places_MK.flatten(),
+            blocks.on_host_MK.ravel(),
             lambda places: target.unembed(last_PD[places]),
             self.token_map,
             self.loss,

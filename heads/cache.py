@@ -106,6 +106,19 @@ class SlotTable:
         self.lengths_B, self.rows_B1 = self.lengths_B[rows], self.rows_B1[: len(rows)]
         self.set_lengths([self.lengths[row] for row in rows])
 
+    def join(self, lengths: Sequence[int], places: Sequence[int]) -> None:
+        """Set the lengths of the rows at these places; those after the last row are new."""
+        rows = max(len(self.lengths), max(places) + 1)
+        if rows > len(self.lengths):
+            self.lengths_B = self.lengths_B.new_zeros(rows)
+            self.rows_B1 = torch.arange(rows, device=self.rows_B1.device)[:, None]
+        joined = self.lengths + [0] * (rows - len(self.lengths))
+        for place, length in zip(places, lengths, strict=True):
+            joined[place] = length
+        self.set_lengths(joined)
+        if self.longest > self.capacity:
+            self._grow(self.longest)
+
     def visible(self, ancestors_BQN: Tensor) -> Tensor:
         """bool (B, Q, S): the slots that the Q newest of N pending nodes see: all committed ones of
         their row, their ancestors and themselves.
@@ -191,12 +204,20 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
                 store[rows_B1, :, target_BA] = store[rows_B1, :, source_BA]
 
     def fit(self) -> None:
-        """Grow to the capacity of the table."""
-        if self.is_initialized and self.keys.shape[2] < self.table.capacity:
+        """Grow to the rows and the capacity of the table."""
+        rows, _, slots, _ = self.keys.shape if self.is_initialized else (1 << 60, 0, 1 << 60, 0)
+        if slots < self.table.capacity or rows < len(self.table.lengths):
             keys, values = self._allocate(self.keys), self._allocate(self.values)
-            keys[:, :, : self.keys.shape[2]] = self.keys
-            values[:, :, : self.values.shape[2]] = self.values
+            keys[:rows, :, :slots], values[:rows, :, :slots] = self.keys, self.values
             self.keys, self.values = keys, values
+
+    def join(self, other: SlotLayer, places: Sequence[int]) -> None:
+        """Replace the rows at these places by those of `other`."""
+        self.fit()
+        slots = other.table.longest
+        for mine, new in ((self.keys, other.keys), (self.values, other.values)):
+            mine[places] = 0  # what was there may not be finite, which no mask hides
+            mine[places, :, :slots] = new[:, :, :slots]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.table.longest + query_length, 0
@@ -208,8 +229,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1  # it grows
 
     def _allocate(self, states: Tensor) -> Tensor:
-        batch, heads, _, width = states.shape
-        return states.new_zeros(batch, heads, self.table.capacity, width)
+        _, heads, _, width = states.shape
+        return states.new_zeros(len(self.table.lengths), heads, self.table.capacity, width)
 
 
 class SlotCache(Cache):  # type: ignore[misc]
@@ -252,6 +273,13 @@ class SlotCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+    def join(self, other: SlotCache, places: Sequence[int]) -> None:
+        """Row i of `other` becomes row places[i]; places after the last row add rows."""
+        self.table.join(other.table.lengths, places)
+        for layer, new in zip(self.layers, other.layers, strict=True):
+            if new.is_initialized:
+                layer.join(new, places)
 
     def copy_row(self, row: int, other: SlotCache) -> None:
         """Replace this row by the only row of `other`, which has the same text."""

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss
+from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.stored import count_of, matrix
@@ -175,8 +175,8 @@ class AutoregressiveHead(DraftHead):
         """The weighted loss, summed over steps and learned tokens."""
         inputs_BTD = self._inputs(features_BTD)
         unrolled = self._unroll(batch, self.noisy(inputs_BTD), target, self.steps)
-        weights = self.decay ** torch.arange(self.steps, dtype=torch.float32)
-        weights_R = (weights / weights.sum()).to(inputs_BTD.device)[unrolled.steps_R]
+        weights = self.decay ** torch.arange(self.steps, device=inputs_BTD.device).float()
+        weights_R = (weights / weights.sum())[unrolled.steps_R]
         loss, ranks_R, _ = linear_cross_entropy(
             *self._predictions(batch, unrolled, target),
             weights_R=weights_R,
@@ -192,7 +192,7 @@ class AutoregressiveHead(DraftHead):
             regression = (self.checkpointed(distances, unrolled.hidden_RH) * weights_R).sum()
             loss = self.regression * regression + self.classification * loss
         cells_R = unrolled.steps_R * (RANKS + 1) + ranks_R
-        counts = torch.bincount(cells_R, minlength=self.steps * (RANKS + 1))
+        counts = counted(cells_R, self.steps * (RANKS + 1))
         return HeadLoss(loss, counts.view(self.steps, RANKS + 1))
 
     @torch.no_grad()
@@ -236,7 +236,7 @@ class AutoregressiveHead(DraftHead):
         def logits(places: Tensor) -> Tensor:
             return target.unembed(last_PD[places])
 
-        return Teacher(unrolled.places_R, logits, self.token_map, self.loss, self.vocab_size)
+        return Teacher(unrolled.on_host_R, logits, self.token_map, self.loss, self.vocab_size)
 
 
 class EagleHead(AutoregressiveHead):

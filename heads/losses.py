@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,8 +48,8 @@ class Teacher:
     vocabulary have no loss.
     """
 
-    states_R: Tensor
-    """int64, the target state of each row; equal neighbours are computed once."""
+    states_R: np.ndarray
+    """int64, on the host: the target state of each row; equal neighbours are computed once."""
     logits: Callable[[Tensor], Tensor]
     """From states (U,) to the target's logits (U, V)."""
     token_map: Tensor | None = None
@@ -222,7 +223,7 @@ def _hard(logits_Cv: Tensor, labels_C: Tensor) -> Scored:
 
 def _soft(logits_Cv: Tensor, labels_C: Tensor, teacher: Teacher, part: slice) -> Scored:
     """The teacher's objective; overwrites the logits."""
-    p_Cv, known_C = _distribution(teacher, part)
+    p_Cv, known_C = _distribution(teacher, part, logits_Cv.device)
     expected_C = torch.linalg.vecdot(p_Cv, logits_Cv)
     index_C1 = labels_C.clamp(min=0)[:, None]
     label_C = logits_Cv.gather(1, index_C1)[:, 0]
@@ -273,9 +274,11 @@ def _acceptance(
     return loss_C, grad_Cv, accepted_C
 
 
-def _distribution(teacher: Teacher, part: slice) -> tuple[Tensor, Tensor]:
+def _distribution(teacher: Teacher, part: slice, device: torch.device) -> tuple[Tensor, Tensor]:
     """p_Cv, and bool (C,): whether the target's best token is in the draft vocabulary."""
-    states_U, row_C = torch.unique_consecutive(teacher.states_R[part], return_inverse=True)
+    new_C = np.diff(teacher.states_R[part], prepend=-1) != 0
+    states_U = torch.from_numpy(teacher.states_R[part][new_C]).to(device, non_blocking=True)
+    row_C = torch.from_numpy(new_C.cumsum() - 1).to(device, non_blocking=True)
     logits_UV = teacher.logits(states_U)
     if teacher.token_map is None:
         known_U = torch.ones_like(states_U, dtype=torch.bool)

@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss
-from draftheads.heads.batch import Batch
+from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
+from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.stored import count_of, integers, matrix
 from draftheads.heads.layers import (
@@ -39,7 +40,9 @@ STACK_BYTES = 1 << 26
 """Smaller heads are stacked for drafting, whose cost is then the number of kernels."""
 
 States = Iterator[tuple[Tensor, Tensor, LowRank | None]]
-"""For each depth: roots, bool (B, T); the input of lm_head, (M, D); a term added to the logits."""
+"""For each depth: the places of roots, int64 (M,); the input of lm_head, (M, D); a term added to
+the logits.
+"""
 
 
 @dataclass(frozen=True)
@@ -165,33 +168,33 @@ class MedusaHead(DraftHead):
         loss = features_BTD.new_zeros((), dtype=torch.float32)
         counts = []
         predictions = self._predictions(batch, features_BTD, target)
-        for k, (roots_BT, factors) in enumerate(predictions, start=1):
+        for k, (roots_M, factors) in enumerate(predictions, start=1):
             teacher = None
             if self.labels == "soft":
-                teacher = self._teacher(features_BTD[roots_BT.roll(k, dims=1)], target)
+                teacher = self._teacher(at_places(features_BTD, roots_M + k), target)
             part, ranks_M, _ = linear_cross_entropy(*factors, teacher=teacher)
             loss = loss + self.decay**k * part
-            counts.append(torch.bincount(ranks_M, minlength=RANKS + 1))
+            counts.append(counted(ranks_M, RANKS + 1))
         return HeadLoss(loss, torch.stack(counts))
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        ranks_BTK = features_BTD.new_full((*batch.tokens_BT.shape, self.depth), -1).long()
+        ranks_PK = features_BTD.new_full((batch.tokens_BT.numel(), self.depth), -1).long()
         predictions = self._predictions(batch, features_BTD, target)
-        for index, (roots_BT, factors) in enumerate(predictions):
+        for index, (roots_M, factors) in enumerate(predictions):
             ranks_M = chunked_ranks(*factors)
-            ranks_BTK[roots_BT, index] = torch.where(ranks_M < RANKS, ranks_M, -1)
-        return ranks_BTK[batch.loss_mask_BT]
+            ranks_PK[roots_M, index] = torch.where(ranks_M < RANKS, ranks_M, -1)
+        return ranks_PK[batch.loss_mask_BT.flatten()]
 
     def states(self, batch: Batch, features_BTD: Tensor, target: Target) -> States:
         """The states of each depth along the target's text."""
 
-        def hidden(block: nn.Module, roots_BT: Tensor) -> Tensor:
-            hidden_MD: Tensor = block(self.cast(features_BTD[roots_BT]))
+        def hidden(block: nn.Module, roots_M: Tensor) -> Tensor:
+            hidden_MD: Tensor = block(self.cast(at_places(features_BTD, roots_M)))
             return hidden_MD
 
-        for block, roots_BT in zip(self.blocks, batch.roots(self.depth), strict=True):
-            yield roots_BT, self.checkpointed(hidden, block, roots_BT), None
+        for block, roots_M in zip(self.blocks, batch.roots(self.depth), strict=True):
+            yield roots_M, self.checkpointed(hidden, block, roots_M), None
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         return MedusaDrafter(self, target, tree or self.tree)
@@ -244,17 +247,16 @@ class MedusaHead(DraftHead):
     def _predictions(
         self, batch: Batch, features_BTD: Tensor, target: Target
     ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, LowRank | None]]]:
-        """For each depth: roots, bool (B, T), and the arguments of `linear_cross_entropy`."""
+        """For each depth: the places of roots, and the arguments of `linear_cross_entropy`."""
         weights = self.unembed_weights(target)
         states = self.states(batch, features_BTD, target)
-        for k, (roots_BT, hidden_MD, low_rank) in enumerate(states, start=1):
-            labels_M = draft_index(batch.tokens_BT[roots_BT.roll(k, dims=1)], self.token_map)
-            yield roots_BT, (hidden_MD, weights[k - 1], labels_M, low_rank)
+        for k, (roots_M, hidden_MD, low_rank) in enumerate(states, start=1):
+            labels_M = draft_index(batch.tokens_BT.flatten()[roots_M + k], self.token_map)
+            yield roots_M, (hidden_MD, weights[k - 1], labels_M, low_rank)
 
     def _teacher(self, features_MD: Tensor, target: Target) -> Teacher:
-        rows_M = torch.arange(len(features_MD), device=features_MD.device)
         return Teacher(
-            rows_M,
+            np.arange(len(features_MD)),
             lambda rows: target.unembed(features_MD[rows]),
             self.token_map,
             vocab_size=self.vocab_size,

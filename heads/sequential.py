@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftheads.heads.base import Committed, Drafter
-from draftheads.heads.batch import Batch
+from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.formats.config import needed
 from draftheads.heads.formats.stored import matrix
 from draftheads.heads.layers import (
@@ -49,7 +49,7 @@ from draftheads.heads.layers import (
 )
 from draftheads.heads.medusa import MedusaDesign, MedusaHead, States
 from draftheads.heads.target import Target
-from draftheads.heads.training_time_test import RowMemory, visible
+from draftheads.heads.training_time_test import RowMemory
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 
@@ -133,7 +133,7 @@ class SequentialHead(MedusaHead):
     def states(self, batch: Batch, features_BTD: Tensor, target: Target) -> States:
         inputs_BTD = self.cast(features_BTD)
         if self.prefix is not None:
-            angles, memory = self.prefix.rope(batch.positions_BT), RowMemory(visible(batch, None))
+            angles, memory = self.prefix.rope(batch.positions_BT), RowMemory(batch)
             inputs_BTD = self.checkpointed(self.prefix, inputs_BTD, angles, memory)
         return self.conditioned(batch, inputs_BTD, target)
 
@@ -211,14 +211,14 @@ class MarkovHead(LowRankHead):
         self._add_matrices(rank or 64, self.hidden_size, self.draft_vocab_size)
 
     def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
-        def step(index: int, roots_BT: Tensor) -> tuple[Tensor, Tensor]:
-            hidden_MD = self.blocks[index](inputs_BTD[roots_BT])
-            preceding_M = batch.tokens_BT[roots_BT.roll(index, dims=1)]
+        def step(index: int, roots_M: Tensor) -> tuple[Tensor, Tensor]:
+            hidden_MD = self.blocks[index](at_places(inputs_BTD, roots_M))
+            preceding_M = batch.tokens_BT.flatten()[roots_M + index]
             return hidden_MD, F.silu(self.codes(index, preceding_M, target))
 
-        for index, roots_BT in enumerate(batch.roots(self.depth)):
-            hidden_MD, codes_Mr = self.checkpointed(step, index, roots_BT)
-            yield roots_BT, hidden_MD, (codes_Mr, linear(self.up, index).weight)
+        for index, roots_M in enumerate(batch.roots(self.depth)):
+            hidden_MD, codes_Mr = self.checkpointed(step, index, roots_M)
+            yield roots_M, hidden_MD, (codes_Mr, linear(self.up, index).weight)
 
     def state_products(self, target: Target) -> tuple[Tensor | None, list[Tensor] | None]:
         return None, [up_vr.T.contiguous() for up_vr in self.up.parameters()]
@@ -239,22 +239,24 @@ class RecurrentHead(LowRankHead):
 
     def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
         def step(
-            index: int, roots_BT: Tensor, parents_BT: Tensor, codes_Mr: Tensor | None
+            index: int, roots_M: Tensor, earlier_M: Tensor, codes_Mr: Tensor | None
         ) -> tuple[Tensor, Tensor]:
-            hidden_MD = self.blocks[index](inputs_BTD[roots_BT])
-            own_Mr = self.codes(index, batch.tokens_BT[roots_BT.roll(index, dims=1)], target)
+            hidden_MD = self.blocks[index](at_places(inputs_BTD, roots_M))
+            own_Mr = self.codes(index, batch.tokens_BT.flatten()[roots_M + index], target)
             mixer_rD = linear(self.down, index).weight[:, : self.hidden_size]
             own_Mr = own_Mr + F.linear(hidden_MD, mixer_rD)
             if codes_Mr is not None:
-                own_Mr = own_Mr + self.carry[index - 1](codes_Mr[roots_BT[parents_BT]])
+                kept_M = torch.searchsorted(earlier_M, roots_M)  # roots of the depth before
+                own_Mr = own_Mr + self.carry[index - 1](codes_Mr.index_select(0, kept_M))
             codes_Mr = F.silu(own_Mr)
             return hidden_MD + self.up[index](codes_Mr), codes_Mr
 
-        parents_BT, codes_Mr = batch.loss_mask_BT, None
-        for index, roots_BT in enumerate(batch.roots(self.depth)):
-            hidden_MD, codes_Mr = self.checkpointed(step, index, roots_BT, parents_BT, codes_Mr)
-            parents_BT = roots_BT
-            yield roots_BT, hidden_MD, None
+        roots = batch.roots(self.depth)
+        earlier_M, codes_Mr = roots[0], None
+        for index, roots_M in enumerate(roots):
+            hidden_MD, codes_Mr = self.checkpointed(step, index, roots_M, earlier_M, codes_Mr)
+            earlier_M = roots_M
+            yield roots_M, hidden_MD, None
 
     def state_products(self, target: Target) -> tuple[Tensor | None, list[Tensor] | None]:
         """lm_head and `up` are multiplied if this makes a node cheaper and the result fits."""
@@ -285,17 +287,18 @@ class HydraHead(SequentialHead):
     def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
         embedded_BTD = self.embed(batch.tokens_BT, target)
 
-        def hidden(index: int, roots_BT: Tensor) -> Tensor:
-            path = [embedded_BTD[roots_BT.roll(step, dims=1)] for step in range(index + 1)]
-            hidden_MD: Tensor = self.blocks[index](torch.cat([inputs_BTD[roots_BT], *path], dim=1))
+        def hidden(index: int, roots_M: Tensor) -> Tensor:
+            path = [at_places(embedded_BTD, roots_M + step) for step in range(index + 1)]
+            inputs_MD = at_places(inputs_BTD, roots_M)
+            hidden_MD: Tensor = self.blocks[index](torch.cat([inputs_MD, *path], dim=1))
             return hidden_MD
 
-        for index, roots_BT in enumerate(batch.roots(self.depth)):
-            hidden_MD, bias = self.checkpointed(hidden, index, roots_BT), None
+        for index, roots_M in enumerate(batch.roots(self.depth)):
+            hidden_MD, bias = self.checkpointed(hidden, index, roots_M), None
             if self.own_lm_head:
                 bias_v1 = self.biases[index][:, None]
                 bias = (bias_v1.new_ones(len(hidden_MD), 1), bias_v1)
-            yield roots_BT, hidden_MD, bias
+            yield roots_M, hidden_MD, bias
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         return HydraDrafter(self, target, tree or self.tree)

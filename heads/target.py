@@ -8,17 +8,21 @@ a text.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, masking_utils
 
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
@@ -37,6 +41,10 @@ from draftheads.heads.pretrained import (
 )
 from draftheads.heads.tree import TokenTree, Topology
 
+PIECE = 8192
+"""Training tokens per forward pass of a row, unless a document is longer."""
+ASKED = "find_packed_sequence_indices"
+"""The function of transformers that asks the device whether rows hold several documents."""
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward pass, which bounds the (T, S) mask of a long prompt."""
 
@@ -232,8 +240,23 @@ class Target:
         return self.states(batch, layers)
 
     def states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
-        """`features`, with gradients for an adapter in training."""
-        with self._longrope.factors(document_lengths(batch.positions_BT)):
+        """`features`, with gradients for an adapter in training.
+
+        Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
+        large; those of a sharded target are not, because all processes must run as many forwards.
+        """
+        is_long = batch.tokens_BT.shape[1] > PIECE
+        if not (is_long and self._resets) or isinstance(self.model, FSDPModule):
+            return self._states(batch, layers)
+        rows = []
+        for row, starts in enumerate(batch.pieces(PIECE)):
+            pieces = [batch.part(row, start, stop) for start, stop in pairwise(starts)]
+            rows.append(torch.cat([self._states(piece, layers)[0] for piece in pieces]))
+        return pad_sequence(rows, batch_first=True)
+
+    def _states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
+        lengths_BT = document_lengths(batch.positions_BT)
+        with self._longrope.factors(lengths_BT), known_packing(batch):
             out = decoder(self.model)(
                 batch.tokens_BT,
                 attention_mask=None if self._resets else self._masks.packed(batch),
@@ -408,6 +431,27 @@ class Masks:
         documents_BT = batch.documents_BT
         same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
         return self(same_BTT.tril(), batch.positions_BT, batch.positions_BT)
+
+
+@contextmanager
+def known_packing(batch: Batch) -> Iterator[None]:
+    """A context in which transformers does not ask the device whether rows hold several documents:
+    the host knows. Other threads are answered as ever.
+    """
+    answer = getattr(masking_utils, ASKED, None)  # None: this version does not ask
+
+    def known(positions_BT: Tensor) -> Tensor | None:
+        if positions_BT is batch.positions_BT or answer is None:
+            return numbers_BT
+        other: Tensor | None = answer(positions_BT)
+        return other
+
+    resets_BT = (batch.host or batch).positions_BT.diff() != 1
+    numbers_BT = None
+    if resets_BT.numpy().any():
+        numbers_BT = F.pad(batch.positions_BT.diff() != 1, (1, 0)).cumsum(1)
+    with mock.patch.object(masking_utils, ASKED, known, create=True):
+        yield
 
 
 def _refuse_by_trial(target: Target) -> None:

@@ -7,7 +7,8 @@ would see there: the target's features up to i, and its own entries of steps 1..
 other roots.
 
 Legend: B batch, T tokens, Q roots of a row (positions with a loss), R rows of the result, D width,
-H query heads (in states: hidden width), G key/value heads, W head width, J steps so far.
+H query heads (in states: hidden width), G key/value heads, W head width, J steps so far, C queries
+of a chunk, S keys that it can see.
 """
 
 from __future__ import annotations
@@ -15,27 +16,103 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from draftheads.heads.batch import Batch
+from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.layers import Rope
 from draftheads.heads.target import Target
 
+CHUNK = 1024
+"""Queries of longer rows attend in chunks of so many, each to the keys that it can see."""
 SPARE = 8
 """Columns added to each head for the merge. Two are used, but kernels need multiples of eight."""
 
 
-class RowMemory:
-    """Attention within rows, by a mask (B, T, T)."""
+class Sight:
+    """Which keys of a row its queries see, in step 0: causal within a document, without its first
+    token, which forms no pair. That one sees itself alone, so that its scores are not empty.
 
-    def __init__(self, visible_BTT: Tensor) -> None:
-        self.visible_B1TT = visible_BTT[:, None]
+    places_BQ: of the queries, rising in each row, on the host; None: all. window: positions that a
+    query sees, itself included; None: all.
+    """
+
+    def __init__(self, batch: Batch, window: int | None, places_BQ: np.ndarray | None = None):
+        positions_BT = (batch.host or batch).positions_BT.numpy()
+        self.batch, self.window = batch, window
+        if places_BQ is None:
+            places_BQ = np.tile(np.arange(positions_BT.shape[1]), (len(positions_BT), 1))
+        self.first_BQ = places_BQ - np.take_along_axis(positions_BT, places_BQ, 1)
+        self.last_BQ, self.queries = places_BQ, places_BQ.shape[1]
+        self.places_BQ = batch.upload(places_BQ)
+        self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def keys(self, part: slice) -> slice:
+        """The keys that some of these queries see."""
+        return slice(int(self.first_BQ[:, part].min()), int(self.last_BQ[:, part].max()) + 1)
+
+    def mask(self, part: slice, dtype: torch.dtype, later: int = 0) -> Tensor:
+        """0 or -inf, (B, 1, C, S): which of `keys` these queries see, when they are `later`
+        positions further away.
+        """
+        known = (part.start, later if self.window else 0, dtype)
+        if known in self._masks:
+            return self._masks[known]
+        keys, batch = self.keys(part), self.batch
+        places_BC = self.places_BQ[:, part]
+        places_S = torch.arange(keys.start, keys.stop, device=places_BC.device)
+        distance_BCS = places_BC[:, :, None] - places_S
+        documents_BC = batch.documents_BT.gather(1, places_BC)
+        seen_BCS = documents_BC[:, :, None] == batch.documents_BT[:, None, keys]
+        seen_BCS &= (distance_BCS >= 0) & (batch.positions_BT[:, None, keys] > 0)
+        if self.window is not None:
+            seen_BCS &= distance_BCS + later < self.window
+        if later == 0:
+            seen_BCS |= distance_BCS == 0
+        mask_BCS = torch.zeros(seen_BCS.shape, dtype=dtype, device=seen_BCS.device)
+        mask_B1CS = mask_BCS.masked_fill_(~seen_BCS, -torch.inf)[:, None]
+        if self.queries <= CHUNK:  # else too large to keep
+            self._masks[known] = mask_B1CS
+        return mask_B1CS
+
+    def in_chunks(self, attend: Callable[[slice], Tensor]) -> Tensor:
+        """Attention (B, H, Q, W) of all queries, from that of some. That of a long row is computed
+        again in the backward pass, chunk by chunk, so that no scores and masks are kept.
+        """
+        if self.queries <= CHUNK:
+            return attend(slice(0, self.queries))
+        chunks = []
+        for start in range(0, self.queries, CHUNK):
+            part = slice(start, min(start + CHUNK, self.queries))
+            if torch.is_grad_enabled():
+                chunk = checkpoint(attend, part, use_reentrant=False, preserve_rng_state=False)
+            else:
+                chunk = attend(part)
+            chunks.append(chunk)
+        return torch.cat(chunks, dim=2)
+
+
+class RowMemory:
+    """Attention within rows."""
+
+    def __init__(self, batch: Batch, window: int | None = None) -> None:
+        self.sight = Sight(batch, window)
 
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
         k_BHQW, v_BHQW = per_query_head(q_BHQW.shape[1], k_BGQW, v_BGQW)
-        return F.scaled_dot_product_attention(q_BHQW, k_BHQW, v_BHQW, attn_mask=self.visible_B1TT)
+
+        def attend(part: slice) -> Tensor:
+            keys = self.sight.keys(part)
+            mask_B1CS = self.sight.mask(part, q_BHQW.dtype)
+            k_BHSW, v_BHSW = k_BHQW[:, :, keys], v_BHQW[:, :, keys]
+            return F.scaled_dot_product_attention(
+                q_BHQW[:, :, part], k_BHSW, v_BHSW, attn_mask=mask_B1CS
+            )
+
+        return self.sight.in_chunks(attend)
 
 
 class UnrolledMemory:
@@ -46,27 +123,22 @@ class UnrolledMemory:
     passed in through a spare column of query and key; a spare column of the values returns the
     weight that it got. So no (T, T J) matrix is computed, and autograd does the rest.
 
-    step: the next one to attend; `unroll` sets it, also when checkpointing repeats a step.
+    rows, roots: what the queries of step 0, and of later steps, see. step: the next one to attend;
+    `unroll` sets it, also when checkpointing repeats a step.
     """
 
-    def __init__(self, visible_BTT: Tensor, roots_BQ: Tensor, window: int | None) -> None:
-        mask_BTT = torch.zeros(visible_BTT.shape, device=visible_BTT.device)
-        self.mask_B1TT = mask_BTT.masked_fill_(~visible_BTT, -torch.inf)[:, None]
-        self.roots_BQ, self.window = roots_BQ, window
+    def __init__(self, rows: RowMemory, roots: Sight) -> None:
+        self.rows, self.roots, self.window = rows, roots, roots.window
         self.step = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._first: tuple[Tensor, Tensor, Tensor] | None = None
+        self._first: tuple[Tensor, Tensor] | None = None
 
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
         if self.step == 0:
-            mask_B1TT = self.mask_B1TT.to(q_BHQW.dtype)
-            k_BHTW, v_BHTW = per_query_head(q_BHQW.shape[1], k_BGQW, v_BGQW)
-            index = self.roots_BQ[:, None, :, None].expand(-1, 1, -1, mask_B1TT.shape[-1])
-            mask_B1QT = F.pad(mask_B1TT.gather(2, index), (1, 0))
-            first = *extended(k_BHTW, v_BHTW), mask_B1QT  # again, where checkpointing repeats it
-            self._first = self._first or first
-            return F.scaled_dot_product_attention(q_BHQW, k_BHTW, v_BHTW, attn_mask=mask_B1TT)
+            first = extended(*per_query_head(q_BHQW.shape[1], k_BGQW, v_BGQW))
+            self._first = self._first or first  # again, where checkpointing repeats it
+            return self.rows.attend(q_BHQW, k_BGQW, v_BGQW)
         # copies, because views would keep the queries alive
         k_BGQW, v_BGQW = k_BGQW.contiguous(), v_BGQW.contiguous()
         if self.step > len(self.keys):
@@ -77,14 +149,27 @@ class UnrolledMemory:
 
     def _merged(self, q_BHQW: Tensor, keys_J: list[Tensor], values_J: list[Tensor]) -> Tensor:
         assert self._first is not None
-        keys, values, mask_B1QT = self._first
-        if self.window is not None:  # each step is one position further away
-            places_T = torch.arange(mask_B1QT.shape[-1] - 1, device=mask_B1QT.device)
-            distance_BQT = self.roots_BQ[:, :, None] + len(keys_J) - places_T
-            gone_BQT = F.pad(distance_BQT >= self.window, (1, 0))
-            mask_B1QT = mask_B1QT.masked_fill(gone_BQT[:, None], -torch.inf)
+        later, first = len(keys_J), self._first
+        if self.window is not None:
             keys_J, values_J = keys_J[-self.window :], values_J[-self.window :]
-        return joined(q_BHQW, (keys, values), mask_B1QT, _own(q_BHQW, keys_J, values_J))
+        own = _own(q_BHQW, keys_J, values_J)
+
+        def attend(part: slice) -> Tensor:
+            seen = self.roots.keys(part)
+            keys, values = (_with_additional(each, seen) for each in first)
+            mask_B1CS = F.pad(self.roots.mask(part, q_BHQW.dtype, later), (1, 0))
+            mine = own[0][:, :, part], own[1][:, :, part]
+            return joined(q_BHQW[:, :, part], (keys, values), mask_B1CS, mine)
+
+        return self.roots.in_chunks(attend)
+
+
+def _with_additional(entries_BHTW: Tensor, seen: slice) -> Tensor:
+    """The additional entry, then those that are seen."""
+    if seen.start == 0:
+        return entries_BHTW[:, :, : seen.stop + 1]
+    here = entries_BHTW[:, :, seen.start + 1 : seen.stop + 1]
+    return torch.cat([entries_BHTW[:, :, :1], here], dim=2)
 
 
 def extended(k_BHTW: Tensor, v_BHTW: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,6 +247,7 @@ class Unrolled(NamedTuple):
     hidden_RH: Tensor
     steps_R: Tensor  # int64, from 0
     places_R: Tensor  # int64, place of the predicted token in the flattened batch (B T)
+    on_host_R: np.ndarray  # the same
 
 
 def unroll(
@@ -170,10 +256,13 @@ def unroll(
     """Unroll `head` for `steps` steps; hidden_BTH: its fused features, in the dtype of the residual
     stream.
     """
-    masks = list(batch.roots(steps))
-    roots_BQ, real_BQ = packed(masks[0])
-    visible_BTT = visible(batch, head.window)
-    memories = [UnrolledMemory(visible_BTT, roots_BQ, head.window) for _ in range(head.layer_count)]
+    masks = batch.root_masks(steps)
+    places_BQ, real_BQ = packed(masks[0])
+    # padding repeats a root, so that places rise
+    places_BQ = np.where(real_BQ, places_BQ, places_BQ.max(1, where=real_BQ, initial=0)[:, None])
+    rows, roots = RowMemory(batch, head.window), Sight(batch, head.window, places_BQ)
+    memories = [UnrolledMemory(rows, roots) for _ in range(head.layer_count)]
+    roots_BQ = roots.places_BQ
 
     def advance(step: int, tokens_BQ: Tensor, positions_BQ: Tensor, hidden_BQH: Tensor) -> Tensor:
         for memory in memories:
@@ -184,35 +273,22 @@ def unroll(
     hidden_BTH = head.checkpointed(advance, 0, batch.tokens_BT, batch.positions_BT, hidden_BTH)
     hidden_BQH = hidden_BTH.gather(1, roots_BQ[:, :, None].expand(-1, -1, hidden_BTH.shape[-1]))
     start_BQ = batch.positions_BT.gather(1, roots_BQ)
+    number_BT = np.zeros(masks[0].shape, dtype=np.int64)  # of each root among all queries
+    number_BT[masks[0]] = np.flatnonzero(real_BQ)
     hidden, places = [], []
     for step, mask_BT in enumerate(masks):
         if step:
             next_BQ = (roots_BQ + step).clamp(max=batch.tokens_BT.shape[1] - 1)
             tokens_BQ = batch.tokens_BT.gather(1, next_BQ)
             hidden_BQH = head.checkpointed(advance, step, tokens_BQ, start_BQ + step, hidden_BQH)
-        hidden.append(hidden_BQH[real_BQ & mask_BT.gather(1, roots_BQ)])
-        places.append(mask_BT.flatten().nonzero()[:, 0] + step + 1)
-    steps_R = torch.cat([torch.full_like(each, step) for step, each in enumerate(places)])
-    places_R, order_R = torch.cat(places).sort(stable=True)
-    return Unrolled(torch.cat(hidden)[order_R], steps_R[order_R], places_R)
-
-
-def visible(batch: Batch, window: int | None) -> Tensor:
-    """bool (B, T, T), the mask of step 0: causal within a document, without its first token, which
-    forms no pair. It sees only itself, so that its row is not empty.
-    """
-    places_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
-    distance_TT = places_T[:, None] - places_T
-    near_TT = distance_TT >= 0 if window is None else (distance_TT >= 0) & (distance_TT < window)
-    same_BTT = batch.documents_BT[:, :, None] == batch.documents_BT[:, None, :]
-    paired_BT = batch.positions_BT > 0
-    return (same_BTT & near_TT & paired_BT[:, None, :]) | (distance_TT == 0)
-
-
-def packed(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The true places of each row, int64 (B, Q), rising, and bool (B, Q): False for padding."""
-    count_B = mask_BT.sum(1)
-    most = max(int(count_B.max()), 1)
-    order_BT = torch.sort(mask_BT, dim=1, descending=True, stable=True).indices
-    real_BQ = torch.arange(most, device=mask_BT.device) < count_B[:, None]
-    return order_BT[:, :most], real_BQ
+        hidden.append(at_places(hidden_BQH, batch.upload(number_BT[mask_BT])))
+        places.append(np.flatnonzero(mask_BT) + step + 1)
+    steps_R = np.repeat(np.arange(steps), [len(each) for each in places])
+    places_R = np.concatenate(places)
+    order_R = np.argsort(places_R, kind="stable")
+    return Unrolled(
+        torch.cat(hidden).index_select(0, batch.upload(order_R)),
+        batch.upload(steps_R[order_R]),
+        batch.upload(places_R[order_R]),
+        places_R[order_R],
+    )

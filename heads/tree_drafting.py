@@ -250,6 +250,10 @@ class DraftCache:
         """Keep these rows alone."""
         self.cache.select(rows)
 
+    def join(self, other: DraftCache, places: Sequence[int]) -> None:
+        """See `SlotCache.join`."""
+        self.cache.join(other.cache, places)
+
     def rewind(self, length: int) -> None:
         """Keep the pairs of the only row's first `length` tokens alone."""
         self.table.free([length - 1])

@@ -5,14 +5,16 @@ Legend: B batch, N tree nodes, A longest accepted path, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -103,6 +105,9 @@ class Acceptance(ABC):
     def choose(self, logits: Tensor) -> Tensor:
         """The target's own next token, (...), for logits (..., V)."""
 
+    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:  # noqa: B027  # few rules need it
+        """Called before each choice. rows: the seed of each row, and the number of its tokens."""
+
     def seed(self, seed: int) -> None:
         """Restart the random stream, which greedy rules never use."""
         self.random.seed(seed)
@@ -140,6 +145,76 @@ class Sampled(Acceptance):
     def choose(self, logits: Tensor) -> Tensor:
         """One draw from the filtered distribution."""
         return self.random.draw(filtered_logits(logits, self.temperature, self.top_p, self.top_k))
+
+
+class RowNumbers:
+    """Random numbers of each row's own, from 0 to 1: the n-th is for its n-th new token."""
+
+    def __init__(self) -> None:
+        self.rows: Sequence[tuple[str, int]] = ()  # the seed of each row, the tokens of its answer
+        self._known: dict[str, Tensor] = {}
+
+    def next(self, count: int, limit: int) -> Tensor:
+        """The next `count` numbers of each row, (B, count) float64, or zeros after the last of its
+        `limit` numbers.
+        """
+        seeds = {seed for seed, _ in self.rows}
+        self._known = {seed: known for seed, known in self._known.items() if seed in seeds}
+        numbers = []
+        for seed, place in self.rows:
+            if seed not in self._known:
+                self._known[seed] = _uniform(seed, limit)
+            some = self._known[seed][place : place + count]
+            numbers.append(F.pad(some, (0, count - len(some))))
+        return torch.stack(numbers)
+
+
+@dataclass(frozen=True)
+class Seeded(Acceptance):
+    """`Sampled`, or greedy at temperature 0, whose choices depend neither on other rows nor on the
+    drafts: each row has random numbers of its own, one for each token.
+
+    limit: new tokens of a row at most. The token is -1 where logits are not finite.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    limit: int
+    numbers: RowNumbers = field(default_factory=RowNumbers, init=False, repr=False, compare=False)
+
+    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
+        """Use the numbers of these rows."""
+        self.numbers.rows = rows
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        """Follow one draw at each node."""
+        levels_BN = (tree.topology.levels_BN - 1).expand(len(logits_BNV), -1)
+        return follow(tree, self._draw(logits_BNV, levels_BN))
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next tokens (B,), for logits (B, V)."""
+        levels_B1 = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
+        return self._draw(logits[:, None], levels_B1)[:, 0]
+
+    def _draw(self, logits_BNV: Tensor, levels_BN: Tensor) -> Tensor:
+        if self.temperature == 0:
+            best = logits_BNV.max(-1)
+            return torch.where(best.values.isfinite(), best.indices, -1)
+        scores_BNV = filtered_logits(logits_BNV, self.temperature, self.top_p, self.top_k)
+        below_BNV = scores_BNV.double().softmax(-1).cumsum(-1)
+        total_BN1 = below_BNV[..., -1:]
+        next_BN = self.numbers.next(levels_BN.shape[1], self.limit).to(levels_BN.device)
+        uniform_BN1 = next_BN.gather(1, levels_BN)[..., None]
+        drawn_BN1 = torch.searchsorted(below_BNV, uniform_BN1 * total_BN1, right=True)
+        drawn_BN1 = drawn_BN1.clamp(max=logits_BNV.shape[-1] - 1)  # by rounding alone
+        return torch.where(total_BN1.isfinite(), drawn_BN1, -1)[..., 0]
+
+
+def _uniform(seed: str, limit: int) -> Tensor:
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
+    generator = torch.Generator().manual_seed(number)
+    return torch.rand(limit, generator=generator, dtype=torch.float64)
 
 
 @dataclass(frozen=True, repr=False)

@@ -33,7 +33,7 @@ class Step:
 
     tokens: list[int]  # new token ids, cut at EOS, stop string and max_new_tokens
     accepted: int  # draft tokens accepted before that cut; -1 for the prefill, which verifies none
-    finish: str | None  # "eos", "stop" or "length" on the last step
+    finish: str | None  # "eos", "stop", "length" or "failed" on the last step
     draft_seconds: float  # wall time, shared by all rows of a batch
     verify_seconds: float
     drafted: int = 0  # draft tokens that were verified
@@ -162,20 +162,20 @@ class Speculator:
         compile: bool = False,
     ) -> None:
         self.target = target
-        self.compile = compile and self._allowed(why_not(target, drafts))
+        self.compile = compile and self.allowed(why_not(target, drafts))
         self._compiled: dict[tuple[int, str], Advance] = {}
         self.compile_more = True  # False: for no further batch sizes and rules
         self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
-        self._drops_rows = drafts is None or isinstance(drafts, DraftHead)
+        self.drops_rows = drafts is None or isinstance(drafts, DraftHead)
         if isinstance(drafts, DrafterSource):
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
-            self._new_drafter: Callable[[], Drafter] = lambda: drafts.drafter(target, self.tree)
+            self.new_drafter: Callable[[], Drafter] = lambda: drafts.drafter(target, self.tree)
             if self.tree.nodes == 1:
-                self._new_drafter = NoDraft
+                self.new_drafter = NoDraft
         else:
             self.tree = tree or StaticTree(())
-            self._new_drafter = drafts or NoDraft
+            self.new_drafter = drafts or NoDraft
 
     def generate(
         self,
@@ -195,7 +195,7 @@ class Speculator:
         computation, for ids outside the target's vocabulary and when prompt and new tokens exceed
         its context.
         """
-        rows = [_Row(self.target, prompt, max_new_tokens, stop)]
+        rows = [Row(self.target, prompt, max_new_tokens, stop)]
         batch = self._decode(rows, sampling or Greedy(), max_new_tokens or ROOM, session)
         return filter(None, chain.from_iterable(batch))
 
@@ -210,126 +210,206 @@ class Speculator:
         """Continue prompts of any lengths as a batch; yields one Step per row, None for a finished
         row.
         """
-        rows = [_Row(self.target, prompt, max_new_tokens, stop) for prompt in prompts]
+        rows = [Row(self.target, prompt, max_new_tokens, stop) for prompt in prompts]
         return self._decode(rows, sampling or Greedy(), max_new_tokens or ROOM)
 
     @torch.inference_mode()
     def _decode(
         self,
-        rows: list[_Row],
+        rows: list[Row],
         accept: Acceptance,
         reserved: int,
         session: Session | None = None,
     ) -> Iterator[list[Step | None]]:
-        start = self._clock()
-        cache, drafter, committed = self._read(rows, accept, reserved, session)
-        new = committed.last_tokens_B()[:, None].tolist()
-        halves = 0.0, self._clock() - start
-        yield [row.step(ids, -1, 0, halves) for row, ids in zip(rows, new, strict=True)]
-        fixed: FixedSteps | None = None
-        batch = rows  # those that are in the caches
+        decoding = Decoding(self, accept)
+        yield [*decoding.begin(rows, reserved, session)]
         while not all(row.finish for row in rows):
-            start, known = self._clock(), len(rows[0].text)
-            drafted, nodes = start, self.tree.nodes
-            if fixed is not None:
-                try:
-                    committed, new = fixed(committed, [row.finish is None for row in batch])
-                except TorchDynamoException as error:  # at its first call, before it computes
-                    self.compile = self._allowed(str(error).strip().partition("\n")[0])
-                    fixed.end()
-                    fixed = None
-                    continue
-            else:
-                tree = drafter.propose(committed)
-                drafted, nodes = self._clock(), tree.tokens_BN.shape[1]
-                committed = self._verify(tree, batch, cache, drafter.feature_layers, accept)
-                new = committed.tokens_BA.tolist()
-            if session is not None:
-                session.note(known)
-            halves = drafted - start, self._clock() - drafted
-            made = {
-                row: row.step(ids[:count], count - 1, nodes - 1, halves)
-                for row, ids, count in zip(batch, new, committed.counts, strict=True)
-                if not row.finish
-            }
+            made = decoding.step()
             yield [made.get(row) for row in rows]
-            left = [place for place, row in enumerate(batch) if not row.finish]
-            if 0 < len(left) < len(batch) and self._drops_rows and fixed is None:
-                committed, batch = committed.select(left), [batch[place] for place in left]
-                cache.select(left)
-                if (drafts := draft_cache(drafter)) is not None:
-                    drafts.select(left)
-            advance = self._advance(len(batch), accept) if self.compile and fixed is None else None
-            if advance is not None:
-                fixed = FixedSteps(advance, self.target, drafter, self.tree)
-                committed = fixed.begin(cache, accept, committed)
+            if self.drops_rows:
+                decoding.drop_finished()
+            decoding.compile()
 
-    def _read(
-        self, rows: Sequence[_Row], accept: Acceptance, reserved: int, session: Session | None
-    ) -> tuple[SlotCache, Drafter, Committed]:
-        """Prefill, but for what a session holds. Returns caches, and what the drafter has not seen:
-        the rest of the prompts, and the token after each.
-        """
-        target, prompts = self.target, [list(row.text) for row in rows]
-        held = session.resume(self, prompts[0]) if session is not None else None
-        if session is not None and held is not None:
-            cache, drafter = held
-            prompts = [prompts[0][session.reused - 1 :]]
-        else:
-            capacity = min(max(map(len, prompts)) + reserved, target.context)
-            cache = target.new_cache(len(prompts), capacity + self.tree.nodes)
-            drafter = self._new_drafter()
-        if session is not None and not target.has_long_rope:  # whose keys may change
-            session.hold(self, rows[0].text, cache, drafter)
-        out = target.prefill(prompts, cache, drafter.feature_layers)
-        committed = _prompt(prompts, out, accept.choose(out.logits_BNV[:, 0]))
-        return cache, drafter, committed if held is None else committed.since(1)
-
-    def _verify(
-        self,
-        tree: TokenTree,
-        batch: Sequence[_Row],
-        cache: SlotCache,
-        layers: Sequence[int],
-        accept: Acceptance,
-    ) -> Committed:
-        """Verify a tree, and keep what the rule accepts."""
-        target = self.target
-        target.recompute({b: r.text for b, r in enumerate(batch) if not r.finish}, cache)
-        out = target.verify(tree, cache, layers)
-        accepted = accept(out.logits_BNV, tree)
-        chosen, in_place = accepted.read()
-        counts = [
-            0 if row.finish else min(count, target.room(len(row.text)))
-            for row, count in zip(batch, chosen, strict=True)
-        ]
-        path_BA = accepted.path_BN[:, : max(chosen)]
-        cache.keep(path_BA, counts, in_place=in_place)
-        count_B = torch.tensor(counts, device=path_BA.device)
-        return Committed(*commit(tree, out, accepted, path_BA), count_B, counts)
-
-    def _advance(self, batch: int, accept: Acceptance) -> Advance | None:
+    def advance(self, batch: int, accept: Acceptance) -> Advance | None:
         key = (batch, repr(accept))
         if key not in self._compiled and self.compile_more:
             self._compiled[key] = compiled(self.target)
         return self._compiled.get(key)
 
-    def _allowed(self, fault: str | None) -> bool:
+    def allowed(self, fault: str | None) -> bool:
         if fault is not None:
             warnings.warn(f"decoding without compilation: {fault}", stacklevel=3)
         return fault is None
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
         if self.profile and self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return perf_counter()
 
 
-class _Row:
-    """The text of one row, prompt included, and the reason it finished."""
+class Decoding:
+    """Rows that are decoded together: their caches, and what was committed last. Rows have any
+    lengths; they may join, and finished ones be dropped, between steps.
+    """
+
+    def __init__(self, engine: Speculator, accept: Acceptance) -> None:
+        self.engine, self.target, self.accept = engine, engine.target, accept
+        self.rows: list[Row] = []  # those in the caches
+        self.session: Session | None = None
+        self._fixed: FixedSteps | None = None
+
+    def begin(
+        self, rows: Sequence[Row], reserved: int, session: Session | None = None
+    ) -> list[Step]:
+        """Prefill the first rows, but for what a session holds of the only one. reserved: slots for
+        new tokens. Returns a Step for each row.
+        """
+        start, target, prompts = self.engine.clock(), self.target, [list(row.text) for row in rows]
+        self.rows, self.session = list(rows), session
+        held = session.resume(self.engine, prompts[0]) if session is not None else None
+        if session is not None and held is not None:
+            self.cache, self.drafter = held
+            prompts = [prompts[0][session.reused - 1 :]]
+        else:
+            capacity = min(max(map(len, prompts)) + reserved, target.context)
+            self.cache = target.new_cache(len(prompts), capacity + self.engine.tree.nodes)
+            self.drafter = self.engine.new_drafter()
+        if session is not None and not target.has_long_rope:  # whose keys may change
+            session.hold(self.engine, rows[0].text, self.cache, self.drafter)
+        out = target.prefill(prompts, self.cache, self.drafter.feature_layers)
+        self._prepare()
+        committed = _prompt(prompts, out, self.accept.choose(out.logits_BNV[:, 0]))
+        self.committed = committed if held is None else committed.since(1)
+        first = committed.last_tokens_B()[:, None].tolist()
+        seconds = 0.0, self.engine.clock() - start
+        steps = [row.step(ids, -1, 0, seconds) for row, ids in zip(rows, first, strict=True)]
+        self._replace_failed()
+        return steps
+
+    def join(self, other: Decoding) -> None:
+        """Add the rows of another decoding, which ends: in the places of finished ones, as far as
+        there are such.
+        """
+        free = [place for place, row in enumerate(self.rows) if row.finish]
+        more = range(len(self.rows), len(self.rows) + len(other.rows))
+        places = [*free, *more][: len(other.rows)]
+        for each in (self, other):
+            each._settle()
+        self.cache.join(other.cache, places)
+        drafts, new = draft_cache(self.drafter), draft_cache(other.drafter)
+        if drafts is not None and new is not None:
+            drafts.join(new, places)
+        self.committed = self.committed.join(other.committed, places)
+        self.rows += other.rows[: len(self.committed.counts) - len(self.rows)]
+        for place, row in zip(places, other.rows, strict=True):
+            self.rows[place] = row
+
+    def step(self) -> dict[Row, Step]:
+        """One forward pass of the target. Returns the steps of the rows that were running."""
+        start, text = self.engine.clock(), self.rows[0].text
+        drafted, nodes, known = start, self.engine.tree.nodes, len(text)
+        if self._fixed is not None:
+            try:
+                self.committed, new = self._fixed(
+                    self.committed, [row.finish is None for row in self.rows]
+                )
+            except TorchDynamoException as error:  # at its first call, before it computes
+                self.engine.compile = self.engine.allowed(str(error).strip().partition("\n")[0])
+                self._end_fixed()
+                return self.step()
+        else:
+            tree = self.drafter.propose(self.committed)
+            drafted, nodes = self.engine.clock(), tree.tokens_BN.shape[1]
+            new = self._verify(tree)
+        if self.session is not None:
+            self.session.note(known)
+        seconds = drafted - start, self.engine.clock() - drafted
+        made = {
+            row: row.step(ids[:count], count - 1, nodes - 1, seconds)
+            for row, ids, count in zip(self.rows, new, self.committed.counts, strict=True)
+            if not row.finish
+        }
+        self._replace_failed()
+        return made
+
+    def drop_finished(self) -> None:
+        """Remove finished rows from the caches, but for the last."""
+        left = [place for place, row in enumerate(self.rows) if not row.finish]
+        if not 0 < len(left) < len(self.rows) or self._fixed is not None:
+            return
+        self.committed, self.rows = self.committed.select(left), [self.rows[at] for at in left]
+        self.cache.select(left)
+        if (drafts := draft_cache(self.drafter)) is not None:
+            drafts.select(left)
+
+    def compile(self) -> None:
+        """Compile the following steps, if the engine compiles."""
+        if self._fixed is not None or not self.engine.compile:
+            return
+        advance = self.engine.advance(len(self.rows), self.accept)
+        if advance is not None:
+            self._fixed = FixedSteps(advance, self.target, self.drafter, self.engine.tree)
+            self.committed = self._fixed.begin(self.cache, self.accept, self.committed)
+
+    def _verify(self, tree: TokenTree) -> list[list[int]]:
+        """Verify a tree, and keep what the rule accepts; returns the tokens of each row."""
+        target, rows = self.target, self.rows
+        texts = {place: row.text for place, row in enumerate(rows) if not row.finish}
+        target.recompute(texts, self.cache)
+        out = target.verify(tree, self.cache, self.drafter.feature_layers)
+        self._prepare()
+        accepted = self.accept(out.logits_BNV, tree)
+        chosen, in_place = accepted.read()
+        counts = [
+            0 if row.finish else min(count, target.room(len(row.text)))
+            for row, count in zip(rows, chosen, strict=True)
+        ]
+        path_BA = accepted.path_BN[:, : max(chosen)]
+        self.cache.keep(path_BA, counts, in_place=in_place)
+        count_B = torch.tensor(counts, device=path_BA.device)
+        made = commit(tree, out, accepted, path_BA)
+        self.committed = Committed(*made, count_B, counts)
+        tokens: list[list[int]] = self.committed.tokens_BA.tolist()
+        return tokens
+
+    def _prepare(self) -> None:
+        self.accept.prepare([(row.seed, row.made) for row in self.rows])
+
+    def _replace_failed(self) -> None:
+        """Let finished rows have a token that can be embedded."""
+        if any(row.finish == "failed" for row in self.rows):
+            self.committed.tokens_BA.clamp_(min=0)
+
+    def _settle(self) -> None:
+        """Let the drafter take all that was committed but the newest token of each row."""
+        if self._fixed is not None:
+            self._end_fixed()
+        earlier, self.committed = self.committed.divide()
+        drafts = draft_cache(self.drafter)
+        if drafts is not None and max(earlier.counts) > 0:
+            drafts.commit(earlier)
+
+    def _end_fixed(self) -> None:
+        assert self._fixed is not None
+        self._fixed.end()
+        self._fixed = None
+
+
+class Row:
+    """The text of one row, prompt included, and the reason it finished.
+
+    limit: new tokens at most; None: the rest of the context. seed: of its own random numbers, for
+    rules that have such. Raises ValueError for ids outside the vocabulary, and for texts that
+    exceed the context.
+    """
 
     def __init__(
-        self, target: Target, prompt: Sequence[int], limit: int | None, stop: Collection[str]
+        self,
+        target: Target,
+        prompt: Sequence[int],
+        limit: int | None,
+        stop: Collection[str] = (),
+        seed: str = "",
     ) -> None:
         known = target.model.get_input_embeddings().weight.shape[0]
         invalid = [t for t in prompt if not hasattr(t, "__index__") or not 0 <= t < known]
@@ -350,27 +430,34 @@ class _Row:
                 f"max_new_tokens: expected 1 to {room}, got {limit!r}; prompt and new tokens must "
                 f"not exceed the context of {target.name} ({context})"
             )
-        self.text = list(map(int, prompt))
+        self.text, self.seed = list(map(int, prompt)), seed
         self.finish: str | None = None
-        self._end = len(prompt) + limit
+        self.prompt, self._end = len(prompt), len(prompt) + limit
         self._eos = frozenset(target.eos_ids)
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 
+    @property
+    def made(self) -> int:
+        """Number of new tokens."""
+        return len(self.text) - self.prompt
+
     def step(
-        self, tokens: list[int], accepted: int, drafted: int, halves: tuple[float, float]
+        self, tokens: list[int], accepted: int, drafted: int, seconds: tuple[float, float]
     ) -> Step:
-        """Append tokens up to the end of the output. halves: seconds of drafting, verifying."""
+        """Append tokens up to the end of the output. seconds: of drafting, of verifying."""
         for place, token in enumerate(tokens, start=1):
             self.text.append(token)
-            if token in self._eos:
+            if token < 0:
+                self.finish = "failed"
+            elif token in self._eos:
                 self.finish = "eos"
             elif self._stop is not None and self._stop.completed_by(token):
                 self.finish = "stop"
             elif len(self.text) == self._end:
                 self.finish = "length"
             if self.finish:
-                return Step(tokens[:place], accepted, self.finish, *halves, drafted)
-        return Step(tokens, accepted, None, *halves, drafted)
+                return Step(tokens[:place], accepted, self.finish, *seconds, drafted)
+        return Step(tokens, accepted, None, *seconds, drafted)
 
 
 def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tensor) -> Committed:

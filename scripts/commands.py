@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from draftheads.heads.tree import Tree
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
+    from draftheads.train.data.distill import Answerer, DistillOptions
 
 Keep = Literal["keep", "drop"]
 
@@ -36,6 +37,7 @@ Heads = Annotated[list[str], Option(help="as for chat; repeatable")]
 Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
 PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
 gsm8k"""
+BATCH_TOKENS = "limit of prompts answered together x longest prompt and answer"
 Prompts = Annotated[str, Option(help=PROMPTS)]
 PromptWords = Annotated[int | None, Option(min=1, help="truncate plain texts to N words")]
 Limit = Annotated[int | None, Option(min=1, help="use only the first N prompts or conversations")]
@@ -57,7 +59,8 @@ LENIENCE = """draft models draw chains (speculative sampling), kept with probabi
 min(1, LENIENCE p / q): 1 is lossless, more is LOSSY"""
 Lenience = Annotated[float | None, Option(help=LENIENCE)]
 Seed = Annotated[int, Option(min=-(2**62), max=2**62, help="for all sampling")]  # int64
-Server = Annotated[str | None, Option(help="OpenAI-compatible server: http://HOST:PORT")]
+SERVER = "OpenAI-compatible server: http://HOST:PORT; repeatable, all of one model"
+Servers = Annotated[list[str] | None, Option(help=SERVER)]
 ServerModel = Annotated[str | None, Option(help="the server's name for the target")]
 KeyVariable = Annotated[str | None, Option(help="environment variable with the server's key")]
 Recipe = Annotated[Path, Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")]
@@ -172,6 +175,19 @@ def recorded_threads(out: Path) -> int | None:
     return read_manifest(out).get("threads") if (out / MANIFEST).is_file() else None
 
 
+def local_answerer(
+    target: Target, head: str | None, tree: str | None, options: DistillOptions
+) -> Answerer:
+    """A target in this process that answers, with or without heads."""
+    from draftheads.heads.hub import load_head
+    from draftheads.infer.engine import Speculator
+    from draftheads.train.data.distill import LocalAnswerer
+
+    drafts = load_head(head, target=target) if head else None
+    engine = Speculator(target, drafts, tree=chosen_tree(drafts, tree, None))
+    return LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
+
+
 def distill(
     target: TargetName,
     prompts: Prompts,
@@ -181,6 +197,9 @@ def distill(
     top_k: TopK = 0,
     max_new_tokens: Annotated[int, Option(min=1, help="tokens per answer")] = 512,
     batch_size: Annotated[int, Option(min=1, help="prompts answered together")] = 32,
+    max_batch_tokens: Annotated[int | None, Option(min=1, help=BATCH_TOKENS)] = None,
+    head: Annotated[str | None, Option(help="draft heads, which change no answer")] = None,
+    tree: Annotated[str | None, Option(help="default: the head's own")] = None,
     limit: Limit = None,
     prompt_words: PromptWords = None,
     split: Split = None,
@@ -190,10 +209,10 @@ def distill(
     tools: Tools = "drop",
     reasoning: Reasoning = "keep",
     template_args: TemplateArgs = "{}",
-    server: Server = None,
+    server: Servers = None,
     server_model: ServerModel = None,
     api_key_env: KeyVariable = None,
-    concurrency: Annotated[int, Option(min=1, help="concurrent requests to the server")] = 32,
+    concurrency: Annotated[int, Option(min=1, help="concurrent requests to each server")] = 32,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -209,27 +228,21 @@ def distill(
     from draftheads.train.data.prompts import Hub, read_prompts
     from draftheads.train.data.server import ServedTarget, ServerOptions
 
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    options = DistillOptions(
-        **sampling,
-        out=out,
-        source=prompts,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        max_turns=max_turns,
-        reasoning=reasoning,
-        template_args=template_variables(template_args),
-    )
+    chosen: Any = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    chosen |= {"out": out, "source": prompts, "max_new_tokens": max_new_tokens}
+    chosen |= {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens}
+    chosen |= {"max_turns": max_turns, "reasoning": reasoning}
+    options = DistillOptions(**chosen, template_args=template_variables(template_args))
     reading: dict[str, Any] = {"prompt_words": prompt_words, "skip_empty": skip_empty}
     texts = read_prompts(prompts, hub=Hub(split, streaming), limit=limit, tools=tools, **reading)
     if server or server_model or api_key_env:
-        served: Any = {"url": server or "", "model": server_model, "api_key_env": api_key_env}
+        served: Any = {"urls": server or [""], "model": server_model, "api_key_env": api_key_env}
         remote = ServerOptions(**served, concurrency=concurrency)
         report = run(ServedTarget(target, remote, revision), texts, options)
     else:
         local = load_target(target, dtype, device, revision)
         choose_threads(threads or recorded_threads(out), local, batch_size)
-        report = run(local, texts, options)
+        report = run(local_answerer(local, head, tree, options), texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise typer.Exit(1)
 
@@ -632,6 +645,16 @@ def import_answers(
     )
     for why, number in counts.reasons.most_common():
         print(f"  {number} {why}")
+
+
+def convert_answers(
+    folder: Annotated[Path, Argument(help="a complete folder that an earlier version wrote")],
+) -> None:
+    """Bring answers into the memory-mapped shards that this version writes."""
+    from draftheads.train.data.answers import convert as run
+
+    counts = run(folder)
+    print(f"{folder}: {counts.documents:,} documents, {counts.tokens:,} tokens")
 
 
 def convert(

@@ -83,20 +83,14 @@ def _read_data(
 ) -> tuple[Documents | None, dict[str, Any]]:
     """The data and its manifest. Default: the training data, if it still exists."""
     from draftheads.train.batches import Documents
-    from draftheads.train.data.answers import MANIFEST, read_answers, read_manifest
+    from draftheads.train.data.answers import MANIFEST, read_manifest
 
     recorded = training.get("recipe", {}).get("data", {}).get("path")
     if folder is None and recorded and (Path(recorded) / MANIFEST).is_file():
         folder = Path(recorded)
     if folder is None:
         return None, {}
-    documents = Documents.read(read_answers(folder))
-    largest = int(documents.tokens_N.max())
-    if largest >= target.vocab_size:
-        raise ValueError(
-            f"{folder}: expected token ids below {target.vocab_size} ({target.name}), got "
-            f"{largest}; give the data of this target"
-        )
+    documents = Documents.open(folder, target.vocab_size, str(target.name))
     return documents, read_manifest(folder)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from draftheads.heads.target import Target
-from draftheads.train.data.answers import read_ids, read_manifest
+from draftheads.heads.target import Decoded, Target
+from draftheads.train.data.answers import columns, journals, read_ids, read_manifest
 from draftheads.train.data.distill import DistillOptions
 from draftheads.train.data.prompts import Prompt
+from draftheads.train.data.shards import read_batch
 
 CONTEXT = 256
 END = 258
@@ -94,16 +95,17 @@ def options(out: Path, **changes: Any) -> DistillOptions:
 
 
 def on_call(target: Target, act: Callable[[int, int], None]) -> list[int]:
-    """Run `act(call number, rows)` before each `generate`; returns the growing list of rows."""
-    original = type(target.model).generate
+    """Run `act(call number, prompts)` before prompts are read; returns the growing list of their
+    numbers.
+    """
     calls: list[int] = []
 
-    def generate(tokens_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        calls.append(len(tokens_BT))
-        act(len(calls) - 1, len(tokens_BT))
-        return original(target.model, tokens_BT, **kwargs)
+    def prefill(prompts: Sequence[Sequence[int]], *more: Any) -> Decoded:
+        calls.append(len(prompts))
+        act(len(calls) - 1, len(prompts))
+        return type(target).prefill(target, prompts, *more)
 
-    target.model.generate = generate
+    target.__dict__["prefill"] = prefill
     return calls
 
 
@@ -112,9 +114,20 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of all prompts that are asked, in order; ids as the places of the prompts."""
-    paths = folder.glob("answers-*.jsonl")
+    """The records of all prompts that are asked, in order; ids as the places of the prompts."""
+    paths = journals(folder)
     found = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+    for row in (row for path in columns(folder) for row in read_batch(path).to_pylist()):
+        document = {key: row[key] for key in ("tokens", "learn", "turns", "finish")}
+        if row["follows"]:
+            last = found[-1]
+            first = {key: last.pop(key) for key in document if key in last}
+            last["documents"] = [*last.get("documents", [first]), document]
+            continue
+        record = {"id": row["id"]} | (document if row["turns"] else {})
+        record |= [row["reason"].split(": ", 1)] if row["reason"] else []
+        record |= {"retokenized": row["retokenized"]} if row["retokenized"] else {}
+        found.append(record)
     if found and isinstance(found[0]["id"], str):
         places = {name: place for place, name in enumerate(read_ids(folder, read_manifest(folder)))}
         known = [record for record in found if record["id"] in places]

@@ -3,25 +3,38 @@
 A step's rows are a function of (seed, step) alone; processes and accumulation only divide them.
 So a run resumes at step n without stored state, on any number of processes that divides the step.
 
-Legend: B batch, T tokens, N all tokens of a data set.
+Legend: B batch, T tokens; of a data set: N tokens, D documents, S spans to learn, P pieces of
+documents, R rows.
 """
 
 from __future__ import annotations
 
-import hashlib
+import ctypes
 import math
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from draftheads.heads.batch import Batch
-from draftheads.train.data.answers import Answer
+from draftheads.train.data.answers import Answer, open_shards
+from draftheads.train.data.shards import (
+    Array,
+    Shard,
+    bounds_of,
+    content_hash,
+    digest,
+    to_batch,
+)
 
 OPEN_ROWS = 64
 """Rows that packing keeps open: first fit among them is linear and fills rows to about 99 %."""
@@ -34,75 +47,152 @@ SPLIT_SEED = 20240119
 HELDOUT_TOKENS = 1 << 17
 """Held-out tokens to evaluate: more would delay checkpoints without changing the tree."""
 
+CHUNK = 1 << 22
+"""Tokens that are counted at once."""
+
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
 class Documents:
-    """Token ids of many documents, concatenated."""
+    """Token ids of many documents, one after another, in memory or on pages of files.
 
-    tokens_N: Tensor  # int32
-    learn_N: Tensor  # bool: the target wrote this token
-    spans: list[Span]  # half-open, one per document
-    following: tuple[int, ...] = ()  # documents that continue the previous one's conversation
+    What opening a folder keeps in memory per process are 8 bytes per document and 16 per span.
+    """
+
+    def __init__(self, shards: Sequence[Shard], digest: str = "") -> None:
+        """digest: of these shards, if it is known. Raises ValueError if there are no tokens."""
+        self._shards, self._digest = shards, digest
+        firsts = np.cumsum([0, *(len(shard.tokens_N) for shard in shards)])
+        if not firsts[-1]:
+            raise ValueError("the data has no answers; run `draftheads distill` to the end first")
+        self._firsts: list[int] = firsts.tolist()
+        self._bounds_D1 = bounds_of(shards)
+        pairs = list(zip(shards, self._firsts, strict=False))
+        self._starts_S = np.concatenate([shard.starts_S + first for shard, first in pairs])
+        sizes = [np.zeros(1, np.int64), *(shard.sizes_S for shard in shards)]
+        self._learned_S1 = np.concatenate(sizes).cumsum(dtype=np.int64)
+        """Learned tokens before each span."""
 
     @classmethod
     def read(cls, answers: Iterable[Answer]) -> Documents:
-        """Concatenate answers. Raises ValueError if there are none."""
-        tokens, learn = array("i"), bytearray()
-        spans: list[Span] = []
-        following: list[int] = []
+        """Documents in memory. Raises ValueError if there are none."""
+        rows = []
         for answer in answers:
-            start = len(tokens)
-            if answer.follows:
-                following.append(len(spans))
-            tokens.extend(answer.tokens)
-            learn.extend(bytes(len(answer.tokens)))
-            for first, last in answer.learn:
-                learn[start + first : start + last] = b"\x01" * (last - first)
-            spans.append((start, len(tokens)))
-        if not tokens:
-            raise ValueError("the data has no answers; run `draftheads distill` to the end first")
-        tokens_N = torch.frombuffer(tokens, dtype=torch.int32)
-        learn_N = torch.frombuffer(learn, dtype=torch.uint8).bool()
-        return cls(tokens_N, learn_N, spans, tuple(following))
+            tokens = np.asarray(answer.tokens, np.int32)
+            row = {"tokens": tokens, "learn": answer.learn, "follows": answer.follows}
+            rows.append(row | {"hash": content_hash(tokens)})
+        return cls([Shard(to_batch(rows))] if rows else [])
+
+    @classmethod
+    def open(cls, folder: str | Path, below: int, target: str) -> Documents:
+        """The documents of a folder. Raises ValueError for a damaged folder, and for token ids that
+        are not `below` the size of the target's vocabulary.
+        """
+        shards, manifest = open_shards(folder)
+        known = [entry["largest_token"] for entry in manifest.get("shards", [])]
+        largest = max(known or (int(shard.tokens_N.max(initial=0)) for shard in shards), default=0)
+        if largest >= below:
+            raise ValueError(
+                f"{folder}: expected token ids below {below} ({target}), got {largest}; use the "
+                "data of this target, or distill with it"
+            )
+        return cls(shards, manifest.get("digest", ""))
+
+    def __len__(self) -> int:
+        return len(self._bounds_D1) - 1
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return self._firsts[-1]
+
+    @property
+    def learned(self) -> int:
+        """Number of learned tokens."""
+        return int(self._learned_S1[-1])
+
+    @property
+    def spans(self) -> Array:
+        """int64 (D, 2): the half-open span of tokens of each document."""
+        return np.stack([self._bounds_D1[:-1], self._bounds_D1[1:]], axis=1)
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """int32: the tokens of a span inside one document."""
+        return torch.from_numpy(self.view(start, stop).copy())
+
+    def view(self, start: int, stop: int) -> Array:
+        """`tokens` without a copy."""
+        shard = bisect_right(self._firsts, start, hi=len(self._shards)) - 1
+        first = self._firsts[shard]
+        return self._shards[shard].tokens_N[start - first : stop - first]
+
+    def mask(self, start: int, stop: int) -> Tensor:
+        """bool: which tokens of a span the target wrote."""
+        return torch.from_numpy(self.written(start, stop))
+
+    def written(self, start: int, stop: int) -> Array:
+        """`mask` as an array."""
+        mask = np.zeros(stop - start, np.bool_)
+        low, high = np.searchsorted(self._starts_S, (start, stop))
+        low = max(0, low - 1)  # this one may end inside
+        bounds = self._learned_S1[low : high + 1] - self._learned_S1[low]
+        firsts = self._starts_S[low:high] - start
+        for first, size in zip(firsts.tolist(), np.diff(bounds).tolist(), strict=True):
+            mask[max(0, first) : max(0, first + size)] = True
+        return mask
+
+    def learned_in(self, starts: Array, stops: Array) -> Array:
+        """int64: the number of learned tokens of each span."""
+        return self._learned_before(stops) - self._learned_before(starts)
+
+    def _learned_before(self, places: Array) -> Array:
+        if not len(self._starts_S):
+            return np.zeros_like(places)
+        after = np.searchsorted(self._starts_S, places)
+        last = np.maximum(after - 1, 0)  # the last span that starts before, which may end later
+        ends = self._starts_S[last] + self._learned_S1[last + 1] - self._learned_S1[last]
+        return self._learned_S1[after] - np.where(after > 0, np.maximum(ends - places, 0), 0)
+
+    def numbers(self, starts: Array) -> Array:
+        """Indices of the documents that hold these tokens."""
+        return np.searchsorted(self._bounds_D1[:-1], starts, side="right") - 1
 
     def digest(self) -> str:
         """Hash of tokens, loss mask, documents and conversations, as 16 hex digits."""
-        digest = hashlib.sha256()
-        for tensor in (self.tokens_N, self.learn_N):
-            digest.update(tensor.numpy().tobytes())
-        for numbers in (self.spans, self.following):
-            digest.update(torch.tensor(numbers, dtype=torch.int64).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        self._digest = self._digest or digest(self._shards)
+        return self._digest
 
-    def split(self, heldout: float) -> tuple[list[Span], list[Span]]:
-        """(training documents, held-out documents), at least one each.
+    def split(self, heldout: float) -> tuple[Array, Array]:
+        """(spans of training documents, of held-out documents), int64 (.., 2), at least one each.
 
         heldout: share of the conversations, which are never divided. Conversations that contain a
         copy of a held-out document are not trained on: greedy answers to equal prompts are equal.
         If nothing else is left, training uses the held-out documents.
         """
-        starts = sorted(set(range(len(self.spans))).difference(self.following))
-        conversations = [self.spans[a:b] for a, b in pairwise([*starts, len(self.spans)])]
-        total = len(conversations)
+        follows_D = np.concatenate([shard.follows_D for shard in self._shards])
+        talk_D = np.cumsum(~follows_D, dtype=np.int32) - 1
+        total = int(talk_D[-1]) + 1
         count = min(max(1, round(heldout * total)), max(1, total - 1))
-        chosen = sorted(_permutation(total, SPLIT_SEED)[:count])
-        held_out = [span for number in chosen for span in conversations[number]]
-        known = {self._content(span) for span in held_out}
-        train: list[Span] = []
-        for spans in conversations:
-            if known.isdisjoint(map(self._content, spans)):
-                train += spans
-        return train or held_out, held_out
-
-    def _content(self, span: Span) -> bytes:
-        return self.tokens_N[slice(*span)].numpy().tobytes()
+        is_chosen = np.zeros(total, np.bool_)
+        is_chosen[_permutation(total, SPLIT_SEED)[:count]] = True
+        apart_D = is_chosen[talk_D]
+        hashes_D = pa.chunked_array([shard.batch["hash"] for shard in self._shards])
+        copies_D = pc.is_in(hashes_D, value_set=hashes_D.filter(pa.array(apart_D))).to_numpy()
+        is_known = np.zeros(total, np.bool_)
+        is_known[talk_D[copies_D]] = True
+        spans, train_D = self.spans, ~is_known[talk_D]
+        return spans[train_D if train_D.any() else apart_D], spans[apart_D]
 
     def frequent_tokens(self, count: int, vocab_size: int) -> list[int]:
         """The `count` token ids that the target writes most often, most frequent first."""
-        written = torch.bincount(self.tokens_N[self.learn_N].long(), minlength=vocab_size)
-        return written.argsort(descending=True, stable=True)[:count].tolist()
+        written = np.zeros(vocab_size, np.int64)
+        for shard in self._shards:
+            learn_N = shard.written()
+            for at in range(0, len(learn_N), CHUNK):
+                tokens = shard.tokens_N[at : at + CHUNK][learn_N[at : at + CHUNK]]
+                written += np.bincount(tokens, minlength=vocab_size)
+        order: list[int] = np.argsort(-written, kind="stable")[:count].tolist()
+        return order
 
 
 class Rows:
@@ -114,54 +204,79 @@ class Rows:
     """
 
     def __init__(
-        self, documents: Documents, spans: Sequence[Span], length: int, *, pack: bool, seed: int
+        self,
+        documents: Documents,
+        spans: Array | Sequence[Span],
+        length: int,
+        *,
+        pack: bool,
+        seed: int,
     ) -> None:
-        self.documents, self.spans, self.length = documents, spans, length
-        learned_N = documents.learn_N.long().cumsum(0)
-        learned: dict[Span, int] = {}
-        pieces = 0
-        for start, stop in spans:
-            for first in range(start, stop, length):
-                last = min(first + length, stop)
-                pieces += 1
-                if count := int(learned_N[last - 1] - learned_N[first]):
-                    learned[first, last] = count
-        self.cut = pieces - len(spans)
-        useful = list(learned)
-        shuffled = [useful[place] for place in _permutation(len(useful), seed)]
-        self.rows = _first_fit(shuffled, length if pack else 0)
-        self.learned = [sum(learned[piece] for piece in row) for row in self.rows]
+        self.documents, self.spans, self.length = documents, np.asarray(spans, np.int64), length
+        starts_D, stops_D = self.spans.reshape(-1, 2).T
+        counts_D = -(-(stops_D - starts_D) // length)
+        self.cut = int(counts_D.sum()) - len(self.spans)
+        befores_D = counts_D.cumsum() - counts_D
+        starts_P = np.repeat(starts_D - length * befores_D, counts_D)
+        starts_P += length * np.arange(len(starts_P))
+        stops_P = np.minimum(starts_P + length, np.repeat(stops_D, counts_D))
+        learned_P = documents.learned_in(starts_P + 1, stops_P)
+        useful = np.flatnonzero(learned_P)
+        useful = useful[_permutation(len(useful), seed)]
+        sizes_P = (stops_P - starts_P)[useful].astype(np.int32)
+        rows_P = (
+            _first_fit(array("i", sizes_P.tobytes()), length) if pack else np.arange(len(useful))
+        )
+        order = np.argsort(rows_P, kind="stable")
+        self._starts_P, self._sizes_P = starts_P[useful][order], sizes_P[order]
+        firsts_R = np.flatnonzero(np.diff(rows_P[order], prepend=-1))
+        self._bounds_R1 = array("q", np.append(firsts_R, len(useful)).tobytes())
+        self.learned = _sums(learned_P[useful][order], firsts_R)
         """Learned tokens of each row."""
-        self.sizes = [sum(stop - start for start, stop in row) for row in self.rows]
+        self.sizes = _sums(self._sizes_P, firsts_R)
         """Tokens of each row, without padding."""
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.sizes)
+
+    def pieces(self, row: int) -> list[Span]:
+        """The spans of tokens that a row holds."""
+        held = slice(*self._bounds_R1[row : row + 2])
+        starts_P, sizes_P = self._starts_P[held], self._sizes_P[held]
+        return list(zip(starts_P.tolist(), (starts_P + sizes_P).tolist(), strict=True))
 
     def document_numbers(self, rows: Iterable[int]) -> list[int]:
         """Indices of the documents in these rows, in the order of the data."""
-        starts = [start for start, _ in self.documents.spans]
-        return [bisect_right(starts, start) - 1 for row in rows for start, _ in self.rows[row]]
+        starts = [start for row in rows for start, _ in self.pieces(row)]
+        numbers: list[int] = self.documents.numbers(np.array(starts, np.int64)).tolist()
+        return numbers
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """These rows, padded to the longest; padding is a separate document."""
         width = max(self.sizes[row] for row in rows)
         shape = (len(rows), width)
-        tokens_BT = torch.zeros(shape, dtype=torch.long)
-        loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
-        documents_BT = torch.full(shape, -1)
-        positions_BT = torch.arange(width).repeat(len(rows), 1)
+        tokens_BT = np.zeros(shape, np.int64)
+        loss_mask_BT = np.zeros(shape, np.bool_)
+        documents_BT = np.full(shape, -1)
+        positions_BT = np.tile(np.arange(width), (len(rows), 1))
         for line, row in enumerate(rows):
-            end = 0
-            for number, (start, stop) in enumerate(self.rows[row]):
-                place = slice(end, end := end + stop - start)
-                tokens_BT[line, place] = self.documents.tokens_N[start:stop].long()
-                loss_mask_BT[line, place] = self.documents.learn_N[start:stop]
-                loss_mask_BT[line, place.start] = False
-                documents_BT[line, place] = number
-                positions_BT[line, place] -= place.start
+            end, pieces = self.sizes[row], self.pieces(row)
+            sizes_P = np.array([stop - start for start, stop in pieces])
+            firsts_P = sizes_P.cumsum() - sizes_P
+            np.concatenate(
+                [self.documents.view(*span) for span in pieces], out=tokens_BT[line, :end]
+            )
+            loss_mask_BT[line, :end] = np.concatenate([self.documents.written(*p) for p in pieces])
+            loss_mask_BT[line, firsts_P] = False
+            documents_BT[line, :end] = np.repeat(np.arange(len(pieces)), sizes_P)
+            positions_BT[line, :end] -= np.repeat(firsts_P, sizes_P)
             positions_BT[line, end:] -= end
-        return Batch(tokens_BT, loss_mask_BT, positions_BT, documents_BT)
+        return Batch(
+            torch.from_numpy(tokens_BT),
+            torch.from_numpy(loss_mask_BT),
+            torch.from_numpy(positions_BT),
+            torch.from_numpy(documents_BT),
+        )
 
 
 @dataclass(frozen=True)
@@ -175,10 +290,11 @@ class Order:
     def step(self, step: int) -> list[int]:
         """Row numbers of a step, over all processes; steps count from 0."""
         first = step * self.rows_per_step
-        numbers = []
-        for place in range(first, first + self.rows_per_step):
-            epoch, index = divmod(place, self.rows)
-            numbers.append(_permutation(self.rows, self.seed * 1_000_003 + epoch + 1)[index])
+        epochs, places = np.divmod(np.arange(first, first + self.rows_per_step), self.rows)
+        numbers: list[int] = []
+        for epoch in np.unique(epochs).tolist():
+            order = _permutation(self.rows, self.seed * 1_000_003 + epoch + 1)
+            numbers += order[places[epochs == epoch]].tolist()
         return numbers
 
     def steps(self, epochs: float) -> int:
@@ -253,30 +369,53 @@ class Reading:
         )
 
 
+def release() -> None:
+    """Return freed memory to the system: glibc keeps the megabytes of large temporary arrays."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 def heldout_rows(rows: Rows) -> int:
     """Number of rows to evaluate, from the first."""
     ends = accumulate(rows.sizes)
     return next((row for row, end in enumerate(ends, 1) if end >= HELDOUT_TOKENS), len(rows))
 
 
-def _first_fit(pieces: Sequence[Span], length: int) -> list[list[Span]]:
-    rows: list[list[Span]] = []
-    room: dict[int, int] = {}  # free tokens of the open rows, oldest first
-    for start, stop in pieces:
-        size = stop - start
-        row = next((row for row, free in room.items() if free >= size), None)
-        if row is None:
-            row = len(rows)
-            rows.append([])
-            room[row] = length
-            if len(room) > OPEN_ROWS:
-                del room[next(iter(room))]
-        rows[row].append((start, stop))
-        if row in room:
-            room[row] -= size
-    return rows
+def _first_fit(sizes: Iterable[int], length: int) -> Array:
+    """The row of each piece: the oldest open row with room, else a new one."""
+    rows = array("q")
+    room: list[int] = []  # free tokens of the open rows, oldest first
+    most: list[int] = []  # free tokens of the emptiest row so far: ascending
+    oldest = 0
+    for size in sizes:
+        at = bisect_left(most, size)
+        rows.append(oldest + at)
+        if at == len(most):
+            room.append(length - size)
+            most.append(max(most[-1] if most else 0, length - size))
+            if len(room) <= OPEN_ROWS:
+                continue
+            del room[0], most[0]
+            oldest += 1
+            at = 0
+        else:
+            room[at] -= size
+        top = most[at - 1] if at else 0
+        for place in range(at, len(room)):
+            if room[place] > top:  # `max` takes longer than all the rest
+                top = room[place]
+            if most[place] == top:
+                break
+            most[place] = top
+    return np.frombuffer(rows, np.int64)
 
 
-@lru_cache(maxsize=2)  # `Order` asks once per row
-def _permutation(count: int, seed: int) -> list[int]:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+def _sums(values: Array, firsts: Array) -> Sequence[int]:
+    """Sums of the stretches that begin at `firsts`, as Python's numbers in an array."""
+    return array("q", np.add.reduceat(values, firsts, dtype=np.int64).tobytes())
+
+
+@lru_cache(maxsize=2)  # `Order` asks at each step
+def _permutation(count: int, seed: int) -> Array:
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return order.numpy().astype(np.int32)

@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,6 +113,16 @@ class Saved(NamedTuple):
     state: RunState
 
 
+class Content(NamedTuple):
+    """What a checkpoint is written from, in host memory; nothing changes it any more."""
+
+    head: DraftHead
+    optimizer_state: dict[str, Tensor]
+    state: RunState
+    target: Target  # with a copy of its adapter
+    facts: dict[str, Any]  # about the training, for the head's config.json
+
+
 def read_state(folder: Path) -> RunState:
     """The state in a checkpoint. Raises ValueError if it is damaged or of another format."""
     try:
@@ -171,8 +182,8 @@ def refuse_changes(saved: Saved, what: str, changes: list[str]) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of a run. All processes call the same methods; the first one writes, and its
-    errors are raised on all of them.
+    """The checkpoints of a run. The first process writes them, in a thread beside the training;
+    `wait` raises its errors on all processes.
 
     last: the checkpoint that the run resumes from; later ones, which are damaged, are set aside.
     size: bytes of a checkpoint. Raises ValueError if there is no room for one, or if another
@@ -185,6 +196,8 @@ class Checkpoints:
         output = recipe.run.output
         self.output, self.keep, self.accelerator = output, recipe.run.keep, accelerator
         self._lock = None
+        self._writer = ThreadPoolExecutor(1)
+        self._written: Future[None] | None = None  # the checkpoint of the last `save`
         with agreeing(accelerator):
             if accelerator.is_main_process:
                 _check_room(output, size)
@@ -203,44 +216,52 @@ class Checkpoints:
         """The checkpoint after `step` steps."""
         return self.output / f"step-{step:06d}"
 
-    def save(
-        self,
-        head: DraftHead,
-        optimizer_state: dict[str, Tensor],
-        state: RunState,
-        target: Target,
-        facts: dict[str, Any],
-    ) -> None:
-        """Write a checkpoint, then delete old ones. head, optimizer_state: complete, on the first
-        process. facts: about the training, for the head's config.json. Raises OSError if the disk
-        is full.
+    def save(self, content: Content) -> None:
+        """Begin to write a checkpoint and to delete old ones after it; on the first process, after
+        `wait`.
         """
-        folder = self.folder(state.step)
+        self._written = self._writer.submit(self._write, content)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk; a collective. Raises OSError if the disk is
+        full.
+        """
         with agreeing(self.accelerator):
-            if not self.accelerator.is_main_process:
-                return
-            try:
-                with staged(folder) as staging:
-                    write_head(head, staging, target=target, training=facts)
-                    (staging / TRAINER).mkdir()
-                    save_file(optimizer_state, staging / TRAINER / OPTIMIZER)
-                    files = [path for path in sorted(staging.rglob("*")) if path.is_file()]
-                    sums = {str(path.relative_to(staging)): _checksum(path) for path in files}
-                    values = _STATE.dump_python(replace(state, files=sums), mode="json")
-                    text = json.dumps({"format": FORMAT, **values}, indent=2)
-                    (staging / TRAINER / STATE).write_text(text + "\n")
-                self._rotate()
-            except (OSError, SafetensorError) as error:
-                kept = [step.name for step in _steps(self.output)] or ["none"]
-                raise OSError(
-                    f"{folder} was not written: {error}; the newest checkpoint is {kept[-1]}; free "
-                    "space there and run the same command again"
-                ) from error
+            if self._written is not None:
+                self._written.result()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this process already knows that `wait` will raise an error."""
+        written = self._written
+        return written is not None and written.done() and written.exception() is not None
 
     def close(self) -> None:
-        """Release the lock on the folder."""
+        """Let the writer end, then release the lock on the folder."""
+        self._writer.shutdown()
         if self._lock is not None:
             self._lock.close()
+
+    def _write(self, content: Content) -> None:
+        head, optimizer_state, state, target, facts = content
+        folder = self.folder(state.step)
+        try:
+            with staged(folder) as staging:
+                write_head(head, staging, target=target, training=facts)
+                (staging / TRAINER).mkdir()
+                save_file(optimizer_state, staging / TRAINER / OPTIMIZER)
+                files = [path for path in sorted(staging.rglob("*")) if path.is_file()]
+                sums = {str(path.relative_to(staging)): _checksum(path) for path in files}
+                values = _STATE.dump_python(replace(state, files=sums), mode="json")
+                text = json.dumps({"format": FORMAT, **values}, indent=2)
+                (staging / TRAINER / STATE).write_text(text + "\n")
+            self._rotate()
+        except (OSError, SafetensorError) as error:
+            kept = [step.name for step in _steps(self.output)] or ["none"]
+            raise OSError(
+                f"{folder} was not written: {error}; the newest checkpoint is {kept[-1]}; free "
+                "space there and run the same command again"
+            ) from error
 
     def _tidy(self, last: Path | None) -> None:
         """Remove what a killed process left, set damaged checkpoints aside, delete old ones."""

@@ -31,8 +31,9 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import Speculator
-from draftheads.train.batches import Documents, Rows, Span
+from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
+from draftheads.train.data.shards import Array
 from draftheads.train.evaluate import calibrate
 from draftheads.train.setup import LOW_SHARE
 
@@ -133,10 +134,10 @@ class Evidence:
     def rows(self) -> Rows:
         """Held-out documents of the data, or else the decoded answers."""
         documents = self.documents
-        if documents is None or not bool(documents.learn_N.any()):
+        if documents is None or not documents.learned:
             return self.decoded_rows
         spans = unseen(self.training, documents)
-        useful = [span for span in spans if bool(documents.learn_N[slice(*span)].any())]
+        useful = spans[documents.learned_in(*spans.T) > 0].tolist()
         spread = random.Random(0).sample(useful, len(useful))
         ends = accumulate(stop - start for start, stop in spread)
         few = [span for span, end in zip(spread, ends, strict=True) if end <= TEXT_TOKENS]
@@ -255,8 +256,8 @@ def truth(rows: Rows, depth: int) -> Tensor:
     found = []
     for batch in batches(rows):
         columns = [
-            torch.where(here_BT, batch.tokens_BT.roll(-k, dims=1), -1)
-            for k, here_BT in enumerate(batch.roots(depth), start=1)
+            torch.where(torch.from_numpy(here_BT), batch.tokens_BT.roll(-k, dims=1), -1)
+            for k, here_BT in enumerate(batch.root_masks(depth), start=1)
         ]
         found.append(torch.stack(columns, dim=-1)[batch.loss_mask_BT])
     return torch.cat(found)
@@ -291,7 +292,7 @@ def is_above(values_M: Tensor, other: Tensor | float) -> bool:
     return bool(float(values_M.float().mean()) - other > SURE * spread)
 
 
-def unseen(training: dict[str, Any], documents: Documents) -> list[Span]:
+def unseen(training: dict[str, Any], documents: Documents) -> Array:
     """Held-out documents if training recorded that it saw this data, otherwise all."""
     digest = training.get("data", {}).get("digest")
     heldout = training.get("recipe", {}).get("data", {}).get("heldout")
@@ -300,13 +301,13 @@ def unseen(training: dict[str, Any], documents: Documents) -> list[Span]:
     return documents.split(heldout)[1]
 
 
-def openings_of(documents: Documents, spans: Sequence[Span]) -> list[list[int]]:
+def openings_of(documents: Documents, spans: Array) -> list[list[int]]:
     """The prompts of documents; the first quarter of documents without learned tokens."""
     openings = []
-    for start, stop in spans:
-        learned = documents.learn_N[start:stop].nonzero()
+    for start, stop in spans.tolist():
+        learned = documents.mask(start, stop).nonzero()
         end = int(learned[0]) if len(learned) else (stop - start) // 4
-        openings.append(documents.tokens_N[start : start + max(1, end)].tolist())
+        openings.append(documents.tokens(start, start + max(1, end)).tolist())
     return openings
 
 
@@ -344,9 +345,8 @@ def little_data(evidence: Evidence) -> Finding | None:
     documents = evidence.documents
     if documents is None:
         return None
-    learned, total = int(documents.learn_N.sum()), len(documents.tokens_N)
-    count = len(documents.spans)
-    empty = sum(not bool(documents.learn_N[slice(*span)].any()) for span in documents.spans)
+    learned, total, count = documents.learned, documents.size, len(documents)
+    empty = count - int((documents.learned_in(*documents.spans.T) > 0).sum())
     if learned >= LOW_SHARE * total and empty <= 0.5 * count:
         return None
     return Finding(
@@ -354,7 +354,7 @@ def little_data(evidence: Evidence) -> Finding | None:
         evidence.rest,
         f"{learned} of {total} tokens are learned; {empty} of {count} documents have none",
         f"{LOW_SHARE:.0%} of the tokens or more, and some in every document",
-        "check `learn` in answers-*.jsonl, and distill again: it marks what the target wrote",
+        "check `learn` in answers-*, and distill again: it marks what the target wrote",
     )
 
 

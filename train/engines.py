@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -30,10 +31,11 @@ from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.base import DraftHead, HeadLoss
-from draftheads.heads.batch import Batch
+from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.losses import Teacher, linear_cross_entropy
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
+from draftheads.heads.tree import Tree
 from draftheads.train.launch import asked_for_fsdp
 from draftheads.train.recipe import AdapterChoices, OptimChoices, Precision, Recipe
 
@@ -114,8 +116,9 @@ class JointLearner(Learner):
             weight = self.choices.weight(done)
             read_BTD.register_hook(lambda grad: grad * weight)  # type: ignore[no-untyped-call]
         out = super().forward(batch, read_BTD, target, done)
-        learned_BT = batch.loss_mask_BT
-        moved = divergence(states_BTD[learned_BT], features_BTD[learned_BT], target)
+        learned_M = batch.learned()
+        states_MD, frozen_MD = at_places(states_BTD, learned_M), at_places(features_BTD, learned_M)
+        moved = divergence(states_MD, frozen_MD, target)
         return HeadLoss(out.loss + moved, out.ranks_KR)
 
     @cached_property
@@ -161,14 +164,15 @@ def divergence(states_MD: Tensor, frozen_MD: Tensor, target: Target) -> Tensor:
     """KL(frozen || adapted) in nats, summed over M, from last hidden states. Only `states_MD` gets
     a gradient.
     """
-    positions_M = torch.arange(len(states_MD), device=states_MD.device)
     teacher = Teacher(
-        positions_M,
+        np.arange(len(states_MD)),
         lambda positions: target.unembed(frozen_MD[positions]),
         objective="kl",
         vocab_size=target.vocab_size,
     )
-    labels_M = torch.zeros_like(positions_M)  # for ranks, which are not used
+    labels_M = torch.zeros(
+        len(states_MD), dtype=torch.long, device=states_MD.device
+    )  # for ranks, which are not used
     return linear_cross_entropy(states_MD, target.unembed_weight(), labels_M, teacher=teacher)[0]
 
 
@@ -219,9 +223,8 @@ class Engine(ABC):
 
     @abstractmethod
     def optimizer_state(self, *, keep: bool) -> State:
-        """The full state on the CPU, gathered one tensor at a time; empty before the first step.
-
-        keep=False takes part in the gathering and returns nothing.
+        """A copy of the full state in host memory, gathered one tensor at a time; empty before the
+        first step. keep=False takes part in the gathering and returns nothing.
         """
 
     @abstractmethod
@@ -238,9 +241,16 @@ class Engine(ABC):
         for name, parameter in self._named.items():
             if not name.startswith(ADAPTER):
                 weights[name] = full = self._full(parameter)
-        head = copy.deepcopy(self._blank).to_empty(device=full.device)
+        return self._filled(weights, full.device, self.learner.head.tree)
+
+    def on_host(self, head: DraftHead) -> DraftHead:
+        """A copy of a full head in host memory, which later steps do not change."""
+        return self._filled(head.state_dict(), torch.device("cpu"), head.tree)
+
+    def _filled(self, weights: State, device: torch.device, tree: Tree) -> DraftHead:
+        head = copy.deepcopy(self._blank).to_empty(device=device)
         head.load_state_dict(weights)
-        head.tree = self.learner.head.tree
+        head.tree = tree
         return head
 
 
@@ -281,7 +291,7 @@ class TorchEngine(Engine):
             for key, value in self.optimizer.state[parameter].items():
                 full = _gathered(value)
                 if keep:
-                    state[f"{key}.{name}"] = full.cpu()
+                    state[f"{key}.{name}"] = full.to("cpu", copy=True)
         return state
 
     def restore(self, optimizer_state: State) -> None:
@@ -358,7 +368,7 @@ class DeepSpeedEngine(Engine):
             for key in MOMENTS:
                 full = self._utils.safe_get_full_optimizer_state(parameter, key)
                 if keep:
-                    state[f"{key}.{name}"] = full.cpu()
+                    state[f"{key}.{name}"] = full.to("cpu", copy=True)
         step = self._zero.optimizer.state[self._flat[0]]["step"]
         return state | {f"step.{name}": step.clone() for name in self._named if keep}
 

@@ -307,8 +307,8 @@ def decode(stored: Tensors, dtype: torch.dtype) -> Tensor:
 def _digest(rows: Rows, count: int) -> str:
     """Hash of the tokens and document boundaries of the first `count` rows."""
     digest = hashlib.sha256()
-    for row in rows.rows[:count]:
-        digest.update(json.dumps([stop - start for start, stop in row]).encode())
-        for start, stop in row:
-            digest.update(rows.documents.tokens_N[start:stop].numpy().tobytes())
+    for pieces in map(rows.pieces, range(count)):
+        digest.update(json.dumps([stop - start for start, stop in pieces]).encode())
+        for start, stop in pieces:
+            digest.update(rows.documents.tokens(start, stop).numpy().tobytes())
     return digest.hexdigest()[:16]

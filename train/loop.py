@@ -8,11 +8,16 @@ Legend: B batch, T tokens, D feature width, K draft depth, R ranks.
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +29,14 @@ from torch import Tensor
 
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
+from draftheads.heads.batch import Batch
 from draftheads.heads.card import flat
 from draftheads.heads.hub import WEIGHTS
 from draftheads.heads.target import Target
 from draftheads.train.batches import Order, Reading, share
 from draftheads.train.checkpoint import (
     Checkpoints,
+    Content,
     RunState,
     Saved,
     check_inputs,
@@ -52,8 +59,14 @@ from draftheads.train.setup import (
     versions,
 )
 
+AHEAD = 2
+"""Micro batches that are made ahead."""
 SHOWN = 8
 """Documents listed in the line about a skipped step."""
+
+
+MicroBatch = tuple[int, list[int], Batch]
+"""Its number in the step, its rows, and these in host memory."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,31 @@ class Run:
     evaluator: Evaluator
     checkpoints: Checkpoints
     state: RunState
+    batches: Generator[MicroBatch] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.batches = self._micro_batches()
+
+    def _micro_batches(self) -> Generator[MicroBatch]:
+        """All that this process has left to read, made ahead by a thread."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        first, steps, order = self.state.step, self.state.steps, self.order
+        size, pins = self.recipe.data.rows_per_batch, self.accelerator.device.type == "cuda"
+
+        def make(rows: Sequence[int]) -> Batch:
+            batch = self.data.train.batch(rows)
+            return batch.pin_memory() if pins else batch
+
+        due: deque[tuple[int, list[int], Future[Batch]]] = deque()
+        with ThreadPoolExecutor(1, "batches") as thread:
+            for step in range(first, steps):
+                for number, rows in share(order.step(step), size, rank, world):
+                    due.append((number, rows, thread.submit(make, rows)))
+                    if len(due) > AHEAD:
+                        number, rows, made = due.popleft()
+                        yield number, rows, made.result()
+            for number, rows, made in due:
+                yield number, rows, made.result()
 
 
 class StepResult(NamedTuple):
@@ -131,6 +169,7 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
         run = start(recipe, accelerator, saved)
         ends.callback(delattr, run, "engine")  # a DDP that outlives its process group hangs
         ends.callback(run.checkpoints.close)
+        ends.enter_context(closing(run.batches))
         stop = ends.enter_context(StopRequest(recipe.run.output))  # nothing to save before
         progress = Progress(accelerator, recipe, run.state.step, run.state.steps)
         ends.enter_context(closing(progress))
@@ -142,14 +181,17 @@ def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
     recipe, log = run.recipe, main_process_log(run.accelerator)
     started, by = time.monotonic() - run.state.seconds, ""
     while run.state.step < run.state.steps and not by and not run.state.exhausted:
-        result = train_step(run, stop.pending())
+        result = train_step(run, stop.pending() or run.checkpoints.failed)
         _record(run, result, progress)
         run.state = replace(run.state, seconds=time.monotonic() - started)
         by = (stop.by or "another process") if result.stop else ""
+        if by:
+            run.checkpoints.wait()  # raises if a failed write is the reason
         due = run.evaluator.due(run.state.step, run.state.steps)
         if by or due or run.state.step % recipe.run.save_every == 0:
             with progress.paused():
                 save(run, progress, scheduled=due)
+    run.checkpoints.wait()
     step, steps = run.state.step, run.state.steps
     if run.state.exhausted and step < steps:
         log(_early_end(run.state))
@@ -169,12 +211,12 @@ def train_step(run: Run, stop: bool) -> StepResult:
     rank, world = run.accelerator.process_index, run.accelerator.num_processes
     numbers = run.order.step(step)
     learned = sum(run.data.train.learned[row] for row in numbers)
-    batches = share(numbers, recipe.data.rows_per_batch, rank, world)
+    shares = share(numbers, recipe.data.rows_per_batch, rank, world)
     losses: list[Tensor] = []
     ranks: list[Tensor] = []
-    for number, rows in batches:
-        last = number == batches[-1][0]
-        batch = run.data.train.batch(rows).to(device)
+    for number, rows, on_host in islice(run.batches, len(shares)):
+        last = number == shares[-1][0]
+        batch = on_host.to(device)
         features_BTD = run.features(rows, batch)
         # seeded by micro batch, so the number of processes does not matter
         torch.manual_seed(hash((recipe.run.seed, step, number)) % (1 << 63))
@@ -193,7 +235,7 @@ def train_step(run: Run, stop: bool) -> StepResult:
     norm = run.engine.update(rates)
     documents: list[int] = []
     if not math.isfinite(norm):
-        bad = [rows for (_, rows), loss in zip(batches, mine, strict=True) if not loss.isfinite()]
+        bad = [rows for (_, rows), loss in zip(shares, mine, strict=True) if not loss.isfinite()]
         found = [run.data.train.document_numbers(rows) for rows in bad]
         documents = sorted({number for numbers in gather_object(found) for number in numbers})
     ranks_KR = torch.stack(ranks).sum(0)
@@ -225,7 +267,7 @@ def _record(run: Run, result: StepResult, progress: Progress) -> None:
 
 
 def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
-    """Evaluate the heads on held-out documents, fit their tree to the result, and write a
+    """Evaluate the heads on held-out documents, fit their tree to the result, and begin to write a
     checkpoint. scheduled: False if the run was interrupted.
     """
     head, step = run.engine.full_head(), run.state.step
@@ -252,8 +294,14 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
         **({"decoding": measured} if measured else {}),
         **training_facts(run.recipe, run.data, run.accelerator),
     }
-    optimizer_state = run.engine.optimizer_state(keep=run.accelerator.is_main_process)
-    run.checkpoints.save(head, optimizer_state, run.state, run.target, facts)
+    run.checkpoints.wait()  # before the copies: only one is in memory
+    is_main = run.accelerator.is_main_process
+    optimizer_state = run.engine.optimizer_state(keep=is_main)
+    if is_main:
+        target = copy.copy(run.target)
+        target.adapter = target.adapter and target.adapter.on_host()
+        parts = run.engine.on_host(head), optimizer_state, run.state, target, facts
+        run.checkpoints.save(Content(*parts))
 
 
 def start(recipe: Recipe, accelerator: Accelerator, saved: Saved | None) -> Run:

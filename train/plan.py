@@ -37,7 +37,7 @@ from draftheads.heads.placement import check_path, check_placement, read_config,
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading
-from draftheads.train.data.answers import MANIFEST
+from draftheads.train.data.answers import MANIFEST, SHARDED, store_records
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe, load_recipe
 from draftheads.train.setup import load_data
@@ -57,6 +57,8 @@ BACKWARD = 2
 """Cost of a layer's backward pass, in forward passes."""
 FEWEST, MOST, TRIAL_TOKENS = 4, 16, 1 << 15
 """Steps of each kind in a trial: enough to read TRIAL_TOKENS, within these limits."""
+BYTES_PER_DOCUMENT = 90
+"""Of a process that has the data open: scripts/benchmarks/answers_scale.py."""
 PATIENCE = 600
 """Seconds that a trial may take."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -137,10 +139,10 @@ class Workload:
     """A run's rows and steps. Without data, rows are assumed to be full.
 
     length: tokens of a full row. rows: to train on, with `tokens` in total; None: the data is
-    missing. row_tokens: mean tokens per row. sizes: (tokens, learned tokens) of each row. heldout:
-    tokens evaluated at each save. rows_per_step, tokens_per_step: over all processes.
-    micro_batches: per process. steps, epochs, saves: None where unknown. alone: share of the steps
-    that train heads alone. Raises what `load_data` raises.
+    missing. data: bytes of memory. row_tokens: mean tokens per row. sizes: (tokens, learned tokens)
+    of each row. heldout: tokens evaluated at each save. rows_per_step, tokens_per_step: over all
+    processes. micro_batches: per process. steps, epochs, saves: None where unknown. alone: share of
+    the steps that train heads alone. Raises what `load_data` raises.
     """
 
     def __init__(self, recipe: Recipe, target: Target, processes: int) -> None:
@@ -148,9 +150,13 @@ class Workload:
         self.length = min(data.sequence_length, target.context)
         self.rows, self.heldout = None, HELDOUT_TOKENS
         self.sizes = [(self.length, self.length - 1)]
+        self.data = 0
         if (data.path / MANIFEST).is_file():
             found = load_data(recipe, target, log=lambda line: None)
             self.rows = len(found.train)
+            self.data = BYTES_PER_DOCUMENT * len(found.documents)
+            if found.manifest["format"] != SHARDED:
+                self.data += 4 * found.documents.size
             self.heldout = min(HELDOUT_TOKENS, sum(found.heldout.sizes))
             self.sizes = list(zip(found.train.sizes, found.train.learned, strict=True))
         self.tokens = sum(size for size, _ in self.sizes)
@@ -264,15 +270,16 @@ def write_target(recipe: Recipe, layers: int, folder: Path) -> None:
 
 def write_rows(folder: Path, sizes: list[tuple[int, int]], vocabulary: int) -> None:
     """Write random documents of these sizes: (tokens, learned tokens at the end)."""
+    records = []
+    for number, (size, learned) in enumerate(sizes):
+        tokens = random.Random(number).choices(range(vocabulary), k=size)
+        learn = [(size - learned, size)]
+        records.append(
+            {"id": number, "tokens": tokens, "learn": learn, "turns": 1, "finish": "eos"}
+        )
     folder.mkdir()
-    with (folder / "answers-00000-of-00001.jsonl").open("w") as file:
-        for number, (size, learned) in enumerate(sizes):
-            tokens = random.Random(number).choices(range(vocabulary), k=size)
-            record = {"id": number, "tokens": tokens, "learn": [(size - learned, size)]}
-            file.write(json.dumps({**record, "turns": 1, "finish": "eos"}) + "\n")
-    manifest = {"format": 1, "batch_size": len(sizes), "complete": True}
-    counts = {"prompts": {"count": len(sizes)}, "counts": {"done": len(sizes)}}
-    (folder / MANIFEST).write_text(json.dumps(manifest | counts))
+    manifest = {"target": {"name": "random"}, "prompts": {"count": len(sizes)}}
+    store_records(folder, manifest, records)
 
 
 def _run_child(folder: Path, values: dict[str, Any], clock: str) -> dict[str, Any]:
@@ -295,19 +302,29 @@ def _run_child(folder: Path, values: dict[str, Any], clock: str) -> dict[str, An
     return found
 
 
+def peak_memory() -> int:
+    """Most bytes that this process ever had, where the system knows; else those of now."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return int(psutil.Process().memory_info().rss)
+    fields = dict(line.split(":") for line in status.read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
 def main(folder: Path, clock: str) -> None:
     """The child: train the folder's recipe.json and write what it took to found.json."""
     on_gpu, now = torch.cuda.is_available(), CLOCKS[clock]
-    recipe, steps = load_recipe(folder / "recipe.json"), []
-    register_optimizer_step_post_hook(lambda *_: steps.append(now()))
+    recipe, steps, peak = load_recipe(folder / "recipe.json"), [], 0
+
+    def note(*_: object) -> None:  # before anything is saved, which needs memory of its own
+        nonlocal peak
+        steps.append(now())
+        peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory()
+
+    register_optimizer_step_post_hook(note)
     base, begin = 0 if on_gpu else psutil.Process().memory_info().rss, now()
     fit(recipe)
-    end, status = now(), Path("/proc/self/status")
-    peak = torch.cuda.max_memory_allocated() if on_gpu else psutil.Process().memory_info().rss
-    if not on_gpu and status.exists():
-        fields = dict(line.split(":") for line in status.read_text().splitlines())
-        peak = int(fields["VmHWM"].split()[0]) * 1024
-    found = {"base": base, "peak": peak, "begin": begin, "end": end, "steps": steps}
+    found = {"base": base, "peak": peak, "begin": begin, "end": now(), "steps": steps}
     (folder / "found.json").write_text(json.dumps(found))
 
 
@@ -337,7 +354,9 @@ class Plan:
         parts["target"] = shapes.target_bytes(shapes.layers, shards)
         if _device() == "cpu":
             parts["libraries"] = trial.base if trial else psutil.Process().memory_info().rss
-            parts["data"] = 5 * work.tokens if work.rows else 0
+            parts["data"] = work.data
+            # the first process trains on while a copy of weights and moments is written
+            parts["checkpoint"] = self.disk["checkpoint"]
             if self.recipe.features.mode == "online":
                 rows = min(work.rows or 0, (work.steps or 0) * work.rows_per_step)
                 room = int(self.recipe.data.cache_gb * 1e9)

@@ -16,8 +16,8 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
-from draftheads.train.batches import Documents, Rows
-from draftheads.train.data.answers import read_answers, read_manifest
+from draftheads.train.batches import Documents, Rows, release
+from draftheads.train.data.answers import read_manifest
 from draftheads.train.recipe import Recipe
 
 LOW_SHARE = 0.05
@@ -39,9 +39,9 @@ class TrainingData:
     def counts(self) -> dict[str, Any]:
         """Sizes and a digest, which change with the data."""
         return {
-            "documents": len(self.documents.spans),
-            "tokens": len(self.documents.tokens_N),
-            "learned_tokens": int(self.documents.learn_N.sum()),
+            "documents": len(self.documents),
+            "tokens": self.documents.size,
+            "learned_tokens": self.documents.learned,
             "digest": self.documents.digest(),
         }
 
@@ -80,28 +80,23 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
             f"{origin.get('name')} ({origin.get('fingerprint')}); distill with this target, or set "
             f"target={origin.get('name')}"
         )
-    documents = Documents.read(read_answers(path))
-    largest = int(documents.tokens_N.max())
-    if largest >= target.vocab_size:
-        raise ValueError(
-            f"{path}: expected token ids below {target.vocab_size} ({target.name}), got {largest}; "
-            "distill with this target"
-        )
+    documents = Documents.open(path, target.vocab_size, str(target.name))
     length = min(recipe.data.sequence_length, target.context)
     if length < recipe.data.sequence_length:
         log(f"data.sequence_length reduced to {length}, the context of {target.name}")
     spans, apart = documents.split(recipe.data.heldout)
     train = Rows(documents, spans, length, pack=pack, seed=recipe.run.seed)
     heldout = Rows(documents, apart, length, pack=pack, seed=0)
+    release()
     for name, rows in {"training": train, "held-out": heldout}.items():
         if not len(rows):
             raise ValueError(
                 f"{path}: expected tokens written by the target, got none in {len(rows.spans)} "
-                f"{name} documents; check `learn` in answers-*.jsonl, or distill more prompts"
+                f"{name} documents; check `learn` in answers-*, or distill more prompts"
             )
     learned, tokens = sum(train.learned), sum(train.sizes)
     log(
-        f"data: {len(documents.spans)} documents, {len(apart)} held out; {tokens:,} tokens in "
+        f"data: {len(documents)} documents, {len(apart)} held out; {tokens:,} tokens in "
         f"{len(train)} rows of {length} ({tokens / len(train) / length:.0%} full), "
         f"{learned / tokens:.0%} learned"
     )

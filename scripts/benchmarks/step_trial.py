@@ -27,6 +27,7 @@ from draftheads.heads.layers import DecoderLayer
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows
+from draftheads.train.data.answers import Answer
 from draftheads.train.engines import Learner
 from draftheads.train.recipe import OptimChoices
 
@@ -42,6 +43,11 @@ class Part:
     forward: int
     backward: int = 0
     is_linear: bool = True
+
+
+def root_masks(batch: Batch, depth: int) -> list[Tensor]:
+    """`Batch.root_masks` as tensors."""
+    return [torch.from_numpy(mask_BT) for mask_BT in batch.root_masks(depth)]
 
 
 def frozen_parts(target: Target, batch: Batch) -> list[Part]:
@@ -81,7 +87,7 @@ def counted(function: Callable[[], Any]) -> int:
 
 def _medusa_parts(head: MedusaHead, batch: Batch) -> list[Part]:
     blocks = first = words = 0
-    for k, mask_BT in enumerate(batch.roots(head.depth)):
+    for k, mask_BT in enumerate(root_masks(batch, head.depth)):
         judged = int(mask_BT.sum())
         blocks += _linear(judged, head.blocks[k])
         first += _linear(judged, head.blocks[k].get_submodule("layers.0"))
@@ -94,7 +100,7 @@ def _medusa_parts(head: MedusaHead, batch: Batch) -> list[Part]:
 
 def _eagle3_parts(head: Eagle3Head, batch: Batch, target: Target) -> list[Part]:
     layers = head.midlayer if head.layer_count == 1 else head.layers
-    masks = list(batch.roots(head.steps))
+    masks = root_masks(batch, head.steps)
     judged = [int(mask_BT.sum()) for mask_BT in masks]
     seen = [int(batch.positions_BT.sum())]  # the first token of a document makes no pair
     for step in range(1, head.steps):
@@ -119,7 +125,7 @@ def _eagle3_parts(head: Eagle3Head, batch: Batch, target: Target) -> list[Part]:
 def _block_parts(head: BlockHead, batch: Batch) -> list[Part]:
     """Without conditioning, on the target's lm_head; random anchors stand for the mean one."""
     tokens, size, shape = batch.tokens_BT.numel(), head.design.block_size, head.design.shape
-    masks = list(batch.roots(head.depth))
+    masks = root_masks(batch, head.depth)
     anchors = int(masks[0].sum(1).clamp(max=head.anchors).sum())
     judged = anchors * int(sum(mask_BT.sum() for mask_BT in masks)) // int(masks[0].sum())
     seen = anchors * size * (int(batch.positions_BT[masks[0]].float().mean()) + size)
@@ -210,10 +216,9 @@ def create_target(setup: Setup) -> Target:
 def create_batch(setup: Setup) -> Batch:
     """Documents of random tokens, packed as in training, all learned but the first of each."""
     size, count = setup.length // setup.documents, setup.documents * setup.rows
-    tokens_N = torch.randint(setup.vocabulary, (count * size,), dtype=torch.int32)
-    spans = [(at * size, (at + 1) * size) for at in range(count)]
-    documents = Documents(tokens_N, torch.ones_like(tokens_N, dtype=torch.bool), spans)
-    rows = Rows(documents, spans, setup.length, pack=True, seed=setup.seed)
+    tokens_DT = torch.randint(setup.vocabulary, (count, size), dtype=torch.int32).tolist()
+    documents = Documents.read(Answer(tokens, [(0, size)]) for tokens in tokens_DT)
+    rows = Rows(documents, documents.spans, setup.length, pack=True, seed=setup.seed)
     return rows.batch(range(len(rows))).to(setup.device)
 
 

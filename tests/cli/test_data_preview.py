@@ -13,7 +13,6 @@ from tiny_chat import END, TEMPLATE, byte_tokenizer, llama, options, prompts
 
 from draftheads.scripts.commands import data_preview, import_answers
 from draftheads.scripts.printing import Pen, coverage, show_answers
-from draftheads.train.batches import Documents
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import TextSide
 from draftheads.train.data.distill import distill
@@ -72,9 +71,10 @@ def test_imported_folder_is_training_data_that_says_where_it_is_from(
         "fingerprint": None,
         "dtype": None,
     }
-    documents = Documents.read(read_answers(out))
+    spans = [(answer, *span) for answer in read_answers(out) for span in answer.learn]
+    written = [token for answer, start, stop in spans for token in answer.tokens[start:stop]]
     said = "".join(f"{said}<|im_end|>" for _, said in [*TALK, TALK[1]])
-    assert byte_tokenizer().decode(documents.tokens_N[documents.learn_N]) == said
+    assert byte_tokenizer().decode(written) == said
     with pytest.raises(ValueError, match="expected a new folder"):
         import_answers(talks, side, out)
     import_answers(talks, side, tmp_path / "one", limit=1)

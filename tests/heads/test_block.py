@@ -9,6 +9,7 @@ import math
 from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -206,8 +207,9 @@ def trained_logits(head: BlockHead, batch: Batch, features_BTX, target: Target, 
     """What training computes after these tokens, (M, K, v), for one anchor per row, which
     `batch.loss_mask_BT` marks.
     """
-    roots_BTK = batch.loss_mask_BT[:, :, None].expand(-1, -1, head.depth)
-    states_MKD = head._blocks(batch, features_BTX, target, roots_BTK).states_MKD
+    marked_BT = batch.loss_mask_BT.numpy()
+    blocks = head._blocks(batch, features_BTX, target, [marked_BT] * head.depth, marked_BT)
+    states_MKD = blocks.states_MKD
     logits_MKv = F.linear(states_MKD, head.lm_head.weight).float()
     if head.markov_head is not None:
         codes_MKr = head.markov_head.along(chains_MK, states_MKD)
@@ -260,8 +262,8 @@ def test_features_that_reach_a_slot_are_exactly_those_before_its_token(target, b
     """
     head = new_head(target, sliding_window=window, layers=1)
     features_BTX = torch.randn(2, 11, head.fc.in_features, requires_grad=True)
-    roots_BTK = torch.stack([*batch.roots(head.depth)], dim=-1)
-    states_MKD = head._blocks(batch, features_BTX, target, roots_BTK).states_MKD
+    masks = batch.root_masks(head.depth)
+    states_MKD = head._blocks(batch, features_BTX, target, masks, masks[0]).states_MKD
     anchors = [(row, place) for row in range(2) for place in ANCHORS[row]]
     assert len(states_MKD) == len(anchors)
     document = {(row, i): places for row, places in documents_of(batch) for i in places}
@@ -284,10 +286,10 @@ def anchors_of(head: BlockHead, batch: Batch, features_BTX, target: Target) -> l
     drawn: list[list[int]] = [[] for _ in batch.tokens_BT]
     blocks_of = head._blocks
 
-    def note(batch, features_BTX, target, roots_BTK):
-        for row, place in roots_BTK[..., 0].nonzero().tolist():
+    def note(batch, features_BTX, target, masks, chosen_BT):
+        for row, place in np.argwhere(chosen_BT).tolist():
             drawn[row].append(place)
-        return blocks_of(batch, features_BTX, target, roots_BTK)
+        return blocks_of(batch, features_BTX, target, masks, chosen_BT)
 
     head._blocks = note
     head(batch, features_BTX, target)

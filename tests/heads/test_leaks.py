@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from plain_hydra import awake
@@ -21,7 +22,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head, EagleHead
 from draftheads.heads.sequential import SequentialHead
-from draftheads.heads.training_time_test import unroll, visible
+from draftheads.heads.training_time_test import Sight, unroll
 
 # Two documents, A and B, and one token of padding; l marks what is learned.
 #     A  A  A  A  A  B  B  B  B  -
@@ -135,8 +136,9 @@ def drawn(table: str) -> list[list[bool]]:
 
 
 def test_step_0_sees_what_is_drawn():
-    assert visible(BATCH, None)[0].tolist() == drawn(VISIBLE)
-    assert visible(BATCH, 2)[0].tolist() == drawn(VISIBLE_IN_A_WINDOW_OF_2)
+    for window, table in ((None, VISIBLE), (2, VISIBLE_IN_A_WINDOW_OF_2)):
+        mask_B1TT = Sight(BATCH, window).mask(slice(0, 10), torch.float32)
+        assert (mask_B1TT[0, 0] == 0).tolist() == drawn(table)
 
 
 @pytest.fixture(params=[Eagle3Head, EagleHead], ids=lambda kind: kind.kind)
@@ -166,9 +168,9 @@ def said_behind_a_prefix(request):
 
     def log(tokens_BT, hidden_BTH):
         batch, said = replace(BATCH, tokens_BT=tokens_BT), {}
-        for step, (here_BT, hidden_MD, _) in enumerate(head.states(batch, hidden_BTH, target)):
-            roots = here_BT[0].nonzero()[:, 0].tolist()
-            said |= {(root, step): row for root, row in zip(roots, hidden_MD, strict=True)}
+        for step, (roots_M, hidden_MD, _) in enumerate(head.states(batch, hidden_BTH, target)):
+            places = zip(roots_M.tolist(), hidden_MD, strict=True)
+            said |= {(root, step): row for root, row in places}
         assert sorted(said) == JUDGED
         return torch.stack([said[each] for each in JUDGED])
 
@@ -188,11 +190,11 @@ def said_by_a_block(block):
 
     def log(tokens_BT, hidden_BTH):
         batch, target = replace(BATCH, tokens_BT=tokens_BT), tiny_target()
-        roots_BTK = torch.stack([*BATCH.roots(2)], dim=-1)
-        blocks = block._blocks(batch, hidden_BTH, target, roots_BTK)
+        masks = BATCH.root_masks(2)
+        blocks = block._blocks(batch, hidden_BTH, target, masks, masks[0])
         states_MD, weight_vD, _, plus = block._factors(batch, blocks, target)
         logits_Mv = states_MD @ weight_vD.T + (plus[0] @ plus[1].T if plus else 0.0)
-        real = roots_BTK[0].nonzero().tolist()
+        real = np.argwhere(np.stack(masks, axis=-1)[0])
         assert [tuple(each) for each in real] == JUDGED
         return logits_Mv.view(*blocks.real_MK.shape, -1)[blocks.real_MK]
 

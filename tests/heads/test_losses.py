@@ -4,6 +4,7 @@ tokens[i + k] from features[i].
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,7 +190,7 @@ def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, 
     monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 4 * len(token_map))
     monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
     given = token_map if reduced else None
-    teacher = Teacher(states_R, lambda states: logits_UV[states], given, objective)
+    teacher = Teacher(states_R.numpy(), lambda states: logits_UV[states], given, objective)
     got, *_ = linear_cross_entropy(hidden, weight, labels, weights_R=weights_R, teacher=teacher)
 
     vocabulary = token_map.tolist()
@@ -219,7 +220,7 @@ def test_acceptance_is_the_overlap_of_both_distributions(objective, monkeypatch)
     q_Rv = (hidden @ weight.T).softmax(-1)
     if objective:
         logits = lambda states: logits_UV[states]  # noqa: E731
-        teacher = Teacher(states_R, logits, token_map, objective, acceptance=True)
+        teacher = Teacher(states_R.numpy(), logits, token_map, objective, acceptance=True)
         expected_R = torch.minimum(logits_UV[states_R][:, token_map].softmax(-1), q_Rv).sum(1)
     else:
         expected_R = q_Rv[range(23), labels] * (labels >= 0)
@@ -241,7 +242,7 @@ def test_dpace_makes_a_loss_with_the_gradient_of_the_expected_accepted_tokens(so
     accepted_R = q_Rv[range(24), labels]
     if soft:
         logits_Rv = logits_UV[:, token_map]
-        teacher = Teacher(torch.arange(24), lambda states: logits_Rv[states], None, "lk")
+        teacher = Teacher(np.arange(24), lambda states: logits_Rv[states], None, "lk")
         accepted_R = torch.minimum(logits_Rv.softmax(-1), q_Rv).sum(1)
     dpace = DPace(4, 0.7 * real_R, floor=0.0)
     loss, *_ = linear_cross_entropy(hidden, weight, labels, weights_R=dpace, teacher=teacher)
@@ -266,7 +267,7 @@ def test_equal_states_are_asked_once_per_chunk(times, expected, monkeypatch):
         return logits_UV[states_U]
 
     states_R = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2])
-    teacher = Teacher(states_R, logits, token_map, vocab_size=times * len(token_map))
+    teacher = Teacher(states_R.numpy(), logits, token_map, vocab_size=times * len(token_map))
     linear_cross_entropy(hidden, weight, labels, teacher=teacher)
     assert asked == expected
 
@@ -295,7 +296,9 @@ def test_no_rows_cost_nothing_and_leave_zero_gradients(objective):
     hidden_RD = torch.zeros(0, 4, requires_grad=True)
     weight_vD = torch.randn(6, 4, requires_grad=True)
     none_R = torch.zeros(0, dtype=torch.long)
-    teacher = Teacher(none_R, lambda states: torch.zeros(len(states), 6), None, objective or "ce")
+    teacher = Teacher(
+        none_R.numpy(), lambda states: torch.zeros(len(states), 6), None, objective or "ce"
+    )
     loss, ranks_R, _ = linear_cross_entropy(
         hidden_RD, weight_vD, none_R, teacher=teacher if objective else None
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plain_eagle import PlainEagle, PlainEagle3, awake, plain_loss, plain_rank, plain_unroll
@@ -19,7 +20,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.eagle import SWITCHES, Eagle3Head, EagleHead
 from draftheads.heads.layers import Rope, rotate
 from draftheads.heads.target import Target
-from draftheads.heads.training_time_test import UnrolledMemory
+from draftheads.heads.training_time_test import RowMemory, Sight, UnrolledMemory
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 
@@ -181,14 +182,17 @@ def test_attention_equals_one_softmax_over_both_lists_of_entries(dtype, rounding
     torch.manual_seed(8)
     heads, groups, width, places, steps = 4, 2, 16, 9, 3
     roots = [2, 5, 8]
-    causal_BTT = torch.ones(1, places, places, dtype=torch.bool).tril()
-    memory = UnrolledMemory(causal_BTT, torch.tensor([roots]), None)
+    tokens_BT, places_BT = torch.zeros(1, places + 1).long(), torch.arange(places + 1)[None]
+    # the first token of a document forms no pair
+    batch = Batch(tokens_BT, tokens_BT == 0, places_BT, tokens_BT)
+    memory = UnrolledMemory(RowMemory(batch), Sight(batch, None, np.array([roots]) + 1))
 
     def drawn(*shape):
         return torch.randn(1, *shape, width).to(dtype)
 
-    first_k, first_v = drawn(groups, places), drawn(groups, places)
-    memory.attend(drawn(heads, places), first_k, first_v)
+    first_k, first_v = drawn(groups, places + 1), drawn(groups, places + 1)
+    memory.attend(drawn(heads, places + 1), first_k, first_v)
+    first_k, first_v = first_k[:, :, 1:], first_v[:, :, 1:]
     keys, values = [], []
     for memory.step in range(1, steps + 1):
         q = 3 * drawn(heads, len(roots))

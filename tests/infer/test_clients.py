@@ -159,7 +159,7 @@ def test_distill_gets_the_token_ids_that_the_target_writes(tmp_path):
     greedy = {"temperature": 0.0, "max_new_tokens": 24}
     distill(target, asked, options(tmp_path / "here", **greedy))
     with running(Speculator(target, random_head("eagle3", target))) as (url, _):
-        served = ServedTarget(str(tmp_path / "model"), ClientOptions(url=url))
+        served = ServedTarget(str(tmp_path / "model"), ClientOptions(urls=[url]))
         report = distill(served, asked, options(tmp_path / "there", **greedy))
     assert report.complete and not report.missing
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ def document(answer: Answer) -> dict[str, object]:
     return {"tokens": answer.tokens, "learn": answer.learn, "turns": 1, "finish": "eos"}
 
 
+def sides(documents: Documents, heldout: float) -> tuple[list[Any], list[Any]]:
+    train, apart = documents.split(heldout)
+    return train.tolist(), apart.tolist()
+
+
 def whole(rows: Rows) -> Batch:
     return rows.batch(range(len(rows)))
 
@@ -44,13 +50,14 @@ def whole(rows: Rows) -> Batch:
 def test_every_learned_token_stands_in_one_row(documents, pack):
     rows = Rows(documents, documents.spans, LENGTH, pack=pack, seed=3)
     batch = whole(rows)
-    expected = documents.tokens_N[documents.learn_N].sort().values
-    assert batch.tokens_BT[batch.loss_mask_BT].sort().values.tolist() == expected.tolist()
+    spans = [(answer.tokens, *span) for answer in random_answers(50) for span in answer.learn]
+    expected = sorted(token for tokens, start, stop in spans for token in tokens[start:stop])
+    assert sorted(batch.tokens_BT[batch.loss_mask_BT].tolist()) == expected
     assert sum(rows.learned) == int(batch.loss_mask_BT.sum()) == len(expected)
     assert sum(rows.sizes) == int((batch.documents_BT >= 0).sum())
     assert batch.tokens_BT.shape[1] <= LENGTH
     if not pack:
-        assert len(rows) == len(documents.spans)
+        assert len(rows) == len(documents)
 
 
 def test_packing_fills_rows(documents):
@@ -84,10 +91,10 @@ def test_packed_features_equal_those_of_a_document_alone(documents):
     batch = whole(rows)
     features_BTD = target.features(batch, [-1])
     seen = 0
-    for row, pieces in enumerate(rows.rows):
+    for row in range(len(rows)):
         end = 0
-        for start, stop in pieces:
-            ids = documents.tokens_N[start:stop].long()[None]
+        for start, stop in rows.pieces(row):
+            ids = documents.tokens(start, stop).long()[None]
             with torch.no_grad():
                 states = target.model.model(ids, use_cache=False).last_hidden_state[0]
             got = features_BTD[row, end + 1 : end + stop - start]  # the law: state i predicts i + 1
@@ -201,9 +208,9 @@ def test_a_run_goes_on_only_where_its_step_can_be_shared_evenly():
 
 def test_rows_know_which_documents_they_hold(documents):
     rows = Rows(documents, documents.spans, LENGTH, pack=True, seed=0)
-    for row, pieces in enumerate(rows.rows):
+    for row in range(len(rows)):
         starts = [documents.spans[number][0] for number in rows.document_numbers([row])]
-        assert starts == [start for start, _ in pieces]
+        assert starts == [start for start, _ in rows.pieces(row)]
 
 
 def test_a_digest_names_the_tokens_and_what_is_learned(documents):
@@ -217,13 +224,13 @@ def test_a_digest_names_the_tokens_and_what_is_learned(documents):
 
 
 def test_heldout_documents_are_apart_and_always_the_same(documents):
-    train, apart = documents.split(0.1)
+    train, apart = sides(documents, 0.1)
     assert len(apart) == 5
-    assert sorted(train + apart) == documents.spans
-    assert documents.split(0.1) == (train, apart)
+    assert sorted(train + apart) == documents.spans.tolist()
+    assert sides(documents, 0.1) == (train, apart)
     assert len(documents.split(0.001)[1]) == 1
     single = Documents.read(random_answers(1))
-    assert single.split(0.02) == (single.spans, single.spans)
+    assert sides(single, 0.02) == (single.spans.tolist(), single.spans.tolist())
     pair = Documents.read(random_answers(2))
     assert [len(part) for part in pair.split(0.5)] == [1, 1]
 
@@ -241,19 +248,18 @@ def test_documents_of_a_conversation_stay_on_one_side(tmp_path):
     (tmp_path / "answers-00000-of-00001.jsonl").write_text(text)
     manifest = {"format": 1, "batch_size": 30, "complete": True}
     write_manifest(tmp_path, manifest | {"prompts": {"count": 30}, "counts": {"done": 30}})
-    documents = Documents.read(read_answers(tmp_path))
-    train, apart = documents.split(0.4)
+    documents = Documents.open(tmp_path, VOCABULARY, "tiny")
+    train, apart = sides(documents, 0.4)
+    places = documents.spans.tolist()
     conversation = [n for n, talk in enumerate(talks) for _ in talk]
-    sides = [
-        {conversation[documents.spans.index(span)] for span in part} for part in (train, apart)
-    ]
-    assert not sides[0] & sides[1]
-    assert sides[0] | sides[1] == set(range(30))
-    assert len(sides[1]) == 12, "a share of conversations"
-    assert any(len(talks[n]) == 2 for n in sides[1])
-    assert sorted(train + apart) == documents.spans
-    loose = Documents(documents.tokens_N, documents.learn_N, documents.spans)
-    assert loose.digest() != documents.digest()
+    numbers = [{conversation[places.index(span)] for span in part} for part in (train, apart)]
+    assert not numbers[0] & numbers[1]
+    assert numbers[0] | numbers[1] == set(range(30))
+    assert len(numbers[1]) == 12, "a share of conversations"
+    assert any(len(talks[n]) == 2 for n in numbers[1])
+    assert sorted(train + apart) == places
+    loose = [replace(answer, follows=False) for answer in read_answers(tmp_path)]
+    assert Documents.read(loose).digest() != documents.digest()
 
 
 def test_conversations_with_a_copy_of_a_heldout_document_are_not_trained_on():
@@ -261,7 +267,7 @@ def test_conversations_with_a_copy_of_a_heldout_document_are_not_trained_on():
     pairs = zip(drawn[::2], drawn[1::2], strict=True)
     talks = [[first, replace(second, follows=True)] for first, second in pairs]
     documents = Documents.read(answer for talk in talks for answer in talk)
-    (held,) = {documents.spans.index(span) // 2 for span in documents.split(0.25)[1]}
+    (held,) = {documents.spans.tolist().index(span) // 2 for span in sides(documents, 0.25)[1]}
     twin = (held + 1) % 4
     talks[twin][1] = replace(talks[held][1])
     train, apart = Documents.read(answer for talk in talks for answer in talk).split(0.25)
@@ -271,8 +277,8 @@ def test_conversations_with_a_copy_of_a_heldout_document_are_not_trained_on():
 
 def test_single_documents_are_divided_as_ever():
     documents = Documents.read(random_answers(20))
-    apart = documents.split(0.2)[1]
-    assert [documents.spans.index(span) for span in apart] == SPLIT_OF_20
+    apart = sides(documents, 0.2)[1]
+    assert [documents.spans.tolist().index(span) for span in apart] == SPLIT_OF_20
 
 
 def test_copies_of_heldout_documents_are_not_trained_on():
@@ -280,7 +286,7 @@ def test_copies_of_heldout_documents_are_not_trained_on():
     train, apart = documents.split(0.1)
 
     def texts(spans):
-        return {tuple(documents.tokens_N[start:stop].tolist()) for start, stop in spans}
+        return {tuple(documents.tokens(start, stop).tolist()) for start, stop in spans}
 
     assert len(apart) == 3
     assert not texts(train) & texts(apart)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from tiny_chat import (
     EOS,
     TEMPLATE,
     byte_tokenizer,
-    files,
     llama,
     on_call,
     options,
@@ -23,11 +22,13 @@ from tiny_chat import (
 )
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
-from draftheads.heads.target import Target
-from draftheads.infer.accept import filtered_logits
+from draftheads.heads.target import Decoded, Target
+from draftheads.infer.accept import Seeded, filtered_logits
+from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.engine import Speculator
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import TOO_LONG
-from draftheads.train.data.distill import Sampling, distill, generate
+from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import Prompt
 
 
@@ -38,9 +39,9 @@ def shared_target() -> Target:
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target; whatever a test does to its `generate` is undone."""
+    """The shared target; whatever a test does to its `prefill` is undone."""
     yield shared_target
-    shared_target.model.__dict__.pop("generate", None)
+    shared_target.__dict__.pop("prefill", None)
 
 
 # ---------------------------------------------------------------- what is stored
@@ -63,54 +64,75 @@ def test_greedy_answers_equal_generate_alone(target: Target, tmp_path: Path) -> 
         assert text == (expected if prompt.text else expected + "<|im_start|>assistant\n")
 
 
+def drawn(
+    target: Target, prompts: Sequence[list[int]], limit: int = 1, **sampling: Any
+) -> list[list[int]]:
+    """Answers to prompts, decoded together."""
+    accept = Seeded(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | sampling, limit=limit)
+    requests = iter([Request(ids, limit, f"{n}") for n, ids in enumerate(prompts)])
+    batch = ContinuousBatch(Speculator(target), accept, rows=64)
+    found = {request.seed: ids for request, ids, _ in batch.run(lambda: next(requests, None))}
+    return [found[f"{n}"] for n in range(len(prompts))]
+
+
 def test_sampling_follows_temperature_top_k_and_top_p(target: Target) -> None:
     question = [target.tokenizer("one question")["input_ids"]] * 64
-    seeds = [str(row) for row in range(64)]
-    drawn = generate(target, question, Sampling(temperature=1, max_new_tokens=1), seeds)
-    assert len({ids[0] for ids in drawn}) > 4
-    greedy = generate(target, question, Sampling(temperature=0, max_new_tokens=1), seeds)
+    assert len({ids[0] for ids in drawn(target, question)}) > 4
+    greedy = drawn(target, question, temperature=0)
     for choice in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}):
-        settings = Sampling(**{"temperature": 1, "max_new_tokens": 1} | choice)
-        assert generate(target, question, settings, seeds) == greedy
+        assert drawn(target, question, **choice) == greedy
 
 
 @pytest.mark.parametrize(
     "choice",
-    [{"temperature": 1}, {"temperature": 2, "top_k": 9}, {"temperature": 1.5, "top_p": 0.8}],
+    [{"temperature": 1.0}, {"temperature": 2.0, "top_k": 9}, {"temperature": 1.5, "top_p": 0.8}],
 )
 def test_draws_follow_the_targets_distribution(target: Target, choice: dict[str, Any]) -> None:
     number = 4000
     question = target.tokenizer("one question")["input_ids"]
     with torch.no_grad():
         logits_1V = target.model(torch.tensor([question])).logits[:, -1]
-    chosen = {"top_p": 1.0, "top_k": 0} | choice
-    expected_V = filtered_logits(logits_1V, **chosen).softmax(-1)[0] * number
-    settings = Sampling(**chosen, max_new_tokens=1)
-    drawn = generate(target, [question] * number, settings, [f"{n}" for n in range(number)])
-    found_V = torch.bincount(torch.tensor([ids[0] for ids in drawn]), minlength=259)
+    expected_V = filtered_logits(logits_1V, **{"top_p": 1.0, "top_k": 0} | choice)
+    expected_V = expected_V.softmax(-1)[0] * number
+    found = drawn(target, [question] * number, **choice)
+    found_V = torch.bincount(torch.tensor([ids[0] for ids in found]), minlength=259)
     assert not found_V[expected_V == 0].any()
     assert ((found_V - expected_V).abs() <= 5 * expected_V.sqrt() + 1).all()
 
 
-def test_draws_of_a_prompt_do_not_depend_on_the_others(target: Target) -> None:
-    questions = [target.tokenizer(f"question {n}" * (1 + n % 3))["input_ids"] for n in range(6)]
-    seeds = [f"seed {n}" for n in range(6)]
-    settings = Sampling(temperature=1, max_new_tokens=12)
-    together = generate(target, questions, settings, seeds)
-    alone = [generate(target, [questions[n]], settings, [seeds[n]])[0] for n in range(6)]
-    assert together == alone
-    assert generate(target, questions[:1], settings, ["another"])[0] != together[0]
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_fail_their_prompt_alone(
+    target: Target, tmp_path: Path, temperature: float
+) -> None:
+    """The place of the failed one is given to others, whose answers are as ever."""
+    asked = [Prompt(n, text=f"question {n}") for n in range(12)]
+    poison = target.tokenizer("question 5")["input_ids"][-1]
+    distill(target, asked, options(tmp_path / "whole", temperature=temperature, batch_size=2))
+    layer = target.model.model.layers[0]
 
+    def spoil(module: Any, args: Any, kwargs: Any, out: torch.Tensor) -> torch.Tensor:
+        positions_BT = kwargs["position_ids"]
+        ids_BT = spoiled["ids"]
+        bad_BT = (ids_BT == poison) & (positions_BT == len("question 5") - 1)
+        return out.masked_fill(bad_BT[:, :, None], torch.nan)
 
-def test_logits_that_are_no_numbers_draw_nothing(target: Target) -> None:
-    head = target.model.lm_head
-    hook = head.register_forward_hook(lambda *call: call[-1].fill_(torch.nan))
-    question = target.tokenizer("one question")["input_ids"]
+    spoiled: dict[str, torch.Tensor] = {}
+    hooks = [
+        target.model.get_input_embeddings().register_forward_pre_hook(
+            lambda module, args: spoiled.update(ids=args[0])
+        ),
+        layer.register_forward_hook(spoil, with_kwargs=True),
+    ]
     try:
-        with pytest.raises(RuntimeError, match="not finite"):
-            generate(target, [question], Sampling(temperature=1), ["any"])
+        report = distill(
+            target, asked, options(tmp_path / "o", temperature=temperature, batch_size=2)
+        )
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+    assert report.counts.reasons == {"failed: RuntimeError: the target's logits are not finite": 1}
+    whole, found = records(tmp_path / "whole"), records(tmp_path / "o")
+    assert [a["id"] for a, b in zip(whole, found, strict=True) if a != b] == [5]
 
 
 def test_model_defaults_and_callers_randomness_stay_out(tmp_path: Path) -> None:
@@ -129,30 +151,19 @@ def test_model_defaults_and_callers_randomness_stay_out(tmp_path: Path) -> None:
 
 
 def test_learned_spans_are_exactly_what_the_target_wrote(target: Target, tmp_path: Path) -> None:
-    written: dict[tuple[int, ...], list[int]] = {}
-    original = type(target.model).generate
-
-    def generate(tokens_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        out_BT = original(target.model, tokens_BT, **kwargs)
-        for row, mask in zip(out_BT.tolist(), kwargs["attention_mask"], strict=True):
-            pad = int((mask == 0).sum())
-            width = tokens_BT.shape[1]
-            new = row[width:]
-            ends = [place for place, token in enumerate(new) if token in EOS]
-            written[tuple(row[pad:width])] = new[: ends[0] + 1] if ends else new
-        return out_BT
-
-    target.model.generate = generate
-    distill(target, prompts(7, turns=3), options(tmp_path / "o"))
+    distill(target, prompts(7, turns=3), options(tmp_path / "o", temperature=0))
     stored = records(tmp_path / "o")
     assert {record["turns"] for record in stored} == {1, 3}
     for record in stored:
         for start, end in record["learn"]:
             assert start > 0
-            assert record["tokens"][start:end] == written.pop(tuple(record["tokens"][:start]))
+            before = torch.tensor([record["tokens"][:start]])
+            config = GenerationConfig(max_new_tokens=12, eos_token_id=list(EOS), pad_token_id=0)
+            mask = torch.ones_like(before)
+            alone = target.model.generate(before, generation_config=config, attention_mask=mask)
+            assert record["tokens"][:end] == alone[0].tolist()
         assert record["finish"] == ("eos" if record["tokens"][-1] in EOS else "length")
         assert record["learn"][-1][1] == len(record["tokens"])  # no padding
-    assert not written
 
 
 def test_max_turns_and_template_args(target: Target, tmp_path: Path) -> None:
@@ -222,19 +233,25 @@ def test_messages_that_the_template_refuses_are_skipped_with_its_reason(tmp_path
 # ---------------------------------------------------------------- errors while generating
 
 
-def test_prompt_that_fails_twice_is_counted_and_the_others_are_answered(
-    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_prompt_that_fails_alone_is_counted_and_the_others_are_answered(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
-    def fail(call: int, rows: int) -> None:
-        if call in (0, 2):  # the first batch, then its second prompt alone
-            raise torch.OutOfMemoryError("no room\nfor it")
+    asked = [Prompt(n, text="x" * (90 if n == 4 else 10 + n)) for n in range(12)]
+    distill(target, asked, options(tmp_path / "whole"))
 
-    calls = on_call(target, fail)
-    report = distill(target, prompts(6), options(tmp_path / "o"))
-    assert calls == [4, 1, 1, 1, 1, 2]
-    assert (report.counts.done, report.counts.failed) == (5, 1)
-    assert records(tmp_path / "o")[1] == {"id": 1, "failed": "OutOfMemoryError: no room"}
-    assert "6 prompts = 5 done + 0 skipped + 1 failed" in capsys.readouterr().out
+    def fail(prompts: Sequence[Sequence[int]], *more: Any) -> Decoded:
+        if any(len(prompt) == 90 for prompt in prompts):
+            raise error("no room\nfor it")
+        return Target.prefill(target, prompts, *more)
+
+    target.__dict__["prefill"] = fail
+    report = distill(target, asked, options(tmp_path / "o"))
+    assert (report.counts.done, report.counts.failed) == (11, 1)
+    whole, found = records(tmp_path / "whole"), records(tmp_path / "o")
+    assert found[4] == {"id": 4, "failed": f"{error.__name__}: no room"}
+    assert [a for a in whole if a["id"] != 4] == [b for b in found if b["id"] != 4]
+    assert "12 prompts = 11 done + 0 skipped + 1 failed" in capsys.readouterr().out
     assert read_manifest(tmp_path / "o")["counts"]["failed"] == 1
 
 
@@ -242,16 +259,17 @@ def test_cause_that_is_not_the_prompts_stops_the_run(target: Target, tmp_path: P
     distill(target, prompts(20), options(tmp_path / "whole"))
 
     def fail(call: int, rows: int) -> None:
-        if call > 0:
+        if call > 1:
             raise RuntimeError("device-side assert")
 
     on_call(target, fail)
     with pytest.raises(RuntimeError, match="device-side assert"):
         distill(target, prompts(20), options(tmp_path / "o"))
-    assert len(records(tmp_path / "o")) == 4  # nobody is called failed for it
-    target.model.__dict__.pop("generate")
-    distill(target, prompts(20), options(tmp_path / "o"))
-    assert files(tmp_path / "o") == files(tmp_path / "whole")
+    kept = records(tmp_path / "o")
+    assert kept and not any("failed" in record for record in kept)
+    target.__dict__.pop("prefill")
+    assert distill(target, prompts(20), options(tmp_path / "o")).complete
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
 
 
 def test_many_cut_answers_are_reported(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ def shared_target() -> Target:
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target; whatever a test does to its `generate` is undone."""
+    """The shared target; whatever a test does to its `prefill` is undone."""
     yield shared_target
-    shared_target.model.__dict__.pop("generate", None)
+    shared_target.__dict__.pop("prefill", None)
 
 
 def asked(texts: Texts) -> list[Prompt]:
@@ -50,28 +50,28 @@ def answered(target: Target, folder: Path, texts: Texts) -> dict[str, list[list[
     return found
 
 
-CHANGES: dict[str, tuple[Callable[[Texts], Texts], list[int]]] = {
-    # what becomes of the prompts, and the sizes of the batches that are generated then
-    "added at the end": (lambda old: [*old, "new"], [3]),
-    "added in front": (lambda old: ["new", *old], [4]),
-    "mended": (lambda old: [*old[:5], "mended", *old[6:]], [4]),
-    "removed": (lambda old: old[3:], []),
-    "moved": (lambda old: old[::-1], []),
-    "fewer": (lambda old: old[:2], []),
-    "repeated": (lambda old: [*old, old[0]], [3]),
-    "all at once": (lambda old: ["new", *old[:4:-1], "mended"], [4, 3]),
+CHANGES: dict[str, tuple[Callable[[Texts], Texts], int]] = {
+    # what becomes of the prompts, and how many of them are answered then
+    "added at the end": (lambda old: [*old, "new"], 1),
+    "added in front": (lambda old: ["new", *old], 1),
+    "mended": (lambda old: [*old[:5], "mended", *old[6:]], 1),
+    "removed": (lambda old: old[3:], 0),
+    "moved": (lambda old: old[::-1], 0),
+    "fewer": (lambda old: old[:2], 0),
+    "repeated": (lambda old: [*old, old[0]], 1),
+    "all at once": (lambda old: ["new", *old[:4:-1], "mended"], 2),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_answers_are_kept_when_prompts_change(target: Target, tmp_path: Path, change: str) -> None:
-    becomes, sizes = CHANGES[change]
+    becomes, number = CHANGES[change]
     after = becomes(BEFORE)
     distill(target, asked(BEFORE), options(tmp_path / "o"))
     old = answered(target, tmp_path / "o", BEFORE)
     calls = on_call(target, lambda call, rows: None)
     report = distill(target, asked(after), options(tmp_path / "o"))
-    assert calls == sizes and report.complete
+    assert sum(calls) == number and report.complete
     assert report.prompts == report.counts.done == len(after)
     new = answered(target, tmp_path / "o", after)
     assert all(new[text][0] == old[text][0] for text in set(BEFORE) & set(after))
@@ -79,7 +79,7 @@ def test_answers_are_kept_when_prompts_change(target: Target, tmp_path: Path, ch
     assert read == [record["tokens"] for record in records(tmp_path / "o")]
     assert len(read) == len(after)
     distill(target, asked(BEFORE), options(tmp_path / "o"))  # as it was: nothing was lost
-    assert calls == sizes and answered(target, tmp_path / "o", BEFORE) == old
+    assert sum(calls) == number and answered(target, tmp_path / "o", BEFORE) == old
 
 
 def test_equal_prompts_are_drawn_apart(target: Target, tmp_path: Path) -> None:
@@ -98,9 +98,10 @@ def test_batch_size_may_change(target: Target, tmp_path: Path) -> None:
     on_call(target, interrupt)
     with pytest.raises(KeyboardInterrupt):
         distill(target, asked(BEFORE), options(tmp_path / "o"))
+    kept = len(records(tmp_path / "o"))
     calls = on_call(target, lambda call, rows: None)
     assert distill(target, asked(BEFORE), options(tmp_path / "o", batch_size=3)).complete
-    assert calls == [3, 3, 1]  # the second batch of three has one row that is there
+    assert sum(calls) == 10 - kept < 10
 
 
 def test_other_prompts_are_refused_and_nothing_is_touched(target: Target, tmp_path: Path) -> None:
@@ -113,12 +114,13 @@ def test_other_prompts_are_refused_and_nothing_is_touched(target: Target, tmp_pa
 
 def numbered(folder: Path, kept: int) -> None:
     """Make a folder what an older version would have left, killed after some answers."""
-    [journal] = folder.glob("answers-*")
     lines = [json.dumps(record) + "\n" for record in records(folder)[:kept]]
-    journal.write_text("".join(lines))
-    for path in folder.glob("prompts-*"):
-        path.unlink()
     manifest = read_manifest(folder) | {"format": 1, "complete": False, "counts": {}}
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "answers-00000-of-00001.jsonl").write_text("".join(lines))
+    for key in ("digest", "shards", "rest"):
+        del manifest[key]
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -207,7 +209,8 @@ def test_full_disk_leaves_no_half_written_manifest(
         patch.setattr(files_module.os, "replace", full)
         with pytest.raises(OSError, match="No space left on device"):
             distill(target, prompts(5), options(tmp_path / "o"))
-    assert files(tmp_path / "o") == before
+    empty = {"answers-00000-of-00001.jsonl": b""}
+    assert files(tmp_path / "o") == before | empty
     distill(target, prompts(5), options(tmp_path / "o"))
     assert len(records(tmp_path / "o")) == 5
 
@@ -246,8 +249,7 @@ def test_torchrun_divides_the_work(
     distill(target, asked(BEFORE), options(tmp_path / "whole"))
     assert records(tmp_path / "o") == records(tmp_path / "whole")
     assert read_manifest(tmp_path / "o")["complete"]
-    lines = [path.read_bytes().count(b"\n") for path in sorted((tmp_path / "o").glob("answers-*"))]
-    assert lines == [6, 4]
+    assert files(tmp_path / "o").keys() == files(tmp_path / "whole").keys()
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tiny_chat import (
 
 from draftheads.heads.target import Target
 from draftheads.train.data import distill as distill_module
-from draftheads.train.data.answers import read_answers, read_manifest
+from draftheads.train.data.answers import count, read_answers, read_manifest
 from draftheads.train.data.distill import distill
 
 
@@ -32,9 +32,9 @@ def shared_target() -> Target:
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target; whatever a test does to its `generate` is undone."""
+    """The shared target; whatever a test does to its `prefill` is undone."""
     yield shared_target
-    shared_target.model.__dict__.pop("generate", None)
+    shared_target.__dict__.pop("prefill", None)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,17 @@ def whole(shared_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Pa
     out = tmp_path_factory.mktemp("whole") / "o"
     distill(shared_target, prompts(14, turns=2), options(out))
     return out
+
+
+def unmerged(target: Target, out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All answers in a folder as a process leaves them that is killed before it ends; returns its
+    file.
+    """
+    with monkeypatch.context() as patch:
+        patch.setattr(distill_module, "finish", count)
+        distill(target, prompts(14, turns=2), options(out))
+    [journal] = out.glob("answers-*.jsonl")
+    return journal
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3, 5])
@@ -60,24 +71,28 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert "run the same command again to resume" in caplog.text
     caplog.clear()
     kept = len(list(read_answers(out)))
-    assert kept == 4 * (calls // 2) and f"{kept} of 14 prompts" in caplog.text
-    target.model.__dict__.pop("generate")
+    assert kept <= calls * 4 and f"{kept} of 14 prompts" in caplog.text
+    done = sum(record["turns"] for record in records(out))
+    again = on_call(target, lambda call, rows: None)
     distill(target, prompts(14, turns=2), options(out))
     assert files(out) == files(whole)
+    assert sum(again) == sum(record["turns"] for record in records(whole)) - done
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.999, 1.0])
 def test_killed_while_writing_and_resumed_equals_uninterrupted(
-    target: Target, whole: Path, tmp_path: Path, share: float
+    target: Target,
+    whole: Path,
+    tmp_path: Path,
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out = tmp_path / "o"
-    shutil.copytree(whole, out)
-    [journal] = out.glob("answers-*.jsonl")
+    journal = unmerged(target, tmp_path / "o", monkeypatch)
     content = journal.read_bytes()
     journal.write_bytes(content[: int(share * len(content))])
     calls = on_call(target, lambda call, rows: None)
-    distill(target, prompts(14, turns=2), options(out))
-    assert files(out) == files(whole)
+    distill(target, prompts(14, turns=2), options(tmp_path / "o"))
+    assert files(tmp_path / "o") == files(whole)
     assert (len(calls) == 0) is (share == 1.0)  # nothing is done twice
 
 
@@ -90,13 +105,8 @@ def test_two_processes_answer_the_same_as_one(
         monkeypatch.setenv("RANK", str(rank))
         report = distill(target, prompts(14, turns=2), options(out))
         assert report.complete is complete is read_manifest(out)["complete"]
-    assert sorted(path.name for path in out.glob("answers-*")) == [
-        "answers-00000-of-00002.jsonl",
-        "answers-00001-of-00002.jsonl",
-    ]
-    assert records(out) == records(whole)
-    assert list(read_answers(out)) == list(read_answers(whole))
-    assert read_manifest(out) == read_manifest(whole)
+        assert report.counts.done > 0 and complete is (report.counts.done == 14)
+    assert files(out) == files(whole)
 
 
 def test_other_number_of_processes_finishes_the_work(
@@ -110,10 +120,8 @@ def test_other_number_of_processes_finishes_the_work(
     journal.write_bytes(journal.read_bytes()[:-30])  # killed in its last batch
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    calls = on_call(target, lambda call, rows: None)
     assert distill(target, prompts(14, turns=2), options(out)).counts.done == 14
-    assert calls == [4, 3, 4, 2, 2, 2]  # batches 0, 2 and the cut 3; two turns each
-    assert list(read_answers(out)) == list(read_answers(whole))
+    assert files(out) == files(whole)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -167,7 +175,7 @@ def test_reading_needs_a_manifest_of_this_format(whole: Path, tmp_path: Path) ->
         list(read_answers(tmp_path))
     manifest = {**read_manifest(whole), "format": 99}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="expected format 1 or 2, got 99; distill again"):
+    with pytest.raises(ValueError, match="expected format 1 to 3, got 99; distill again"):
         read_manifest(tmp_path)
 
 
@@ -181,17 +189,16 @@ def test_damaged_manifest_is_one_line(target: Target, tmp_path: Path, text: str)
             read(tmp_path)
 
 
-def test_damaged_answers_are_refused(target: Target, whole: Path, tmp_path: Path) -> None:
+def test_damaged_answers_are_refused(
+    target: Target, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "o"
-    shutil.copytree(whole, out)
-    [journal] = out.glob("answers-*.jsonl")
+    journal = unmerged(target, out, monkeypatch)
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([*lines[:2], b"\0\0\n", *lines[3:]]))
     with pytest.raises(ValueError, match=r"line 3: expected an answer as JSON, got .*delete this"):
         list(read_answers(out))
     journal.write_bytes(b"".join([lines[0], *lines[2:]]))
-    with pytest.raises(ValueError, match=r"expected 14 answered prompts, got 13; .*distill again"):
-        list(read_answers(out))
     distill(target, prompts(14, turns=2), options(out))  # fills the gap
     assert records(out) == records(whole)
     assert list(read_answers(out)) == list(read_answers(whole))
@@ -199,12 +206,5 @@ def test_damaged_answers_are_refused(target: Target, whole: Path, tmp_path: Path
 
 def test_missing_answer_file_is_noticed(whole: Path, tmp_path: Path) -> None:
     shutil.copy(whole / "manifest.json", tmp_path)
-    with pytest.raises(
-        ValueError, match=r"prompts-\w+\.txt: expected the ids of 14 prompts, got 0"
-    ):
-        list(read_answers(tmp_path))
-    [ids] = whole.glob("prompts-*.txt")
-    shutil.copy(ids, tmp_path)
-    complaint = "expected 14 answered prompts, got 0; an answer file is missing"
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=r"arrow: expected \d+ bytes, got no file; copy it again"):
         list(read_answers(tmp_path))

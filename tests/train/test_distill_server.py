@@ -23,10 +23,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from draftheads.heads.target import Target
+from draftheads.infer.engine import Speculator
 from draftheads.scripts import cli
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import LOSSY, TOO_LONG, Renderer, TextSide
-from draftheads.train.data.distill import Sampling, distill, generate
+from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.server import ServedTarget, ServerError, ServerOptions
 
@@ -82,8 +83,9 @@ def start(encode: Callable[[str], list[int]]) -> Iterator[Callable[..., LocalSer
         server.close()
 
 
-def served(folder: Path, server: LocalServer, **changes: Any) -> ServedTarget:
-    return ServedTarget(str(folder), ServerOptions(url=server.url, pause=0.01, **changes))
+def served(folder: Path, *servers: LocalServer, **changes: Any) -> ServedTarget:
+    urls = [server.url for server in servers]
+    return ServedTarget(str(folder), ServerOptions(urls=urls, pause=0.01, **changes))
 
 
 # ---------------------------------------------------------------- what is learned
@@ -96,9 +98,10 @@ def test_answers_equal_those_of_the_target_in_this_process(
     turn = threading.Lock()
 
     def choice(request: Json) -> Json:
-        sampling = Sampling(temperature=0, max_new_tokens=request["max_tokens"])
+        limit = request["max_tokens"]
         with turn:
-            [ids] = generate(target, [request["prompt"]], sampling, "any")
+            steps = Speculator(target).generate(request["prompt"], max_new_tokens=limit)
+            ids = [token for step in steps for token in step.tokens]
         ended = ids[-1] in target.eos_ids
         return {"text": "", "token_ids": ids, "finish_reason": "stop" if ended else "length"}
 
@@ -191,7 +194,7 @@ def test_sampling_is_sent_and_recorded_and_seeds_differ(
     assert sorted(seeds[:10]) == sorted(seeds[10:]) and len(set(seeds)) == 10
     manifest = read_manifest(tmp_path / "a")
     assert manifest["sampling"]["top_p"] == 0.9 and manifest["target"]["fingerprint"] is None
-    where = {"url": server.url + "/v1", "model": "tiny", "context": CONTEXT}
+    where = {"urls": [server.url + "/v1"], "model": "tiny", "context": CONTEXT}
     assert manifest["target"]["server"] == where
 
 
@@ -482,6 +485,144 @@ def test_server_says_when_to_ask_again(
     assert seconds <= times[1] - times[0]
 
 
+# ---------------------------------------------------------------- several servers
+
+
+def test_several_servers_give_the_answers_of_one_each_at_its_own_pace(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    """The slow one holds its places until all else is done."""
+    healthy, *fast, slow = start(), start(), start(), start()
+    rest = threading.Event()
+
+    def waits(request: Json) -> Json:
+        rest.wait(10)
+        return healthy.choice(request)
+
+    def counts(request: Json) -> Json:
+        if sum(len(server.asked) for server in fast) == 38:
+            rest.set()
+        return healthy.choice(request)
+
+    slow.choice, fast[0].choice, fast[1].choice = waits, counts, counts
+    distill(served(folder, healthy), prompts(40), options(tmp_path / "whole"))
+    target = served(folder, slow, *fast, concurrency=2)
+    assert distill(target, prompts(40), options(tmp_path / "o")).complete
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+    assert rest.is_set() and len(slow.asked) == 2
+    assert all(len(server.asked) > 8 for server in fast)
+
+
+@pytest.mark.parametrize(("concurrency", "count"), [(2, 12), (4, 6)])
+def test_all_servers_are_asked_at_a_time_by_the_places_of_each(
+    folder: Path,
+    start: Callable[..., LocalServer],
+    tmp_path: Path,
+    concurrency: int,
+    count: int,
+) -> None:
+    together = threading.Barrier(6, timeout=10)
+
+    def choice(request: Json) -> Json:
+        together.wait()
+        return {"text": "", "token_ids": [1], "finish_reason": "length"}
+
+    servers = [start(choice) for _ in range(3)]
+    target = served(folder, *servers, concurrency=concurrency)
+    assert distill(target, prompts(count), options(tmp_path / "o")).counts.done == count
+    assert [len(server.asked) for server in servers] == [count // 3] * 3
+
+
+def closed(server: LocalServer) -> None:
+    """Nothing listens there any more, and what was under way is cut."""
+    server.fault = lambda number, request: CUT
+    threading.Thread(target=server.close).start()
+
+
+def failing(server: LocalServer) -> None:
+    server.fault = lambda number, request: 500
+
+
+def denying(server: LocalServer) -> None:
+    server.fault = lambda number, request: 401
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"), [(closed, "tried 2 times"), (failing, "HTTP 500"), (denying, "HTTP 401")]
+)
+def test_a_server_that_dies_is_dropped_and_the_others_answer_all(
+    folder: Path,
+    start: Callable[..., LocalServer],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    ends: Callable[[LocalServer], None],
+    said: str,
+) -> None:
+    """In the middle of second turns, too, and with requests that hang there."""
+    healthy, first, second, dies = start(), start(), start(), start()
+
+    def fault(number: int, request: Json) -> Fault | None:
+        if number == 25:
+            ends(dies)
+        return HANG if number in (20, 21) else None
+
+    dies.fault = fault
+    distill(served(folder, healthy), prompts(120, 2), options(tmp_path / "whole"))
+    target = served(folder, first, dies, second, concurrency=12, tries=2)
+    report = distill(target, prompts(120, 2), options(tmp_path / "o"))
+    assert report.complete and report.missing == 0
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+    dropped = [line for line in caplog.messages if "dropped until the next launch, 2 other" in line]
+    assert len(dropped) == 1 and dies.url in dropped[0] and said in dropped[0]
+
+
+def test_only_when_all_servers_are_down_the_run_ends(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    healthy, *servers = start(), start(), start()
+    distill(served(folder, healthy), prompts(40), options(tmp_path / "whole"))
+    for server, lives in zip(servers, (4, 9), strict=True):
+        server.fault = lambda number, request, lives=lives: 401 if number >= lives else None
+    target = served(folder, *servers, concurrency=1)
+    with pytest.raises(ServerError, match=r"HTTP 401.*run the same command again to resume"):
+        distill(target, prompts(40), options(tmp_path / "o"))
+    assert len(records(tmp_path / "o")) == 13
+    for server in servers:
+        server.fault = lambda number, request: None
+    distill(served(folder, *servers), prompts(40), options(tmp_path / "o"))
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+
+
+def test_what_one_server_refuses_another_may_answer(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    """A prompt has failed when all of them refuse it."""
+    able, refuses = start(), start()
+    refuses.fault = lambda number, request: 400
+    able.fault = lambda number, request: 422 if len(request["prompt"]) == 3 else None
+    asked = [Prompt(index, text="x" * (index + 1)) for index in range(20)]
+    report = distill(served(folder, able, refuses), asked, options(tmp_path / "o"))
+    assert (report.counts.done, report.counts.failed, report.missing) == (19, 1, 0)
+
+
+def test_servers_of_several_models_are_refused_and_the_shortest_context_holds(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    def listed(*models: tuple[str, int]) -> LocalServer:
+        return start(models=tuple({"id": name, "max_model_len": size} for name, size in models))
+
+    tiny, short, other = listed(("tiny", 100)), listed(("tiny", 40)), listed(("huge", 100))
+    both = listed(("tiny", 90), ("huge", 90))
+    with pytest.raises(ValueError) as raised:
+        served(folder, tiny, other)
+    assert f"one model at all servers, got tiny at {tiny.url}/v1, huge at {other.url}/v1" in str(
+        raised.value
+    )
+    with pytest.raises(ValueError, match="expected model 'tiny', got huge"):
+        served(folder, tiny, other, model="tiny")
+    assert served(folder, tiny, short, both, model="tiny").context == 40
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -538,6 +679,7 @@ def test_mistakes_are_named(
         (("--server", "http://me:sec/ret@host"), "expected no password in the address"),
         (("--server", "http://host:port"), "expected http://HOST:PORT, got 'http://host:port'"),
         (("--server", "http://[::1"), "expected http://HOST:PORT, got"),
+        (("--server", start().url, "--server", "host"), "expected http://HOST:PORT, got 'host'"),
         (("--server-model", "x"), "--server: expected http://HOST:PORT, got ''"),
     ):
         code, error = typed(*words)
@@ -588,13 +730,13 @@ def test_key_that_the_server_echoes_is_hidden(
     assert code and error.count("error:") == (status != 200 and status != 500)
     server.fault = lambda number, request: (400, {}, body) if number % 3 == 1 else None
     typed("--server", server.url, "--api-key-env", "MY_KEY")
-    stored = "".join(text.decode() for text in files(tmp_path / "o").values())
+    stored = "".join(text.decode(errors="replace") for text in files(tmp_path / "o").values())
     assert "HTTP 400" in stored and "***" in stored
     for words in (error, stored, caplog.text, *capsys.readouterr()):
         assert "secret" not in words and "sk-" not in words
     with pytest.raises(ServerError) as raised:
         server.fault = lambda number, request: (401, {}, body)
-        options_ = ServerOptions(url=server.url, api_key_env="MY_KEY")
+        options_ = ServerOptions(urls=[server.url], api_key_env="MY_KEY")
         distill(ServedTarget(str(folder), options_), prompts(1), options(tmp_path / "p"))
     assert key not in "".join(traceback.format_exception(raised.value))
 

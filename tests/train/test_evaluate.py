@@ -99,13 +99,12 @@ def test_only_what_the_target_did_not_write_is_a_prompt(made):
     target = tiny_target()
     evaluator = evaluator_of(made, target, prompts=100, new_tokens=1000)
     documents = evaluator.share.rows.documents
-    texts = [(span, tuple(documents.tokens_N[slice(*span)].tolist())) for span in documents.spans]
+    texts = [(span, tuple(documents.tokens(*span).tolist())) for span in documents.spans.tolist()]
     assert 1 < len(evaluator.prompts) == len({job.prompt for job in evaluator.prompts})
     for job in evaluator.prompts:
         start, _ = next(span for span, text in texts if text[: len(job.prompt)] == job.prompt)
         first = start + len(job.prompt)
-        assert not documents.learn_N[start:first].any()
-        assert documents.learn_N[first]
+        assert documents.mask(start, first + 1).tolist() == [False] * len(job.prompt) + [True]
         assert job.limit == target.context - len(job.prompt)
 
 

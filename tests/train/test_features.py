@@ -297,7 +297,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 def shuffled() -> Rows:
     other = rows_of()
-    other.rows[0], other.rows[1] = other.rows[1], other.rows[0]
+    pieces, swapped = other.pieces, {0: 1, 1: 0}
+    other.pieces = lambda row: pieces(swapped.get(row, row))
     other.sizes[0], other.sizes[1] = other.sizes[1], other.sizes[0]
     return other
 

@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ from tiny_training import (
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.files import staged
-from draftheads.heads.hub import open_head
+from draftheads.heads.hub import open_head, write_head
 from draftheads.heads.target import Target
 from draftheads.scripts.convert import converted, merged
 from draftheads.train import checkpoint, loop
@@ -192,6 +194,62 @@ def test_a_full_disk_leaves_no_half_checkpoint(made, half, monkeypatch, capsys):
     assert steps(half) == ["step-000003"]
     assert not list(half.glob(".step*"))
     assert run(made, half, "run.save_every=3") == 0
+
+
+@pytest.mark.parametrize("overrides", [[], ["adapter.rank=2"]], ids=["heads", "with adapter"])
+def test_a_checkpoint_holds_its_own_step_however_late_it_is_written(
+    made, tmp_path, monkeypatch, overrides
+):
+    def slow(*arguments: object, **more: object) -> None:
+        assert later.wait(60)
+        write_head(*arguments, **more)
+
+    assert run(made, tmp_path / "at-once", "run.steps=6", "run.save_every=2", *overrides) == 0
+    later = threading.Event()
+    monkeypatch.setattr(checkpoint, "write_head", slow)
+    in_step(monkeypatch, 5, later.set)
+    assert run(made, tmp_path / "late", "run.save_every=4", "run.keep=9", *overrides) == 0
+    at_once, late = (
+        {path.relative_to(folder): load_file(path) for path in folder.rglob("*.safetensors")}
+        for folder in (tmp_path / "at-once" / "step-000004", tmp_path / "late" / "step-000004")
+    )
+    assert at_once.keys() == late.keys()
+    for name, tensors in at_once.items():
+        assert_same(tensors, late[name])
+
+
+def test_a_write_that_failed_ends_the_run_at_the_next_step(made, tmp_path, monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def noted(run, *rest):
+        runs.append(run)
+        return train_step(run, *rest)
+
+    def wait_for_the_failure() -> None:
+        while not runs[-1].checkpoints.failed:
+            time.sleep(0.01)
+
+    runs, train_step = [], loop.train_step
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(loop, "train_step", noted)
+    in_step(monkeypatch, 4, wait_for_the_failure)
+    assert run(made, tmp_path / "run", "run.save_every=3") == 2
+    assert "step-000003 was not written: [Errno 28]" in capsys.readouterr().err
+    assert len(runs) == 5
+
+
+def test_a_run_that_fails_meanwhile_still_writes_its_checkpoint(
+    made, tmp_path, monkeypatch, poisoned
+):
+    def slow(*arguments: object) -> None:
+        time.sleep(0.5)
+        save_file(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow)
+    in_step(monkeypatch, 3, lambda: poisoned.__setitem__(0, 1000))
+    assert run(made, tmp_path / "run", "run.save_every=3", "run.max_skipped=1") == 2
+    assert checkpoint.newest(tmp_path / "run")[0].folder.name == "step-000003"
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_at_start(

@@ -4,16 +4,17 @@ target, in documents that add up and survive interruptions.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from local_server import Json, LocalServer
-from tiny_chat import CONTEXT, END, TEMPLATE, files, llama, options, records
+from tiny_chat import CONTEXT, END, TEMPLATE, llama, options, records
 
 from draftheads.heads.target import Target
 from draftheads.infer.chat import History
+from draftheads.infer.continuous import Request
 from draftheads.scripts.commands import data_preview
 from draftheads.train.data.answers import documents_of, read_answers, read_manifest
 from draftheads.train.data.distill import Answerer, distill
@@ -49,20 +50,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+class Thinking:
+    """Takes the place of the engine, and answers one request after the other."""
+
+    asked = 0
+    interrupted_at: int | None = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def run(self, take: Callable[[], Request | None]) -> Iterator[tuple[Request, list[int], None]]:
+        while (request := take()) is not None:
+            if Thinking.asked == Thinking.interrupted_at:
+                raise KeyboardInterrupt
+            Thinking.asked += 1
+            yield request, answer(list(request.prompt)), None
+
+
 @pytest.fixture
-def target() -> Target:
+def target(monkeypatch: pytest.MonkeyPatch) -> Target:
     """It thinks, and its template forgets the thoughts of earlier turns."""
-    target = llama(eos=(END,), template=FORGETFUL)
-
-    def generate(tokens_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        masks_BT = kwargs["attention_mask"].bool()
-        rows = [answer(t[m].tolist()) for t, m in zip(tokens_BT, masks_BT, strict=True)]
-        width = max(map(len, rows))
-        padded = torch.tensor([row + [END] * (width - len(row)) for row in rows])
-        return torch.cat([tokens_BT, padded], dim=1)
-
-    target.model.generate = generate
-    return target
+    monkeypatch.setattr("draftheads.train.data.distill.ContinuousBatch", Thinking)
+    monkeypatch.setattr(Thinking, "asked", 0)
+    monkeypatch.setattr(Thinking, "interrupted_at", None)
+    return llama(eos=(END,), template=FORGETFUL)
 
 
 def log(request: Json) -> Json:
@@ -77,7 +88,7 @@ def test_target_sees_in_training_what_it_sees_in_a_chat(
     server = LocalServer(log)
     answering: Target | Answerer = target
     if place == "server":
-        answering = ServedTarget(str(folder), ServerOptions(url=server.url))
+        answering = ServedTarget(str(folder), ServerOptions(urls=[server.url]))
     report = distill(answering, asked(), options(tmp_path / "o", **CHOSEN))
     server.close()
     assert (report.counts.done, report.counts.skipped, report.complete) == (4, 1, True)
@@ -111,38 +122,21 @@ def test_documents_conversations_and_prompts_add_up(
     assert counts["tokens"] == sum(len(document.tokens) for document in documents)
     said = f"4 conversations became {len(documents)} documents, because the chat template rewrites"
     assert said in capsys.readouterr().out
-    [cut] = [line for line in (tmp_path / "o").glob("answers-*")]
-    lines = cut.read_bytes().splitlines(keepends=True)
-    cut.write_bytes(b"".join([*lines[:2]]))
-    with pytest.raises(ValueError, match="expected 4 answered prompts, got 2"):
-        list(read_answers(tmp_path / "o"))
 
 
 @pytest.mark.parametrize("calls", [1, 4, 7])
 def test_interrupted_run_asks_nothing_twice(target: Target, tmp_path: Path, calls: int) -> None:
-    thinking = target.model.generate
-    seen: list[int] = []
-
-    def generate(tokens_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if len(seen) == calls and interrupted[0]:
-            raise KeyboardInterrupt
-        seen.append(len(tokens_BT))
-        return thinking(tokens_BT, **kwargs)
-
-    target.model.generate = generate
-    interrupted = [False]
     distill(target, asked(), options(tmp_path / "whole", **CHOSEN))
-    rounds, interrupted[0] = len(seen), True
-    seen.clear()
+    turns, Thinking.asked, Thinking.interrupted_at = Thinking.asked, 0, calls
     with pytest.raises(KeyboardInterrupt):
         distill(target, asked(), options(tmp_path / "o", **CHOSEN))
-    assert len(seen) == calls
-    interrupted[0] = False
+    assert Thinking.asked == calls
+    Thinking.interrupted_at = None
     distill(target, asked(), options(tmp_path / "o", **CHOSEN))
-    assert files(tmp_path / "o") == files(tmp_path / "whole")
-    assert len(seen) == rounds + calls % TURNS, "only the batch that was not whole, again"
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+    assert Thinking.asked == turns + calls % TURNS, "only the conversation that was not whole"
     distill(target, asked(), options(tmp_path / "o", **CHOSEN))
-    assert len(seen) == rounds + calls % TURNS
+    assert Thinking.asked == turns + calls % TURNS
 
 
 def test_thoughts_that_are_dropped_are_seen_and_not_learned(

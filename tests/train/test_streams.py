@@ -108,14 +108,15 @@ def test_distillation_of_a_stream_goes_on(mirror: Mirror, tmp_path: Path) -> Non
     on_call(target, interrupt)
     with pytest.raises(KeyboardInterrupt):
         distill(target, asked(), options(tmp_path / "o"))
+    kept = len(records(tmp_path / "o"))
     calls = on_call(target, lambda call, rows: None)
     distill(target, asked(), options(tmp_path / "o"))
-    assert calls == [4, 2] and files(tmp_path / "o") == files(tmp_path / "whole")
+    assert sum(calls) == 10 - kept and files(tmp_path / "o") == files(tmp_path / "whole")
     assert mirror.rows == 30
     before = records(tmp_path / "o")
     changed = [Prompt(0, messages=({"role": "user", "content": "other?"},)), *asked(11)[1:]]
     assert distill(target, changed, options(tmp_path / "o")).complete
-    assert calls[2:] == [4, 3] and records(tmp_path / "o")[1:10] == before[1:]
+    assert sum(calls) == 12 - kept and records(tmp_path / "o")[1:10] == before[1:]
     others = [replace(prompt, text=f"other {prompt.index}", messages=None) for prompt in asked()]
     with pytest.raises(ValueError, match="expected some of the 11 prompts .* got 10 others; use"):
         distill(target, others, options(tmp_path / "o"))

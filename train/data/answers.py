@@ -1,9 +1,13 @@
 """The folder that distillation writes and training reads.
 
-    manifest.json                   target, prompts, options and counts
-    prompts-0123456789ab.txt        the ids of the prompts in order, one per line
-    answers-00000-of-00002.jsonl    one line per prompt, one file per process
-
+    manifest.json                           target, prompts, options, counts, shards
+    answers-DIGEST-00000-of-00003.arrow     documents in the order of prompts (`data.shards`)
+    rest-0123456789abcdef.arrow             prompts without an answer, and why; removed prompts
+    README.md                               a card, for `datasets.load_dataset(FOLDER)` and the Hub
+    prompts-0123456789ab.txt                the ids of the prompts in order, one per line
+and until all prompts are answered
+    answers-00000-of-00002.jsonl            the newest answers, a line per prompt; one per process
+    part-00000-of-00002-00000.arrow         lines that a process has moved out of its file
 A line is one of
     {"id": "7f3a...", "tokens": [...], "learn": [[start, end), ...], "turns": 2, "finish": "eos"}
     {"id": "80c1...", "skipped": reason}        {"id": "94d2...", "failed": reason}
@@ -13,39 +17,66 @@ or, if the chat template rewrites earlier turns, has several documents
 document's last answer ended, "eos" or "length"; "stopped" is the reason why later turns were not
 asked; "retokenized" counts answers that a server returned as text without ids.
 
-An id is a hash of the prompt, so answers stay valid when other prompts are added or removed; lines
-of removed prompts are kept and ignored. In folders of format 1 (imported answers, distillations by
-earlier versions) ids are the numbers 0, 1, ... A last line without a newline, left by a killed
-process, is ignored, and cut off by the next run.
+An id is a hash of the prompt, so answers stay valid when other prompts are added or removed; those
+of removed prompts are kept and ignored. In folders of format 1 (by earlier versions) ids are the
+numbers 0, 1, ... A last line without a newline, left by a killed process, is ignored, and cut off
+by the next run.
+
+A file gets its name when it is whole, the manifest after the shards that it lists, and what they
+replace is deleted after that. So whatever a killed process leaves holds each answer at least once,
+and the first one of an id counts. A shard's name contains the digest of the data, the
+name of the rest a hash of its ids: equal names mean equal content.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import logging
 import os
 import platform
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+from huggingface_hub import DatasetCard, DatasetCardData
 
-from draftheads.heads.files import write_text
+from draftheads.heads.files import sweep, write_text
+from draftheads.train.data.shards import (
+    SCHEMA,
+    Array,
+    Shard,
+    digest,
+    documents_of,
+    read_batch,
+    rows_of,
+    to_batch,
+    write_batch,
+)
+from draftheads.train.data.shards import Record as Record
 
-BY_NUMBER, BY_CONTENT = 1, 2
-"""Formats of a folder: ids are numbers, or hashes."""
+BY_NUMBER, BY_CONTENT, SHARDED = 1, 2, 3
+"""Formats of a folder: ids are numbers, or hashes; finished, with the shards of the manifest."""
 MANIFEST = "manifest.json"
+SYNC_SECONDS = 1.0
+"""Least time between two waits for the disk."""
 ID = re.compile(rb'\{\s*"id":\s*(?:"([^"\\]+)"|([0-9]+))\s*[,}]')
 PACKAGES = ("draftheads", "torch", "transformers", "tokenizers")
-
-Record = dict[str, Any]
+SHARD_TOKENS = 1 << 25
+"""Tokens of a shard: 128 MB."""
+JOURNAL_BYTES = 1 << 26
+"""Size of a file of lines above which its lines are moved into a part."""
 
 logger = logging.getLogger("draftheads")
 
@@ -97,12 +128,6 @@ class Counts:
             self.cut += document["finish"] == "length"
 
 
-def documents_of(record: Record) -> list[Record]:
-    """The documents of a line; empty if nothing was answered."""
-    documents: list[Record] = record.get("documents", [record] if "tokens" in record else [])
-    return documents
-
-
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     """The manifest of a folder. Raises ValueError if it is missing, damaged or too new."""
     path = Path(folder) / MANIFEST
@@ -113,7 +138,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         )
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
-        known = manifest["format"] in (BY_NUMBER, BY_CONTENT)
+        known = manifest["format"] in (BY_NUMBER, BY_CONTENT, SHARDED)
         range(manifest["prompts"]["count"]), manifest["complete"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
@@ -122,7 +147,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         ) from error
     if not known:
         raise ValueError(
-            f"{path}: expected format {BY_NUMBER} or {BY_CONTENT}, got {manifest['format']}; "
+            f"{path}: expected format {BY_NUMBER} to {SHARDED}, got {manifest['format']}; "
             "distill again with this version of draftheads"
         )
     return manifest
@@ -152,20 +177,19 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
-def read_answers(folder: str | Path) -> Iterator[Answer]:
-    """Yield the answers of a folder in the order of their prompts.
+def open_shards(folder: str | Path) -> tuple[list[Shard], dict[str, Any]]:
+    """The documents of a folder in the order of their prompts, and its manifest.
 
-    Raises ValueError for a damaged folder; an incomplete one only logs a warning.
+    A finished folder is memory-mapped, others are read. Raises ValueError for a damaged folder; an
+    incomplete one only logs a warning.
     """
     manifest = read_manifest(folder)
-    seen = answered = 0
-    for record in _records(folder, manifest):
-        documents = documents_of(record)
-        seen += 1
-        answered += bool(documents)
-        for place, document in enumerate(documents):
-            learn = [(start, end) for start, end in document["learn"]]
-            yield Answer(document["tokens"], learn, follows=place > 0)
+    if manifest["format"] == SHARDED:
+        return [_shard(Path(folder), entry) for entry in manifest["shards"]], manifest
+    batches = _batches(folder)
+    order, _ = _order(batches, read_ids(folder, manifest))
+    documents, refused, done = _split(batches, order)
+    seen = done + len(refused)
     prompts = manifest["prompts"]["count"]
     if not manifest["complete"]:
         logger.warning(
@@ -173,24 +197,56 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
             "run the same `draftheads distill` again to resume, or train on these answers",
             *(folder, seen, prompts, 100 * seen / prompts),
         )
-    elif answered != manifest["counts"]["done"]:
+    elif done != manifest["counts"]["done"]:
+        raise _gap(folder, manifest["counts"]["done"], done)
+    return [Shard(batch) for batch in _in_order(batches, documents)], manifest
+
+
+def _gap(folder: str | Path, expected: int, got: int) -> ValueError:
+    return ValueError(
+        f"{folder}: expected {expected} answered prompts, got {got}; an answer file is missing or "
+        "cut: copy it again, or distill again to fill the gap"
+    )
+
+
+def _shard(folder: Path, entry: dict[str, Any]) -> Shard:
+    path, size = folder / entry["name"], entry["bytes"]
+    found = path.stat().st_size if path.is_file() else "no file"
+    if found != size:
         raise ValueError(
-            f"{folder}: expected {manifest['counts']['done']} answered prompts, got {answered}; an "
-            "answer file is missing or cut: copy it again, or distill again to fill the gap"
+            f"{path}: expected {size} bytes, got {found}; copy it again, or delete it and "
+            f"{MANIFEST} and distill again to fill the gap"
         )
+    return Shard(read_batch(path))
+
+
+def read_answers(folder: str | Path) -> Iterator[Answer]:
+    """Yield the answers of a folder in the order of their prompts; errors as `open_shards`."""
+    for shard in open_shards(folder)[0]:
+        for number, follows in enumerate(shard.follows_D.tolist()):
+            tokens_T = shard.tokens_N[slice(*shard.bounds_D1[number : number + 2])]
+            learn_S2 = shard.learn_S2[slice(*shard.spans_D1[number : number + 2])]
+            spans = [(start, end) for start, end in learn_S2.tolist()]
+            yield Answer(tokens_T.tolist(), spans, follows)
 
 
 def count(folder: str | Path, manifest: dict[str, Any]) -> Counts:
-    """Summary counts of the answer files of a folder."""
-    counts = Counts()
-    for record in _records(folder, manifest):
-        counts.add(record)
-    return counts
+    """Summary counts of a folder; those of a finished one are in its manifest."""
+    if manifest["format"] == SHARDED:
+        return Counts(**manifest["counts"] | {"reasons": Counter(manifest["counts"]["reasons"])})
+    batches = _batches(folder)
+    return _counts(batches, _order(batches, read_ids(folder, manifest))[0])
 
 
 def journals(folder: str | Path) -> list[Path]:
-    """All answer files of a folder."""
+    """The files of lines of a folder."""
     return sorted(Path(folder).glob("answers-*-of-*.jsonl"))
+
+
+def columns(folder: str | Path) -> list[Path]:
+    """The files of columns of a folder."""
+    kinds = ("answers", "rest", "part")
+    return [path for kind in kinds for path in sorted(Path(folder).glob(f"{kind}-*.arrow"))]
 
 
 def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[str | int]:
@@ -213,60 +269,304 @@ def ids_file(folder: str | Path, manifest: dict[str, Any]) -> Path:
     return Path(folder) / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
 
 
-def locate(folder: str | Path, ids: Sequence[str | int]) -> dict[int, tuple[Path, int]]:
-    """Index of each answered prompt in `ids` -> (file, offset in bytes) of its line."""
-    indices = {name: index for index, name in enumerate(ids)}
-    found: dict[int, tuple[Path, int]] = {}
+def answered(folder: str | Path, ids: Sequence[str | int]) -> Array:
+    """Indices of the prompts in `ids` that have a record, ascending. Lines are not parsed."""
+    names: list[str] = []
     for path in journals(folder):
-        offset = 0
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
                     break  # the process was killed while it wrote this line
                 start = ID.match(line)  # much faster than parsing the whole line
                 if start is None:
-                    raise _damaged(f"{path} line {number}", line)
-                name, index = start.groups()
-                place = indices.get(name.decode() if name else int(index))
-                if place is not None:
-                    found.setdefault(place, (path, offset))
-                offset += len(line)
+                    raise _damaged(path, number, line)
+                names.append((start[1] or start[2]).decode())
+    stored = [read_batch(path)["id"] for path in columns(folder)]
+    places = _places(pa.chunked_array([*stored, pa.array(names, pa.string())]), ids)
+    return np.unique(places[places >= 0])
+
+
+def _places(names: pa.ChunkedArray, ids: Sequence[str | int]) -> Array:
+    """Index in `ids` of each name, or -1."""
+    known = pa.array([str(name) for name in ids], pa.string())
+    found: Array = pc.index_in(names, value_set=known).fill_null(-1).to_numpy()
     return found
 
 
-def _records(folder: str | Path, manifest: dict[str, Any]) -> Iterator[Record]:
-    """The lines of the manifest's prompts, in their order."""
-    found = locate(folder, read_ids(folder, manifest))
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(path.open("rb")) for path in journals(folder)}
-        for _, (path, offset) in sorted(found.items()):
-            files[path].seek(offset)
-            line = files[path].readline()
+def _parse(path: Path) -> Iterator[pa.RecordBatch]:
+    """The lines of a file as columns, in batches of bounded size."""
+    rows: list[Record] = []
+    size = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                break  # as above
             try:
-                record: Record = json.loads(line)
-            except ValueError as error:
-                raise _damaged(f"{path} byte {offset}", line) from error
-            yield record
+                rows += rows_of(json.loads(line))
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+                raise _damaged(path, number, line) from error
+            size += len(line)
+            if size > JOURNAL_BYTES:
+                yield to_batch(rows)
+                rows, size = [], 0
+    if rows:
+        yield to_batch(rows)
 
 
-def _damaged(where: str, line: bytes) -> ValueError:
+def _damaged(path: Path, number: int, line: bytes) -> ValueError:
     return ValueError(
-        f"{where}: expected an answer as JSON, got {line[:40]!r}; "
+        f"{path} line {number}: expected an answer as JSON, got {line[:40]!r}; "
         "delete this line and run the same `draftheads distill` again"
     )
 
 
+def compact(path: Path) -> None:
+    """Move the lines of a file into parts. Killed in between, it leaves them in both."""
+    stem = path.stem.replace("answers", "part")
+    first = sum(part.name.startswith(stem) for part in columns(path.parent))
+    for number, batch in enumerate(_parse(path), start=first):
+        write_batch(path.with_name(f"{stem}-{number:05d}.arrow"), batch)
+    _sync(path.parent)
+    os.truncate(path, 0)
+
+
+def _sync(folder: Path) -> None:
+    """Flush the names of a folder's files to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def _batches(folder: str | Path) -> list[pa.RecordBatch]:
+    """All rows of a folder. Lines are read first: another process may be moving them to a part."""
+    lines = [batch for path in journals(folder) for batch in _parse(path)]
+    return [*map(read_batch, columns(folder)), *lines]
+
+
+def _column(batches: Sequence[pa.RecordBatch], name: str) -> pa.ChunkedArray:
+    return pa.chunked_array([batch[name] for batch in batches], SCHEMA.field(name).type)
+
+
+def _order(batches: Sequence[pa.RecordBatch], ids: Sequence[str | int]) -> tuple[Array, Array]:
+    """(rows in the order of `ids`, rows of other ids), counted over all batches: the first record
+    of each id, which is a row and those that follow it.
+    """
+    names = _column(batches, "id")
+    starts = np.flatnonzero(~_column(batches, "follows").to_numpy())
+    sizes = np.diff(np.append(starts, sum(map(len, batches))))
+    others = names.filter(pa.array(_places(names, ids) < 0)).unique().to_pylist()
+    found, records = np.unique(_places(names, [*ids, *others])[starts], return_index=True)
+
+    def rows(chosen: Array) -> Array:
+        first, size = starts[chosen], sizes[chosen]
+        numbers: Array = np.arange(size.sum()) + np.repeat(first - (size.cumsum() - size), size)
+        return numbers
+
+    return rows(records[found < len(ids)]), rows(records[found >= len(ids)])
+
+
+def _split(batches: Sequence[pa.RecordBatch], order: Array) -> tuple[Array, Array, int]:
+    """(the rows of `order` that are documents, those of refused prompts, answered prompts)."""
+    is_first = ~_column(batches, "follows").to_numpy()[order]
+    is_document = _column(batches, "turns").to_numpy()[order] > 0
+    return order[is_document], order[~is_document], int((is_first & is_document).sum())
+
+
+def _counts(batches: Sequence[pa.RecordBatch], order: Array) -> Counts:
+    """Summary counts of these rows."""
+    documents, refused, done = _split(batches, order)
+    reasons = _column(batches, "reason").take(pa.array(order)).drop_null().value_counts()
+    why = Counter({entry["values"]: entry["counts"] for entry in reasons.to_pylist()})
+    learned = [np.diff(np.append(0, s.sizes_S.cumsum())[s.spans_D1]) for s in map(Shard, batches)]
+    skipped = sum(number for reason, number in why.items() if reason.startswith("skipped: "))
+
+    def total(values: Array) -> int:
+        return int(values[documents].sum())
+
+    return Counts(
+        done=done,
+        documents=len(documents),
+        skipped=skipped,
+        failed=len(refused) - skipped,
+        tokens=total(_sizes(batches)),
+        learned_tokens=total(np.concatenate([np.zeros(0, np.int64), *learned])),
+        turns=total(_column(batches, "turns").to_numpy()),
+        cut=total(pc.equal(_column(batches, "finish"), "length").to_numpy()),
+        retokenized=total(_column(batches, "retokenized").to_numpy()),
+        reasons=why,
+    )
+
+
+def _sizes(batches: Sequence[pa.RecordBatch]) -> Array:
+    """Tokens of each row, int64."""
+    sizes: Array = pc.list_value_length(_column(batches, "tokens")).to_numpy()
+    return sizes.astype(np.int64)
+
+
+def _in_order(batches: Sequence[pa.RecordBatch], order: Array) -> Iterator[pa.RecordBatch]:
+    """These rows in batches of at most SHARD_TOKENS tokens, or one row."""
+    ends = _sizes(batches)[order].cumsum()
+    bounds = np.cumsum([0, *map(len, batches)])
+    start = used = 0
+    while start < len(order):
+        stop = max(start + 1, int(np.searchsorted(ends, used + SHARD_TOKENS, side="right")))
+        rows = order[start:stop]
+        origin = np.searchsorted(bounds, rows, side="right") - 1
+        taken = [
+            batches[b].take(pa.array(rows[origin == b] - bounds[b])) for b in np.unique(origin)
+        ]
+        [batch] = pa.Table.from_batches(taken).combine_chunks().to_batches()
+        back = np.argsort(np.argsort(origin, kind="stable"))  # from the order of batches
+        yield batch.take(pa.array(back)) if len(taken) > 1 else batch
+        start, used = stop, int(ends[stop - 1])
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def finished(folder: Path, manifest: dict[str, Any]) -> bool:
+    """Whether the folder on disk already holds the answers to this manifest's prompts as shards."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    old = read_manifest(folder)
+    known, asked = (each["prompts"].get("sha256") for each in (old, manifest))
+    return bool(old["format"] == SHARDED and known == asked)
+
+
+def finish(folder: Path, manifest: dict[str, Any]) -> Counts:
+    """Count the answers and write the manifest; if none is missing, bring all into shards.
+
+    manifest: of the folder; counts and shards are written into it. All processes of a launch may
+    call this when they end: they take turns, and those that come later see the result.
+    """
+    with _locked(folder):
+        if finished(folder, manifest):
+            manifest.update(read_manifest(folder))
+        else:
+            batches = _batches(folder)
+            order, others = _order(batches, read_ids(folder, manifest))
+            counts = _counts(batches, order)
+            done = counts.done + counts.skipped + counts.failed
+            manifest["complete"] = done == manifest["prompts"]["count"]
+            manifest["counts"] = vars(counts) | {"reasons": dict(counts.reasons)}
+            if not manifest["complete"] or not counts.done:
+                write_manifest(folder, manifest)
+                return counts
+            store(folder, manifest, batches, order, others)
+        kept = {entry["name"] for entry in manifest["shards"] + manifest["rest"]}
+        for path in [*journals(folder), *columns(folder), *folder.glob(".draft-*.arrow")]:
+            if path.name not in kept:
+                path.unlink()
+        sweep(folder, "*.arrow")
+    return count(folder, manifest)
+
+
+def store(
+    folder: Path,
+    manifest: dict[str, Any],
+    batches: Sequence[pa.RecordBatch],
+    order: Array,
+    others: Array,
+) -> None:
+    """Write these rows as shards, then the manifest, which lists them. others: of other prompts."""
+    documents, refused, _ = _split(batches, order)
+    drafts = []
+    for number, batch in enumerate(_in_order(batches, documents)):
+        drafts.append(folder / f".draft-{number:05d}.arrow")
+        write_batch(drafts[-1], batch)
+    shards = [Shard(read_batch(draft)) for draft in drafts]
+    name = digest(shards)
+    entries = []
+    for number, (draft, shard) in enumerate(zip(drafts, shards, strict=True)):
+        path = folder / f"answers-{name}-{number:05d}-of-{len(drafts):05d}.arrow"
+        os.replace(draft, path)
+        entries.append(_entry(path, shard))
+    rest = []
+    for batch in _in_order(batches, np.append(refused, others)):
+        ids = hashlib.sha256("".join(batch["id"].to_pylist()).encode())
+        path = folder / f"rest-{ids.hexdigest()[:16]}.arrow"
+        write_batch(path, batch)
+        rest.append(_entry(path, Shard(batch)))
+    _sync(folder)
+    manifest |= {"format": SHARDED, "digest": name, "shards": entries, "rest": rest}
+    write_text(folder / "README.md", _card(manifest))
+    write_manifest(folder, manifest)
+
+
+def store_records(folder: Path, manifest: dict[str, Any], records: Iterable[Record]) -> None:
+    """`store` for records in the order of their prompts."""
+    batch = to_batch([row for record in records for row in rows_of(record)])
+    order = np.arange(len(batch))
+    counts = _counts([batch], order)
+    manifest["counts"] = vars(counts) | {"reasons": dict(counts.reasons)}
+    store(folder, manifest | {"complete": True}, [batch], order, order[:0])
+
+
+def _entry(path: Path, shard: Shard) -> dict[str, Any]:
+    return {
+        "name": path.name,
+        "bytes": path.stat().st_size,
+        "documents": len(shard.hashes_D),
+        "tokens": len(shard.tokens_N),
+        "learned_tokens": int(shard.sizes_S.sum()),
+        "largest_token": int(shard.tokens_N.max(initial=0)),
+    }
+
+
+def _card(manifest: dict[str, Any]) -> str:
+    """What `datasets` and the Hub need to read the shards, and what they hold."""
+    files = {"config_name": "default", "data_files": f"answers-{manifest['digest']}-*.arrow"}
+    data = DatasetCardData(configs=[files], tags=["draftheads"])
+    counts, name = manifest["counts"], manifest["target"]["name"]
+    text = (
+        f"# Answers of {name}\n\n{counts['documents']:,} documents, {counts['tokens']:,} tokens, "
+        f"{counts['learned_tokens']:,} of them written by the model, to train draft heads on. "
+        "`learn` holds the half-open spans of `tokens` that the model wrote; manifest.json says "
+        "how they were made.\n"
+    )
+    return str(DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def convert(folder: Path) -> Counts:
+    """Bring a complete folder of an earlier format into shards; errors as `open_shards`."""
+    manifest = read_manifest(folder)
+    if not manifest["complete"]:
+        raise ValueError(
+            f"{folder}: expected a complete folder, got one with missing answers; run the same "
+            "`draftheads distill` again, which also converts it"
+        )
+    if manifest["format"] != SHARDED:
+        for path in journals(folder):
+            compact(path)
+        expected = manifest["counts"]["done"]
+        if (found := finish(folder, manifest).done) != expected:
+            raise _gap(folder, expected, found)
+    return finish(folder, manifest)
+
+
 class Journal:
     """The answer file of one process, open for appending; a context manager.
+
+    A line survives the process as soon as it is appended, and the machine as soon as it is synced,
+    which at most one append per second waits for.
 
     Raises OSError for a folder that cannot be written, and ValueError if another launch writes to
     it.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self._path = folder / f"answers-{rank:05d}-of-{world:05d}.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / f"answers-{rank:05d}-of-{world:05d}.jsonl").open("a+b")
+            self._file = self._path.open("a+b")
         except OSError as error:
             raise OSError(
                 f"--out: expected a folder that can be written, got {folder} ({error.strerror}); "
@@ -286,19 +586,25 @@ class Journal:
             ) from error
         self._file.seek(0)
         self._file.truncate(sum(len(line) for line in self._file if line.endswith(b"\n")))
+        self._synced = 0.0
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write lines and flush them to disk."""
+        """Write lines; the file stays small."""
         try:
             self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if time.monotonic() > self._synced + SYNC_SECONDS:
+                os.fsync(self._file.fileno())
+                self._synced = time.monotonic()
         except OSError as error:  # it does not name the file
             reason = f"{error.strerror}; free space and run the same command again"
             raise OSError(error.errno, f"{self._file.name}: {reason}") from error
+        if self._file.tell() > JOURNAL_BYTES:
+            compact(self._path)
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with self._file:
+            os.fsync(self._file.fileno())

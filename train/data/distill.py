@@ -1,12 +1,10 @@
 """The target answers prompts; its own tokens become the training set.
 
 `distill` fills a folder (its files: `draftheads.train.data.answers`). A prompt's random numbers
-depend on the prompt and the seed alone. Prompts are answered in batches of consecutive ones; an
-interrupted batch is answered again as a whole, so neither the number of processes nor an
-interruption changes a token. With RANK and WORLD_SIZE in the environment (torchrun, accelerate
-launch) each process answers its share.
-
-Legend: B batch, T tokens, V vocabulary.
+depend on the prompt and the seed alone, so that neither the prompts beside it, nor draft heads, nor
+the number of processes, nor an interruption changes its answer, but where the rounding of logits
+decides. With RANK and WORLD_SIZE in the environment (torchrun, accelerate launch) the processes
+share the prompts.
 """
 
 from __future__ import annotations
@@ -17,33 +15,35 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from draftheads.heads.files import write_text
-from draftheads.infer.accept import filtered_logits
-from draftheads.infer.engine import without_defaults
+from draftheads.infer.accept import Seeded
+from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.engine import Speculator
 from draftheads.train.data.answers import (
     BY_NUMBER,
     MANIFEST,
     Counts,
     Journal,
     Record,
-    count,
+    answered,
+    columns,
+    finish,
+    finished,
     ids_file,
     journals,
-    locate,
     new_manifest,
     read_manifest,
     write_manifest,
@@ -57,9 +57,11 @@ if TYPE_CHECKING:
 
 MANY_CUT = 0.2
 """Share of documents cut by length above which the report gives advice."""
+WINDOW = 16
+"""Batches of prompts that are ordered by length together."""
 MAX_LOST_BATCHES = 3
 """Consecutive batches of prompts without any answer after which the cause is not the prompts."""
-UNRECORDED = {"out", "batch_size", "seed", "source"}
+UNRECORDED = {"out", "batch_size", "max_batch_tokens", "seed", "source"}
 """Options that the manifest records elsewhere, or not at all."""
 
 logger = logging.getLogger("draftheads")
@@ -83,6 +85,7 @@ class DistillOptions(Sampling):
 
     out: Path  # folder to write; an unfinished one is resumed
     batch_size: int = Field(32, ge=1)  # prompts answered together
+    max_batch_tokens: int | None = Field(None, ge=1)  # in the cache, answers at full length
     seed: int = 0
     max_turns: int | None = Field(None, ge=1)  # user turns asked per conversation
     template_args: dict[str, Any] = {}  # chat template variables
@@ -129,11 +132,11 @@ class DistillReport:
 
 
 class Answerer(ABC):
-    """Answers prompts. together: answers of one batch are computed together, so rounding may make
-    them depend on one another. context: length of prompt and answer in tokens.
+    """Answers prompts. context: length of prompt and answer in tokens. window: batches of
+    conversations that it wants to see at once.
     """
 
-    together = True
+    window = 1
 
     def __init__(self, side: Target | TextSide, context: int) -> None:
         self.side = side
@@ -156,11 +159,17 @@ class Answerer(ABC):
 
 
 class LocalAnswerer(Answerer):
-    """The target in this process."""
+    """The target in this process, with or without draft heads, which change no answer.
 
-    def __init__(self, target: Target) -> None:
-        super().__init__(target, target.context)
-        self._target = target
+    rows: prompts answered together. most_tokens: as `ContinuousBatch`'s `most_slots`.
+    """
+
+    window = WINDOW
+
+    def __init__(self, engine: Speculator, rows: int = 32, most_tokens: int | None = None) -> None:
+        super().__init__(engine.target, engine.target.context)
+        self._target, self._engine = engine.target, engine
+        self._rows, self._most_tokens = rows, most_tokens
 
     def origin(self) -> dict[str, Any]:
         """The target's name, revision, fingerprint and dtype."""
@@ -174,108 +183,89 @@ class LocalAnswerer(Answerer):
     def answer(
         self, batches: Iterable[list[Conversation]], sampling: Sampling, seeds: Sequence[str]
     ) -> Generator[Answered]:
-        """Answer one batch after another."""
-        for batch in batches:
-            error: RuntimeError | None = None
-            while rows := [row for row in batch if row.ask()]:
-                try:
-                    self._answer_turn(rows, sampling, seeds)
-                except RuntimeError:  # usually out of memory because of one long prompt
-                    for row in rows:
-                        error = self._answer_alone(row, sampling, seeds) or error
-            yield batch, error
+        """Answer as many conversations at a time as there are rows."""
+        limit = sampling.max_new_tokens
+        accept = Seeded(sampling.temperature, sampling.top_p, sampling.top_k, limit)
+        batch = ContinuousBatch(self._engine, accept, self._rows, self._most_tokens)
+        asking: dict[Request, Conversation] = {}
+        more = deque[Conversation]()  # whose next turn is asked
+        ended: list[Conversation] = []  # without an answer
+        new = _by_length(batches, ended)
 
-    def _answer_turn(
-        self, rows: Sequence[Conversation], sampling: Sampling, seeds: Sequence[str]
-    ) -> None:
-        turn_seeds = [f"{seeds[row.prompt.index]}/{len(row.answers)}" for row in rows]
-        answers = generate(self._target, [row.tokens for row in rows], sampling, turn_seeds)
-        for row, ids in zip(rows, answers, strict=True):
-            row.answer(ids)
+        def take() -> Request | None:
+            row = more.popleft() if more else next(new, None)
+            if row is None:
+                return None
+            seed = f"{seeds[row.prompt.index]}/{len(row.answers)}"
+            request = Request(row.tokens, min(limit, self.context - len(row.tokens)), seed)
+            asking[request] = row
+            return request
 
-    def _answer_alone(
-        self, row: Conversation, sampling: Sampling, seeds: Sequence[str]
-    ) -> RuntimeError | None:
-        torch.cuda.empty_cache()
-        try:
-            self._answer_turn([row], sampling, seeds)
-        except RuntimeError as error:  # this prompt is lost, the run is not
-            row.end("failed", f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            return error
-        return None
+        for request, ids, error in batch.run(take):
+            row = asking.pop(request)
+            if error is None:
+                row.answer(ids)
+                if row.ask():
+                    more.append(row)
+                    continue
+            else:  # this prompt is lost, the run is not
+                reason = str(error).splitlines()[0][:200]
+                row.end("failed", f"{type(error).__name__}: {reason}")
+            yield [row], error
+            if ended:
+                yield ended[:], None
+                ended.clear()
+        yield ended, None
 
 
-def generate(
-    target: Target, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[str]
-) -> list[list[int]]:
-    """The target's continuations, each ending with its end token or at the length limit.
-
-    seeds: one per prompt. No row exceeds the context: rows with similar room left are generated
-    together, limited by the smallest room, so a row loses at most half of its room.
+def _by_length(
+    windows: Iterable[list[Conversation]], ended: list[Conversation]
+) -> Iterator[Conversation]:
+    """The conversations with their first question, those of each window by length, so that prompts
+    of similar length are read together. Those that cannot be asked are added to `ended`.
     """
-    groups: dict[int, list[int]] = defaultdict(list)
-    rooms = [min(sampling.max_new_tokens, target.context - len(prompt)) for prompt in prompts]
-    for row, room in enumerate(rooms):
-        assert room > 0, "prompts that do not fit were skipped"
-        groups[0 if room == sampling.max_new_tokens else room.bit_length()].append(row)
-    pad = target.eos_ids[0] if target.eos_ids else 0
-    answers: list[list[int]] = [[] for _ in prompts]
-    for _, group in sorted(groups.items()):
-        limit = min(rooms[row] for row in group)
-        width = max(len(prompts[row]) for row in group)
-        tokens_BT = torch.full((len(group), width), pad)
-        mask_BT = torch.zeros_like(tokens_BT)
-        for place, row in enumerate(group):
-            start = width - len(prompts[row])
-            tokens_BT[place, start:] = torch.tensor(prompts[row])
-            mask_BT[place, start:] = 1
-        config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=limit,
-            eos_token_id=list(target.eos_ids) or None,
-            pad_token_id=pad,
-        )
-        draws = _RowSampler(sampling, [seeds[row] for row in group], limit)
-        with without_defaults(target):
-            out_BT = target.model.generate(
-                tokens_BT.to(target.device),
-                attention_mask=mask_BT.to(target.device),
-                generation_config=config,
-                logits_processor=LogitsProcessorList([draws]),
-            )
-        for row, ids in zip(group, out_BT[:, width:].tolist(), strict=True):
-            answers[row] = until_end(ids, target.eos_ids)
-    return answers
+    for number, window in enumerate(windows):
+        asked = [(row.ask(), row) for row in window]
+        ended += [row for can, row in asked if not can]
+        rows = [row for can, row in asked if can]
+        # longest first, then shortest first: at the border both are equally long
+        yield from sorted(rows, key=lambda row: len(row.tokens), reverse=number % 2 == 0)
 
 
-class _RowSampler(LogitsProcessor):  # type: ignore[misc]
-    """Samples each row with random numbers of its own: only the sampled token keeps a finite logit,
-    so `generate`'s argmax selects it. Raises RuntimeError for logits that are not finite.
+class Claims:
+    """Divides the prompts among the processes of a launch: each claims as many as it can soon
+    answer, fewer towards the end, so that all end together.
+
+    Processes without a launcher's address divide them evenly beforehand.
     """
 
-    def __init__(self, sampling: Sampling, seeds: Sequence[str], limit: int) -> None:
-        self._sampling = sampling
-        self._step = 0
-        rows = []
-        for seed in seeds:
-            number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
-            generator = torch.Generator().manual_seed(number)
-            rows.append(torch.rand(limit, generator=generator, dtype=torch.float64))
-        self._uniform_BT = torch.stack(rows)
+    def __init__(self, total: int, most: int, rank: int, world: int) -> None:
+        self.total, self.most, self.rank, self.world = total, most, rank, world
+        self._store: Store | None = None
+        if world > 1 and "MASTER_ADDR" in os.environ:
+            self._store, _, _ = next(rendezvous("env://", rank, world))
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self._sampling.temperature == 0:
-            return scores
-        settings = self._sampling.temperature, self._sampling.top_p, self._sampling.top_k
-        below_BV = filtered_logits(scores, *settings).double().softmax(-1).cumsum(-1)
-        total_B1 = below_BV[:, -1:]
-        if not total_B1.isfinite().all():
-            raise RuntimeError("the target's logits are not finite")
-        self._uniform_BT = self._uniform_BT.to(scores.device)
-        uniform_B1 = self._uniform_BT[:, self._step, None]
-        self._step += 1
-        sampled_B1 = torch.searchsorted(below_BV, uniform_B1 * total_B1, right=True)
-        return torch.full_like(scores, -torch.inf).scatter_(1, sampled_B1, 0.0)
+    def __iter__(self) -> Iterator[range]:
+        if self._store is None:
+            size = min(self.most, -(-self.total // self.world))
+            for start in range(self.rank * size, self.total, self.world * size):
+                yield range(start, min(start + size, self.total))
+            return
+        start = 0
+        while start < self.total:
+            size = min(self.most, max(1, (self.total - start) // (2 * self.world)))
+            start = self._store.add("claimed", size) - size
+            yield range(start, min(start + size, self.total))
+
+    def close(self) -> None:
+        """Wait for the others, if they claim from this process."""
+        if self._store is None:
+            return
+        ended = self._store.add("ended", 1)
+        serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        while serves and ended < self.world:
+            time.sleep(1)
+            ended = self._store.add("ended", 0)
 
 
 def until_end(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
@@ -296,48 +286,75 @@ def distill(
     """
     started = time.monotonic()
     check_environment(os.environ, has_gpu=torch.cuda.is_available())
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    answerer = target if isinstance(target, Answerer) else LocalAnswerer(target)
+    answerer = target
+    if not isinstance(answerer, Answerer):
+        engine = Speculator(answerer)
+        answerer = LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
     renderer = Renderer(answerer.side, options.template_args)
     if any(with_tools(prompt.messages or ()) for prompt in prompts):
         check_tools(renderer.tokenizer, options.template_args)
     names, sha256 = _identify(prompts)
     manifest = _begin(answerer.origin(), names, sha256, options)
-    with Journal(options.out, rank, world) as journal:
-        write_text(ids_file(options.out, manifest), "".join(f"{name}\n" for name in names))
-        write_manifest(options.out, manifest)
-        size, answered = options.batch_size, locate(options.out, names).keys()
-        starts = range(rank * size, len(prompts), world * size)
-        batches = [range(start, min(start + size, len(prompts))) for start in starts]
-        share = list(chain.from_iterable(batches))
-        missing = set(share) - answered
-
-        def conversations(batch: range) -> list[Conversation]:
-            whole = answerer.together and not missing.isdisjoint(batch)  # so that rounding is equal
-            asked = [prompts[place] for place in batch if whole or place in missing]
-            context, turns, reasoning = answerer.context, options.max_turns, options.reasoning
-            return [
-                Conversation(p, renderer, context, turns_of(p)[:turns], reasoning) for p in asked
-            ]
-
-        patience = MAX_LOST_BATCHES * size
-        if not answered:
-            patience = min(patience, len(missing))
-        rows = filter(None, map(conversations, batches))
-        answers = answerer.answer(rows, options, [f"{options.seed}/{name}" for name in names])
-        done = len(share) - len(missing)
-        bar = tqdm(total=len(share), initial=done, desc="distill", unit="prompt", disable=rank > 0)
-        try:
-            with bar, closing(answers):
-                _store(answers, journal, names, missing, patience, bar)
-        except KeyboardInterrupt:
-            logger.warning("%s: interrupted; run the same command again to resume", options.out)
-            raise
-        counts = _finish(options.out, manifest)
+    missing = set[int]()
+    if finished(options.out, manifest):
+        counts = finish(options.out, manifest)
+    else:
+        with Journal(options.out, *_launched()) as journal:
+            write_text(ids_file(options.out, manifest), "".join(f"{name}\n" for name in names))
+            write_manifest(options.out, manifest)
+            missing = _answer(answerer, renderer, prompts, names, options, journal)
+            counts = finish(options.out, manifest)
     complete, seconds = manifest["complete"], time.monotonic() - started
     report = DistillReport(options.out, len(prompts), counts, len(missing), complete, seconds)
     print(report)
     return report
+
+
+def _launched() -> tuple[int, int]:
+    """Rank and number of the processes."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _answer(
+    answerer: Answerer,
+    renderer: Renderer,
+    prompts: Sequence[Prompt],
+    names: Sequence[str],
+    options: DistillOptions,
+    journal: Journal,
+) -> set[int]:
+    """Store the answers to this process's part of the prompts that have none; returns the places
+    of those that its server failed on.
+    """
+    rank, world = _launched()
+    known = set(answered(options.out, names).tolist())
+    claims = Claims(len(prompts), options.batch_size * answerer.window, rank, world)
+    missing = set[int]()
+
+    def conversations(places: range) -> list[Conversation]:
+        mine = [place for place in places if place not in known]
+        missing.update(mine)
+        context, turns, reasoning = answerer.context, options.max_turns, options.reasoning
+        return [
+            Conversation(p, renderer, context, turns_of(p)[:turns], reasoning)
+            for p in map(prompts.__getitem__, mine)
+        ]
+
+    left = -(-(len(prompts) - len(known)) // world)
+    patience = MAX_LOST_BATCHES * options.batch_size
+    if not known:
+        patience = max(1, min(patience, left))
+    rows = filter(None, map(conversations, claims))
+    answers = answerer.answer(rows, options, [f"{options.seed}/{name}" for name in names])
+    bar = tqdm(total=left, desc="distill", unit="prompt", disable=rank > 0)
+    try:
+        with bar, closing(answers):
+            _store(answers, journal, names, missing, patience, bar)
+    except KeyboardInterrupt:
+        logger.warning("%s: interrupted; run the same command again to resume", options.out)
+        raise
+    claims.close()
+    return missing
 
 
 def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
@@ -391,8 +408,8 @@ def _begin(
             "Use another --out, or the same options to resume"
         )
     if old["prompts"]["sha256"] != manifest["prompts"]["sha256"]:
-        count_before, kept = old["prompts"]["count"], len(locate(out, names))
-        if not kept and any(path.stat().st_size for path in journals(out)):
+        count_before, kept = old["prompts"]["count"], len(answered(out, names))
+        if not kept and any(path.stat().st_size for path in [*journals(out), *columns(out)]):
             raise ValueError(
                 f"{out}: expected some of the {count_before} prompts that it was begun with, got "
                 f"{len(names)} others; use another --out, or check --prompts"
@@ -417,22 +434,6 @@ def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
         "target fingerprint": target["fingerprint"],
         "target dtype": target["dtype"],
     }
-
-
-def _finish(out: Path, manifest: dict[str, Any]) -> Counts:
-    """Write the manifest with the counts of all processes; the last one to end completes it.
-
-    Counts again after writing: another process may have ended in between, and the last manifest
-    written must not be older than the last answer.
-    """
-    written: Counts | None = None
-    while (counts := count(out, manifest)) != written:
-        done = counts.done + counts.skipped + counts.failed
-        manifest["complete"] = done == manifest["prompts"]["count"]
-        manifest["counts"] = vars(counts) | {"reasons": dict(counts.reasons)}
-        write_manifest(out, manifest)
-        written = counts
-    return counts
 
 
 def _store(

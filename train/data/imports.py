@@ -17,14 +17,12 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.heads.files import write_text
 from draftheads.train.data.answers import (
-    BY_NUMBER,
     MANIFEST,
     Counts,
     Record,
     new_manifest,
-    write_manifest,
+    store_records,
 )
 from draftheads.train.data.conversation import (
     CLOSE,
@@ -80,16 +78,11 @@ def import_answers(
             "count": len(lines),
             "sha256": hashlib.sha256(json.dumps(lines).encode()).hexdigest(),
         },
-        format=BY_NUMBER,
         seed=None,
-        complete=True,
-        counts=vars(counts) | {"reasons": dict(counts.reasons)},
         imported={"verified": False},
     )
     out.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    write_text(out / "answers-00000-of-00001.jsonl", text)
-    write_manifest(out, manifest)  # last: it marks the folder as complete
+    store_records(out, manifest, lines)
     return counts
 
 

@@ -1,4 +1,4 @@
-"""A target whose tokens come from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...).
+"""A target whose tokens come from OpenAI-compatible servers (vLLM, SGLang, llama.cpp, ...).
 
 Only its tokenizer, chat template and end tokens are loaded here. Prompts are sent as token ids,
 rendered as for a target in this process. If the server returns the ids that it generated (vLLM:
@@ -17,8 +17,10 @@ import logging
 import os
 import random
 import re
-from collections.abc import Generator, Iterable, Sequence
-from itertools import chain, islice
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
@@ -38,7 +40,7 @@ LONGEST_PAUSE, LONGEST_RETRY_AFTER = 60.0, 600.0
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
 GIVE_UP = 10
-"""Consecutive prompts that the server failed to answer after which it counts as down."""
+"""Consecutive prompts that a server failed to answer after which it counts as down."""
 
 logger = logging.getLogger("draftheads")
 
@@ -56,14 +58,14 @@ class ServerFault(ServerError):
 
 
 class ServerOptions(BaseModel):
-    """Address of the server, and how long to wait for it."""
+    """Addresses of the servers, and how long to wait for them."""
 
     model_config = ConfigDict(extra="forbid")
 
-    url: str  # http://HOST:PORT, with or without /v1
-    model: str | None = None  # name at the server; default: its only one
+    urls: list[str] = Field(min_length=1)  # http://HOST:PORT, with or without /v1
+    model: str | None = None  # name at the servers; default: their only one
     api_key_env: str | None = None  # environment variable with the key
-    concurrency: int = Field(32, ge=1)  # requests
+    concurrency: int = Field(32, ge=1)  # requests at a time, to each server
     timeout: float | None = Field(None, gt=0)  # seconds for an answer; default: 60 + 0.5 per token
     tries: int = Field(6, ge=1)  # per request
     pause: float = Field(0.5, ge=0)  # seconds before the second try; then doubled
@@ -96,45 +98,44 @@ Body = TypeVar("Body", _Completions, _Models)
 
 
 class ServedTarget(Answerer):
-    """A target at a server. name: folder or Hub id of the same model, for its tokenizer.
+    """A target at one or several servers. name: folder or Hub id of the same model, for its
+    tokenizer.
 
-    Raises ValueError for an invalid address, key or model name, ServerError if no server answers.
-    The key appears in no message: *** replaces it in what the server returns.
+    Raises ValueError for an invalid address, key or model name, and for servers of several models;
+    ServerError if one of them does not answer. The key appears in no message: *** replaces it in
+    what a server returns.
     """
 
-    together = False
-
     def __init__(self, name: str, options: ServerOptions, revision: str | None = None) -> None:
-        self.url = _base_url(options.url)
-        self._options = options
-        self._key = secret(options.api_key_env) if options.api_key_env else ""
-        self._random = random.Random()  # leaves the caller's random state alone
-        self._client: dict[str, Any] = {
-            "base_url": self.url,
-            "headers": {"Authorization": f"Bearer {self._key}"} if self._key else {},
-            "timeout": httpx.Timeout(None, connect=CONNECT_SECONDS),
-            "trust_env": False,  # no proxy
-        }
-        served = self._choose()  # before anything is downloaded
+        key = secret(options.api_key_env) if options.api_key_env else ""
+        urls = dict.fromkeys(map(_base_url, options.urls))
+        self._servers = [_Server(url, options, key) for url in urls]  # before any download
+        self._concurrency = options.concurrency
+        self.model = self._servers[0].model
+        if any(server.model != self.model for server in self._servers):
+            got = ", ".join(f"{server.model} at {server.url}" for server in self._servers)
+            raise ValueError(
+                f"--server: expected one model at all servers, got {got}; leave out the others, or "
+                "serve it under one name"
+            )
         config = AutoConfig.from_pretrained(name, revision=revision)
         text = config.get_text_config(decoder=True)
-        context = getattr(text, "max_position_embeddings", None) or 1 << 30
-        if isinstance(served.max_model_len, int) and served.max_model_len > 1:
-            context = min(context, served.max_model_len)
-        super().__init__(TextSide.load(name, revision), context)
-        self.model = served.id
+        lengths = [getattr(text, "max_position_embeddings", None) or 1 << 30]
+        lengths += [server.context for server in self._servers if server.context]
+        super().__init__(TextSide.load(name, revision), min(lengths))
         self._revision = revision or getattr(config, "_commit_hash", None)
         self._vocabulary: int = text.vocab_size
         self._renderer = Renderer(self.side, {})
 
     def origin(self) -> dict[str, Any]:
-        """The manifest's entry for the target; the server's weights have no fingerprint."""
+        """The manifest's entry for the target; the servers' weights have no fingerprint."""
+        urls = [server.url for server in self._servers]
         return {
             "name": self.side.name,
             "revision": self._revision,
             "fingerprint": None,
             "dtype": None,
-            "server": {"url": self.url, "model": self.model, "context": self.context},
+            "server": {"urls": urls, "model": self.model, "context": self.context},
         }
 
     def answer(
@@ -142,52 +143,57 @@ class ServedTarget(Answerer):
     ) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
-        Raises ServerError, after yielding what is done, if many in a row fail, the server is gone,
-        or it refuses all requests. All pending requests are cancelled when this ends early.
+        What a server fails or refuses to answer goes to the others. A server is dropped if it is
+        gone, denies access or fails many in a row. Raises ServerError, after yielding what is done,
+        when none is left. All pending requests are cancelled when this ends early.
         """
-        rows, failed = chain.from_iterable(batches), 0
-        pending = set[asyncio.Task[tuple[Conversation, ServerError | None]]]()
+        work = _Work(self._servers, self._concurrency, chain.from_iterable(batches))
         with asyncio.Runner() as runner:
-            client = httpx.AsyncClient(**self._client)
+            clients = {server: server.client() for server in self._servers}
             try:
                 while True:
-                    for row in islice(rows, self._options.concurrency - len(pending)):
-                        conversation = self._converse(client, row, sampling, seeds)
-                        pending.add(runner.get_loop().create_task(conversation))
-                    if not pending:
+                    for server, asked in work.shared():
+                        converse = self._converse(server, clients[server], asked, sampling, seeds)
+                        work.pending[runner.get_loop().create_task(converse)] = server, asked
+                    if not work.pending:
                         return
-                    waiting = asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                    done, pending = runner.run(waiting)
-                    results = [task.result() for task in done]
-                    for row, error in sorted(results, key=lambda result: result[1] is not None):
-                        if error is None or isinstance(error, PromptRefused):
-                            failed = 0
-                            yield [row], error
+                    waiting = asyncio.wait(work.pending, return_when=asyncio.FIRST_COMPLETED)
+                    done, _ = runner.run(waiting)
+                    results = [(*work.pending.pop(task), task.result()) for task in done]
+                    for server, asked, error in sorted(results, key=lambda each: bool(each[2])):
+                        if error is None:
+                            work.failed[server] = 0
+                            yield [asked.row], None
+                        elif work.passed_on(server, asked, error):
                             continue
-                        failed += 1
-                        if failed >= GIVE_UP or not isinstance(error, ServerFault):
-                            raise error
-                        logger.warning("%s", error)
+                        elif isinstance(error, PromptRefused):
+                            asked.row.end("failed", asked.reason)
+                            yield [asked.row], error
+                        else:
+                            logger.warning("%s", error)
             finally:
-                for task in pending:
+                for task in work.pending:
                     task.cancel()
-                runner.run(client.aclose())
+                for client in clients.values():
+                    runner.run(client.aclose())
 
     async def _converse(
-        self, client: Any, row: Conversation, sampling: Sampling, seeds: Sequence[str]
-    ) -> tuple[Conversation, ServerError | None]:
-        """Answer all turns of one conversation; the second value is the error that ended it."""
+        self, server: _Server, client: Any, asked: _Asked, sampling: Sampling, seeds: Sequence[str]
+    ) -> ServerError | None:
+        """Answer all turns of one conversation; returns the error that ended it."""
+        row = asked.row
         try:
-            while row.ask():
+            while asked.is_open or row.ask():
+                asked.is_open = True
                 seed = f"{seeds[row.prompt.index]}/{len(row.answers)}"
                 request = self._request(row, sampling, seed)
-                self._take(row, await self._complete(client, request), sampling)
+                self._take(row, await server.complete(client, request), sampling)
+                asked.is_open = False
         except ServerError as error:
-            if isinstance(error, PromptRefused):
-                row.end("failed", str(error))
+            asked.reason = str(error)
             advice = "check the server, then run the same command again to resume"
-            return row, type(error)(f"{self.url}: {error}; {advice}")
-        return row, None
+            return type(error)(f"{server.url}: {error}; {advice}")
+        return None
 
     def _request(self, row: Conversation, sampling: Sampling, seed: str) -> dict[str, Any]:
         return {
@@ -231,7 +237,96 @@ class ServedTarget(Answerer):
             )
         row.answer(ids)
 
-    async def _complete(self, client: Any, request: dict[str, Any]) -> Completion:
+
+@dataclass(eq=False)
+class _Asked:
+    """A conversation. is_open: its last question has no answer yet. failed_at: these servers did
+    not answer it; reason: why, at the last of them.
+    """
+
+    row: Conversation
+    is_open: bool = False
+    failed_at: set[_Server] = field(default_factory=set)
+    reason: str = ""
+
+
+class _Work:
+    """Conversations on their way to servers, each with `concurrency` places. up: the servers left.
+    failed: conversations in a row that a server failed to answer.
+    """
+
+    def __init__(
+        self, servers: list[_Server], concurrency: int, rows: Iterable[Conversation]
+    ) -> None:
+        self.up, self.concurrency = list(servers), concurrency
+        self.failed = Counter[_Server]()
+        self.pending: dict[asyncio.Task[ServerError | None], tuple[_Server, _Asked]] = {}
+        self._rows, self._again = map(_Asked, rows), list[_Asked]()
+
+    def shared(self) -> Iterator[tuple[_Server, _Asked]]:
+        """A conversation for each free place, first at the servers with the most of them."""
+        busy = Counter(server for server, _ in self.pending.values())
+        free = [server for server in self.up if busy[server] < self.concurrency]
+        while free:
+            server = min(free, key=busy.__getitem__)
+            asked = next((each for each in self._again if server not in each.failed_at), None)
+            if asked is not None:
+                self._again.remove(asked)
+            elif (asked := next(self._rows, None)) is None:
+                free.remove(server)
+                continue
+            yield server, asked
+            busy[server] += 1
+            if busy[server] == self.concurrency:
+                free.remove(server)
+
+    def passed_on(self, server: _Server, asked: _Asked, error: ServerError) -> bool:
+        """Whether what a server did not answer can go to another one; all that it has goes there if
+        it is down. Raises `error` if no server is left.
+        """
+        asked.failed_at.add(server)
+        self.failed[server] = 0 if isinstance(error, PromptRefused) else self.failed[server] + 1
+        is_down = self.failed[server] >= GIVE_UP
+        is_down |= not isinstance(error, ServerFault | PromptRefused)
+        if is_down and server in self.up:
+            if self.up == [server]:
+                raise error
+            self.up.remove(server)
+            dropped = "%s: %s; dropped until the next launch, %d other servers are left"
+            logger.warning(dropped, server.url, asked.reason, len(self.up))
+            for task, (place, other) in list(self.pending.items()):
+                if place is server:
+                    task.cancel()
+                    del self.pending[task]
+                    self._again.append(other)
+        if asked.failed_at.issuperset(self.up):
+            return False
+        self._again.append(asked)
+        return True
+
+
+class _Server:
+    """The HTTP side of one server. model: its name there; context: in tokens, None if unknown."""
+
+    def __init__(self, url: str, options: ServerOptions, key: str) -> None:
+        self.url = url
+        self._options, self._key = options, key
+        self._random = random.Random()  # leaves the caller's random state alone
+        self._client: dict[str, Any] = {
+            "base_url": self.url,
+            "headers": {"Authorization": f"Bearer {self._key}"} if self._key else {},
+            "timeout": httpx.Timeout(None, connect=CONNECT_SECONDS),
+            "trust_env": False,  # no proxy
+        }
+        served = self._choose()
+        self.model, length = served.id, served.max_model_len
+        self.context = length if isinstance(length, int) and length > 1 else None
+
+    def client(self) -> Any:
+        """A new connection pool."""
+        return httpx.AsyncClient(**self._client)
+
+    async def complete(self, client: Any, request: dict[str, Any]) -> Completion:
         """The server's completion, retried after faults."""
         patience = self._options.timeout or 60 + request["max_tokens"] / SLOWEST
         number = 0

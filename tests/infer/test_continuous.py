@@ -1,0 +1,192 @@
+"""The promise: continuous batching writes what a row alone would, whatever happens beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from tiny_heads import EACH, random_head
+from tiny_targets import some_prompts, tiny_target
+
+from draftheads.heads.cache import SlotLayer
+from draftheads.heads.target import Target
+from draftheads.infer.accept import Seeded
+from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.drafters import NGram
+from draftheads.infer.engine import Decoding, Row, Speculator
+
+LENGTHS = (1, 9, 3, 30, 2, 14, 5, 1, 40, 7, 21, 4)
+
+
+def requests(copies: int = 1) -> list[Request]:
+    """Prompts and answers of many lengths."""
+    prompts = some_prompts(*LENGTHS * copies)
+    return [Request(ids, 3 + n * 7 % 20, f"seed {n}") for n, ids in enumerate(prompts)]
+
+
+def run(batch: ContinuousBatch, asked: Sequence[Request]) -> list[list[int]]:
+    """The answers, in the order of the requests."""
+    waiting = iter(asked)
+    found = {}
+    for request, ids, error in batch.run(lambda: next(waiting, None)):
+        assert error is None
+        found[request] = ids
+    return [found[request] for request in asked]
+
+
+def rule(temperature: float = 1.0) -> Seeded:
+    return Seeded(temperature, 0.95, 0, 32)
+
+
+def alone(engine: Speculator, accept: Seeded, request: Request) -> tuple[list[int], int]:
+    """The answer to a request, decoded by itself, and the number of forwards after its prompt."""
+    row = Row(engine.target, request.prompt, request.max_new_tokens, seed=request.seed)
+    with torch.inference_mode():
+        decoding, steps = Decoding(engine, accept), 0
+        decoding.begin([row], 32)
+        while not row.finish:
+            decoding.step()
+            steps += 1
+    return row.text[row.prompt :], steps
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperature):
+    target, asked = tiny_target(), requests()
+    plain = run(ContinuousBatch(Speculator(target), rule(temperature), 1), asked)
+    engine = Speculator(target, random_head(name, target))
+    batch = ContinuousBatch(engine, rule(temperature), 4)
+    assert run(batch, asked) == plain
+    each = [alone(engine, rule(temperature), request) for request in asked]
+    assert [ids for ids, _ in each] == plain
+    assert batch.row_steps == sum(steps for _, steps in each)
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt-oss"])
+def test_other_targets_write_the_same_in_any_batch(name):
+    target, asked = tiny_target(name), requests()
+    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
+    assert run(ContinuousBatch(Speculator(target), rule(), 5), asked) == plain
+
+
+def test_compiled_rows_are_left_alone():
+    """Rows join between steps; nothing is compiled for a batch that changes."""
+    target, asked = tiny_target(), requests()
+    engine = Speculator(target, random_head("eagle3", target), compile=True)
+    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
+    assert run(ContinuousBatch(engine, rule(), 4), asked) == plain
+
+
+def test_most_places_decode_a_token():
+    batch = ContinuousBatch(Speculator(tiny_target()), rule(), 8)
+    run(batch, requests(copies=12))
+    assert batch.useful >= 0.9
+
+
+@pytest.mark.parametrize("most", [40, 100, 200])
+def test_slots_are_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, asked = tiny_target(), requests()
+    held: list[int] = []
+    verify = Target.verify
+
+    def noted(self: Target, tree: Any, cache: Any, layers: Any) -> Any:
+        held.append(len(cache.table.lengths) * (cache.table.longest + 1))
+        return verify(self, tree, cache, layers)
+
+    monkeypatch.setattr(Target, "verify", noted)
+    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
+    alone_needs = max(held)
+    held.clear()
+    assert run(ContinuousBatch(Speculator(target), rule(), 12, most), asked) == plain
+    assert max(held) <= max(most, alone_needs)
+
+
+@pytest.fixture(params=["prompts", "steps"])
+def small_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A device on which no more than three rows find room, at first or later."""
+    name = "prefill" if request.param == "prompts" else "verify"
+    original, rows = getattr(Target, name), list[int]()
+
+    def bounded(self: Target, given: Any, *more: Any) -> Any:
+        rows.append(len(given if name == "prefill" else given.tokens_BN))
+        if rows[-1] > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self, given, *more)
+
+    monkeypatch.setattr(Target, name, bounded)
+    yield rows
+
+
+@pytest.mark.parametrize("name", [None, "eagle3"])
+def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(name, small_memory):
+    target, asked = tiny_target(), requests()
+    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
+    small_memory.clear()
+    drafts = random_head(name, target) if name else None
+    assert run(ContinuousBatch(Speculator(target, drafts), rule(), 12), asked) == plain
+    assert sum(rows > 3 for rows in small_memory) <= 2  # 12, 6, and then it is known
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_rows_that_cannot_join_are_decoded_again_with_all_others(failing, monkeypatch):
+    """Memory may end when some caches have grown and others have not."""
+    target, asked = tiny_target(), requests()
+    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
+    join, calls = SlotLayer.join, count()
+
+    def growing(self: SlotLayer, *given: Any) -> None:
+        if next(calls) == failing:  # the first layer of the first join is done
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        join(self, *given)
+
+    monkeypatch.setattr(SlotLayer, "join", growing)
+    engine = Speculator(target, random_head("eagle3", target))
+    waiting = iter([*asked[:2], None, *asked[2:]])  # the batch grows from two rows to four
+    batch = ContinuousBatch(engine, rule(), 4)
+    found = {request: ids for request, ids, _ in batch.run(lambda: next(waiting, None))}
+    assert [found[request] for request in asked] == plain
+    assert next(calls) > failing
+
+
+def test_a_request_that_fails_alone_ends_with_its_error(monkeypatch):
+    target, asked = tiny_target(), requests()
+    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
+    bad = asked[3]
+    prefill = Target.prefill
+
+    def failing(self: Target, prompts: Any, *more: Any) -> Any:
+        if any(list(prompt) == list(bad.prompt) for prompt in prompts):
+            raise RuntimeError("too long")
+        return prefill(self, prompts, *more)
+
+    monkeypatch.setattr(Target, "prefill", failing)
+    waiting, found = iter(asked), {}
+    batch = ContinuousBatch(Speculator(target), rule(), 4)
+    for request, ids, error in batch.run(lambda: next(waiting, None)):
+        found[request] = ids
+        assert (error is not None) == (request is bad)
+    assert [found[request] for request in asked] == [
+        [] if request is bad else ids for request, ids in zip(asked, plain, strict=True)
+    ]
+
+
+def test_a_request_may_follow_from_an_answer():
+    """As the next turn of a conversation does."""
+    target = tiny_target()
+    waiting = [Request(some_prompts(5)[0], 4, "first")]
+    answers = []
+    batch = ContinuousBatch(Speculator(target), rule(), 4)
+    for request, ids, _ in batch.run(lambda: waiting.pop() if waiting else None):
+        answers.append(ids)
+        if len(answers) < 3:
+            waiting.append(Request([*request.prompt, *ids], 4, f"{len(answers)}"))
+    assert len(answers) == 3 and all(answers)
+
+
+def test_drafts_that_are_no_heads_are_refused():
+    with pytest.raises(ValueError, match="expected draft heads or none, got other drafts"):
+        ContinuousBatch(Speculator(tiny_target(), NGram()), rule(), 4)

@@ -1,0 +1,174 @@
+"""Answers as columns: Arrow record batches, in files that are memory-mapped, one row per document.
+
+    id           string             of the prompt
+    tokens       list<int32>
+    learn        list<list<int32>>  half-open spans that the target wrote, ordered and disjoint
+    turns        int32              answers in the document; 0: the prompt was not answered
+    finish       string             how the last answer ended, "eos" or "length"
+    follows      bool               continues the conversation of the previous row
+    hash         uint64             of the tokens: equal documents are found without reading them
+    reason       string or null     "skipped: ...", "failed: ..." or "stopped: ..."
+    retokenized  int32              answers that a server returned as text
+
+The last two are in the first row of an id.
+
+Legend: N tokens, D documents, S spans to learn; of a shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from draftheads.heads.files import own_name
+
+Record = dict[str, Any]
+Array = NDArray[Any]
+
+SCHEMA = pa.schema(
+    {
+        "id": pa.string(),
+        "tokens": pa.list_(pa.int32()),
+        "learn": pa.list_(pa.list_(pa.int32())),
+        "turns": pa.int32(),
+        "finish": pa.string(),
+        "follows": pa.bool_(),
+        "hash": pa.uint64(),
+        "reason": pa.string(),
+        "retokenized": pa.int32(),
+    }
+)
+REASONS = ("skipped", "failed", "stopped")
+
+
+def documents_of(record: Record) -> list[Record]:
+    """The documents of a line; empty if nothing was answered."""
+    documents: list[Record] = record.get("documents", [record] if "tokens" in record else [])
+    return documents
+
+
+def rows_of(record: Record) -> list[Record]:
+    """The rows of a line. Raises ValueError for spans that are not ordered, disjoint and inside."""
+    reason = [f"{kind}: {record[kind]}" for kind in REASONS if kind in record]
+    once = {"reason": "; ".join(reason) or None, "retokenized": record.get("retokenized", 0)}
+    refused = {"tokens": [], "learn": [], "turns": 0, "finish": ""}
+    rows = []
+    for place, document in enumerate(documents_of(record) or [refused]):
+        bounds = list(chain.from_iterable(document["learn"]))
+        if bounds != sorted(bounds) or (bounds and not 0 <= bounds[0] <= bounds[-1]):
+            raise ValueError("spans to learn overlap")
+        if bounds and bounds[-1] > len(document["tokens"]):
+            raise ValueError("spans to learn exceed the tokens")
+        tokens = np.asarray(document["tokens"], np.int32)
+        row = {"id": str(record["id"]), "tokens": tokens, "follows": place > 0}
+        row |= {name: document[name] for name in ("learn", "turns", "finish")}
+        rows.append({"reason": None, "retokenized": 0, **row, "hash": content_hash(tokens)})
+    return [rows[0] | once, *rows[1:]]
+
+
+def content_hash(tokens: Array) -> int:
+    """64 bits: among 10 M documents, two different ones share it with a probability of 3e-6."""
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")
+
+
+def to_batch(rows: Sequence[Record]) -> pa.RecordBatch:
+    """Rows as columns."""
+    return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+
+
+def write_batch(path: Path, batch: pa.RecordBatch) -> None:
+    """Write a file of one batch under a temporary name, sync it, rename it to `path`."""
+    part = own_name(path)
+    try:
+        with part.open("wb") as file:
+            with pa.ipc.new_stream(file, SCHEMA) as writer:
+                writer.write_batch(batch)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        reason = f"{error.strerror}; free space and run the same command again"
+        raise OSError(error.errno, f"{path}: {reason}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_batch(path: Path) -> pa.RecordBatch:
+    """The batch of a file; its pages are read when they are touched, and shared by processes."""
+    try:
+        with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
+            batch = reader.read_next_batch()
+            if reader.schema.equals(SCHEMA):
+                return batch
+            found = ", ".join(reader.schema.names)
+    except (OSError, pa.ArrowInvalid, StopIteration) as error:
+        found = " ".join(str(error).split()) or "an empty file"
+    raise ValueError(
+        f"{path}: expected answers as Arrow columns, got a damaged file ({found[:80]}); copy it "
+        "again, or delete it and run the same `draftheads distill` again"
+    )
+
+
+class Shard:
+    """Views of a batch, nothing is copied."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        tokens, learn = batch["tokens"], batch["learn"]
+        self.batch = batch
+        self.tokens_N: Array = tokens.flatten().to_numpy()
+        self.bounds_D1: Array = tokens.offsets.to_numpy() - tokens.offsets[0].as_py()
+        self.hashes_D: Array = batch["hash"].to_numpy()
+        self.follows_D: Array = batch["follows"].to_numpy(zero_copy_only=False)
+        self.learn_S2: Array = learn.flatten().flatten().to_numpy().reshape(-1, 2)
+        """Spans, counted from the start of their document."""
+        self.spans_D1: Array = learn.offsets.to_numpy() - learn.offsets[0].as_py()
+        """Document d has the spans spans_D1[d] to spans_D1[d + 1]."""
+
+    @property
+    def starts_S(self) -> Array:
+        """First token of each span, int64, counted from the start of the shard."""
+        return (
+            np.repeat(self.bounds_D1[:-1].astype(np.int64), np.diff(self.spans_D1))
+            + (self.learn_S2[:, 0])
+        )
+
+    @property
+    def sizes_S(self) -> Array:
+        """Tokens of each span."""
+        return np.diff(self.learn_S2)[:, 0]
+
+    def written(self) -> Array:
+        """bool (N): the target wrote this token."""
+        steps = np.zeros(len(self.tokens_N) + 1, np.int8)
+        starts_S = self.starts_S
+        np.add.at(steps, starts_S, 1)
+        np.subtract.at(steps, starts_S + self.sizes_S, 1)
+        np.cumsum(steps, out=steps)
+        return steps[:-1].view(np.bool_)
+
+
+def digest(shards: Sequence[Shard]) -> str:
+    """Hash of tokens, loss mask, documents and conversations, as 16 hex digits."""
+    made = hashlib.sha256()
+    for shard in shards:
+        made.update(shard.tokens_N.data)
+    for shard in shards:
+        made.update(shard.written().data)
+    bounds_D1 = bounds_of(shards)
+    made.update(np.stack([bounds_D1[:-1], bounds_D1[1:]], 1).data)
+    made.update(np.flatnonzero(np.concatenate([shard.follows_D for shard in shards])).data)
+    return made.hexdigest()[:16]
+
+
+def bounds_of(shards: Iterable[Shard]) -> Array:
+    """int64: document d of all has the tokens bounds[d] to bounds[d + 1]."""
+    sizes = [np.diff(shard.bounds_D1) for shard in shards]
+    return np.concatenate([[0], np.concatenate(sizes).cumsum(dtype=np.int64)])
