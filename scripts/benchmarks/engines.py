@@ -1,0 +1,210 @@
+"""Do serving engines run our heads as we do? Runs them side by side and makes the table.
+
+    python scripts/benchmarks/engines.py --target TARGET --prompts PROMPTS \\
+        --head HEAD [--head ...] [--draft-tokens 3] [--tree nodes=16,depth=4,top_k=3] \\
+        [--vllm PYTHON] [--llamacpp FOLDER] [--openvino PYTHON] [--json OUT]
+
+All decoding is greedy and in float32. For each head: the texts of the engine with it are compared
+with ours without drafts, and its verified drafts and the accepted tokens by position with ours,
+with the same tree. Rates are of this machine and exclude loading; each engine's are given with and
+without the head. `engine_runs/` has a script for each engine, which its own Python runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from draftheads.heads.block import BlockHead
+from draftheads.heads.hub import load_head, open_head
+from draftheads.heads.target import Target
+from draftheads.heads.tree import StaticTree, Tree, parse_tree
+from draftheads.infer.engine import Speculator, Statistics
+from draftheads.scripts.journey import opening_ids
+from draftheads.train.entry import mistakes_in_one_line
+
+RUNS = Path(__file__).parent / "engine_runs"
+VARIABLES = {
+    "vllm": "DRAFTHEADS_VLLM",  # a Python with vLLM
+    "llamacpp": "DRAFTHEADS_LLAMACPP",  # a folder with llama-server
+    "openvino": "DRAFTHEADS_OPENVINO",  # a Python with openvino-genai and optimum-intel
+}
+"""Environment variables that say where engines are."""
+OWN_PYTHON = ("vllm", "openvino")
+TIMEOUT = 1800
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to decode. head: None for the plain model. tree: a dynamic tree instead of a chain of
+    draft_tokens, as {"nodes", "depth", "top_k"}.
+    """
+
+    target: str
+    prompts: Sequence[Sequence[int]]
+    head: str | None = None
+    method: str | None = None  # the engine's own name of the head's kind
+    draft_tokens: int = 3
+    new_tokens: int = 64
+    tree: dict[str, int] | None = None
+
+    @property
+    def plain(self) -> Job:
+        """The same without a head."""
+        return replace(self, head=None, method=None, tree=None)
+
+    @property
+    def shape(self) -> Tree:
+        """What we verify."""
+        if self.tree:
+            return parse_tree(",".join(f"{name}={count}" for name, count in self.tree.items()))
+        return StaticTree.from_widths([1] * self.draft_tokens)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """drafts: verified chains or trees. accepted: accepted tokens at position 1, 2, ..."""
+
+    version: str
+    answers: list[list[int]]
+    drafts: int
+    accepted: list[int]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """New tokens per second."""
+        return sum(map(len, self.answers)) / self.seconds
+
+    def equal(self, other: Outcome, eos: Sequence[int]) -> int:
+        """How many answers are equal, but for the end token, which engines may leave out."""
+        pairs = zip(self.answers, other.answers, strict=True)
+        return sum(_cut(mine, eos) == _cut(theirs, eos) for mine, theirs in pairs)
+
+
+def _cut(ids: list[int], eos: Sequence[int]) -> list[int]:
+    return ids[:-1] if ids and ids[-1] in eos else ids
+
+
+def ours(job: Job, target: Target) -> Outcome:
+    """Decode with our engine."""
+    head = load_head(job.head, target=target) if job.head else None
+    engine = Speculator(target, head, tree=job.shape if head is not None else None)
+    total, answers, began = Statistics(), [], time.perf_counter()
+    for prompt in job.prompts:
+        steps = list(engine.generate(prompt, max_new_tokens=job.new_tokens))
+        answers.append([token for step in steps for token in step.tokens])
+        for step in steps:
+            total.add(step)
+    seconds = time.perf_counter() - began
+    return Outcome("draftheads", answers, total.steps, total.accepted, seconds)
+
+
+def theirs(engine: str, place: str, job: Job) -> Outcome:
+    """Decode with an engine, in a process of its own. place: as VARIABLES tell.
+
+    Raises ValueError with the end of what it printed if it fails.
+    """
+    python = place if engine in OWN_PYTHON else sys.executable
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder) / "job.json", Path(folder) / "out.json"
+        given.write_text(json.dumps(asdict(job)))
+        command = [python, str(RUNS / f"{engine}.py"), str(given), str(made)]
+        found = subprocess.run(
+            command,
+            env={**os.environ, VARIABLES[engine]: place},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+        if found.returncode or not made.is_file():
+            raise ValueError(f"{engine} failed:\n{(found.stdout + found.stderr)[-4000:]}")
+        return Outcome(**json.loads(made.read_text()))
+
+
+def row(engine: str, place: str, job: Job, target: Target) -> dict[str, Any]:
+    """Run a job with and without its head, here and there."""
+    eos = list(target.eos_ids)
+    plain, mine = ours(job.plain, target), ours(job, target)
+    their_plain, their = theirs(engine, place, job.plain), theirs(engine, place, job)
+    return {
+        "engine": their.version,
+        "head": job.head,
+        "draft": "tree" if job.tree else f"chain {job.draft_tokens}",
+        "prompts": len(job.prompts),
+        "equal text": their.equal(plain, eos),
+        "equal text without head": their_plain.equal(plain, eos),
+        "drafts": [mine.drafts, their.drafts],
+        "accepted": [mine.accepted, their.accepted],
+        "tokens/s": [round(their_plain.rate, 1), round(their.rate, 1)],
+        "our tokens/s": [round(plain.rate, 1), round(mine.rate, 1)],
+    }
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table; pairs are ours / theirs, rates are without / with the head."""
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *([_cell(each[name]) for name in names] for each in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cell(value: Any) -> str:
+    return " / ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def method(folder: str) -> str:
+    """The engines' name of a head's kind. Raises ValueError for kinds that none has."""
+    head, _ = open_head(folder).read()
+    if isinstance(head, BlockHead):
+        return "dspark" if head.design.sample_from_anchor else "dflash"
+    if head.kind not in ("eagle", "eagle3", "medusa"):
+        raise ValueError(f"{folder}: no engine runs {head.kind} heads; give one of another kind")
+    return head.kind
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--head", action="append", required=True)
+    parser.add_argument("--draft-tokens", type=int, default=3)
+    parser.add_argument("--tree", help="nodes=16,depth=4,top_k=3, for openvino, after the chain")
+    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--json", type=Path)
+    for engine, variable in VARIABLES.items():
+        parser.add_argument(f"--{engine}", default=os.environ.get(variable), help=variable)
+    options = parser.parse_args()
+    with mistakes_in_one_line():
+        target = Target.load(options.target, dtype="float32")
+        prompts = opening_ids(target, options.prompts, None, options.limit)
+        rows = []
+        for engine in VARIABLES:
+            if not (place := getattr(options, engine)):
+                continue
+            for folder in options.head:
+                job = Job(options.target, prompts, folder, method(folder))
+                job = replace(job, draft_tokens=options.draft_tokens, new_tokens=options.new_tokens)
+                rows.append(row(engine, place, job, target))
+                if engine == "openvino" and options.tree:
+                    given = dict(part.split("=") for part in options.tree.split(","))
+                    tree = {name: int(count) for name, count in given.items()}
+                    rows.append(row(engine, place, replace(job, tree=tree), target))
+        if not rows:
+            raise ValueError("expected an engine, got none; pass --vllm, --llamacpp or --openvino")
+        print(markdown(rows))
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

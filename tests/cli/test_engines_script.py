@@ -1,0 +1,70 @@
+"""The promise: the comparison with serving engines tells equal from different, and what failed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from tiny_heads import random_head
+from tiny_targets import greedy, some_prompts, tiny_target
+
+from draftheads.heads.hub import save_head
+from draftheads.scripts.benchmarks import engines
+from draftheads.scripts.benchmarks.engines import Job, markdown, method, ours, row, theirs
+
+SCRIPT = """
+import json, pathlib, sys
+job, out = json.loads(pathlib.Path(sys.argv[1]).read_text()), sys.argv[2]
+name = "with.json" if job["head"] else "plain.json"
+pathlib.Path(out).write_text((pathlib.Path(__file__).parent / name).read_text())
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch) -> Job:
+    """A head on a tiny target, and an engine that repeats what files tell."""
+    monkeypatch.setattr(engines, "RUNS", tmp_path)
+    (tmp_path / "llamacpp.py").write_text(SCRIPT)
+    target = tiny_target()
+    save_head(random_head("medusa", target), tmp_path / "head", target=target)
+    prompts = some_prompts(5, 9)
+    return Job("tiny", prompts, str(tmp_path / "head"), "medusa", draft_tokens=2, new_tokens=12)
+
+
+def test_ours_is_greedy_and_counts(job):
+    target = tiny_target()
+    outcome = ours(job, target)
+    assert outcome.answers == [greedy(target, list(prompt), 12) for prompt in job.prompts]
+    steps = sum(map(len, outcome.answers)) - len(job.prompts)
+    assert outcome.drafts + sum(outcome.accepted) >= steps >= outcome.drafts
+
+
+def test_a_row_shows_what_differs(job, tmp_path):
+    target = tiny_target()
+    mine, plain = ours(job, target), ours(job.plain, target)
+    (tmp_path / "plain.json").write_text(json.dumps(asdict(plain)))
+    other = [[token + 1 for token in mine.answers[0]], mine.answers[1]]
+    wrong = replace(mine, answers=other, drafts=mine.drafts + 1, version="fake 1")
+    (tmp_path / "with.json").write_text(json.dumps(asdict(wrong)))
+    found = row("llamacpp", "", job, target)
+    assert (found["equal text"], found["equal text without head"]) == (1, 2)
+    assert found["drafts"] == [mine.drafts, mine.drafts + 1]
+    assert "| fake 1 |" in markdown([found])
+
+
+def test_an_engine_that_fails_says_why(job, tmp_path):
+    (tmp_path / "llamacpp.py").write_text("raise SystemExit('no such model')")
+    with pytest.raises(ValueError, match="llamacpp failed:\nno such model"):
+        theirs("llamacpp", "", job)
+
+
+def test_methods_are_the_engines_names(job, tmp_path):
+    target, found = tiny_target(), []
+    for name in ("eagle", "eagle3", "block-none", "block-markov"):
+        save_head(random_head(name, target), tmp_path / name, target=target)
+        found.append(method(str(tmp_path / name)))
+    assert found == ["eagle", "eagle3", "dspark", "dflash"]
+    save_head(random_head("sequential-markov", target), tmp_path / "other", target=target)
+    with pytest.raises(ValueError, match="no engine runs sequential heads"):
+        method(str(tmp_path / "other"))
