@@ -29,7 +29,7 @@ ENGINES = {
     "vllm": "vLLM (0.33; for Medusa 0.9.2 to 0.32)",
     "sglang": "SGLang (0.5.23)",
     "tgi": "text-generation-inference",
-    "llamacpp": "llama.cpp",
+    "gguf": "llama.cpp",
 }
 CHAIN = 3
 """Longest chain in a command for heads that are not made for a block: later tokens are rarely
@@ -92,7 +92,7 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
     kind = config["draftheads"]["kind"]
     is_shared = kind == "medusa" and config["original_lm_head"]
     is_bare = _method(config) == "dspark" and not config["markov_rank"]
-    converts = to == "tgi" or is_bare or (to == "vllm" and (kind == "eagle" or is_shared))
+    converts = to == "tgi" or (is_bare and to != "gguf") or (to == "vllm" and (kind == "eagle" or is_shared))
     target = f" --target {config['draftheads']['target']['name']}" if is_shared else ""
     return {
         "to": to,
