@@ -191,7 +191,7 @@ def local_answerer(
 def distill(
     target: TargetName,
     prompts: Prompts,
-    out: Annotated[Path, Option(help="folder to write; an unfinished one is continued")],
+    out: Annotated[Path, Option(help="folder to write; an unfinished one is resumed")],
     temperature: Temperature = 0.3,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -225,16 +225,19 @@ def distill(
     """
     from draftheads.train.data.distill import DistillOptions
     from draftheads.train.data.distill import distill as run
-    from draftheads.train.data.prompts import Hub, read_prompts
+    from draftheads.train.data.prompts import Hub, StoredPrompts, iter_prompts
     from draftheads.train.data.server import ServedTarget, ServerOptions
 
+    if server and (head or tree or max_batch_tokens):
+        raise ValueError("--head, --tree, --max-batch-tokens: omit these, the server decodes")
     chosen: Any = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     chosen |= {"out": out, "source": prompts, "max_new_tokens": max_new_tokens}
     chosen |= {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens}
     chosen |= {"max_turns": max_turns, "reasoning": reasoning}
     options = DistillOptions(**chosen, template_args=template_variables(template_args))
     reading: dict[str, Any] = {"prompt_words": prompt_words, "skip_empty": skip_empty}
-    texts = read_prompts(prompts, hub=Hub(split, streaming), limit=limit, tools=tools, **reading)
+    found = iter_prompts(prompts, hub=Hub(split, streaming), limit=limit, tools=tools, **reading)
+    texts = StoredPrompts(found)
     if server or server_model or api_key_env:
         served: Any = {"urls": server or [""], "model": server_model, "api_key_env": api_key_env}
         remote = ServerOptions(**served, concurrency=concurrency)
@@ -542,10 +545,12 @@ def open_engine(
 
 
 def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | None) -> Tree | None:
-    """The tree that --tree and --nodes ask for; default: the drafts' own."""
+    """The tree that --tree and --nodes ask for; default: the drafts' own. Raises ValueError."""
     from draftheads.heads.tree import parse_tree
 
     if drafts is None:
+        if tree or nodes:
+            raise ValueError("--tree and --nodes: expected drafts, got none; pass --head, too")
         return None
     shape = parse_tree(tree) if tree else drafts.tree
     return shape.head(nodes) if nodes else shape

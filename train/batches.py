@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from torch import Tensor
 
 from draftheads.heads.batch import Batch
 from draftheads.train.data.answers import Answer, open_shards
@@ -116,22 +115,14 @@ class Documents:
         """int64 (D, 2): the half-open span of tokens of each document."""
         return np.stack([self._bounds_D1[:-1], self._bounds_D1[1:]], axis=1)
 
-    def tokens(self, start: int, stop: int) -> Tensor:
-        """int32: the tokens of a span inside one document."""
-        return torch.from_numpy(self.view(start, stop).copy())
-
-    def view(self, start: int, stop: int) -> Array:
-        """`tokens` without a copy."""
+    def tokens(self, start: int, stop: int) -> Array:
+        """int32: the tokens of a span inside one document; a view."""
         shard = bisect_right(self._firsts, start, hi=len(self._shards)) - 1
         first = self._firsts[shard]
         return self._shards[shard].tokens_N[start - first : stop - first]
 
-    def mask(self, start: int, stop: int) -> Tensor:
+    def mask(self, start: int, stop: int) -> Array:
         """bool: which tokens of a span the target wrote."""
-        return torch.from_numpy(self.written(start, stop))
-
-    def written(self, start: int, stop: int) -> Array:
-        """`mask` as an array."""
         mask = np.zeros(stop - start, np.bool_)
         low, high = np.searchsorted(self._starts_S, (start, stop))
         low = max(0, low - 1)  # this one may end inside
@@ -264,9 +255,9 @@ class Rows:
             sizes_P = np.array([stop - start for start, stop in pieces])
             firsts_P = sizes_P.cumsum() - sizes_P
             np.concatenate(
-                [self.documents.view(*span) for span in pieces], out=tokens_BT[line, :end]
+                [self.documents.tokens(*span) for span in pieces], out=tokens_BT[line, :end]
             )
-            loss_mask_BT[line, :end] = np.concatenate([self.documents.written(*p) for p in pieces])
+            loss_mask_BT[line, :end] = np.concatenate([self.documents.mask(*p) for p in pieces])
             loss_mask_BT[line, firsts_P] = False
             documents_BT[line, :end] = np.repeat(np.arange(len(pieces)), sizes_P)
             positions_BT[line, :end] -= np.repeat(firsts_P, sizes_P)

@@ -305,7 +305,7 @@ def openings_of(documents: Documents, spans: Array) -> list[list[int]]:
     """The prompts of documents; the first quarter of documents without learned tokens."""
     openings = []
     for start, stop in spans.tolist():
-        learned = documents.mask(start, stop).nonzero()
+        [learned] = documents.mask(start, stop).nonzero()
         end = int(learned[0]) if len(learned) else (stop - start) // 4
         openings.append(documents.tokens(start, start + max(1, end)).tolist())
     return openings

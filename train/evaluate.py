@@ -277,7 +277,7 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[Be
     documents, choices = data.documents, recipe.eval
     prompts: dict[tuple[int, ...], None] = {}
     for start, stop in data.heldout.spans:
-        learned = documents.mask(start, stop).nonzero()
+        [learned] = documents.mask(start, stop).nonzero()
         first = int(learned[0]) if len(learned) else 0
         if 0 < first < context - 1 and len(prompts) < choices.prompts:
             prompts[tuple(documents.tokens(start, start + first).tolist())] = None

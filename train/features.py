@@ -310,5 +310,5 @@ def _digest(rows: Rows, count: int) -> str:
     for pieces in map(rows.pieces, range(count)):
         digest.update(json.dumps([stop - start for start, stop in pieces]).encode())
         for start, stop in pieces:
-            digest.update(rows.documents.tokens(start, stop).numpy().tobytes())
+            digest.update(rows.documents.tokens(start, stop).tobytes())
     return digest.hexdigest()[:16]

@@ -37,7 +37,8 @@ from draftheads.heads.placement import check_path, check_placement, read_config,
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading
-from draftheads.train.data.answers import MANIFEST, SHARDED, store_records
+from draftheads.train.data.answers import MANIFEST, SHARDED, store_batch
+from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe, load_recipe
 from draftheads.train.setup import load_data
@@ -270,16 +271,16 @@ def write_target(recipe: Recipe, layers: int, folder: Path) -> None:
 
 def write_rows(folder: Path, sizes: list[tuple[int, int]], vocabulary: int) -> None:
     """Write random documents of these sizes: (tokens, learned tokens at the end)."""
-    records = []
+    rows = []
     for number, (size, learned) in enumerate(sizes):
         tokens = random.Random(number).choices(range(vocabulary), k=size)
         learn = [(size - learned, size)]
-        records.append(
+        rows += rows_of(
             {"id": number, "tokens": tokens, "learn": learn, "turns": 1, "finish": "eos"}
         )
     folder.mkdir()
     manifest = {"target": {"name": "random"}, "prompts": {"count": len(sizes)}}
-    store_records(folder, manifest, records)
+    store_batch(folder, manifest, to_batch(rows))
 
 
 def _run_child(folder: Path, values: dict[str, Any], clock: str) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def test_packed_features_equal_those_of_a_document_alone(documents):
     for row in range(len(rows)):
         end = 0
         for start, stop in rows.pieces(row):
-            ids = documents.tokens(start, stop).long()[None]
+            ids = torch.tensor(documents.tokens(start, stop).tolist())[None]
             with torch.no_grad():
                 states = target.model.model(ids, use_cache=False).last_hidden_state[0]
             got = features_BTD[row, end + 1 : end + stop - start]  # the law: state i predicts i + 1

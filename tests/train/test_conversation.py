@@ -17,9 +17,9 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from draftheads.heads.target import Target
-from draftheads.train.data.answers import documents_of
 from draftheads.train.data.conversation import ONLY_REASONING, Conversation, Renderer, TextSide
 from draftheads.train.data.prompts import Prompt
+from draftheads.train.data.shards import documents_of
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 

@@ -16,10 +16,11 @@ from draftheads.heads.target import Target
 from draftheads.infer.chat import History
 from draftheads.infer.continuous import Request
 from draftheads.scripts.commands import data_preview
-from draftheads.train.data.answers import documents_of, read_answers, read_manifest
+from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.distill import Answerer, distill
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.server import ServedTarget, ServerOptions
+from draftheads.train.data.shards import documents_of
 
 FORGETFUL = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
 TURNS = 3

@@ -12,9 +12,10 @@ from tiny_chat import END, byte_tokenizer
 from tokenizers import processors
 from transformers import AutoTokenizer, GPT2TokenizerFast
 
-from draftheads.train.data.answers import Record, documents_of
+from draftheads.train.data.answers import Record
 from draftheads.train.data.conversation import Renderer, TextSide
 from draftheads.train.data.imports import import_answers, replay
+from draftheads.train.data.shards import documents_of
 
 pytestmark = pytest.mark.slow
 

@@ -58,7 +58,6 @@ from draftheads.train.data.shards import (
     Array,
     Shard,
     digest,
-    documents_of,
     read_batch,
     rows_of,
     to_batch,
@@ -107,25 +106,6 @@ class Counts:
     cut: int = 0  # documents whose last answer ended by length
     retokenized: int = 0  # answers whose ids were made from text
     reasons: Counter[str] = field(default_factory=Counter)
-
-    def add(self, record: Record) -> None:
-        """Count one line."""
-        for kind in ("skipped", "failed", "stopped"):
-            if kind in record:
-                self.reasons[f"{kind}: {record[kind]}"] += 1
-        documents = documents_of(record)
-        if not documents:
-            self.skipped += "skipped" in record
-            self.failed += "failed" in record
-            return
-        self.done += 1
-        self.documents += len(documents)
-        self.retokenized += record.get("retokenized", 0)
-        for document in documents:
-            self.tokens += len(document["tokens"])
-            self.learned_tokens += sum(end - start for start, end in document["learn"])
-            self.turns += document["turns"]
-            self.cut += document["finish"] == "length"
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -214,8 +194,8 @@ def _shard(folder: Path, entry: dict[str, Any]) -> Shard:
     found = path.stat().st_size if path.is_file() else "no file"
     if found != size:
         raise ValueError(
-            f"{path}: expected {size} bytes, got {found}; copy it again, or delete it and "
-            f"{MANIFEST} and distill again to fill the gap"
+            f"{path}: expected {size} bytes, got {found}; copy it again, or delete it and run the "
+            "same `draftheads distill` again"
         )
     return Shard(read_batch(path))
 
@@ -438,7 +418,9 @@ def finished(folder: Path, manifest: dict[str, Any]) -> bool:
         return False
     old = read_manifest(folder)
     known, asked = (each["prompts"].get("sha256") for each in (old, manifest))
-    return bool(old["format"] == SHARDED and known == asked)
+    if old["format"] != SHARDED or known != asked:
+        return False
+    return all((folder / entry["name"]).is_file() for entry in old["shards"])
 
 
 def finish(folder: Path, manifest: dict[str, Any]) -> Counts:
@@ -501,13 +483,13 @@ def store(
     write_manifest(folder, manifest)
 
 
-def store_records(folder: Path, manifest: dict[str, Any], records: Iterable[Record]) -> None:
-    """`store` for records in the order of their prompts."""
-    batch = to_batch([row for record in records for row in rows_of(record)])
+def store_batch(folder: Path, manifest: dict[str, Any], batch: pa.RecordBatch) -> Counts:
+    """`store` for the rows of all prompts, in their order."""
     order = np.arange(len(batch))
     counts = _counts([batch], order)
     manifest["counts"] = vars(counts) | {"reasons": dict(counts.reasons)}
     store(folder, manifest | {"complete": True}, [batch], order, order[:0])
+    return counts
 
 
 def _entry(path: Path, shard: Shard) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,7 @@ from draftheads.train.data.answers import (
 )
 from draftheads.train.data.conversation import Conversation, Renderer, TextSide, turns_of
 from draftheads.train.data.prompts import Prompt, check_tools, with_tools
+from draftheads.train.data.shards import documents_of
 from draftheads.train.launch import check_environment
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ UNRECORDED = {"out", "batch_size", "max_batch_tokens", "seed", "source"}
 logger = logging.getLogger("draftheads")
 
 Answered = tuple[list[Conversation], Exception | None]
+Seeds = Callable[[int], str]
 
 
 class Sampling(BaseModel):
@@ -148,11 +150,11 @@ class Answerer(ABC):
 
     @abstractmethod
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling, seeds: Sequence[str]
+        self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
     ) -> Generator[Answered]:
         """Answer all turns of the batches' conversations, in place.
 
-        seeds: by index of the prompt. Yields finished conversations, with the last error of a
+        seed_of: by index of the prompt. Yields finished conversations, with the last error of a
         prompt that could not be answered, or None. Conversations that failed for a reason other
         than their prompt are not yielded.
         """
@@ -181,7 +183,7 @@ class LocalAnswerer(Answerer):
         }
 
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling, seeds: Sequence[str]
+        self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         limit = sampling.max_new_tokens
@@ -196,7 +198,7 @@ class LocalAnswerer(Answerer):
             row = more.popleft() if more else next(new, None)
             if row is None:
                 return None
-            seed = f"{seeds[row.prompt.index]}/{len(row.answers)}"
+            seed = f"{seed_of(row.prompt.index)}/{len(row.answers)}"
             request = Request(row.tokens, min(limit, self.context - len(row.tokens)), seed)
             asking[request] = row
             return request
@@ -345,7 +347,7 @@ def _answer(
     if not known:
         patience = max(1, min(patience, left))
     rows = filter(None, map(conversations, claims))
-    answers = answerer.answer(rows, options, [f"{options.seed}/{name}" for name in names])
+    answers = answerer.answer(rows, options, lambda index: f"{options.seed}/{names[index]}")
     bar = tqdm(total=left, desc="distill", unit="prompt", disable=rank > 0)
     try:
         with bar, closing(answers):
@@ -449,7 +451,7 @@ def _store(
     Raises the answerer's error after `patience` consecutive prompts without an answer. Their lines
     are not written, as these prompts are not the cause.
     """
-    counts, started = Counts(), time.monotonic()
+    started, learned = time.monotonic(), 0
     lost, held = 0, list[Record]()
     for conversations, error in answers:
         new = [row for row in conversations if row.prompt.index in missing]
@@ -463,9 +465,9 @@ def _store(
             journal.append(held)
             lost, held = 0, []
         missing.difference_update(row.prompt.index for row in new)
-        for record in records:
-            counts.add(record)
-        speed = counts.learned_tokens / (time.monotonic() - started)
+        documents = [document for record in records for document in documents_of(record)]
+        learned += sum(end - start for each in documents for start, end in each["learn"])
+        speed = learned / (time.monotonic() - started)
         bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
         bar.update(len(new))
     journal.append(held)

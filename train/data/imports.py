@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from draftheads.train.data.answers import (
     Counts,
     Record,
     new_manifest,
-    store_records,
+    store_batch,
 )
 from draftheads.train.data.conversation import (
     CLOSE,
@@ -36,6 +37,7 @@ from draftheads.train.data.conversation import (
     assistant,
 )
 from draftheads.train.data.prompts import Message, Messages, Prompt
+from draftheads.train.data.shards import documents_of, rows_of, to_batch
 
 EMPTY_REASONING = re.compile(rf"\s*{OPEN}\s*{CLOSE}\s*")
 
@@ -63,12 +65,11 @@ def import_answers(
             f"{side.name}: expected a chat template to render conversations with, found none; "
             "use the target's chat model"
         )
-    counts = Counts()
     lines = [replay(renderer, index, messages) for index, messages in enumerate(conversations)]
-    for line in lines:
-        counts.add(line)
-    if not counts.done:
-        reason = counts.reasons.most_common(1)[0][0] if counts.reasons else "the source is empty"
+    batch = to_batch([row for line in lines for row in rows_of(line)])
+    if not any(documents_of(line) for line in lines):
+        reasons = Counter(batch["reason"].drop_null().to_pylist()).most_common(1)
+        reason = reasons[0][0] if reasons else "the source is empty"
         raise ValueError(f"{source}: expected conversations to learn from, got none; {reason}")
     manifest = new_manifest(
         {"name": side.name, "revision": side.revision, "fingerprint": None, "dtype": None},
@@ -82,8 +83,7 @@ def import_answers(
         imported={"verified": False},
     )
     out.mkdir(parents=True, exist_ok=True)
-    store_records(out, manifest, lines)
-    return counts
+    return store_batch(out, manifest, batch)
 
 
 def replay(renderer: Renderer, index: int, messages: Messages) -> Record:

@@ -22,15 +22,19 @@ In any layout, `category` may name the kind of a prompt. Errors name the record:
 from __future__ import annotations
 
 import difflib
+import errno
 import gzip
 import itertools
 import json
 import logging
+import mmap
 import os
 import re
+import tempfile
 import zlib
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +107,43 @@ class _Kept:
     left_out: Counter[str] = field(default_factory=Counter)  # content that is not text, by type
 
 
-def read_prompts(
+class StoredPrompts(Sequence[Prompt]):
+    """Prompts in a temporary file without a name: 8 bytes of memory for each. Read once."""
+
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        """Raises OSError if there is no room for temporary files."""
+        self._ends = array("q", [0])
+        try:
+            with tempfile.TemporaryFile() as file:
+                for prompt in prompts:
+                    content = json.dumps([prompt.messages, prompt.text, prompt.category]).encode()
+                    self._ends.append(self._ends[-1] + len(content))
+                    file.write(content)
+                file.flush()
+                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            reason = f"{error.strerror}; set TMPDIR to a folder with room for the prompts"
+            raise OSError(error.errno, f"{tempfile.gettempdir()}: {reason}") from error
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        content = self._content[self._ends[index] : self._ends[index + 1]]
+        messages, text, category = json.loads(content)
+        return Prompt(index, messages and tuple(messages), text, category)
+
+
+def read_prompts(source: str | Path, **options: Any) -> list[Prompt]:
+    """The prompts of a file, a folder or a Hub data set, as a list; all else as `iter_prompts`."""
+    return list(iter_prompts(source, **options))
+
+
+def iter_prompts(
     source: str | Path,
     *,
     hub: Hub | None = None,
@@ -111,18 +151,18 @@ def read_prompts(
     prompt_words: int | None = None,
     skip_empty: bool = False,
     tools: KeepOrDrop = "drop",
-) -> list[Prompt]:
+) -> Iterator[Prompt]:
     """Read the prompts of a file, a folder or a Hub data set, without the answers in it.
 
     limit: read at most this many. prompt_words: one prompt per line of plain text, cut to its first
     words. skip_empty: skip records without a question. tools: "keep" tool calls and results as
-    context. Raises ValueError, naming the record.
+    context. Raises ValueError, naming the record, and if there are none.
     """
     for name, value in (("limit", limit), ("prompt_words", prompt_words)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
-    prompts: list[Prompt] = []
+    number = 0
     kept = _Kept(tools == "keep")
     for where, messages, text, category in _parsed(records, kept, limit, skip_empty):
         if prompt_words is not None:
@@ -133,12 +173,12 @@ def read_prompts(
                 )
             words = itertools.islice(re.finditer(r"\S+", text), prompt_words)
             text = text[: max(word.end() for word in words)]
-        prompts.append(Prompt(len(prompts), messages, text, category))
-    if not prompts:
+        yield Prompt(number, messages, text, category)
+        number += 1
+    if not number:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
         )
-    return prompts
 
 
 def read_conversations(

@@ -18,7 +18,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig
 
 from draftheads.train.data.conversation import LOSSY, Conversation, Renderer, TextSide
-from draftheads.train.data.distill import Answered, Answerer, Sampling, until_end
+from draftheads.train.data.distill import Answered, Answerer, Sampling, Seeds, until_end
 
 CONNECT_SECONDS = 10.0
 BUSY = {408, 425, 429}
@@ -139,7 +139,7 @@ class ServedTarget(Answerer):
         }
 
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling, seeds: Sequence[str]
+        self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
     ) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
@@ -153,7 +153,7 @@ class ServedTarget(Answerer):
             try:
                 while True:
                     for server, asked in work.shared():
-                        converse = self._converse(server, clients[server], asked, sampling, seeds)
+                        converse = self._converse(server, clients[server], asked, sampling, seed_of)
                         work.pending[runner.get_loop().create_task(converse)] = server, asked
                     if not work.pending:
                         return
@@ -178,14 +178,14 @@ class ServedTarget(Answerer):
                     runner.run(client.aclose())
 
     async def _converse(
-        self, server: _Server, client: Any, asked: _Asked, sampling: Sampling, seeds: Sequence[str]
+        self, server: _Server, client: Any, asked: _Asked, sampling: Sampling, seed_of: Seeds
     ) -> ServerError | None:
         """Answer all turns of one conversation; returns the error that ended it."""
         row = asked.row
         try:
             while asked.is_open or row.ask():
                 asked.is_open = True
-                seed = f"{seeds[row.prompt.index]}/{len(row.answers)}"
+                seed = f"{seed_of(row.prompt.index)}/{len(row.answers)}"
                 request = self._request(row, sampling, seed)
                 self._take(row, await server.complete(client, request), sampling)
                 asked.is_open = False
