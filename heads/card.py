@@ -76,6 +76,7 @@ def render_card(config: dict[str, Any]) -> str:
         install=install_command(),
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
         chain=max(1, tree.depth if kind == "block" else min(CHAIN, tree.depth)),
+        slots=_slots(config),
         method=_method(config),
         tree=tree,
         shape=_two_columns(shape),
@@ -92,7 +93,12 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
     kind = config["draftheads"]["kind"]
     is_shared = kind == "medusa" and config["original_lm_head"]
     is_bare = _method(config) == "dspark" and not config["markov_rank"]
-    converts = to == "tgi" or (is_bare and to != "gguf") or (to == "vllm" and (kind == "eagle" or is_shared))
+    converts = {
+        "vllm": is_bare or kind == "eagle" or is_shared,
+        "sglang": is_bare,
+        "tgi": True,
+        "gguf": False,  # it always is, for a file of the target
+    }[to]
     target = f" --target {config['draftheads']['target']['name']}" if is_shared else ""
     return {
         "to": to,
@@ -100,6 +106,14 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
         "loss": loss(to, Stored(config, {})),
         "convert": f"--to {to}{target}" if converts else "",
     }
+
+
+def _slots(config: dict[str, Any]) -> int:
+    """How many tokens a block drafts, and 0 for other kinds. llama.cpp makes blocks that are no
+    longer than what it may draft, and a shorter one drafts worse.
+    """
+    size = int(config.get("block_size", 0))
+    return size - (not config["sample_from_anchor"]) if size else 0
 
 
 def _method(config: dict[str, Any]) -> str:

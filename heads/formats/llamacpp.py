@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,22 +113,21 @@ def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:
     if target.architecture.startswith("gemma") and stored.facts["kind"] == "block":
         keys["embedding_scale"] = math.sqrt(stored.config["hidden_size"])
     part = own_name(file)
-    writer = GGUFWriter(part, ARCHITECTURES[stored.facts["kind"]])
     try:
-        for key, value in keys.items():
-            _add(writer, f"{writer.arch}.{key}", value)
-        for name, field in target.fields.items():
-            if name.startswith("tokenizer.") and name != MASK:
-                kind, *inner = field.types
-                writer.add_key_value(name, field.contents(), kind, *inner[-1:])
-        if "block_size" in keys:
-            writer.add_uint32(MASK, flat(stored.config)["mask_token_id"])
-        for name, tensor in _tensors(stored).items():
-            _add_tensor(writer, name, tensor)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        with closing(GGUFWriter(part, ARCHITECTURES[stored.facts["kind"]])) as writer:
+            for key, value in keys.items():
+                _add(writer, f"{writer.arch}.{key}", value)
+            for name, field in target.fields.items():
+                if name.startswith("tokenizer.") and name != MASK:
+                    kind, *inner = field.types
+                    writer.add_key_value(name, field.contents(), kind, *inner[-1:])
+            if "block_size" in keys:
+                writer.add_uint32(MASK, flat(stored.config)["mask_token_id"])
+            for name, tensor in _tensors(stored).items():
+                _add_tensor(writer, name, tensor)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
         os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)

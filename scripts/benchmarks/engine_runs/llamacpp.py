@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PLACE = Path(os.environ.get("DRAFTHEADS_LLAMACPP", ""))
-EXACT = "--flash-attn off -ctk f32 -ctv f32".split()
-EXACT_DRAFTS = "-ctkd f32 -ctvd f32 --spec-draft-p-min 0".split()
+PLACE = Path(os.environ.get("DRAFTHEADS_LLAMACPP", "."))
+EXACT = ["--flash-attn", "off", "-ctk", "f32", "-ctv", "f32"]
+EXACT_DRAFTS = ["-ctkd", "f32", "-ctvd", "f32", "--spec-draft-p-min", "0"]
 PATIENCE = 60.0  # seconds until the server answers
 
 
@@ -89,10 +89,13 @@ def read(url: str, body: dict[str, Any] | None = None) -> str:
 
 
 def counts(metrics: str) -> tuple[int, list[int]]:
-    """Verified drafts, and accepted tokens by position, from the text of /metrics."""
+    """Verified drafts, and accepted tokens by position up to the last that was, from the text of
+    /metrics.
+    """
     drafts = re.search(r"^llamacpp:spec_decode_num_drafts_total (\d+)", metrics, re.M)
     positions = re.findall(r'_per_pos_total\{position="\d+"\} (\d+)', metrics)
-    return int(drafts[1]) if drafts else 0, [int(count) for count in positions]
+    accepted = [int(count) for count in positions if int(count)]
+    return int(drafts[1]) if drafts else 0, accepted
 
 
 def eos_options(target: str) -> list[str]:
