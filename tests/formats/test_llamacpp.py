@@ -174,6 +174,12 @@ def test_a_head_of_another_layout_takes_its_layers_from_the_file(tmp_path):
     assert complete(llamacpp(exported(theirs, tmp_path)))
 
 
+def test_the_card_says_how_to_serve_it(tmp_path):
+    card = (saved("eagle3-usual", tmp_path / "ours") / "README.md").read_text()
+    assert "head.gguf --to gguf --target target.gguf" in card
+    assert "--spec-type draft-eagle3 --spec-draft-n-max" in card
+
+
 def test_another_target_is_refused_and_nothing_is_written(tmp_path):
     ours = saved("eagle3-usual", tmp_path / "ours")
     with pytest.raises(ValueError, match="got .17, .* pass the target this head was"):
