@@ -29,7 +29,7 @@ ENGINES = {
     "vllm": "vLLM (0.33; for Medusa 0.9.2 to 0.32)",
     "sglang": "SGLang (0.5.23)",
     "tgi": "text-generation-inference",
-    "llamacpp": "llama.cpp",
+    "gguf": "llama.cpp",
 }
 CHAIN = 3
 """Longest chain in a command for heads that are not made for a block: later tokens are rarely
@@ -77,6 +77,7 @@ def render_card(config: dict[str, Any]) -> str:
         install=install_command(),
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
         chain=max(1, tree.depth if kind == "block" else min(CHAIN, tree.depth)),
+        slots=_slots(config),
         method=_method(config),
         tree=tree,
         shape=_two_columns(shape),
@@ -93,7 +94,12 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
     kind = config["draftheads"]["kind"]
     is_shared = kind == "medusa" and config["original_lm_head"]
     is_bare = _method(config) == "dspark" and not config["markov_rank"]
-    converts = to == "tgi" or is_bare or (to == "vllm" and (kind == "eagle" or is_shared))
+    converts = {
+        "vllm": is_bare or kind == "eagle" or is_shared,
+        "sglang": is_bare,
+        "tgi": True,
+        "gguf": False,  # it always is, for a file of the target
+    }[to]
     target = f" --target {config['draftheads']['target']['name']}" if is_shared else ""
     return {
         "to": to,
@@ -101,6 +107,14 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
         "loss": loss(to, Stored(config, {})),
         "convert": f"--to {to}{target}" if converts else "",
     }
+
+
+def _slots(config: dict[str, Any]) -> int:
+    """How many tokens a block drafts, and 0 for other kinds. llama.cpp makes blocks that are no
+    longer than what it may draft, and a shorter one drafts worse.
+    """
+    size = int(config.get("block_size", 0))
+    return size - (not config["sample_from_anchor"]) if size else 0
 
 
 def _method(config: dict[str, Any]) -> str:

@@ -53,13 +53,13 @@ WRITERS: dict[str, dict[str, Translates]] = {
         "block": block.to_engine,
     },
     "sglang": {"eagle": as_is, "eagle3": as_is, "block": block.to_engine},
-    "llamacpp": {"block": block.to_engine},
+    "gguf": {"eagle3": as_is, "block": as_is},  # and then `llamacpp.write_gguf`
     "tgi": {"medusa": medusa.to_tgi},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
 """Destination -> kind of head -> its writer."""
 
-REMOVED = {"eagle": "sglang", "specforge": "sglang", "fasterdecoding": "tgi"}
+REMOVED = {"llamacpp": "gguf", "eagle": "sglang", "specforge": "sglang", "fasterdecoding": "tgi"}
 """Destinations of earlier versions -> the one that has the same tensors."""
 
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
@@ -89,13 +89,18 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "embeddings as a feature",
         "the last state as a feature",
     ],
-    ("llamacpp", "block"): [
+    ("gguf", "eagle3"): [
+        "more than one layer",
+        "sliding_window",
+        "other than three features",
+        "fc_norm",
+        "norm_output",
+        "the last state as a feature",
+    ],
+    ("gguf", "block"): [
         "a learned mask vector",
         "gated or rnn conditioning",
-        "confidence without conditioning",  # it is read as wide as with it
-        "a draft vocabulary in DFlash's layout",
-        "an lm_head of its own for all tokens",
-        "embeddings of its own",  # they would become the lm_head
+        "embeddings of its own",  # without an lm_head, they would be that, too
         "the last state as a feature",
     ],
     ("speculators", "block"): [
@@ -126,7 +131,10 @@ def loss(to: str, stored: Stored) -> str | None:
         "norm_before_residual": config.get("norm_before_residual"),
         "more than one layer": is_deep,
         "fc_norm and norm_before_fc": config.get("fc_norm") and config.get("norm_before_fc"),
+        "fc_norm": config.get("fc_norm"),
+        "norm_output": config.get("norm_output"),
         "a single feature": len(features) == 1,
+        "other than three features": len(features) != 3,
         "embeddings as a feature": 0 in features,
         "the last state as a feature": -1 in features or layers in features,
         **_traits_of_block(config),
@@ -144,8 +152,6 @@ def _traits_of_block(config: dict[str, Any]) -> dict[str, Any]:
         "gated or rnn conditioning": kind in ("gated", "rnn"),
         "rnn conditioning of DFlash's slots": kind == "rnn"
         and not config.get("sample_from_anchor"),
-        "confidence without conditioning": config.get("enable_confidence_head") and kind is None,
-        "a draft vocabulary in DFlash's layout": is_reduced and "dflash_config" in config,
         "an lm_head of its own": own_lm_head,
         "an lm_head of its own for all tokens": own_lm_head and not is_reduced,
         "embeddings of its own": config.get("has_embed_tokens"),
