@@ -666,7 +666,7 @@ def convert(
     source: Annotated[str, Argument(help="a head: folder, run folder or Hub id, any layout")],
     folder: Annotated[Path, Argument(help="new folder to write")],
     to: Annotated[
-        str, Option("--to", help="draftheads, vllm, sglang, llamacpp, tgi or speculators")
+        str, Option("--to", help="draftheads, vllm, sglang, llamacpp, openvino, tgi or speculators")
     ],
     target: Annotated[str | None, Option(help="the head's target, if it is needed")] = None,
     dtype: Dtype = "auto",

@@ -29,6 +29,7 @@ from draftheads.heads.hub import load_head, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree, parse_tree
 from draftheads.infer.engine import Speculator, Statistics
+from draftheads.scripts.convert import converted
 from draftheads.scripts.journey import opening_ids
 from draftheads.train.entry import mistakes_in_one_line
 
@@ -95,15 +96,17 @@ def _cut(ids: list[int], eos: Sequence[int]) -> list[int]:
     return ids[:-1] if ids and ids[-1] in eos else ids
 
 
-def ours(job: Job, target: Target) -> Outcome:
-    """Decode with our engine."""
+def ours(job: Job, target: Target, engine: str = "") -> Outcome:
+    """Decode with our engine, and count the last drafts of an answer as `engine` does."""
     head = load_head(job.head, target=target) if job.head else None
-    engine = Speculator(target, head, tree=job.shape if head is not None else None)
+    speculator = Speculator(target, head, tree=job.shape if head is not None else None)
     total, answers, began = Statistics(), [], time.perf_counter()
     for prompt in job.prompts:
-        steps = list(engine.generate(prompt, max_new_tokens=job.new_tokens))
+        steps = list(speculator.generate(prompt, max_new_tokens=job.new_tokens))
         answers.append([token for step in steps for token in step.tokens])
         for step in steps:
+            if engine == "openvino":  # tells how many tokens a step gave, one its own
+                step = replace(step, accepted=min(step.accepted, len(step.tokens) - 1))
             total.add(step)
     seconds = time.perf_counter() - began
     return Outcome("draftheads", answers, total.steps, total.accepted, seconds)
@@ -117,6 +120,8 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
     python = place if engine in OWN_PYTHON else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "job.json", Path(folder) / "out.json"
+        if job.head and engine == "openvino":
+            job = replace(job, head=str(converted(job.head, Path(folder) / "head", engine)))
         given.write_text(json.dumps(asdict(job)))
         command = [python, str(RUNS / f"{engine}.py"), str(given), str(made)]
         found = subprocess.run(
@@ -134,7 +139,7 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
 def row(engine: str, place: str, job: Job, target: Target) -> dict[str, Any]:
     """Run a job with and without its head, here and there."""
     eos = list(target.eos_ids)
-    plain, mine = ours(job.plain, target), ours(job, target)
+    plain, mine = ours(job.plain, target), ours(job, target, engine)
     their_plain, their = theirs(engine, place, job.plain), theirs(engine, place, job)
     return {
         "engine": their.version,
