@@ -14,6 +14,7 @@ import yaml
 from huggingface_hub import ModelCardData
 from jinja2 import Environment
 
+from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import WRITERS, loss
 from draftheads.heads.tree import DynamicTree, tree_from_json
@@ -30,6 +31,7 @@ ENGINES = {
     "sglang": "SGLang (0.5.23)",
     "tgi": "text-generation-inference",
     "llamacpp": "llama.cpp",
+    "openvino": "OpenVINO GenAI (2026.4)",
 }
 CHAIN = 3
 """Longest chain in a command for heads that are not made for a block: later tokens are rarely
@@ -77,6 +79,7 @@ def render_card(config: dict[str, Any]) -> str:
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
         chain=max(1, tree.depth if kind == "block" else min(CHAIN, tree.depth)),
         method=_method(config),
+        outputs=(config.get("eagle_config") or {}).get(AUX_LAYERS),
         tree=tree,
         shape=_two_columns(shape),
         training=_two_columns(flat(training)),
@@ -92,7 +95,8 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
     kind = config["draftheads"]["kind"]
     is_shared = kind == "medusa" and config["original_lm_head"]
     is_bare = _method(config) == "dspark" and not config["markov_rank"]
-    converts = to == "tgi" or is_bare or (to == "vllm" and (kind == "eagle" or is_shared))
+    is_other = to == "vllm" and (kind == "eagle" or is_shared)
+    converts = to in ("tgi", "openvino") or is_bare or is_other
     target = f" --target {config['draftheads']['target']['name']}" if is_shared else ""
     return {
         "to": to,

@@ -86,7 +86,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "more than one layer",
         "sliding_window",
         "other than three features",
-        "features that do not rise",  # they are joined in the order of the layers
+        "the same feature twice",  # the engine stops
         "embeddings as a feature",
         "the last state as a feature",
     ],
@@ -144,7 +144,7 @@ def loss(to: str, stored: Stored) -> str | None:
         "norm_before_fc": config.get("norm_before_fc"),
         "a single feature": len(features) == 1,
         "other than three features": len(features) != 3,
-        "features that do not rise": len(features) > 1 and features != sorted(set(features)),
+        "the same feature twice": len(set(features)) < len(features),
         "embeddings as a feature": 0 in features,
         "the last state as a feature": -1 in features or layers in features,
         **_traits_of_block(config),

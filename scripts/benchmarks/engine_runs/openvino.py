@@ -67,11 +67,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     folder = exported(job["target"])
     pipe = genai.LLMPipeline(folder, "CPU", scheduler_config=scheduler, **options, **EXACT)
     config = pipe.get_generation_config()
-    config.max_new_tokens, config.do_sample, config.apply_chat_template = (
-        job["new_tokens"],
-        False,
-        False,
-    )
+    config.max_new_tokens, config.do_sample = job["new_tokens"], False
     if tree := job["tree"]:
         config.num_assistant_tokens = tree["nodes"]
         config.tree_depth, config.branching_factor = tree["depth"], tree["top_k"]
@@ -82,9 +78,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         result = pipe.generate(openvino.Tensor(np.array([prompt])), config)
         answers.append(list(result.tokens[0]))
         if job["head"]:  # tokens of each step; the first is the prefill's
-            steps += list(
-                result.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes
-            )[1:]
+            measured = result.extended_perf_metrics.main_model_metrics.raw_metrics
+            steps += list(measured.m_batch_sizes)[1:]
     longest = tree["depth"] if tree else job["draft_tokens"]
     return {
         "version": f"openvino-genai {genai.__version__}",
