@@ -16,11 +16,9 @@ from draftheads.scripts.journey import opening_ids
 pytestmark = pytest.mark.engines
 PLACE = place_of("openvino")
 TREE = {"nodes": 16, "depth": 4, "top_k": 3}
-HEADS = {
-    "reduced": [],
-    "full": ["head.vocabulary=null"],
-    "sizes": ["head.heads=4", "head.kv_heads=1", "head.head_dim=16", "head.feature_layers=[2,3,4]"],
-}
+SHORT = ["run.epochs=1.0", "head.vocabulary=null"]
+SIZES = ["head.heads=4", "head.kv_heads=1", "head.head_dim=16", "head.feature_layers=[2,3,4]"]
+HEADS = {"reduced": [], "full": SHORT, "sizes": [*SHORT, *SIZES]}
 
 
 @pytest.fixture(scope="module")
