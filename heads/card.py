@@ -73,6 +73,7 @@ def render_card(config: dict[str, Any]) -> str:
         paper=PAPERS[kind][1],
         kind=kind,
         target=target or "an unnamed target",
+        quantised=facts["target"].get("quantisation"),
         adapter=_two_columns(flat(facts.get("adapter") or {})),
         here=HERE,
         install=install_command(),
