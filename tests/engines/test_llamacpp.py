@@ -8,7 +8,6 @@ are printed with -s.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from draftheads.scripts.benchmarks.engines import Job, markdown, method, row, th
 from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.journey import opening_ids
 from draftheads.train.data.distill import DistillOptions, distill
+from draftheads.train.data.prompts import read_prompts
 from draftheads.train.loop import fit
 from draftheads.train.recipe import load_recipe
 
@@ -72,8 +72,7 @@ def test_the_demo_agrees_to_the_last_draft(demo_target, trained, name):
 
 def test_a_sentencepiece_target_agrees_to_the_last_draft(stories, tmp_path):
     target, text = Target.load(stories, dtype="float32"), stories.parent / "tinystories"
-    openings = [{"text": target.tokenizer.decode(each, skip_special_tokens=True)} for each in
-                opening_ids(target, str(text / "train.txt"), 10, 300)]  # fmt: skip
+    openings = read_prompts(text / "train.txt", prompt_words=10, limit=300)
     distill(target, openings, DistillOptions(out=tmp_path / "data", max_new_tokens=100))
     places = (f"target={stories}", f"data.path={tmp_path / 'data'}", f"run.output={tmp_path}/head")
     fit(load_recipe(RECIPES / "stories260k-eagle3.yaml", [*places, "run.steps=60"]))
@@ -85,8 +84,8 @@ def test_a_head_serves_a_quantised_target_as_well(demo_target, trained, tmp_path
     job = job_of(demo_target, RECIPES / "demo-prompts.jsonl", trained("eagle3"), 3)
     whole = target_gguf(job.target, tmp_path)
     small = tmp_path / "small.gguf"
-    quantize: Callable[..., Any] = subprocess.run
-    quantize([f"{PLACE}/llama-quantize", whole, small, "Q8_0"], check=True, capture_output=True)
+    quantize = [f"{PLACE}/llama-quantize", whole, small, "Q8_0"]
+    subprocess.run(quantize, check=True, capture_output=True)
     plain, found = (
         theirs("llamacpp", PLACE, replace(job, target=str(file))) for file in (whole, small)
     )
