@@ -109,7 +109,8 @@ def ours(job: Job, target: Target, engine: str = "") -> Outcome:
                 step = replace(step, accepted=min(step.accepted, len(step.tokens) - 1))
             total.add(step)
     seconds = time.perf_counter() - began
-    return Outcome("draftheads", answers, total.steps, total.accepted, seconds)
+    accepted = total.accepted + [0] * (job.shape.depth - len(total.accepted))
+    return Outcome("draftheads", answers, total.steps, accepted, seconds)
 
 
 def theirs(engine: str, place: str, job: Job) -> Outcome:
