@@ -107,7 +107,8 @@ def ours(job: Job, target: Target, engine: str = "") -> Outcome:
         for step in counted(steps, job, target.eos_ids, engine):
             total.add(step)
     seconds = time.perf_counter() - began
-    return Outcome("draftheads", answers, total.steps, total.accepted, seconds)
+    accepted = total.accepted + [0] * (job.shape.depth - len(total.accepted))
+    return Outcome("draftheads", answers, total.steps, accepted, seconds)
 
 
 def counted(steps: Sequence[Step], job: Job, eos: Collection[int], engine: str) -> Iterable[Step]:

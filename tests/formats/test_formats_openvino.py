@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftheads.heads.card import render_card
 from draftheads.heads.hub import load_head, open_head, save_head
 from draftheads.heads.target import Target
+from draftheads.scripts.benchmarks.engine_runs.openvino import tell_layers
 from draftheads.scripts.convert import converted
 
 LAYERS = 5
@@ -128,3 +129,15 @@ def test_the_card_tells_the_layers(tmp_path):
     card = render_card(open_head(saved(tmp_path)).config)
     assert "draftheads convert THIS_FOLDER_OR_REPO for-openvino --to openvino" in card
     assert "hidden_layers_list value=\\'0 1 3\\'" in card
+
+
+def test_the_runner_tells_the_layers_of_the_folder_as_the_card_does(tmp_path):
+    theirs = converted(saved(tmp_path), tmp_path / "theirs", "openvino")
+    model = theirs / "openvino_model.xml"
+    model.write_text('<rt_info><eagle3_mode value="True" /></rt_info>')
+    tell_layers(theirs)
+    told = '<hidden_layers_list value="0 1 3" /><eagle3_mode value="True" />'
+    assert model.read_text() == f"<rt_info>{told}</rt_info>"
+    model.write_text("<rt_info></rt_info>")
+    with pytest.raises(ValueError, match="expected <eagle3_mode once, got 0; is this a head"):
+        tell_layers(theirs)

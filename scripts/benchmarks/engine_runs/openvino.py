@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +21,40 @@ EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 EXPORT = "--task text-generation-with-past --weight-format fp32"
 
 
-def exported(model: str, *options: str) -> Path:
+def exported(model: str, *, is_head: bool = False) -> Path:
     """The OpenVINO model of a folder or Hub id, made if it is not there yet."""
     temporary = Path(tempfile.gettempdir()) / "draftheads-openvino"
     home = Path(os.environ.get("DRAFTHEADS_OPENVINO_EXPORTS", temporary))
-    digest = hashlib.sha256(model.encode() if not Path(model).is_dir() else b"")
+    digest = hashlib.sha256(version("optimum-intel").encode())
+    if not Path(model).is_dir():
+        digest.update(model.encode())
     for file in sorted(each for each in Path(model).glob("*") if each.is_file()):
         digest.update(file.name.encode() + file.read_bytes())
     folder = home / digest.hexdigest()[:16]
     if not folder.exists():
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home) as staging:
-            program = str(Path(sys.executable).with_name("optimum-cli"))
-            command = [program, "export", "openvino", "--model", model, *EXPORT.split(), *options]
-            subprocess.run([*command, f"{staging}/made"], check=True)
-            os.rename(f"{staging}/made", folder)
+            program, made = Path(sys.executable).with_name("optimum-cli"), Path(staging) / "made"
+            options = [*EXPORT.split(), *["--trust-remote-code"] * is_head]
+            command = [program, "export", "openvino", "--model", model, *options, made]
+            subprocess.run(command, check=True)
+            if is_head:
+                tell_layers(made)
+            made.rename(folder)
     return folder
 
 
-def exported_head(head: str) -> Path:
-    """The exported head, told which layers it reads: the exporter does not, and without it the
-    engine takes outputs [2, n // 2, n - 3].
+def tell_layers(folder: Path) -> None:
+    """Tell an exported head which layers it reads: the exporter does not, and without it the engine
+    takes outputs [2, n // 2, n - 3].
     """
-    folder = exported(head, "--trust-remote-code")
     file, config = folder / "openvino_model.xml", json.loads((folder / "config.json").read_text())
     layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]  # these are outputs, too
-    text, mode = file.read_text(), '<eagle3_mode value="True" />'
-    if "<hidden_layers_list" not in text:
-        assert text.count(mode) == 1, f"{file} is not an EAGLE-3 draft model"
-        value = " ".join(map(str, layers))
-        file.write_text(text.replace(mode, f'<hidden_layers_list value="{value}" />{mode}'))
-    return folder
+    text, mode = file.read_text(), "<eagle3_mode "
+    if text.count(mode) != 1:
+        raise ValueError(f"{file}: expected {mode}once, got {text.count(mode)}; is this a head?")
+    value = " ".join(map(str, layers))
+    file.write_text(text.replace(mode, f'<hidden_layers_list value="{value}" />{mode}'))
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +67,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     scheduler.enable_prefix_caching = False  # a prompt costs the same in every run
     scheduler.cache_size = 1
     if job["head"]:
-        options["draft_model"] = genai.draft_model(exported_head(job["head"]), "CPU", **EXACT)
+        options["draft_model"] = genai.draft_model(
+            exported(job["head"], is_head=True), "CPU", **EXACT
+        )
     folder = exported(job["target"])
     pipe = genai.LLMPipeline(folder, "CPU", scheduler_config=scheduler, **options, **EXACT)
     config = pipe.get_generation_config()
