@@ -29,6 +29,7 @@ from draftheads.heads.hub import load_head, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree, parse_tree
 from draftheads.infer.engine import Speculator, Statistics
+from draftheads.scripts.convert import converted
 from draftheads.scripts.journey import opening_ids
 from draftheads.train.entry import mistakes_in_one_line
 
@@ -117,8 +118,12 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
     python = place if engine in OWN_PYTHON else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "job.json", Path(folder) / "out.json"
+        if engine == "vllm" and job.method in ("eagle", "medusa", "dspark"):  # others as they are
+            target = Target.load(job.target, dtype="float32")
+            job = replace(job, head=str(converted(job.head, Path(folder) / "head", engine, target)))
         given.write_text(json.dumps(asdict(job)))
-        command = [python, str(RUNS / f"{engine}.py"), str(given), str(made)]
+        # -P: without this folder, where scripts have the names of the engines' packages.
+        command = [python, "-P", str(RUNS / f"{engine}.py"), str(given), str(made)]
         found = subprocess.run(
             command,
             env={**os.environ, VARIABLES[engine]: place},
