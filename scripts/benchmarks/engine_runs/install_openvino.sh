@@ -4,7 +4,7 @@
 set -euo pipefail
 folder=${1:?expected the folder to make, got none}
 "${PYTHON:-python3.11}" -m venv "$folder"
-# Newer diffusers and huggingface-hub break the exporter's imports; torchvision, too, beside another torch.
+# The versions that were run together; without torchvision, which may be of another torch's build.
 "$folder/bin/pip" install --quiet torch==2.13.0 'openvino-genai==2026.4.*' 'optimum-intel[openvino]==2.2.*' \
   'diffusers<0.38' einops 'huggingface-hub<1.22'
 "$folder/bin/pip" uninstall --quiet --yes torchvision
