@@ -14,6 +14,7 @@ import yaml
 from huggingface_hub import ModelCardData
 from jinja2 import Environment
 
+from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import WRITERS, loss
 from draftheads.heads.tree import DynamicTree, tree_from_json
@@ -30,6 +31,7 @@ ENGINES = {
     "sglang": "SGLang (0.5.23)",
     "tgi": "text-generation-inference",
     "gguf": "llama.cpp",
+    "openvino": "OpenVINO GenAI (2026.4)",
 }
 CHAIN = 3
 """Longest chain in a command for heads that are not made for a block: later tokens are rarely
@@ -71,12 +73,14 @@ def render_card(config: dict[str, Any]) -> str:
         paper=PAPERS[kind][1],
         kind=kind,
         target=target or "an unnamed target",
+        quantised=facts["target"].get("quantisation"),
         adapter=_two_columns(flat(facts.get("adapter") or {})),
         here=HERE,
         install=install_command(),
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
         chain=max(1, tree.depth if kind == "block" else min(CHAIN, tree.depth)),
         method=_method(config),
+        outputs=(config.get("eagle_config") or {}).get(AUX_LAYERS),
         tree=tree,
         shape=_two_columns(shape),
         training=_two_columns(flat(training)),
@@ -96,6 +100,7 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
         "vllm": is_bare or kind == "eagle" or is_shared,
         "sglang": is_bare,
         "tgi": True,
+        "openvino": True,
         "gguf": False,  # it always is, for a file of the target
     }[to]
     target = f" --target {config['draftheads']['target']['name']}" if is_shared else ""

@@ -54,6 +54,7 @@ WRITERS: dict[str, dict[str, Translates]] = {
     },
     "sglang": {"eagle": as_is, "eagle3": as_is, "block": block.to_engine},
     "gguf": {"eagle3": as_is, "block": as_is},  # and then `llamacpp.write_gguf`
+    "openvino": {"eagle3": eagle.to_openvino},
     "tgi": {"medusa": medusa.to_tgi},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
@@ -77,6 +78,18 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("speculators", "eagle3"): ["fc_norm and norm_before_fc", "the last state as a feature"],
+    ("openvino", "eagle3"): [
+        "fc_norm",  # of these four, the exporter drops weights and keys without a word
+        "norm_output",
+        "norm_before_fc",
+        "norm_before_residual",
+        "more than one layer",
+        "sliding_window",
+        "other than three features",
+        "the same feature twice",  # the engine stops
+        "embeddings as a feature",
+        "the last state as a feature",
+    ],
     ("vllm", "block"): [
         "a learned mask vector",
         "gated or rnn conditioning",
@@ -133,8 +146,10 @@ def loss(to: str, stored: Stored) -> str | None:
         "fc_norm and norm_before_fc": config.get("fc_norm") and config.get("norm_before_fc"),
         "fc_norm": config.get("fc_norm"),
         "norm_output": config.get("norm_output"),
+        "norm_before_fc": config.get("norm_before_fc"),
         "a single feature": len(features) == 1,
         "other than three features": len(features) != 3,
+        "the same feature twice": len(set(features)) < len(features),
         "embeddings as a feature": 0 in features,
         "the last state as a feature": -1 in features or layers in features,
         **_traits_of_block(config),

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from draftheads.heads.hub import load_head, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree, parse_tree
 from draftheads.infer.engine import Speculator, Statistics, Step
+from draftheads.scripts.convert import converted
 from draftheads.scripts.journey import opening_ids
 from draftheads.train.entry import mistakes_in_one_line
 
@@ -103,10 +104,20 @@ def ours(job: Job, target: Target, engine: str = "") -> Outcome:
     for prompt in job.prompts:
         steps = list(speculator.generate(prompt, max_new_tokens=job.new_tokens))
         answers.append([token for step in steps for token in step.tokens])
-        for step in cut_at_the_end(steps, job, target.eos_ids) if engine == "llamacpp" else steps:
+        for step in counted(steps, job, target.eos_ids, engine):
             total.add(step)
     seconds = time.perf_counter() - began
-    return Outcome("draftheads", answers, total.steps, total.accepted, seconds)
+    accepted = total.accepted + [0] * (job.shape.depth - len(total.accepted))
+    return Outcome("draftheads", answers, total.steps, accepted, seconds)
+
+
+def counted(steps: Sequence[Step], job: Job, eos: Collection[int], engine: str) -> Iterable[Step]:
+    """The steps as an engine counts them, which matters at the end of an answer."""
+    if engine == "llamacpp":
+        return cut_at_the_end(steps, job, eos)
+    if engine == "openvino":  # it tells how many tokens a step gave, one its own
+        return [replace(step, accepted=min(step.accepted, len(step.tokens) - 1)) for step in steps]
+    return steps
 
 
 def cut_at_the_end(steps: Sequence[Step], job: Job, eos: Collection[int]) -> Iterator[Step]:
@@ -130,6 +141,8 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
     python = place if engine in OWN_PYTHON else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "job.json", Path(folder) / "out.json"
+        if job.head and engine == "openvino":
+            job = replace(job, head=str(converted(job.head, Path(folder) / "head", engine)))
         given.write_text(json.dumps(asdict(job)))
         command = [python, str(RUNS / f"{engine}.py"), str(given), str(made)]
         found = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -47,6 +48,33 @@ def test_ours_is_greedy_and_counts(job):
     assert outcome.answers == [greedy(target, list(prompt), 12) for prompt in job.prompts]
     steps = sum(map(len, outcome.answers)) - len(job.prompts)
     assert outcome.drafts + sum(outcome.accepted) >= steps >= outcome.drafts
+
+
+def test_the_last_drafts_are_counted_as_the_engine_does(job, monkeypatch):
+    class Fake:
+        def __init__(self, *_, **__) -> None: ...
+
+        def generate(self, *_, **__) -> list[Step]:
+            steps = [([7], -1), ([8, 9], 1), ([3, 4], 2)]  # of the last, the third token is cut
+            return [Step(tokens, accepted, None, 0.0, 0.0) for tokens, accepted in steps]
+
+    monkeypatch.setattr(engines, "Speculator", Fake)
+    two = len(job.prompts)
+    for engine, second in (("", two), ("openvino", 0)):
+        outcome = ours(job, tiny_target(), engine)
+        assert (outcome.drafts, outcome.accepted) == (2 * two, [2 * two, second])
+
+
+def test_openvino_gets_the_converted_head(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "converted", lambda head, folder, to: f"{folder}|{head}|{to}")
+    (tmp_path / "openvino.py").write_text("""
+import json, sys
+job = json.load(open(sys.argv[1]))
+json.dump({"version": job["head"] or "", "answers": [], "drafts": 0, "accepted": [], "seconds": 1},
+          open(sys.argv[2], "w"))
+""")
+    assert theirs("openvino", sys.executable, job).version.endswith(f"/head|{job.head}|openvino")
+    assert theirs("openvino", sys.executable, job.plain).version == ""
 
 
 def test_a_row_shows_what_differs(job, tmp_path):
