@@ -79,7 +79,6 @@ def render_card(config: dict[str, Any]) -> str:
         install=install_command(),
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
         chain=max(1, tree.depth if kind == "block" else min(CHAIN, tree.depth)),
-        slots=_slots(config),
         method=_method(config),
         outputs=(config.get("eagle_config") or {}).get(AUX_LAYERS),
         tree=tree,
@@ -111,14 +110,6 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
         "loss": loss(to, Stored(config, {})),
         "convert": f"--to {to}{target}" if converts else "",
     }
-
-
-def _slots(config: dict[str, Any]) -> int:
-    """How many tokens a block drafts, and 0 for other kinds. llama.cpp makes blocks that are no
-    longer than what it may draft, and a shorter one drafts worse.
-    """
-    size = int(config.get("block_size", 0))
-    return size - (not config["sample_from_anchor"]) if size else 0
 
 
 def _method(config: dict[str, Any]) -> str:
