@@ -97,6 +97,5 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, where `openvino` is this file
     job, out = map(Path, sys.argv[1:])
     out.write_text(json.dumps(run(json.loads(job.read_text()))))
