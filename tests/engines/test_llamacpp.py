@@ -45,7 +45,7 @@ HEADS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     ),
     "dflash": (6, "block", (*BLOCK, "head.conditioning=none", "head.sample_from_anchor=false")),
 }
-"""Draft tokens, recipe of the demo, choices. llama.cpp's blocks are as ours at full length alone."""
+"""Draft tokens, recipe of the demo, choices. Shorter blocks of llama.cpp's are not ours."""
 
 
 def agrees(job: Job, target: Target) -> None:
