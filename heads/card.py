@@ -15,6 +15,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment
 
 from draftheads.heads.formats import block
+from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import WRITERS, loss
 from draftheads.heads.tree import DynamicTree, tree_from_json
@@ -30,7 +31,8 @@ ENGINES = {
     "vllm": "vLLM (0.33; for Medusa 0.9.2 to 0.32)",
     "sglang": "SGLang (0.5.23)",
     "tgi": "text-generation-inference",
-    "llamacpp": "llama.cpp",
+    "gguf": "llama.cpp",
+    "openvino": "OpenVINO GenAI (2026.4)",
 }
 CHAIN = 3
 """Longest chain in a command for heads that are not made for a block: later tokens are rarely
@@ -72,12 +74,14 @@ def render_card(config: dict[str, Any]) -> str:
         paper=PAPERS[kind][1],
         kind=kind,
         target=target or "an unnamed target",
+        quantised=facts["target"].get("quantisation"),
         adapter=_two_columns(flat(facts.get("adapter") or {})),
         here=HERE,
         install=install_command(),
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
         chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
         method=_method(config),
+        outputs=(config.get("eagle_config") or {}).get(AUX_LAYERS),
         tree=tree,
         shape=_two_columns(shape),
         training=_two_columns(flat(training)),
@@ -93,7 +97,13 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
     kind = config["draftheads"]["kind"]
     is_shared = kind == "medusa" and config["original_lm_head"]
     is_bare = _method(config) == "dspark" and not config["markov_rank"]
-    converts = to == "tgi" or is_bare or (to == "vllm" and (kind == "eagle" or is_shared))
+    converts = {
+        "vllm": is_bare or kind == "eagle" or is_shared,
+        "sglang": is_bare,
+        "tgi": True,
+        "openvino": True,
+        "gguf": False,  # it always is, for a file of the target
+    }[to]
     target = f" --target {config['draftheads']['target']['name']}" if is_shared else ""
     return {
         "to": to,

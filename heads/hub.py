@@ -122,6 +122,7 @@ def about_target(target: Target) -> dict[str, Any]:
         "fingerprint": target.fingerprint(),
         "architecture": type(target.model).__name__,
         "layers": target.layers,
+        "quantisation": target.quantisation,
     }
 
 

@@ -107,9 +107,17 @@ def load_model(
     return model, None
 
 
+def location(path: str) -> tuple[str, dict[str, str]]:
+    """A target's folder or Hub id, and what else `from_pretrained` needs for a GGUF file there."""
+    folder, _, file = path.rpartition("/")
+    return (folder or ".", {"gguf_file": file}) if file.endswith(".gguf") else (path, {})
+
+
 def check_path(path: str) -> None:
     """Raise FileNotFoundError for the path of a folder without a model."""
     local = Path(path).expanduser()
+    if local.is_file() and path.endswith(".gguf"):
+        return
     is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if (is_path or local.exists()) and not (local / "config.json").is_file():
         raise FileNotFoundError(
@@ -139,8 +147,9 @@ def reading(path: str) -> Iterator[None]:
 
 def read_config(path: str, revision: str | None) -> PretrainedConfig:
     """A target's config.json. An attention implementation without tree masks is not requested."""
+    place, file = location(path)
     with reading(path):
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, revision=revision)
+        config: PretrainedConfig = AutoConfig.from_pretrained(place, revision=revision, **file)
     if config._attn_implementation not in (None, *MASKED):
         config._attn_implementation = None
     return config
@@ -149,14 +158,16 @@ def read_config(path: str, revision: str | None) -> PretrainedConfig:
 def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel:
     """Raises ValueError where tensors are missing or of other shapes than the config says."""
     config = read_config(path, revision)
+    place, file = location(path)
     with reading(path):
         model: PreTrainedModel
         model, found = AutoModelForCausalLM.from_pretrained(
-            path,
+            place,
             config=config,
             revision=revision,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below
+            **file,
             **options,
         )
     wrong = [f"{name} {tuple(got)}" for name, got, _ in found["mismatched_keys"]]

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedModel, masking_utils
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
 from draftheads.heads.cache import LongRope, SlotCache, document_lengths
-from draftheads.heads.placement import Bits, Placement, load_model, reading
+from draftheads.heads.placement import Bits, Placement, load_model, location, reading
 from draftheads.heads.pretrained import (
     ADVICE,
     decoder,
@@ -111,7 +111,7 @@ class Target:
         placement: Placement | dict[str, Any] = "whole",
         bits: Bits | None = None,
     ) -> Target:
-        """Load a target from a folder or from the Hub.
+        """Load a target from a folder or from the Hub; FOLDER/NAME.gguf is a GGUF file there.
 
         dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's own on an accelerator,
         float32 on CPU. device: such as "cuda:0"; default: CUDA if available. placement: "whole", on
@@ -129,7 +129,8 @@ class Target:
         local, tokenizer = Path(path).expanduser(), None
         if not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*")):
             with reading(path):
-                tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+                place, file = location(path)
+                tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, **file)
         commit = revision or getattr(model.config, "_commit_hash", None)
         return cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
 
@@ -155,6 +156,19 @@ class Target:
     def disable_adapter(self) -> AbstractContextManager[None]:
         """A context in which the target works without its adapter."""
         return self.adapter.disabled() if self.adapter else nullcontext()
+
+    @property
+    def quantisation(self) -> str | None:
+        """How the weights are, or were, quantised; None if they are as they were trained."""
+        config = getattr(self.model.config, "quantization_config", None)
+        if str(self.name).endswith(".gguf"):
+            return "GGUF, dequantised"
+        if config is None:
+            return None
+        known = config if isinstance(config, dict) else config.to_dict()
+        bits = 4 if known.get("load_in_4bit") else 8 if known.get("load_in_8bit") else None
+        bits = bits or known.get("bits")
+        return f"{known.get('quant_method')}{f', {bits} bits' if bits else ''}"
 
     @property
     def device(self) -> torch.device:

@@ -664,21 +664,28 @@ def convert_answers(
 
 def convert(
     source: Annotated[str, Argument(help="a head: folder, run folder or Hub id, any layout")],
-    folder: Annotated[Path, Argument(help="new folder to write")],
+    out: Annotated[Path, Argument(help="new folder, or GGUF file, to write")],
     to: Annotated[
-        str, Option("--to", help="draftheads, vllm, sglang, llamacpp, tgi or speculators")
+        str, Option("--to", help="draftheads, vllm, sglang, gguf, openvino, tgi or speculators")
     ],
-    target: Annotated[str | None, Option(help="the head's target, if it is needed")] = None,
+    target: Annotated[
+        str | None, Option(help="the head's target, if it is needed; for gguf, its GGUF file")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
 ) -> None:
-    """Convert a head to or from the layout of vLLM, SGLang, TGI and others, bit by bit.
+    """Convert a head to or from the layout of vLLM, SGLang, llama.cpp, TGI and others, bit by bit.
 
     --target is needed where a layout leaves something to the target.
     """
+    from draftheads.heads.formats.llamacpp import TargetFile
     from draftheads.scripts.convert import converted
 
-    print(converted(source, folder, to, load_target(target, dtype, device) if target else None))
+    if to == "gguf":
+        file = TargetFile.open(target) if target else None
+        print(converted(source, out, to, target_file=file))
+    else:
+        print(converted(source, out, to, load_target(target, dtype, device) if target else None))
 
 
 def merge(

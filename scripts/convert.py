@@ -11,23 +11,33 @@ from transformers import AutoConfig
 
 from draftheads.heads.card import render_card, write_remote_code
 from draftheads.heads.files import staged
+from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
 from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
 from draftheads.heads.hub import CARD, FORMAT, about_target, head_config, open_head, save_head
 from draftheads.heads.target import Target
 
 
-def converted(source: str | Path, folder: Path, to: str, target: Target | None = None) -> Path:
-    """Write `folder` for the program `to`, completely or not at all.
+def converted(
+    source: str | Path,
+    out: Path,
+    to: str,
+    target: Target | None = None,
+    target_file: TargetFile | None = None,
+) -> Path:
+    """Write a folder for the program `to`, or a GGUF file, completely or not at all. target_file:
+    the target, for GGUF.
 
     Raises ValueError for what `to` cannot express and what cannot be read, FileExistsError if
-    `folder` exists.
+    `out` exists.
     """
-    if folder.exists():
-        raise FileExistsError(f"{folder} already exists; choose another folder, or remove it")
+    if out.exists():
+        raise FileExistsError(f"{out} already exists; choose another name, or remove it")
     found = open_head(source)
     head, stored = found.read(target)
     recorded = {"name": None, "revision": None, **(stored.facts.get("target") or {})}
+    if target_file is not None:
+        recorded.setdefault("layers", target_file.layers)
     facts = {
         "training": {},
         "measured": [],
@@ -48,14 +58,19 @@ def converted(source: str | Path, folder: Path, to: str, target: Target | None =
                 "merge` writes the adapted target and its heads first"
             )
         theirs = written(Stored(ours, tensors), to, target)
-    with staged(folder) as staging:
+        if to == "gguf":
+            if target_file is None:
+                raise ValueError("--to gguf needs --target FILE, the target that llama.cpp loads")
+            write_gguf(theirs, target_file, out)
+            return out
+    with staged(out) as staging:
         theirs.save(staging)
         (staging / CARD).write_text(render_card(ours) + "\n")
         if to == "tgi" and target is not None and target.tokenizer is not None:
             target.tokenizer.save_pretrained(staging)  # TGI reads it from the head's folder
         if to == "draftheads":
             write_remote_code(staging)
-    return folder
+    return out
 
 
 def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:

@@ -2,8 +2,7 @@
 and the chain that they draft, in float64, one slot and one attention head at a time.
 
 Source: qwen3_dspark.py, qwen3_dflash.py, dspark/speculator.py and speculators/algos.py of vLLM
-0.33; models/dspark.py, dflash.py and dflash_utils.py of SGLang 0.5.23; conversion/qwen.py and
-models/dflash.cpp of llama.cpp.
+0.33; models/dspark.py, dflash.py and dflash_utils.py of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -125,44 +124,6 @@ def sglang_block(folder: Path) -> Served:
     served = _leniently(served, {name: name for name in tensors}, tensors)
     served.dropped -= {name for name in tensors if name.startswith("confidence_head.")}
     return served
-
-
-def llamacpp_block(folder: Path) -> Served:
-    """The converter and the loader together. A confidence head reads code and state; an lm_head of
-    all tokens is dropped; embeddings in the file become the lm_head too.
-    """
-    config, tensors = read(folder)
-    is_dspark = config["architectures"] == [DSPARK]
-    section = config.get("dflash_config") or {
-        key: config[key] for key in ("target_layer_ids", "mask_token_id")
-    }
-    vocab = config["vocab_size"]
-    draft = (config.get("draft_vocab_size") if is_dspark else None) or vocab
-    ids = section["target_layer_ids"]
-    served = Served(block_shapes(config, len(ids)))
-    if is_dspark:
-        if config.get("markov_head_type", "vanilla") != "vanilla":
-            raise EngineError("unsupported markov_head_type")
-        served.parameters |= markov_shapes(config, config["markov_rank"])
-        if "confidence_head.proj.weight" in tensors:
-            wide = {**config, "confidence_head_with_markov": True}
-            served.parameters |= confidence_shapes(wide)
-    if draft < vocab:
-        served.parameters["lm_head.weight"] = (draft, config["hidden_size"])
-    if "embed_tokens.weight" in tensors:
-        raise EngineError("embeddings would be taken for the lm_head")
-    windowed = bool(config.get("use_sliding_window") and config.get("sliding_window"))
-    served.facts = {
-        "aux": [layer + 1 for layer in ids],
-        "anchored": is_dspark and config.get("sample_from_anchor", True),
-        "window": config["sliding_window"] if windowed else None,
-        "causal": bool(config.get("is_causal")),
-        "mask": section["mask_token_id"],
-        "ids": _ids(tensors) if draft < vocab else None,
-        **_numbers(config),
-    }
-    skipped = {"t2d", "d2t"} if is_dspark else set()
-    return _strictly(served, {name: name for name in tensors if name not in skipped}, tensors)
 
 
 def _nested(config: Config) -> Config:

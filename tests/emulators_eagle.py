@@ -1,6 +1,8 @@
 """What serving engines make of a folder of an EAGLE head, restated from the facts of their loaders.
 
-Source: eagle.md, sections 4.1, 4.4 and 4.6 to 4.8: vLLM 0.33, SGLang 0.5.23.
+Source: eagle.md, sections 4.1, 4.4 and 4.6 to 4.8: vLLM 0.33, SGLang 0.5.23. OpenVINO: classes
+LlamaEagle3* in exporters/openvino/model_patcher.py of optimum-intel 2.2.0, and
+speculative_decoding/eagle3_model_transforms.cpp of OpenVINO GenAI 2026.4.
 """
 
 from __future__ import annotations
@@ -124,6 +126,31 @@ def sglang_eagle3(folder: Path) -> Served:
         raise EngineError("fc is left out where a feature is as wide as an embedding")
     names = {name: name.replace("midlayer", "layers.0") for name in tensors}
     return _leniently(served, {a: b for a, b in names.items() if a not in ("d2t", "t2d")}, tensors)
+
+
+def openvino_eagle3(folder: Path, layers: int, *, has_layers: bool = True) -> Served:
+    """The exporter makes one layer and both maps, leaves what is missing as memory was and drops
+    what it does not know. The engine puts the target's embeddings in and reads three different
+    outputs of the target's `layers` layers. has_layers: whether the exported model was told which,
+    as the card says.
+    """
+    config, tensors = read(folder)
+    if config["architectures"][0] not in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"):
+        raise EngineError(f"{config['architectures'][0]} is exported as a plain model")
+    outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    if not has_layers:
+        if layers < 10:
+            raise EngineError("num_decoder_layers must be at least 10")
+        outputs = [2, layers // 2, layers - 3]
+    if len(outputs) != 3 or len(set(outputs) & set(range(layers))) != 3:
+        raise EngineError("the number of hidden states is not the requested one")
+    words, draft = config["vocab_size"], config["draft_vocab_size"]
+    served = Served(_eagle3(config, dict.fromkeys(SWITCHES, False), 3, 1, draft))
+    served.parameters |= {"d2t": (draft,), "t2d": (words,)}
+    served.parameters["embed_tokens.weight"] = (words, config["hidden_size"])
+    served.facts |= {"aux": tuple(output + 1 for output in outputs), "rope": rope(config)}
+    served.facts["ids"] = _ids(tensors)
+    return _leniently(served, {a: a.replace("midlayer", "layers.0") for a in tensors}, tensors)
 
 
 def _eagle3(config: Config, switches: Config, count: int, layers: int, draft: int) -> Shapes:

@@ -16,12 +16,12 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-LINES = {"heads": 7_401, "infer": 6_093, "train": 7_598, "scripts": 1_712}
+LINES = {"heads": 7_689, "infer": 6_093, "train": 7_603, "scripts": 1_736}
 """Packaged lines per folder. These numbers only shrink; who must raise one says in the commit what
 the lines bring.
 """
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 160}
-MOST_MODULES = 77
+MOST_MODULES = 78
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 
 

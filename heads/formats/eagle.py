@@ -4,7 +4,7 @@ which differ by prefixes and omissions, and of the speculators library.
 Legend: v draft vocabulary, V vocabulary of the target, D width.
 Sources: eagle/model/cnets1.py and cnets.py of SafeAILab/EAGLE; llama_eagle.py and llama_eagle3.py
 of vLLM 0.33 and SGLang 0.5.23; src/speculators/models/eagle3 of vllm-project/speculators; vLLM
-transformers_utils/configs/speculators.
+transformers_utils/configs/speculators; exporters/openvino/model_patcher.py of optimum-intel 2.2.0.
 """
 
 from __future__ import annotations
@@ -212,6 +212,12 @@ def to_vllm(stored: Stored, target: Target | None) -> Stored:
     """
     tensors = {name: each for name, each in stored.tensors.items() if name != "fc.bias"}
     return Stored({**stored.config, "architectures": ["LlamaForCausalLM"]}, tensors)
+
+
+def to_openvino(stored: Stored, target: Target | None) -> Stored:
+    """With d2t for a full vocabulary, too: the exporter leaves what is missing as memory was."""
+    none_v = torch.zeros(len(stored.tensors["lm_head.weight"]), dtype=torch.int64)
+    return Stored(stored.config, {"d2t": none_v, **stored.tensors})
 
 
 def to_speculators(stored: Stored, target: Target | None) -> Stored:

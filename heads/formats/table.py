@@ -53,13 +53,14 @@ WRITERS: dict[str, dict[str, Translates]] = {
         "block": block.to_engine,
     },
     "sglang": {"eagle": as_is, "eagle3": as_is, "block": block.to_engine},
-    "llamacpp": {"block": block.to_engine},
+    "gguf": {"eagle3": as_is, "block": as_is},  # and then `llamacpp.write_gguf`
+    "openvino": {"eagle3": eagle.to_openvino},
     "tgi": {"medusa": medusa.to_tgi},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
 """Destination -> kind of head -> its writer."""
 
-REMOVED = {"eagle": "sglang", "specforge": "sglang", "fasterdecoding": "tgi"}
+REMOVED = {"llamacpp": "gguf", "eagle": "sglang", "specforge": "sglang", "fasterdecoding": "tgi"}
 """Destinations of earlier versions -> the one that has the same tensors."""
 
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
@@ -77,6 +78,18 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("speculators", "eagle3"): ["fc_norm and norm_before_fc", "the last state as a feature"],
+    ("openvino", "eagle3"): [
+        "fc_norm",  # of these four, the exporter drops weights and keys without a word
+        "norm_output",
+        "norm_before_fc",
+        "norm_before_residual",
+        "more than one layer",
+        "sliding_window",
+        "other than three features",
+        "the same feature twice",  # the engine stops
+        "embeddings as a feature",
+        "the last state as a feature",
+    ],
     ("vllm", "block"): [
         "a learned mask vector",
         "gated or rnn conditioning",
@@ -89,13 +102,18 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "embeddings as a feature",
         "the last state as a feature",
     ],
-    ("llamacpp", "block"): [
+    ("gguf", "eagle3"): [
+        "more than one layer",
+        "sliding_window",
+        "other than three features",
+        "fc_norm",
+        "norm_output",
+        "the last state as a feature",
+    ],
+    ("gguf", "block"): [
         "a learned mask vector",
         "gated or rnn conditioning",
-        "confidence without conditioning",  # it is read as wide as with it
-        "a draft vocabulary in DFlash's layout",
-        "an lm_head of its own for all tokens",
-        "embeddings of its own",  # they would become the lm_head
+        "embeddings of its own",  # without an lm_head, they would be that, too
         "the last state as a feature",
     ],
     ("speculators", "block"): [
@@ -126,7 +144,12 @@ def loss(to: str, stored: Stored) -> str | None:
         "norm_before_residual": config.get("norm_before_residual"),
         "more than one layer": is_deep,
         "fc_norm and norm_before_fc": config.get("fc_norm") and config.get("norm_before_fc"),
+        "fc_norm": config.get("fc_norm"),
+        "norm_output": config.get("norm_output"),
+        "norm_before_fc": config.get("norm_before_fc"),
         "a single feature": len(features) == 1,
+        "other than three features": len(features) != 3,
+        "the same feature twice": len(set(features)) < len(features),
         "embeddings as a feature": 0 in features,
         "the last state as a feature": -1 in features or layers in features,
         **_traits_of_block(config),
@@ -144,8 +167,6 @@ def _traits_of_block(config: dict[str, Any]) -> dict[str, Any]:
         "gated or rnn conditioning": kind in ("gated", "rnn"),
         "rnn conditioning of DFlash's slots": kind == "rnn"
         and not config.get("sample_from_anchor"),
-        "confidence without conditioning": config.get("enable_confidence_head") and kind is None,
-        "a draft vocabulary in DFlash's layout": is_reduced and "dflash_config" in config,
         "an lm_head of its own": own_lm_head,
         "an lm_head of its own for all tokens": own_lm_head and not is_reduced,
         "embeddings of its own": config.get("has_embed_tokens"),

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from draftheads.heads.block import BlockHead
 from draftheads.heads.hub import load_head, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree, parse_tree
-from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.engine import Speculator, Statistics, Step
 from draftheads.scripts.convert import converted
 from draftheads.scripts.journey import opening_ids
 from draftheads.train.entry import mistakes_in_one_line
@@ -96,18 +96,41 @@ def _cut(ids: list[int], eos: Sequence[int]) -> list[int]:
     return ids[:-1] if ids and ids[-1] in eos else ids
 
 
-def ours(job: Job, target: Target) -> Outcome:
-    """Decode with our engine."""
+def ours(job: Job, target: Target, engine: str = "") -> Outcome:
+    """Decode with our engine, and count the last drafts of an answer as `engine` does."""
     head = load_head(job.head, target=target) if job.head else None
-    engine = Speculator(target, head, tree=job.shape if head is not None else None)
+    speculator = Speculator(target, head, tree=job.shape if head is not None else None)
     total, answers, began = Statistics(), [], time.perf_counter()
     for prompt in job.prompts:
-        steps = list(engine.generate(prompt, max_new_tokens=job.new_tokens))
+        steps = list(speculator.generate(prompt, max_new_tokens=job.new_tokens))
         answers.append([token for step in steps for token in step.tokens])
-        for step in steps:
+        for step in counted(steps, job, target.eos_ids, engine):
             total.add(step)
     seconds = time.perf_counter() - began
-    return Outcome("draftheads", answers, total.steps, total.accepted, seconds)
+    accepted = total.accepted + [0] * (job.shape.depth - len(total.accepted))
+    return Outcome("draftheads", answers, total.steps, accepted, seconds)
+
+
+def counted(steps: Sequence[Step], job: Job, eos: Collection[int], engine: str) -> Iterable[Step]:
+    """The steps as an engine counts them, which matters at the end of an answer."""
+    if engine == "llamacpp":
+        return cut_at_the_end(steps, job, eos)
+    if engine == "openvino":  # it tells how many tokens a step gave, one its own
+        return [replace(step, accepted=min(step.accepted, len(step.tokens) - 1)) for step in steps]
+    return steps
+
+
+def cut_at_the_end(steps: Sequence[Step], job: Job, eos: Collection[int]) -> Iterator[Step]:
+    """The steps as llama.cpp counts them: no draft reaches the last token that may be generated,
+    and an end token, unless it is its draft's last, is not accepted; nor is what follows it.
+    """
+    left = job.new_tokens
+    for step in steps:
+        count, longest = len(step.tokens), min(job.draft_tokens, left - 1)
+        ends = step.tokens[-1] in eos and count < longest
+        if longest:
+            yield replace(step, accepted=min(step.accepted, count - 1 if ends else longest))
+        left -= count
 
 
 def theirs(engine: str, place: str, job: Job) -> Outcome:
@@ -118,7 +141,8 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
     python = place if engine in OWN_PYTHON else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "job.json", Path(folder) / "out.json"
-        if engine == "vllm" and job.method in ("eagle", "medusa", "dspark"):  # others as they are
+        other = {"vllm": ("eagle", "medusa", "dspark"), "openvino": ("eagle3",)}  # than our folder
+        if job.method in other.get(engine, ()):
             target = Target.load(job.target, dtype="float32")
             job = replace(job, head=str(converted(job.head, Path(folder) / "head", engine, target)))
         given.write_text(json.dumps(asdict(job)))
@@ -139,7 +163,7 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
 def row(engine: str, place: str, job: Job, target: Target) -> dict[str, Any]:
     """Run a job with and without its head, here and there."""
     eos = list(target.eos_ids)
-    plain, mine = ours(job.plain, target), ours(job, target)
+    plain, mine = ours(job.plain, target), ours(job, target, engine)
     their_plain, their = theirs(engine, place, job.plain), theirs(engine, place, job)
     return {
         "engine": their.version,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,8 +11,17 @@ from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.hub import save_head
+from draftheads.infer.engine import Step
 from draftheads.scripts.benchmarks import engines
-from draftheads.scripts.benchmarks.engines import Job, markdown, method, ours, row, theirs
+from draftheads.scripts.benchmarks.engines import (
+    Job,
+    cut_at_the_end,
+    markdown,
+    method,
+    ours,
+    row,
+    theirs,
+)
 
 SCRIPT = """
 import json, pathlib, sys
@@ -40,9 +50,36 @@ def test_ours_is_greedy_and_counts(job):
     assert outcome.drafts + sum(outcome.accepted) >= steps >= outcome.drafts
 
 
+def test_the_last_drafts_are_counted_as_the_engine_does(job, monkeypatch):
+    class Fake:
+        def __init__(self, *_, **__) -> None: ...
+
+        def generate(self, *_, **__) -> list[Step]:
+            steps = [([7], -1), ([8, 9], 1), ([3, 4], 2)]  # of the last, the third token is cut
+            return [Step(tokens, accepted, None, 0.0, 0.0) for tokens, accepted in steps]
+
+    monkeypatch.setattr(engines, "Speculator", Fake)
+    two = len(job.prompts)
+    for engine, second in (("", two), ("openvino", 0)):
+        outcome = ours(job, tiny_target(), engine)
+        assert (outcome.drafts, outcome.accepted) == (2 * two, [2 * two, second])
+
+
+def test_openvino_gets_the_converted_head(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(engines, "converted", lambda head, folder, to: f"{folder}|{head}|{to}")
+    (tmp_path / "openvino.py").write_text("""
+import json, sys
+job = json.load(open(sys.argv[1]))
+json.dump({"version": job["head"] or "", "answers": [], "drafts": 0, "accepted": [], "seconds": 1},
+          open(sys.argv[2], "w"))
+""")
+    assert theirs("openvino", sys.executable, job).version.endswith(f"/head|{job.head}|openvino")
+    assert theirs("openvino", sys.executable, job.plain).version == ""
+
+
 def test_a_row_shows_what_differs(job, tmp_path):
     target = tiny_target()
-    mine, plain = ours(job, target), ours(job.plain, target)
+    mine, plain = ours(job, target, "llamacpp"), ours(job.plain, target)
     (tmp_path / "plain.json").write_text(json.dumps(asdict(plain)))
     other = [[token + 1 for token in mine.answers[0]], mine.answers[1]]
     wrong = replace(mine, answers=other, drafts=mine.drafts + 1, version="fake 1")
@@ -51,6 +88,25 @@ def test_a_row_shows_what_differs(job, tmp_path):
     assert (found["equal text"], found["equal text without head"]) == (1, 2)
     assert found["drafts"] == [mine.drafts, mine.drafts + 1]
     assert "| fake 1 |" in markdown([found])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "left", "counted"),
+    [
+        ([5, 6, 7], 2, 9, 2),  # two drafts and the target's own token
+        ([5, 6, 0], 2, 9, 2),  # the end token is the target's own
+        ([5, 0], 2, 9, 1),  # it was a draft
+        ([0], 3, 9, 0),  # and what was drafted after it
+        ([5, 6, 0], 3, 9, 3),  # the last of three
+        ([5, 6], 3, 2, 1),  # a draft of one leaves room for the target's own
+        ([5], 2, 1, None),  # no room for a draft
+    ],
+)
+def test_last_drafts_are_counted_as_llamacpp_does(tokens, accepted, left, counted):
+    job = Job("tiny", [], draft_tokens=3, new_tokens=1 + left)
+    first, last = Step([4], -1, None, 0, 0), Step(tokens, accepted, None, 0, 0)
+    found = [step.accepted for step in cut_at_the_end([first, last], job, [0])]
+    assert found == ([-1] if counted is None else [-1, counted])
 
 
 def test_an_engine_that_fails_says_why(job, tmp_path):

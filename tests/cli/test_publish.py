@@ -346,6 +346,7 @@ UNSERVED = {
         "SGLang (0.5.23) does not support this head: it has more than one layer",
         "sglang.launch",
     ),
+    "eagle3-two": ("llama.cpp does not support this head: it has other than", "llama-server"),
     "eagle3-last": (") does not support this head: it has the last state", "vllm serve"),
     "block-rnn": ("llama.cpp does not support this head: it has gated or rnn", "llama-server"),
     "block-reduced": (
@@ -374,7 +375,8 @@ def test_the_card_serves_a_block_head_where_it_can_be_loaded(tmp_path, name):
     assert f'"method": "{vllm}"' in serve and f'"num_speculative_tokens": {drafts}}}' in serve
     assert f"--speculative-algorithm {sglang} " in serve and "--speculative-num-steps" not in serve
     assert f"--spec-type {llamacpp} --spec-draft-n-max {drafts}" in serve
-    assert ("draftheads convert" in serve) == (name == "block-none")
+    assert ("--to vllm" in serve) == ("--to sglang" in serve) == (name == "block-none")
+    assert "head.gguf --to gguf --target target.gguf" in serve and "for-gguf" not in serve
     assert "does not support" not in serve and "verifies a tree" not in serve
 
 

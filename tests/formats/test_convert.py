@@ -26,7 +26,7 @@ THREE = {"feature_layers": [1, 2, 3]}
 USUAL = {"feature_layers": [2, 2, 2]}  # what n = 5 layers would have: [2, n // 2, n - 3]
 BLOCK = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5}
 DFLASH = {"sample_from_anchor": False, "conditioning": "none"}
-ALL = {"vllm", "sglang", "llamacpp", "speculators"}
+ALL = {"vllm", "sglang", "gguf", "speculators"}
 CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "medusa-own": ({"layers": 1, "depth": 3}, {"vllm", "tgi"}),
     "medusa-shared": ({"lm_head": "shared"}, {"vllm", "tgi"}),
@@ -41,18 +41,18 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "eagle-window": ({"sliding_window": 5}, set()),
     "eagle-scaled": ({"rope_scaling": SCALED}, {"vllm", "sglang"}),
     "eagle-sizes": ({"head_dim": 16}, {"vllm", "sglang"}),
-    "eagle3-usual": (USUAL, {"vllm", "sglang", "speculators"}),
+    "eagle3-usual": (USUAL, {"vllm", "gguf", "sglang", "speculators"}),
     "eagle3-theta": (
         {**USUAL, "rope_theta": 5e5, "vocabulary": FEW},
-        {"vllm", "sglang", "speculators"},
+        {"vllm", "gguf", "sglang", "speculators"},
     ),
     "eagle3-reduced": (
         {"vocabulary": FEW, "feature_layers": [1, 1, 2]},
-        {"vllm", "sglang", "speculators"},
+        {"vllm", "gguf", "sglang", "speculators"},
     ),
     "eagle3-two": ({"feature_layers": [1, 2]}, {"vllm", "sglang", "speculators"}),
     "eagle3-one": ({"feature_layers": [2]}, {"vllm", "speculators"}),
-    "eagle3-embeddings": ({"feature_layers": [0, 1, 2]}, {"vllm", "speculators"}),
+    "eagle3-embeddings": ({"feature_layers": [0, 1, 2]}, {"vllm", "gguf", "speculators"}),
     "eagle3-last": (THREE, set()),
     "eagle3-norms": (
         {**USUAL, "fc_norm": True, "norm_output": True},
@@ -60,9 +60,9 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "eagle3-before-fc": (
         {**USUAL, "norm_before_fc": True},
-        {"vllm", "sglang", "speculators"},
+        {"vllm", "gguf", "sglang", "speculators"},
     ),
-    "eagle3-residual": ({**USUAL, "norm_before_residual": True}, {"vllm", "speculators"}),
+    "eagle3-residual": ({**USUAL, "norm_before_residual": True}, {"vllm", "gguf", "speculators"}),
     "eagle3-both-norms": (
         {**USUAL, "norm_before_fc": True, "fc_norm": True},
         {"vllm", "sglang"},
@@ -71,7 +71,7 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "eagle3-window": ({**USUAL, "sliding_window": 5}, {"vllm", "speculators"}),
     "eagle3-scaled": (
         {**USUAL, "rope_scaling": SCALED},
-        {"vllm", "sglang", "speculators"},
+        {"vllm", "gguf", "sglang", "speculators"},
     ),
     "block-markov": ({**BLOCK, "conditioning": "markov"}, ALL),
     "block-confident": ({**BLOCK, "conditioning": "markov", "confidence": True}, ALL),
@@ -80,18 +80,18 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "block-none": ({**BLOCK, "conditioning": "none"}, ALL),
     "block-state": (
         {**BLOCK, "conditioning": "none", "confidence": True},
-        {"vllm", "sglang", "speculators"},
+        {"vllm", "sglang", "gguf", "speculators"},
     ),
     "block-dflash": ({**BLOCK, **DFLASH}, ALL),
     "block-dflash-markov": ({**BLOCK, **DFLASH, "conditioning": "markov"}, ALL),
     "block-dflash-rnn": ({**BLOCK, "sample_from_anchor": False}, {"sglang"}),
     "block-dflash-reduced": (
         {**BLOCK, **DFLASH, "vocabulary": FEW},
-        {"vllm", "speculators"},
+        {"vllm", "gguf", "speculators"},
     ),
     "block-reduced": (
         {**BLOCK, "conditioning": "markov", "vocabulary": FEW},
-        {"vllm", "llamacpp", "speculators"},
+        {"vllm", "gguf", "speculators"},
     ),
     "block-sizes": (
         {
@@ -109,20 +109,22 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "block-scaled": ({**BLOCK, "conditioning": "markov", "rope_scaling": SCALED}, ALL),
     "block-window": (
         {**BLOCK, "conditioning": "markov", "sliding_window": 5},
-        {"vllm", "sglang", "llamacpp"},
+        {"vllm", "sglang", "gguf"},
     ),
-    "block-own-head": ({**BLOCK, "conditioning": "markov", "lm_head": "own"}, {"vllm"}),
+    "block-own-head": ({**BLOCK, "conditioning": "markov", "lm_head": "own"}, {"vllm", "gguf"}),
     "block-own-embeddings": ({**BLOCK, "conditioning": "markov", "embeddings": "own"}, {"vllm"}),
     "block-learned-mask": ({"feature_layers": [1, 2], "mask": "learned"}, set()),
     "block-embeddings": (
         {**BLOCK, "conditioning": "markov", "feature_layers": [0, 2]},
-        {"vllm", "llamacpp", "speculators"},
+        {"vllm", "gguf", "speculators"},
     ),
     "block-last": ({**BLOCK, "conditioning": "markov", "feature_layers": [1, 3]}, set()),
 }
-"""Heads, and the destinations that can be told of them."""
+"""Heads, and the destinations that can be told of them; `test_llamacpp` has those of GGUF."""
 POSSIBLE = [
-    (name, to) for name, (_, ways) in CHOICES.items() for to in (*sorted(ways), "draftheads")
+    (name, to)
+    for name, (_, ways) in CHOICES.items()
+    for to in (*sorted(ways - {"gguf"}), "draftheads")
 ]
 
 
@@ -194,9 +196,11 @@ REASONS = {
     ("medusa-deep-shared", "tgi"): "it has deep blocks with a shared lm_head",
     ("block-rnn", "vllm"): "it has gated or rnn conditioning; nothing",
     ("block-reduced", "sglang"): "it has an lm_head of its own",
-    ("block-dflash-reduced", "llamacpp"): "it has a draft vocabulary in DFlash's layout",
+    ("eagle3-two", "gguf"): "it has other than three features; nothing",
+    ("eagle3-norms", "gguf"): "it has fc_norm, norm_output; nothing",
+    ("eagle-plain", "llamacpp"): "got 'llamacpp'; --to gguf",
     ("block-learned-mask", "vllm"): "it has a learned mask vector, gated or rnn conditioning",
-    ("block-last", "llamacpp"): "it has the last state as a feature",
+    ("block-last", "gguf"): "it has the last state as a feature",
     ("block-dflash-rnn", "speculators"): "it has rnn conditioning of DFlash's slots; nothing",
     ("block-window", "speculators"): "it has sliding_window",
     ("sequential-hydra", "vllm"): "got sequential; use --to draftheads$",

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DATA
 from emulators_block import block_shapes, confidence_shapes, markov_shapes
 
 from draftheads.heads.formats.block import flat
@@ -22,7 +21,7 @@ from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import translated
 from draftheads.heads.hub import HEADS
 
-FOLDER = DATA / "draft-configs"
+FOLDER = Path(__file__).parents[3] / "shared" / "data" / "draft-configs"
 FILES = sorted(FOLDER.rglob("*.json"))
 TARGET: Any = SimpleNamespace(layers=32, hidden_size=3072, vocab_size=256000, name="their target")
 

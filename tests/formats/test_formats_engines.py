@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from emulators import EngineError, Served, tgi, vllm_medusa
-from emulators_block import PlainBlock, llamacpp_block, sglang_block, vllm_block
+from emulators_block import PlainBlock, sglang_block, vllm_block
 from emulators_eagle import sglang_eagle1, sglang_eagle3, vllm_eagle1, vllm_eagle3
 from plain_hydra import awake
 from safetensors.torch import load_file, save_file
@@ -35,7 +35,6 @@ ENGINES = {
         "block": vllm_block,
     },
     "sglang": {"eagle": sglang_eagle1, "eagle3": sglang_eagle3, "block": sglang_block},
-    "llamacpp": {"block": llamacpp_block},
     "tgi": {"medusa": tgi},
     "speculators": {
         "eagle3": partial(vllm_eagle3, style="speculators"),
@@ -244,7 +243,6 @@ FAULTS = {
     "eagle3-wrong-vocabulary": ("eagle3-reduced", "vllm", "", "", {"draft_vocab_size": 9}),
     "block-norm-renamed": ("block-markov", "sglang", "renamed", "hidden_norm.weight", {}),
     "block-key-gone": ("block-markov", "vllm", "gone", "layers.1.self_attn.q_norm.weight", {}),
-    "block-rank": ("block-markov", "llamacpp", "", "", {"markov_rank": 5}),
     "block-fewer-features": ("block-dflash", "vllm", "", "", {"dflash_config": LESS}),
     "block-bias": ("block-dflash", "sglang", "", "", {"attention_bias": True}),
     "block-more-layers": ("block-rnn", "speculators", "", "", {"markov_head_type": "gated"}),

@@ -53,6 +53,21 @@ def alone(engine: Speculator, accept: Seeded, request: Request) -> tuple[list[in
     return row.text[row.prompt :], steps
 
 
+def test_what_a_failed_row_leaves_is_gone_when_its_place_is_taken():
+    """Masked keys and values weigh nothing, but 0 times nan is nan."""
+    target = tiny_target()
+    with torch.inference_mode():
+        first, new = Decoding(Speculator(target), rule()), Decoding(Speculator(target), rule())
+        first.begin([Row(target, prompt, 32) for prompt in some_prompts(9, 12)], 32)
+        new.begin([Row(target, prompt, 32) for prompt in some_prompts(4)], 32)
+        for layer in first.cache.layers:
+            layer.keys[0] = layer.values[0] = torch.nan
+        first.rows[0].finish = "failed"
+        first.join(new)
+        assert all(layer.keys.isfinite().all() for layer in first.cache.layers)
+        assert all(layer.values.isfinite().all() for layer in first.cache.layers)
+
+
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperature):

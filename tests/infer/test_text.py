@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import DATA
 from tiny_chat import END, byte_tokenizer, spaced_tokenizer
 from tiny_targets import random_model
 from transformers import AutoTokenizer
@@ -16,6 +16,7 @@ from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator
 from draftheads.infer.text import REPLACEMENT, StopStrings, TextStream, encode_prompt
 
+DATA = Path(__file__).parents[3] / "shared" / "data"
 TEXT = "Grüße, 世界! 👩‍👩‍👧 \U0001f1ea\U0001f1fa naïve\n\n  two  spaces and 𝔘𝔫𝔦𝔠𝔬𝔡𝔢."
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from draftheads.heads.placement import location
 from draftheads.infer.text import REPLACEMENT
 from draftheads.train.data.answers import Record
 from draftheads.train.data.prompts import Message, Prompt
@@ -52,9 +53,10 @@ class TextSide:
     def load(cls, name: str, revision: str | None = None) -> TextSide:
         """Read from a folder or a Hub id. Raises ValueError if no tokenizer is found."""
         folder = Path(name).expanduser()
-        path = str(folder) if folder.is_dir() else name
+        path = str(folder) if folder.exists() else name
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+            place, file = location(path)
+            tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, **file)
             eos_ids = _eos_ids(path, revision) or [tokenizer.eos_token_id]
         except Exception as error:  # a damaged file raises errors of many types
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -66,9 +68,10 @@ class TextSide:
 
 
 def _eos_ids(path: str, revision: str | None) -> list[int]:
-    for config in (GenerationConfig, AutoConfig):
+    place, file = location(path)
+    for config in (AutoConfig,) if file else (GenerationConfig, AutoConfig):
         try:
-            found = config.from_pretrained(path, revision=revision).eos_token_id
+            found = config.from_pretrained(place, revision=revision, **file).eos_token_id
         except (OSError, ValueError, AttributeError):  # the folder may only have a tokenizer
             if (Path(path) / "generation_config.json").is_file():
                 raise  # other end tokens would be learned without it

@@ -25,8 +25,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from transformers import AutoConfig
 
+from draftheads.heads.placement import read_config
 from draftheads.train.data.conversation import LOSSY, Conversation, Renderer, TextSide
 from draftheads.train.data.distill import Answered, Answerer, Sampling, Seeds, until_end
 
@@ -118,7 +118,7 @@ class ServedTarget(Answerer):
                 f"--server: expected one model at all servers, got {got}; leave out the others, or "
                 "serve it under one name"
             )
-        config = AutoConfig.from_pretrained(name, revision=revision)
+        config = read_config(name, revision)
         text = config.get_text_config(decoder=True)
         lengths = [getattr(text, "max_position_embeddings", None) or 1 << 30]
         lengths += [server.context for server in self._servers if server.context]

@@ -1,0 +1,216 @@
+"""EAGLE-3 and block heads as GGUF files, which llama.cpp loads next to a target's.
+
+llama.cpp compares the tokenizers of both files, so a head's gets a copy of the target's. Matrices
+keep their type; all else is float32, as llama.cpp requires.
+
+Sources: src/models/eagle3.cpp, src/models/dflash.cpp and common/speculative.cpp of llama.cpp
+b11434; conversion/llama.py and conversion/qwen.py for the order of rows; gguf 0.19.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from draftheads.heads.files import own_name
+from draftheads.heads.formats.block import feature_layers, flat, to_engine
+from draftheads.heads.formats.eagle import AUX_LAYERS
+from draftheads.heads.formats.stored import Renames, Stored, matrix, renamed
+from draftheads.heads.layers import Rope
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+HOW = "llama.cpp's convert_hf_to_gguf.py makes one of a folder of the target"
+MASK = "tokenizer.ggml.mask_token_id"
+ARCHITECTURES = {"eagle3": "eagle3", "block": "dflash"}
+RENAMES: Renames = [
+    (r"^t2d$", ""),
+    (r"^midlayer\.", "layers.0."),
+    (r"^layers\.0\.hidden_norm\.", "blk.0.attn_norm_2."),
+    (r"^layers\.", "blk."),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.self_attn\.o_proj\.", ".attn_output."),
+    (r"\.self_attn\.([qkv])_proj\.", r".attn_\1."),
+    (r"\.self_attn\.([qk])_norm\.", r".attn_\1_norm."),
+    (r"\.mlp\.(gate|up|down)_proj\.", r".ffn_\1."),
+    (r"^(hidden|input)_norm\.", "enc.output_norm."),
+    (r"^norm\.", "output_norm."),
+    (r"^lm_head\.", "output."),
+    (r"^markov_head\.markov_", "markov_"),
+    (r"^confidence_head\.proj\.", "conf_proj."),
+]
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """The GGUF file of a target, which may be quantised."""
+
+    path: Path
+    fields: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: str | Path) -> TargetFile:
+        """Raises ImportError without the gguf package, ValueError for another kind of file."""
+        try:
+            from gguf import GGUFReader
+        except ImportError as error:  # an extra
+            raise ImportError("GGUF files need the gguf package: pip install gguf") from error
+        if not Path(path).is_file():
+            raise ValueError(f"--target: expected a GGUF file for --to gguf, got {path}; {HOW}")
+        try:
+            return cls(Path(path), dict(GGUFReader(path).fields))
+        except ValueError as error:
+            raise ValueError(f"--target: {path} is not a GGUF file ({error}); {HOW}") from error
+
+    def value(self, key: str) -> Any:
+        """The value of a key, or None."""
+        return self.fields[key].contents() if key in self.fields else None
+
+    def number(self, key: str) -> int:
+        """The value of a key of the architecture, or 0."""
+        return int(self.value(f"{self.architecture}.{key}") or 0)
+
+    @property
+    def architecture(self) -> str:
+        return str(self.value("general.architecture"))
+
+    @property
+    def layers(self) -> int:
+        return self.number("block_count") - self.number("nextn_predict_layers")
+
+    def check(self, stored: Stored) -> None:
+        """Raise ValueError for a head of another target."""
+        config, about = stored.config, stored.facts["target"]
+        expected = (config["hidden_size"], config["vocab_size"], about["layers"])
+        tokens = len(self.value("tokenizer.ggml.tokens") or ())
+        if (got := (self.number("embedding_length"), tokens, self.layers)) != expected:
+            raise ValueError(
+                f"expected a target of hidden size, tokens and layers {expected} "
+                f"({about.get('name')}), got {got} in {self.path}; pass the target this head was "
+                "trained for"
+            )
+
+
+def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:
+    """Write a head of ours for that target, completely or not at all.
+
+    Raises ValueError for a head of another target.
+    """
+    from gguf import GGUFWriter
+
+    target.check(stored)
+    keys = _keys(stored)
+    keys["context_length"] = target.number("context_length")
+    if target.architecture.startswith("gemma") and stored.facts["kind"] == "block":
+        keys["embedding_scale"] = math.sqrt(stored.config["hidden_size"])
+    part = own_name(file)
+    try:
+        with closing(GGUFWriter(part, ARCHITECTURES[stored.facts["kind"]])) as writer:
+            for key, value in keys.items():
+                _add(writer, f"{writer.arch}.{key}", value)
+            for name, field in target.fields.items():
+                if name.startswith("tokenizer.") and name != MASK:
+                    kind, *inner = field.types
+                    writer.add_key_value(name, field.contents(), kind, *inner[-1:])
+            if "block_size" in keys:
+                writer.add_uint32(MASK, flat(stored.config)["mask_token_id"])
+            for name, tensor in _tensors(stored).items():
+                _add_tensor(writer, name, tensor)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _keys(stored: Stored) -> dict[str, Any]:
+    """What llama.cpp reads of config.json, without the architecture's name in front."""
+    config = flat(stored.config)
+    rope = Rope.read(config, config["head_dim"])
+    keys = {
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.dimension_count": config["head_dim"],
+        "rope.freq_base": rope.theta,
+        "rope.scaling.attn_factor": float(rope.attention_factor),
+    }
+    if stored.facts["kind"] == "eagle3":
+        return keys | {
+            "target_layers": config[AUX_LAYERS],
+            "target_hidden_size": config["hidden_size"],
+            "norm_before_residual": config["norm_before_residual"],
+            "norm_before_fc": config["norm_before_fc"],
+        }
+    if config["sliding_window"]:
+        keys["attention.sliding_window"] = config["sliding_window"]
+        keys["attention.sliding_window_pattern"] = [True] * config["num_hidden_layers"]
+    return keys | {
+        "target_layers": list(feature_layers(config["target_layer_ids"])),
+        "block_size": config["block_size"],
+        "sample_from_anchor": config["sample_from_anchor"],
+        "has_confidence_head": config["enable_confidence_head"],
+        "attention.causal": False,
+    }
+
+
+def _tensors(stored: Stored) -> dict[str, Tensor]:
+    """The tensors under llama.cpp's names and in its order.
+
+    Angles of a scaled RoPE are stored as what llama.cpp divides those without a scaling by.
+    """
+    config = stored.config
+    if stored.facts["kind"] == "eagle3":
+        tensors = renamed(stored.tensors, RENAMES)
+        for name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight"):
+            tensors[name] = _paired(tensors[name], config["head_dim"])
+    else:
+        tensors = renamed(to_engine(stored, None).tensors, RENAMES)
+    if "conf_proj.weight" in tensors:  # it reads the Markov head's code, too
+        proj, code = (matrix(tensors, f"{name}.weight") for name in ("conf_proj", "markov_w1"))
+        unread = proj.new_zeros(1, config["hidden_size"] + code.shape[1] - proj.shape[1])
+        tensors["conf_proj.weight"] = torch.cat([proj, unread], dim=1)
+    if "d2t" in tensors:
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    rope = Rope.read(config, config["head_dim"])
+    if rope.scaling:
+        plain = Rope(config["head_dim"], rope.theta, None).frequencies
+        tensors["rope_freqs.weight"] = (plain / rope.frequencies)[: config["head_dim"] // 2]
+    return tensors
+
+
+def _paired(weight_OI: Tensor, head_dim: int) -> Tensor:
+    """Rows of queries or keys reordered: llama.cpp's eagle3 rotates neighbours, Llama halves."""
+    heads_H2WI = weight_OI.view(-1, 2, head_dim // 2, weight_OI.shape[1])
+    return heads_H2WI.transpose(1, 2).reshape(weight_OI.shape)
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add.get(type(value), writer.add_array)(key, value)
+
+
+def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor) -> None:
+    from gguf import GGMLQuantizationType, quantize
+
+    if tensor.dtype == torch.bfloat16 and tensor.ndim > 1:  # numpy has no such type
+        data = quantize(tensor.float().numpy(), GGMLQuantizationType.BF16)
+        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType.BF16)
+    else:
+        is_small = tensor.is_floating_point() and tensor.ndim == 1
+        writer.add_tensor(name, (tensor.float() if is_small else tensor).numpy())

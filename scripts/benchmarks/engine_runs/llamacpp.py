@@ -1,0 +1,148 @@
+"""One job of `engines.py` in llama.cpp's server: JOB.json OUT.json.
+
+DRAFTHEADS_LLAMACPP: a folder that install_llamacpp.sh made. A target that is not a GGUF file is
+made one by llama.cpp's own converter, and the head by `draftheads convert --to gguf`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PLACE = Path(os.environ.get("DRAFTHEADS_LLAMACPP", "."))
+EXACT = ["--flash-attn", "off", "-ctk", "f32", "-ctv", "f32"]
+EXACT_DRAFTS = ["-ctkd", "f32", "-ctvd", "f32", "--spec-draft-p-min", "0"]
+PATIENCE = 60.0  # seconds until the server answers
+
+
+def target_gguf(target: str, folder: Path) -> Path:
+    """The target as a GGUF file in float32."""
+    if target.endswith(".gguf"):
+        return Path(target)
+    file, script = folder / "target.gguf", Path(__file__).with_name("llamacpp_target.py")
+    _run([sys.executable, script, target, "--outtype", "f32", "--outfile", file])
+    return file
+
+
+def head_gguf(head: str, target: Path, folder: Path) -> Path:
+    """The head as a GGUF file."""
+    file = folder / "head.gguf"
+    command = [sys.executable, "-c", "from draftheads.scripts.cli import main; main()", "convert"]
+    _run([*command, head, file, "--to", "gguf", "--target", target])
+    return file
+
+
+def _run(command: Sequence[str | Path]) -> str:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout + done.stderr
+
+
+@contextmanager
+def served(options: Sequence[str | Path]) -> Iterator[str]:
+    """The address of a server, which ends with the block."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [PLACE / "llama-server", *options, "--port", port, "--metrics", "--offline"]
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
+        try:
+            url, end = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
+            while not _is_healthy(url):
+                if server.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    raise RuntimeError(f"{command} does not answer:\n{log.read()[-3000:]}")
+                time.sleep(0.1)
+            yield url
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return "ok" in read(f"{url}/health")
+    except OSError:  # not listening yet, or still loading
+        return False
+
+
+def read(url: str, body: dict[str, Any] | None = None) -> str:
+    """What the server answers to a GET, or to a POST of JSON."""
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as reply:
+        text: str = reply.read().decode()
+    return text
+
+
+def counts(metrics: str) -> tuple[int, list[int]]:
+    """Verified drafts, and accepted tokens by position up to the last that was, from the text of
+    /metrics.
+    """
+    drafts = re.search(r"^llamacpp:spec_decode_num_drafts_total (\d+)", metrics, re.M)
+    positions = re.findall(r'_per_pos_total\{position="\d+"\} (\d+)', metrics)
+    accepted = [int(count) for count in positions if int(count)]
+    return int(drafts[1]) if drafts else 0, accepted
+
+
+def eos_options(target: str) -> list[str]:
+    """The end tokens that transformers knows; a GGUF file has one of each kind."""
+    file = Path(target) / "generation_config.json"
+    eos = json.loads(file.read_text()).get("eos_token_id", []) if file.is_file() else []
+    ids = eos if isinstance(eos, list) else [eos]
+    pairs = zip(("eos", "eot", "eom"), ids, strict=False)
+    return [
+        part
+        for name, id in pairs
+        for part in ("--override-kv", f"tokenizer.ggml.{name}_token_id=int:{id}")
+    ]
+
+
+def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    target = target_gguf(job["target"], folder)
+    longest = max(map(len, job["prompts"])) + job["new_tokens"] + 2 * job["draft_tokens"] + 8
+    options = ["-m", target, "-np", "1", "-c", str(longest), *EXACT, *eos_options(job["target"])]
+    options += ["-t", os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())]
+    if job["head"]:
+        options += ["-md", head_gguf(job["head"], target, folder), *EXACT_DRAFTS]
+        options += ["--spec-type", f"draft-{job['method']}"]
+        options += ["--spec-draft-n-max", str(job["draft_tokens"])]
+    asked = {"n_predict": job["new_tokens"], "temperature": 0, "return_tokens": True}
+    with served(options) as url:
+        began, answers = time.perf_counter(), []
+        for prompt in job["prompts"]:
+            body = {**asked, "prompt": prompt, "cache_prompt": False}
+            answers.append(json.loads(read(f"{url}/completion", body))["tokens"])
+        seconds = time.perf_counter() - began
+        drafts, accepted = counts(read(f"{url}/metrics"))
+    version = re.search(r"build (\d+)", _run([PLACE / "llama-server", "--version"]))
+    return {
+        "version": f"llama.cpp b{version[1] if version else '?'}",
+        "answers": answers,
+        "drafts": drafts,
+        "accepted": accepted,
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    job, out = map(Path, sys.argv[1:3])
+    with tempfile.TemporaryDirectory() as folder:
+        out.write_text(json.dumps(run(json.loads(job.read_text()), Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

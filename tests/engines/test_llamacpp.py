@@ -1,0 +1,95 @@
+"""The promise: llama.cpp's server writes our greedy text with our heads, and verifies and accepts
+what our chain does, to the last draft; and a head serves a quantised target as well.
+
+DRAFTHEADS_LLAMACPP: a folder that scripts/benchmarks/engine_runs/install_llamacpp.sh made. Numbers
+are printed with -s.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_engines import place_of
+
+from draftheads.heads.target import Target
+from draftheads.scripts.benchmarks.engine_runs.llamacpp import target_gguf
+from draftheads.scripts.benchmarks.engines import Job, markdown, method, row, theirs
+from draftheads.scripts.demo import RECIPES
+from draftheads.scripts.journey import opening_ids
+from draftheads.train.data.distill import DistillOptions, distill
+from draftheads.train.data.prompts import read_prompts
+from draftheads.train.loop import fit
+from draftheads.train.recipe import load_recipe
+
+PLACE = place_of("llamacpp")
+pytestmark = pytest.mark.engines
+SHORT = ("run.epochs=null", "run.steps=200")
+YARN = "head.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 256}"
+SWITCHES = ("head.norm_before_fc=true", "head.norm_before_residual=true")
+BLOCK = (*SHORT, "head.mask=1")
+HEADS: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "eagle3": (3, "eagle3", ()),
+    "eagle3-long": (6, "eagle3", ()),
+    "eagle3-other": (4, "eagle3", (*SHORT, *SWITCHES, YARN, "head.feature_layers=[0,2,4]")),
+    "dspark": (7, "block", (*BLOCK, "head.conditioning=markov")),
+    "dspark-bare": (7, "block", (*BLOCK, "head.conditioning=none", "head.confidence=true")),
+    "dspark-window": (
+        6,
+        "block",
+        (*BLOCK, "head.conditioning=markov", "head.sample_from_anchor=false")
+        + (YARN, "head.sliding_window=12"),
+    ),
+    "dflash": (6, "block", (*BLOCK, "head.conditioning=none", "head.sample_from_anchor=false")),
+}
+"""Draft tokens, recipe of the demo, choices. A block drafts as in training only at full length."""
+
+
+def agrees(job: Job, target: Target) -> None:
+    found = row("llamacpp", PLACE, job, target)
+    print(f"\n{markdown([found])}")
+    assert len(job.prompts) >= 20
+    assert found["equal text"] == found["equal text without head"] == len(job.prompts)
+    for ours, engine in (found["drafts"], found["accepted"]):
+        assert ours == engine
+    assert found["accepted"][0][0] > 0
+
+
+def job_of(target: Target, prompts: Any, head: Path, drafts: int) -> Job:
+    ids = opening_ids(target, str(prompts), 10 if prompts.suffix == ".txt" else None, 24)
+    return Job(str(target.name), ids, str(head), method(str(head)), drafts, 48)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_demo_agrees_to_the_last_draft(demo_target, trained, name):
+    drafts, kind, choices = HEADS[name]
+    head = trained(kind, *choices)
+    agrees(job_of(demo_target, RECIPES / "demo-prompts.jsonl", head, drafts), demo_target)
+
+
+def test_a_sentencepiece_target_agrees_to_the_last_draft(stories, tmp_path):
+    target, text = Target.load(stories, dtype="float32"), stories.parent / "tinystories"
+    openings = read_prompts(text / "train.txt", prompt_words=10, limit=300)
+    distill(target, openings, DistillOptions(out=tmp_path / "data", max_new_tokens=100))
+    places = (f"target={stories}", f"data.path={tmp_path / 'data'}", f"run.output={tmp_path}/head")
+    fit(load_recipe(RECIPES / "stories260k-eagle3.yaml", [*places, "run.steps=60"]))
+    agrees(job_of(target, text / "train.txt", tmp_path / "head", 3), target)
+
+
+def test_a_head_serves_a_quantised_target_as_well(demo_target, trained, tmp_path):
+    """Trained on float32 states, and used on those of 8 bits."""
+    job = job_of(demo_target, RECIPES / "demo-prompts.jsonl", trained("eagle3"), 3)
+    whole = target_gguf(job.target, tmp_path)
+    small = tmp_path / "small.gguf"
+    quantize = [f"{PLACE}/llama-quantize", whole, small, "Q8_0"]
+    subprocess.run(quantize, check=True, capture_output=True)
+    plain, found = (
+        theirs("llamacpp", PLACE, replace(job, target=str(file))) for file in (whole, small)
+    )
+    for outcome in (plain, found):
+        print(outcome.version, outcome.drafts, outcome.accepted, f"{outcome.rate:.1f} tokens/s")
+    rates = [sum(each.accepted) / each.drafts for each in (plain, found)]
+    assert rates[1] > 0.9 * rates[0]

@@ -1,0 +1,110 @@
+"""The promise: a GGUF file is a target like others, with the weights that its quantisation left;
+heads say that they were trained on them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tiny_heads import random_head
+
+from draftheads.heads.card import render_card
+from draftheads.heads.hub import load_head, open_head, save_head
+from draftheads.heads.placement import read_config
+from draftheads.heads.target import Target
+from draftheads.train.data.conversation import TextSide
+
+pytestmark = pytest.mark.slow
+DEMO = Path(__file__).parents[2] / "recipes" / "demo-target"
+Q8 = gguf.GGMLQuantizationType.Q8_0
+
+
+def write_gguf(target: Target, file: Path) -> None:
+    """Matrices in Q8_0, rows of queries and keys in llama.cpp's order."""
+    config = target.model.config
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    tokens = json.loads((DEMO / "tokenizer.json").read_text())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(target.tokenizer.convert_ids_to_tokens(range(config.vocab_size)))
+    writer.add_token_merges([" ".join(pair) for pair in tokens["merges"]])
+    writer.add_eos_token_id(target.eos_ids[0])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in target.model.state_dict().items():
+        if name == "lm_head.weight":
+            continue  # the embeddings
+        new = names.get_name(name, try_suffixes=(".weight",))
+        data = tensor.numpy()
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = data.reshape(-1, 2, config.head_dim // 2, data.shape[1])
+            data = np.ascontiguousarray(heads.swapaxes(1, 2).reshape(data.shape))
+        if data.ndim > 1:
+            writer.add_tensor(new, gguf.quantize(data, Q8), raw_dtype=Q8)
+        else:
+            writer.add_tensor(new, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def demo() -> Target:
+    return Target.load(DEMO)
+
+
+@pytest.fixture(scope="module")
+def file(demo, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "demo-Q8_0.gguf"
+    write_gguf(demo, path)
+    return path
+
+
+def test_a_gguf_target_has_the_weights_of_its_file(demo, file):
+    target = Target.load(file)
+    for (name, whole), (_, left) in zip(
+        demo.model.state_dict().items(), target.model.state_dict().items(), strict=True
+    ):
+        assert (whole - left).abs().max() <= whole.abs().max() / 127, name
+    assert target.fingerprint() != demo.fingerprint()
+    assert target.eos_ids == TextSide.load(str(file)).eos_ids == demo.eos_ids[:1]
+    assert read_config(str(file), None).num_hidden_layers == demo.layers
+    text = "What does os.path.join do?"
+    assert target.tokenizer(text)["input_ids"] == demo.tokenizer(text)["input_ids"]
+    ids = torch.tensor([demo.tokenizer(text)["input_ids"]])
+    with torch.inference_mode():
+        got, expected = (each.model(ids).logits for each in (target, demo))
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+def test_a_head_says_what_it_was_trained_on(demo, file, tmp_path):
+    target = Target.load(file)
+    save_head(random_head("eagle3", target), tmp_path / "head", target=target)
+    assert open_head(tmp_path / "head").facts["target"]["quantisation"] == "GGUF, dequantised"
+    assert "trained on a quantised target (GGUF" in (tmp_path / "head" / "README.md").read_text()
+    with pytest.warns(UserWarning, match="weights"):
+        load_head(tmp_path / "head", target=demo)
+    save_head(random_head("eagle3", demo), tmp_path / "other", target=demo)
+    assert "quantised target" not in render_card(open_head(tmp_path / "other").config)
+
+
+def test_a_file_that_is_none(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"x\.gguf: cannot be read"):
+        Target.load(tmp_path / "x.gguf")
+    with pytest.raises(OSError, match="expected a folder with config.json"):
+        Target.load(tmp_path / "missing.gguf")
