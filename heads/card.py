@@ -14,6 +14,7 @@ import yaml
 from huggingface_hub import ModelCardData
 from jinja2 import Environment
 
+from draftheads.heads.formats import block
 from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import WRITERS, loss
@@ -78,7 +79,7 @@ def render_card(config: dict[str, Any]) -> str:
         here=HERE,
         install=install_command(),
         engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
-        chain=max(1, tree.depth if kind == "block" else min(CHAIN, tree.depth)),
+        chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
         method=_method(config),
         outputs=(config.get("eagle_config") or {}).get(AUX_LAYERS),
         tree=tree,

@@ -54,7 +54,8 @@ def confidence_shapes(config: Config) -> Shapes:
 
 def vllm_block(folder: Path, *, style: str = "plain") -> Served:
     """The Markov head is the vanilla one, whatever config.json says; the confidence head is left
-    out where the file has none; embeddings and lm_head of the file are used where they differ.
+    out where the file has none; embeddings and lm_head of the file are used where they differ. A
+    block has a slot for each token that is to be drafted, whatever config.json says.
     style: "plain", or "speculators" for what that library, which knows all Markov heads, loads.
     """
     config, tensors = read(folder)
@@ -88,6 +89,8 @@ def vllm_block(folder: Path, *, style: str = "plain") -> Served:
         "ids": _ids(tensors) if draft < vocab else None,
         **_numbers(config),
     }
+    if style == "speculators":  # else the command line says how many
+        served.facts["slots"] = config["tokens"] + (not served.facts["anchored"])
     names = {name: name for name in tensors if name not in ("t2d", "d2t")}
     return _strictly(served, names, tensors)
 
@@ -129,6 +132,7 @@ def _nested(config: Config) -> Config:
     _ = config["speculators_config"]["verifier"]["name_or_path"]
     ids = [layer - 1 for layer in config["aux_hidden_state_layer_ids"]]
     layer["draft_vocab_size"] = config["draft_vocab_size"]
+    layer["tokens"] = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     if kind == "dflash":
         causal = not config.get("sliding_window_non_causal", True)
         section = {"target_layer_ids": ids, "mask_token_id": config["mask_token_id"]}

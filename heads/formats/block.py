@@ -195,6 +195,13 @@ def _window(config: dict[str, Any]) -> int | None:
     return size
 
 
+def chain(config: dict[str, Any]) -> int:
+    """How many tokens a block drafts. vLLM's have as many slots as it is told to draft tokens, and
+    with others than in training they draft other tokens.
+    """
+    return int(config["block_size"]) - (not config["sample_from_anchor"])
+
+
 def to_engine(stored: Stored, target: Target | None) -> Stored:
     """Our layout is DSpark's and DFlash's. Engines need a Markov head in DSpark's: one of zeros."""
     config, tensors = stored.config, dict(stored.tensors)
@@ -217,7 +224,7 @@ def to_speculators(stored: Stored, target: Target | None) -> Stored:
     more = (*MARKOV, *CONFIDENCE) if kind == "dspark" else ()
     config = {
         "architectures": ["DFlashSpeculator" if kind == "dflash" else "DSparkSpeculator"],
-        **speculators_config(layer, kind, "qwen3"),
+        **speculators_config(layer, kind, "qwen3", chain(ours)),
         **{key: ours[key] for key in (*SHARED, "sample_from_anchor", *more)},
         "aux_hidden_state_layer_ids": list(feature_layers(ours["target_layer_ids"])),
         "sliding_window_non_causal": True,  # vLLM takes it for all layers

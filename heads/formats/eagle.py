@@ -242,9 +242,10 @@ def to_speculators(stored: Stored, target: Target | None) -> Stored:
 
 
 def speculators_config(
-    config: dict[str, Any], kind: str = "eagle3", model_type: str = "llama"
+    config: dict[str, Any], kind: str = "eagle3", model_type: str = "llama", chain: int = 0
 ) -> dict[str, Any]:
-    """The keys that the speculators library adds to a config of ours. model_type: of the layers.
+    """The keys that the speculators library adds to a config of ours. model_type: of the layers;
+    chain: its draft tokens, default: as many as the tree is deep.
 
     Raises ValueError where the target is not recorded.
     """
@@ -255,7 +256,7 @@ def speculators_config(
     layer = {key: value for key, value in config.items() if key not in OUTSIDE}
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": max(1, tree_from_json(config["draftheads"]["tree"]).depth),
+        "speculative_tokens": chain or max(1, tree_from_json(config["draftheads"]["tree"]).depth),
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }

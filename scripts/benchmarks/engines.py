@@ -224,6 +224,9 @@ def main() -> None:
             for folder in options.head:
                 job = Job(options.target, prompts, folder, method(folder))
                 job = replace(job, draft_tokens=options.draft_tokens, new_tokens=options.new_tokens)
+                if engine == "vllm" and job.method in ("dspark", "dflash"):
+                    whole = open_head(folder).read()[0].depth  # its blocks end with its chain
+                    job = replace(job, draft_tokens=whole)
                 rows.append(row(engine, place, job, target))
                 if engine == "openvino" and options.tree:
                     given = dict(part.split("=") for part in options.tree.split(","))

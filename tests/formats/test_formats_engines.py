@@ -194,6 +194,17 @@ def test_an_engine_drafts_our_chain_from_what_it_reads(tmp_path, name, to):
         torch.testing.assert_close(logits.double(), scores, rtol=1e-4, atol=1e-4)
 
 
+def test_vllm_makes_whole_blocks_for_a_tree_that_is_less_deep(tmp_path):
+    """Seen in vLLM 0.32: blocks of three slots of a head with seven drafted other tokens."""
+    for name in ("block-markov", "block-dflash"):
+        head = trained("block", **CHOICES[name][0])
+        head.tree = DynamicTree(2, 2, 1)
+        ours = save_head(head, tmp_path / name, target=tiny_target())
+        theirs = converted(ours, tmp_path / f"{name}-theirs", "speculators", tiny_target())
+        assert vllm_block(theirs, style="speculators").facts["slots"] == head.design.block_size
+        assert f'"num_speculative_tokens": {head.depth}' in (ours / "README.md").read_text()
+
+
 def broken(folder: Path, change: str, name: str, config: dict[str, Any]) -> None:
     """The folder with one tensor renamed or gone, and other words in its config."""
     file = next(folder.glob("*.safetensors"))
