@@ -141,9 +141,8 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
     python = place if engine in OWN_PYTHON else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "job.json", Path(folder) / "out.json"
-        if job.head and engine == "openvino":
-            job = replace(job, head=str(converted(job.head, Path(folder) / "head", engine)))
-        if engine == "vllm" and job.method in ("eagle", "medusa", "dspark"):  # others as they are
+        other = {"vllm": ("eagle", "medusa", "dspark"), "openvino": ("eagle3",)}  # than our folder
+        if job.method in other.get(engine, ()):
             target = Target.load(job.target, dtype="float32")
             job = replace(job, head=str(converted(job.head, Path(folder) / "head", engine, target)))
         given.write_text(json.dumps(asdict(job)))
