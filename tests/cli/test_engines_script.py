@@ -11,6 +11,7 @@ from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.hub import save_head
+from draftheads.heads.target import Target
 from draftheads.infer.engine import Step
 from draftheads.scripts.benchmarks import engines
 from draftheads.scripts.benchmarks.engines import (
@@ -66,7 +67,9 @@ def test_the_last_drafts_are_counted_as_the_engine_does(job, monkeypatch):
 
 
 def test_openvino_gets_the_converted_head(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(engines, "converted", lambda head, folder, to: f"{folder}|{head}|{to}")
+    monkeypatch.setattr(engines, "converted", lambda head, folder, to, _: f"{folder}|{head}|{to}")
+    monkeypatch.setattr(Target, "load", lambda *_, **__: tiny_target())
+    job = replace(job, method="eagle3")
     (tmp_path / "openvino.py").write_text("""
 import json, sys
 job = json.load(open(sys.argv[1]))
@@ -120,7 +123,9 @@ def test_methods_are_the_engines_names(job, tmp_path):
     for name in ("eagle", "eagle3", "block-none", "block-markov"):
         save_head(random_head(name, target), tmp_path / name, target=target)
         found.append(method(str(tmp_path / name)))
-    assert found == ["eagle", "eagle3", "dspark", "dflash"]
+    assert found == ["eagle", "eagle3", "dspark", "dspark"]
+    bare = random_head("block-none", target, sample_from_anchor=False)
+    assert method(str(save_head(bare, tmp_path / "bare", target=target))) == "dflash"
     save_head(random_head("sequential-markov", target), tmp_path / "other", target=target)
     with pytest.raises(ValueError, match="no engine runs sequential heads"):
         method(str(tmp_path / "other"))
