@@ -24,8 +24,9 @@ class LocalServer:
     """`choice(request)` makes a completion's choice. `fault(number, request)`, if set, may say a
     fault instead of None for the number-th completion that is asked for.
 
-    `listed`: the body to give as the list of models; `asked`: the requests so far; `headers`: their
-    headers; `holding`: set once one hangs; `release`: set it to let the hanging ones go.
+    `listed`: the body to give as the list of models; `metrics`: that of /metrics, b"" for none;
+    `asked`: the requests so far; `headers`: their headers; `holding`: set once one hangs;
+    `release`: set it to let the hanging ones go.
     """
 
     def __init__(self, choice: Callable[[Json], Json], models: tuple[Json, ...] = ()) -> None:
@@ -34,6 +35,7 @@ class LocalServer:
         self.fault: Callable[[int, Json], Fault | None] = lambda number, request: None
         self.key: str | None = None
         self.listed: bytes | None = None
+        self.metrics = b""
         self.asked: list[Json] = []
         self.headers: list[dict[str, str]] = []
         self.holding, self.release = threading.Event(), threading.Event()
@@ -56,6 +58,8 @@ class LocalServer:
             return _send_raw(handler, 200, {}, self.listed)
         if handler.path == "/v1/models":
             return _send(handler, 200, {"object": "list", "data": self.models})
+        if handler.path == "/metrics" and self.metrics:
+            return _send_raw(handler, 200, {}, self.metrics)
         if handler.path != "/v1/completions":
             return _send(handler, 404, {"detail": "Not Found"})
         request = json.loads(body)

@@ -16,7 +16,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-LINES = {"heads": 7_689, "infer": 6_093, "train": 7_603, "scripts": 1_736}
+LINES = {"heads": 7_689, "infer": 6_093, "train": 7_620, "scripts": 1_736}
 """Packaged lines per folder. These numbers only shrink; who must raise one says in the commit what
 the lines bring.
 """

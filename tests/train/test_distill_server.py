@@ -179,6 +179,26 @@ def test_end_token_left_out_by_the_server_is_learned(
         assert record["tokens"][begin:] == [1, 2, last] and record["finish"] == "eos"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_vllm_that_speculates_is_named_where_it_samples(
+    folder: Path,
+    start: Callable[..., LocalServer],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    temperature: float,
+    speculates: bool,
+) -> None:
+    server = start()
+    server.metrics = b"vllm:num_requests_running 0\n"
+    if speculates:
+        server.metrics += b'vllm:spec_decode_num_drafts_total{engine="0"} 0.0\n'
+    chosen = options(tmp_path / "o", temperature=temperature)
+    assert distill(served(folder, server), prompts(2), chosen).complete
+    warned = f"{server.url}/v1 speculates: where vLLM 0.32 runs on a CPU" in caplog.text
+    assert warned == (speculates and temperature > 0)
+
+
 def test_sampling_is_sent_and_recorded_and_seeds_differ(
     folder: Path, start: Callable[..., LocalServer], tmp_path: Path
 ) -> None:

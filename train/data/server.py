@@ -147,6 +147,13 @@ class ServedTarget(Answerer):
         gone, denies access or fails many in a row. Raises ServerError, after yielding what is done,
         when none is left. All pending requests are cancelled when this ends early.
         """
+        for server in self._servers:
+            if sampling.temperature > 0 and server.speculates():
+                logger.warning(
+                    "%s speculates: where vLLM 0.32 runs on a CPU, its answers are then garbage "
+                    "above temperature 0; start it there without --speculative-config",
+                    server.url,
+                )
         work = _Work(self._servers, self._concurrency, chain.from_iterable(batches))
         with asyncio.Runner() as runner:
             clients = {server: server.client() for server in self._servers}
@@ -357,6 +364,16 @@ class _Server:
                 raise kind(f"{reason}, tried {number} times")
             pause = min(LONGEST_PAUSE, self._options.pause * 2 ** (number - 1))
             await asyncio.sleep(wait + pause * self._random.uniform(0.5, 1.0))
+
+    def speculates(self) -> bool:
+        """Whether this is a vLLM that verifies drafts, as far as its metrics tell."""
+        try:
+            with httpx.Client(**self._client) as client:
+                page = f"{self.url.removesuffix('/v1')}/metrics"
+                metrics = client.get(page, timeout=CONNECT_SECONDS).text
+            return "vllm:spec_decode_num_drafts" in metrics
+        except httpx.HTTPError:  # other servers need not have them
+            return False
 
     def _choose(self) -> _Model:
         """The model that the options name, or the only one."""
