@@ -17,9 +17,10 @@ from real_engines import place_of
 
 from draftheads.heads.target import Target
 from draftheads.scripts.benchmarks.engine_runs.llamacpp import target_gguf
-from draftheads.scripts.benchmarks.engines import Job, markdown, method, row, theirs
+from draftheads.scripts.benchmarks.engines import Job, markdown, method, ours, row, theirs
 from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.journey import opening_ids
+from draftheads.scripts.publish import prepare, publish
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.loop import fit
@@ -53,8 +54,8 @@ def agrees(job: Job, target: Target) -> None:
     print(f"\n{markdown([found])}")
     assert len(job.prompts) >= 20
     assert found["equal text"] == found["equal text without head"] == len(job.prompts)
-    for ours, engine in (found["drafts"], found["accepted"]):
-        assert ours == engine
+    for mine, their in (found["drafts"], found["accepted"]):
+        assert mine == their
     assert found["accepted"][0][0] > 0
 
 
@@ -77,6 +78,19 @@ def test_a_sentencepiece_target_agrees_to_the_last_draft(stories, tmp_path):
     places = (f"target={stories}", f"data.path={tmp_path / 'data'}", f"run.output={tmp_path}/head")
     fit(load_recipe(RECIPES / "stories260k-eagle3.yaml", [*places, "run.steps=60"]))
     agrees(job_of(target, text / "train.txt", tmp_path / "head", 3), target)
+
+
+def test_a_published_head_by_its_id(hub, demo_target, trained, tmp_path, monkeypatch):
+    head = trained("eagle3")
+    publish(prepare(head, "me/heads"))
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    job = job_of(demo_target, RECIPES / "demo-prompts.jsonl", head, 3)
+    mine, found = ours(job, demo_target, "llamacpp"), replace(job, head="me/heads")
+    their = theirs("llamacpp", PLACE, found)
+    assert their.equal(mine, demo_target.eos_ids) == len(job.prompts)
+    assert (their.drafts, their.accepted) == (mine.drafts, mine.accepted)
+    assert any("model.safetensors" in request for request in hub.requests)
 
 
 def test_a_head_serves_a_quantised_target_as_well(demo_target, trained, tmp_path):
