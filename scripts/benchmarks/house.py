@@ -67,6 +67,18 @@ def docstrings(tree: ast.AST) -> set[int]:
     }
 
 
+def code_tokens(source: str) -> list[tokenize.TokenInfo]:
+    """Tokens of Python's own tokenizer, without layout, comments and docstrings."""
+    texts = docstrings(ast.parse(source))
+    return [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in LAYOUT
+        and token.type != tokenize.COMMENT
+        and not (token.type == tokenize.STRING and token.start[0] in texts)
+    ]
+
+
 def measure(root: Path) -> dict[str, str]:
     """The rows of the table."""
     paths = modules(root)
@@ -80,16 +92,14 @@ def measure(root: Path) -> dict[str, str]:
         edges[name] = imports(tree, set(paths)) - {name}
         counts["lines"] += len(source.splitlines())
         counts[name.split(".")[0]] += len(source.splitlines())
-        texts = docstrings(tree)
-        code_lines = set()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            is_text = token.type == tokenize.STRING and token.start[0] in texts
-            if token.type == tokenize.COMMENT:
-                counts["comments"] += 1
-            elif token.type not in LAYOUT and not is_text:
-                counts["tokens"] += 1
-                code_lines.add(token.start[0])
-        counts["code lines"] += len(code_lines)
+        tokens = code_tokens(source)
+        counts["tokens"] += len(tokens)
+        counts[f"{name.split('.')[0]} tokens"] += len(tokens)
+        counts["code lines"] += len({token.start[0] for token in tokens})
+        counts["comments"] += sum(
+            token.type == tokenize.COMMENT
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        )
         for node in ast.walk(tree):
             if isinstance(node, FUNCTIONS):
                 counts["functions"] += 1
@@ -115,6 +125,7 @@ def measure(root: Path) -> dict[str, str]:
         **{f"lines in {folder}": f"{counts[folder]:,}" for folder in FOLDERS},
         "packaged lines": f"{counts['lines']:,}",
         "code tokens": f"{counts['tokens']:,}",
+        **{f"code tokens in {folder}": f"{counts[f'{folder} tokens']:,}" for folder in FOLDERS},
         "classes": str(counts["classes"]),
         "comment lines per code line": f"{counts['comments'] / code:.3f}",
         "private functions, share": f"{len(private) / counts['functions']:.0%}",
