@@ -93,7 +93,6 @@ class Acceptance(ABC):
     """A rule that follows the target's own choices while they are in the tree."""
 
     lossless: ClassVar[bool] = True  # the output has exactly the target's own distribution
-    reads_prompt: ClassVar[bool] = False  # whether `read` is to be called
     random: RandomStream = field(
         default_factory=RandomStream, init=False, repr=False, compare=False
     )
@@ -108,6 +107,11 @@ class Acceptance(ABC):
 
     def prepare(self, rows: Sequence[tuple[str, int]]) -> None:  # noqa: B027  # few rules need it
         """Called before each choice. rows: the seed of each row, and the number of its tokens."""
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether `read` is to be called."""
+        return False
 
     def read(self, logits_NV: Tensor, tokens: Sequence[int]) -> None:  # noqa: B027  # as above
         """Called for each part of a prompt. tokens: those that follow each of its tokens, but for
