@@ -62,7 +62,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
 }
@@ -86,8 +85,6 @@ MOST_MESSAGES, MOST_PARTS = 1024, 64
 MOST_CHOICES = 128
 """Prompts x n."""
 MOST_LOGPROBS = 20
-SHOWN_OPTIONS = 5
-"""Options that an error names, at most."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
@@ -145,12 +142,18 @@ class Request(BaseModel):
     seed: int | None = None
     n: int | None = Field(1, ge=1, le=MOST_CHOICES)
     return_token_ids: bool | None = False
+    skip_special_tokens: bool | None = True
     draft: bool | None = True
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def limit(self) -> int | None:
+        """New tokens of an answer at most."""
+        return self.max_tokens
 
     @property
     def count(self) -> int:
@@ -197,16 +200,15 @@ def _refuse_unsupported(kind: type[Request], given: dict[str, Any]) -> None:
         for name, value in given.items()
         if name not in known and value is not None and value not in NEUTRAL.get(name, ())
     ]
-    if not names:
-        return
-    shown = ", ".join(name[:64] for name in names[:SHOWN_OPTIONS])
-    more = len(names) - SHOWN_OPTIONS
-    if more > 0:
-        shown = f"{shown} and {more} more"
-    rest = (
-        "is not supported; leave it out" if len(names) == 1 else "are not supported; leave them out"
-    )
-    raise ApiError(400, f"{shown} {rest}", "unsupported_parameter", names[0][:64])
+    if names:
+        # others than identifiers may have line breaks, or no UTF-8
+        shown = [name[:64] if name.isidentifier() else repr(name[:64]) for name in names[:5]]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        rest = "is not supported; leave it out"
+        if len(names) > 1:
+            rest = "are not supported; leave them out"
+        said = f"{', '.join(shown)}{more} {rest}"
+        raise ApiError(400, said, "unsupported_parameter", shown[0])
 
 
 def _in_one_line(error: ValidationError) -> ApiError:
@@ -217,7 +219,7 @@ def _in_one_line(error: ValidationError) -> ApiError:
         return fault["type"].endswith(("_type", "_parsing")), -len(fault["loc"])
 
     fault = min(faults, key=rank)
-    parts = [str(part) for part in fault["loc"] if part != "str"]
+    parts = [str(part)[:64] for part in fault["loc"] if part != "str"]
     place = ".".join(part for part in parts if part.replace("_", "").isalnum())
     message = fault["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{place}: {message}" if place else message, None, place or None)
@@ -246,8 +248,8 @@ class CompletionRequest(Request):
     def prompts(self) -> list[str | list[int]]:
         """Those to continue."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return [*self.prompt]  # type: ignore[list-item]
+            return [self.prompt]
+        return [*self.prompt]
 
     @property
     def scores(self) -> int | None:
@@ -330,6 +332,11 @@ class ChatRequest(Request):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: expected logprobs true with it; set logprobs")
         return self
+
+    @property
+    def limit(self) -> int | None:
+        """By the newer name or the older one."""
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def scores(self) -> int | None:

@@ -167,31 +167,26 @@ class Service:
 
     def _jobs(self, reply: Reply, events: asyncio.Queue[Event]) -> list[Job]:
         """One for each answer. Makes the choices of the reply, too."""
-        request, tokenizer, jobs = reply.request, self.target.tokenizer, list[Job]()
-        account = Account()
+        request, jobs, account = reply.request, list[Job](), Account()
         for prompt, number in product(reply.prompts, range(request.count)):
             rule = self.rule(request, number)
             if request.scores is not None:
                 rule = Scored(rule, request.scores, request.is_echoed)
-            after = () if isinstance(request, ChatRequest) else prompt
-            echo = tokenizer.decode(prompt, skip_special_tokens=True) if request.is_echoed else ""
-            text = AnswerText(tokenizer, request.stops, after=after)
-            choice = Choice(reply, prompt, text, self._texts, echo)
-            reply.choices.append(choice)
-            most = getattr(request, "max_completion_tokens", None) or request.max_tokens
+            choice = self._choice(reply, prompt)
             room = self.target.context - len(prompt)
-            jobs.append(
-                Job(
-                    prompt,
-                    delivery(choice, rule, events),
-                    rule,
-                    min(most or room, room),
-                    request.stops,
-                    request.draft is not False,
-                    account,
-                )
-            )
+            limit = min(request.limit or room, room)
+            deliver, draft = delivery(choice, rule, events), request.draft is not False
+            jobs.append(Job(prompt, deliver, rule, limit, request.stops, draft, account))
         return jobs
+
+    def _choice(self, reply: Reply, prompt: list[int]) -> Choice:
+        request, tokenizer = reply.request, self.target.tokenizer
+        after = () if isinstance(request, ChatRequest) else prompt
+        skip = request.skip_special_tokens is not False
+        text = AnswerText(tokenizer, request.stops, after=after, skip_special_tokens=skip)
+        echo = tokenizer.decode(prompt, skip_special_tokens=skip) if request.is_echoed else ""
+        reply.choices.append(Choice(reply, prompt, text, self._texts, echo))
+        return reply.choices[-1]
 
     def rule(self, request: Request, number: int = 0) -> Acceptance:
         """The lossless rule that a request asks for. number: of the answer to a prompt, which
