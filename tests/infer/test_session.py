@@ -192,6 +192,7 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     if recorder:
         monkeypatch.setitem(compiled.RECORDERS, "cpu", recorder)
+        monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
         monkeypatch.setattr(compiled, "BUCKET", 4)
     for place in ("heads.cache", "heads.tree_drafting", "infer.engine"):
         monkeypatch.setattr(f"draftheads.{place}.ROOM", 2)
