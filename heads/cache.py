@@ -1,4 +1,4 @@
-"""A key/value cache that is allocated once, written in place and compacted in place.
+"""A key/value cache that is written in place and compacted in place, and grows with its text.
 
 Slot s of a row holds the token at position s of that row. Each row has its own length, so rows may
 accept different numbers of tokens: a tree is written after each row's length, the accepted path is
@@ -23,9 +23,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 ROOM = 1024
-"""Slots reserved for new tokens if their number is not limited."""
+"""Slots reserved for new tokens, at most: few answers are as long as they may be."""
 GROWTH = 1.5
 """Factor by which a full cache grows."""
+SPARE = 4
+"""A cache whose text is cut back keeps at most so many times the slots of a new one."""
 
 
 class SlotTable:
@@ -57,9 +59,13 @@ class SlotTable:
         self.uniform, self.fixed_S = False, self._slots_S[:span]
 
     def free(self, lengths: list[int] | None = None) -> None:
-        """Undo `fix`. lengths: those of prefixes to keep; default: all."""
+        """Undo `fix`. lengths: those of prefixes to keep; default: all. Slots of a much longer text
+        are given back.
+        """
         self.fixed_S = None
         self.set_lengths(lengths or self.lengths)
+        if lengths and self.capacity > SPARE * (self.longest + ROOM):
+            self._resize(self.longest + ROOM)
 
     def reserve(self, tokens: int, *, after: int = 0) -> None:
         """Prepare for a forward pass that writes `tokens` tokens after each row's length and the
@@ -152,8 +158,11 @@ class SlotTable:
         return node_BS, node_BS.clamp(0, nodes - 1)
 
     def _grow(self, span: int) -> None:
-        self.capacity = max(span, int(self.capacity * GROWTH))
-        self._slots_S = torch.arange(self.capacity, device=self.lengths_B.device)
+        self._resize(max(span, int(self.capacity * GROWTH)))
+
+    def _resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._slots_S = torch.arange(capacity, device=self.lengths_B.device)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -204,12 +213,12 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
                 store[rows_B1, :, target_BA] = store[rows_B1, :, source_BA]
 
     def fit(self) -> None:
-        """Grow to the rows and the capacity of the table."""
-        rows, _, slots, _ = self.keys.shape if self.is_initialized else (1 << 60, 0, 1 << 60, 0)
-        if slots < self.table.capacity or rows < len(self.table.lengths):
-            keys, values = self._allocate(self.keys), self._allocate(self.values)
-            keys[:rows, :, :slots], values[:rows, :, :slots] = self.keys, self.values
-            self.keys, self.values = keys, values
+        """Follow the rows and the capacity of the table."""
+        if not self.is_initialized:
+            return
+        rows, _, slots, _ = self.keys.shape
+        if slots != self.table.capacity or rows < len(self.table.lengths):
+            self.keys, self.values = self._resized(self.keys), self._resized(self.values)
 
     def join(self, other: SlotLayer, places: Sequence[int]) -> None:
         """Replace the rows at these places by those of `other`."""
@@ -228,6 +237,12 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1  # it grows
 
+    def _resized(self, states: Tensor) -> Tensor:
+        resized = self._allocate(states)
+        rows, slots = len(states), min(states.shape[2], resized.shape[2])
+        resized[:rows, :, :slots] = states[:, :, :slots]
+        return resized
+
     def _allocate(self, states: Tensor) -> Tensor:
         _, heads, _, width = states.shape
         return states.new_zeros(len(self.table.lengths), heads, self.table.capacity, width)
@@ -236,8 +251,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class SlotCache(Cache):  # type: ignore[misc]
     """The preallocated cache of a target or of a head's own layers.
 
-    layers: attention layers. batch: rows. capacity: slots per row, enough for prompt, new tokens
-    and one tree; otherwise the cache grows.
+    layers: attention layers. batch: rows. capacity: slots per row at first; the cache grows by half
+    when prompt, new tokens and one tree need more.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device | str) -> None:

@@ -217,6 +217,25 @@ class Target:
         logits_BV = torch.stack([logits[row] for row in range(len(prompts))])
         return Decoded(logits_BV[:, None], torch.cat(features, 1) if features else None)
 
+    def read(
+        self,
+        part: Sequence[int],
+        cache: SlotCache,
+        layers: Sequence[int],
+        length: int,
+        all_logits: bool = False,
+    ) -> Decoded:
+        """Append a part of the only row's prompt, of `length` tokens, in one forward pass. Returns
+        logits_1NV after its last token, or after each, and the features (1, T, D).
+        """
+        tokens_1N = torch.tensor([part], device=self.device)
+        depths_1N = torch.arange(len(part), device=self.device)[None]
+        keep = None if all_logits else [len(part) - 1]
+        with self._longrope.factors(torch.tensor([[length]], device=self.device)):
+            out = self._decode(tokens_1N, None, depths_1N, cache, layers, keep=keep)
+        cache.table.advance([len(part)])
+        return out
+
     def verify(self, tree: TokenTree, cache: SlotCache, layers: Sequence[int]) -> Decoded:
         """One forward pass over all nodes of a tree, after the tokens that `cache` has committed.
         The caller then commits a path with `cache.keep`.

@@ -108,6 +108,16 @@ class Acceptance(ABC):
     def prepare(self, rows: Sequence[tuple[str, int]]) -> None:  # noqa: B027  # few rules need it
         """Called before each choice. rows: the seed of each row, and the number of its tokens."""
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether `read` is to be called."""
+        return False
+
+    def read(self, logits_NV: Tensor, tokens: Sequence[int]) -> None:  # noqa: B027  # as above
+        """Called for each part of a prompt. tokens: those that follow each of its tokens, but for
+        the one after the prompt.
+        """
+
     def seed(self, seed: int) -> None:
         """Restart the random stream, which greedy rules never use."""
         self.random.seed(seed)

@@ -154,7 +154,7 @@ class ModelDrafter:
 
     def rewind(self, length: int) -> None:
         if self.cache is not None and self.cache.table.longest >= length:
-            self.cache.table.set_lengths([length])
+            self.cache.table.free([length])
             self.is_full = False
 
     def _commit(self, committed: Committed) -> Tensor:

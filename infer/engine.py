@@ -185,18 +185,20 @@ class Speculator:
         max_new_tokens: int | None = None,
         stop: Collection[str] = (),
         session: Session | None = None,
+        chunk: int | None = None,
     ) -> Iterator[Step]:
         """Continue one prompt (token ids), one Step per forward. session: computes again only what
-        differs from its text.
+        differs from its text. chunk: read so many tokens of the prompt per forward, and yield a
+        Step without tokens after each but the last, so that others can take turns.
 
-        Ends after exactly `max_new_tokens` (default: the rest of the context, with a cache that
-        grows with the text), after an EOS of the target's generation config (included in the
-        output), or after the token that completes a `stop` string. Raises ValueError, before any
-        computation, for ids outside the target's vocabulary and when prompt and new tokens exceed
-        its context.
+        Ends after exactly `max_new_tokens` (default: the rest of the context; the cache grows with
+        the text), after an EOS of the target's generation config (included in the output), or after
+        the token that completes a `stop` string. Raises ValueError, before any computation, for ids
+        outside the target's vocabulary and when prompt and new tokens exceed its context.
         """
         rows = [Row(self.target, prompt, max_new_tokens, stop)]
-        batch = self._decode(rows, sampling or Greedy(), max_new_tokens or ROOM, session)
+        reserved = min(max_new_tokens or ROOM, ROOM)
+        batch = self._decode(rows, sampling or Greedy(), reserved, session, chunk)
         return filter(None, chain.from_iterable(batch))
 
     def generate_batch(
@@ -211,7 +213,7 @@ class Speculator:
         row.
         """
         rows = [Row(self.target, prompt, max_new_tokens, stop) for prompt in prompts]
-        return self._decode(rows, sampling or Greedy(), max_new_tokens or ROOM)
+        return self._decode(rows, sampling or Greedy(), min(max_new_tokens or ROOM, ROOM))
 
     @torch.inference_mode()
     def _decode(
@@ -220,9 +222,14 @@ class Speculator:
         accept: Acceptance,
         reserved: int,
         session: Session | None = None,
+        chunk: int | None = None,
     ) -> Iterator[list[Step | None]]:
         decoding = Decoding(self, accept)
-        yield [*decoding.begin(rows, reserved, session)]
+        if chunk is None:
+            yield [*decoding.begin(rows, reserved, session)]
+        else:
+            for step in decoding.begin_in_turns(rows[0], chunk, reserved, session):
+                yield [step]
         while not all(row.finish for row in rows):
             made = decoding.step()
             yield [made.get(row) for row in rows]
@@ -264,7 +271,52 @@ class Decoding:
         """Prefill the first rows, but for what a session holds of the only one. reserved: slots for
         new tokens. Returns a Step for each row.
         """
-        start, target, prompts = self.engine.clock(), self.target, [list(row.text) for row in rows]
+        start = self.engine.clock()
+        prompts, shared = self._open(rows, reserved, session)
+        out = self.target.prefill(prompts, self.cache, self.drafter.feature_layers)
+        self._prepare()
+        committed = _prompt(prompts, out, self.accept.choose(out.logits_BNV[:, 0]))
+        self.committed = committed.since(shared)
+        return self._first((0.0, self.engine.clock() - start))
+
+    def begin_in_turns(
+        self, row: Row, chunk: int, reserved: int, session: Session | None = None
+    ) -> Iterator[Step]:
+        """`begin` for one row, in passes over `chunk` tokens of its prompt. Yields a Step without
+        tokens after each but the last.
+        """
+        start, seconds = self.engine.clock(), 0.0
+        [prompt], shared = self._open([row], reserved, session)
+        drafts, length = draft_cache(self.drafter), len(row.text)
+        pieces: list[Committed] = []
+        for place in range(0, len(prompt), chunk):
+            part, following = prompt[place : place + chunk], prompt[place + chunk :][:1]
+            whole = self.accept.reads_prompt
+            out = self.target.read(part, self.cache, self.drafter.feature_layers, length, whole)
+            if whole:
+                self.accept.read(out.logits_BNV[0], prompt[place + 1 :][: len(part)])
+            if following:
+                next_B = torch.tensor(following, device=self.target.device)
+            else:
+                self._prepare()
+                next_B = self.accept.choose(out.logits_BNV[:, -1])
+            pieces.append(_prompt([part], out, next_B).since(1 if place else shared))
+            if following and drafts is not None:
+                drafts.commit(pieces.pop())
+            seconds += self.engine.clock() - start
+            if following:
+                yield Step([], -1, None, 0.0, 0.0)
+            start = self.engine.clock()
+        self.committed = _chain(pieces)
+        yield from self._first((0.0, seconds))
+
+    def _open(
+        self, rows: Sequence[Row], reserved: int, session: Session | None
+    ) -> tuple[list[list[int]], int]:
+        """Make the caches, or take those of a session. Returns what is to be read of the prompts,
+        and how many tokens of that the drafter has.
+        """
+        target, prompts = self.target, [list(row.text) for row in rows]
         self.rows, self.session = list(rows), session
         held = session.resume(self.engine, prompts[0]) if session is not None else None
         if session is not None and held is not None:
@@ -276,13 +328,12 @@ class Decoding:
             self.drafter = self.engine.new_drafter()
         if session is not None and not target.has_long_rope:  # whose keys may change
             session.hold(self.engine, rows[0].text, self.cache, self.drafter)
-        out = target.prefill(prompts, self.cache, self.drafter.feature_layers)
-        self._prepare()
-        committed = _prompt(prompts, out, self.accept.choose(out.logits_BNV[:, 0]))
-        self.committed = committed if held is None else committed.since(1)
-        first = committed.last_tokens_B()[:, None].tolist()
-        seconds = 0.0, self.engine.clock() - start
-        steps = [row.step(ids, -1, 0, seconds) for row, ids in zip(rows, first, strict=True)]
+        return prompts, int(held is not None)
+
+    def _first(self, seconds: tuple[float, float]) -> list[Step]:
+        """The steps of the tokens that the prompts led to."""
+        first = self.committed.last_tokens_B()[:, None].tolist()
+        steps = [row.step(ids, -1, 0, seconds) for row, ids in zip(self.rows, first, strict=True)]
         self._replace_failed()
         return steps
 
@@ -475,6 +526,15 @@ def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tenso
     else:
         first = torch.zeros_like(prefilled.features_BND[:, :1])
         features_BAD = torch.cat([first, prefilled.features_BND], dim=1)
+    return Committed(tokens_BA, features_BAD, count_B, counts)
+
+
+def _chain(pieces: Sequence[Committed]) -> Committed:
+    """One after the other, of the same rows, without padding."""
+    tokens_BA = torch.cat([piece.tokens_BA for piece in pieces], dim=1)
+    features_BAD = torch.cat([piece.features_BAD for piece in pieces], dim=1)
+    counts = [sum(row) for row in zip(*(piece.counts for piece in pieces), strict=True)]
+    count_B = torch.stack([piece.count_B for piece in pieces]).sum(0)
     return Committed(tokens_BA, features_BAD, count_B, counts)
 
 

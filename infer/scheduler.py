@@ -1,8 +1,9 @@
 """Requests that share one engine: a bounded queue, and turns of equal engine time.
 
-One thread decodes. Up to `slots` requests are decoded at a time, one step of one of them after the
-other; the next step is always of the request that has used the least time. Each slot keeps its
-keys and values, for a request that continues the same text.
+One thread decodes. A request has one job or several, its answers. Up to `slots` jobs are decoded at
+a time, one turn of one of them after the other: a step, or a part of a prompt. The next turn is
+always of the request that has used the least time. Each slot keeps its keys and values, for a job
+that continues the same text.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from time import monotonic, perf_counter
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import Session, Speculator, Step
 
+TURN = 256
+"""Prompt tokens that are read in one turn."""
 RECENT = 1 / 8
 """Weight of the newest request in the mean of what requests take."""
 
@@ -37,10 +40,18 @@ class Closing(Exception):
     """The scheduler ends, or the engine has failed: nothing more will be decoded."""
 
 
+@dataclass
+class Account:
+    """The engine's time that a request has used. The least is next."""
+
+    clock: float = 0.0
+    active: int = 0  # jobs
+
+
 @dataclass(eq=False)
 class Job:
-    """A prompt to continue. deliver: called in the engine's thread with each Step, or with the
-    exception that ends the job early.
+    """A prompt to continue. deliver: called in the engine's thread with each Step that has tokens,
+    or with the exception that ends the job early. account: shared by the jobs of a request.
     """
 
     prompt: list[int]
@@ -49,10 +60,10 @@ class Job:
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     draft: bool = True  # False: with the plain model
+    account: Account = field(default_factory=Account)
     seconds: float = field(default=0.0, init=False)  # of the engine, so far
     reused: int = field(default=0, init=False)  # tokens of the prompt that were not computed again
     cancelled: bool = field(default=False, init=False)
-    clock: float = field(default=0.0, init=False)  # the least is next
     session: Session | None = field(default=None, init=False)
     steps: Iterator[Step] = field(default=iter(()), init=False)
 
@@ -77,15 +88,24 @@ class Scheduler:
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job. Raises ValueError as `Speculator.generate`, QueueFull and Closing."""
-        self._started(job)
+    def submit(self, *jobs: Job) -> None:
+        """Check and queue the jobs of a request."""
+        self.check(*jobs)
+        self.queue(*jobs)
+
+    def check(self, *jobs: Job) -> None:
+        """Raise ValueError as `Speculator.generate`. Takes a while for long prompts."""
+        for job in {id(job.prompt): job for job in jobs}.values():
+            self._started(job)
+
+    def queue(self, *jobs: Job) -> None:
+        """Queue all jobs of a request that was checked, or none. Raises QueueFull and Closing."""
         with self._changed:
             if not self.is_open:
                 raise Closing("the server is shutting down")
-            if len(self.waiting) + len(self.active) >= self.room + self.slots:
-                raise QueueFull(self.room, self.room * self._pace)
-            self.waiting.append(job)
+            if len(self.waiting) + len(self.active) + len(jobs) > self.room + self.slots:
+                raise QueueFull(len(self.waiting), self.room * self._pace)
+            self.waiting.extend(jobs)
             self._changed.notify()
 
     def warm_up(self, rules: Sequence[Acceptance]) -> None:
@@ -130,14 +150,17 @@ class Scheduler:
                     self._leave(job)
                 self.waiting = deque(job for job in self.waiting if not job.cancelled)
                 while self.waiting and len(self.active) < self.slots:
-                    self._enter(self.waiting.popleft())
+                    # the first of a request that has the fewest slots
+                    job = min(self.waiting, key=lambda each: each.account.active)
+                    self.waiting.remove(job)
+                    self._enter(job)
                 if self._end is not None and monotonic() >= self._end:
                     for job in list(self.active):
                         self._leave(job)
                         job.deliver(Closing("the server was shut down before the end"))
                 if self._end is not None and not self.active:
                     return
-                following = min(self.active, key=lambda job: job.clock, default=None)
+                following = min(self.active, key=lambda job: job.account.clock, default=None)
             if following is not None:
                 self._advance(following)
 
@@ -145,13 +168,16 @@ class Scheduler:
         """Give a job the slot that has the most of its prompt, if that is most of what the slot
         has; else the one that was not used for the longest time.
         """
-        if job.draft:
+        if job.draft and not job.sampling.reads_prompt:
             session = max(self._idle, key=lambda each: each.shared(job.prompt))
             if 2 * session.shared(job.prompt) < session.length:
                 session = self._idle[0]
             self._idle.remove(session)
             job.session = session
-        job.clock = min((each.clock for each in self.active), default=0.0)
+        if not job.account.active:
+            least = min((each.account.clock for each in self.active), default=0.0)
+            job.account.clock = max(job.account.clock, least)
+        job.account.active += 1
         job.steps = self._started(job)
         self.active.append(job)
 
@@ -163,16 +189,18 @@ class Scheduler:
             max_new_tokens=job.max_new_tokens,
             stop=job.stop,
             session=job.session,
+            chunk=TURN,
         )
 
     def _leave(self, job: Job) -> None:
         self.active.remove(job)
+        job.account.active -= 1
         job.steps = iter(())  # frees its caches, here and now
         if job.session is not None:
             self._idle.append(job.session)
 
     def _advance(self, job: Job) -> None:
-        """One step of a job."""
+        """One turn of a job."""
         start = perf_counter()
         event: Step | Exception
         try:
@@ -182,9 +210,11 @@ class Scheduler:
             event, job.session = error, job.session and Session()
         seconds = perf_counter() - start
         job.seconds += seconds
-        job.clock += seconds
+        job.account.clock += seconds
         if job.session is not None:
             job.reused = job.session.reused
+        if not isinstance(event, Exception) and not event.tokens:
+            return  # a part of the prompt
         if isinstance(event, Exception) or event.finish:
             with self._changed:
                 self._leave(job)

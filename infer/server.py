@@ -11,51 +11,62 @@ import hmac
 import json
 import logging
 import math
+import re
 import socket
-import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
+from ipaddress import ip_address
+from itertools import product
 from time import perf_counter
 from types import FrameType
 from typing import Any
 
 import h11
 import uvicorn
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException as AnyHTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.hosts import Hosts
+from draftheads.infer.logprobs import Scored, TokenScore, TokenTexts
 from draftheads.infer.protocol import (
+    ApiError,
     ChatRequest,
+    Choice,
     CompletionRequest,
     ErrorBody,
+    Piece,
     Reply,
     Request,
+    StreamOptions,
 )
-from draftheads.infer.scheduler import Closing, Job, QueueFull, Scheduler
-from draftheads.infer.text import AnswerText, encode_prompt
+from draftheads.infer.reader import Gone, Reader
+from draftheads.infer.scheduler import Account, Closing, Job, QueueFull, Scheduler
+from draftheads.infer.text import AnswerText
 
 logger = logging.getLogger("draftheads")
 
 PAGE = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "icon.svg")}}
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ARRIVAL_SECONDS = 20.0
 """For the head of a request, and again for its body."""
 STALL_SECONDS = 60.0
 """For a client to read what it was sent."""
+
+
+Event = tuple[Choice, Step, Sequence[TokenScore], Sequence[TokenScore]] | Exception
+"""A step with the scores of its tokens and of the prompt, or what ends the request."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +83,16 @@ class ServerOptions:
     timeout: float = 600.0  # seconds for a request, those in the queue included
     grace: float = 20.0  # seconds for open requests when the server ends
     max_body: int = 4 << 20  # bytes
+    allowed_hosts: tuple[str, ...] = ()  # as of `Hosts`; default: by the address it listens on
+    root_path: str = ""  # of the address under which a proxy offers it
 
-
-class ApiError(HTTPException):
-    """An error that the client is told of in OpenAI's shape."""
-
-    param: str | None = None  # the option that it is about
-
-    def __init__(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
-        super().__init__(status, message, headers or None)
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
-        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
-        said = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
-        return {"error": said}
-
-
-class Gone(Exception):
-    """The client has left."""
+    def __post_init__(self) -> None:
+        Hosts(self.allowed_hosts)
+        if not re.fullmatch(r"(/[^/?#\s]+)*", self.root_path):
+            raise ValueError(
+                f"--root-path: expected a path such as /model, got {self.root_path!r}; begin it "
+                "with a slash, and end it without"
+            )
 
 
 class Metrics:
@@ -137,87 +138,19 @@ class Service:
                 f"{self.target.name} has no tokenizer; a server needs one, add its files"
             )
         self.scheduler = Scheduler(speculator, slots=options.slots, waiting=options.waiting)
+        self.reader = Reader(self.target, options.name, options.slots + options.waiting)
         self.metrics = Metrics(self.scheduler)
-        self._encoding = threading.Lock()  # a tokenizer is for one thread at a time
+        self._texts = TokenTexts(self.target.tokenizer)
 
-    async def respond(self, request: ChatRequest | CompletionRequest, http: HttpRequest) -> Any:
-        """Answer a request."""
-        options = self.options
-        if request.model not in (None, options.name):
-            raise self.unknown(request.model)
-        if isinstance(request, CompletionRequest) and request.token_ids:
-            prompt = self._fitting(request.token_ids)
-        else:
-            prompt = await asyncio.to_thread(self._encoded, request)
-        after = () if isinstance(request, ChatRequest) else prompt
-        text = AnswerText(self.target.tokenizer, request.stops, after=after)
-        reply = Reply(request, options.name, prompt, text)
-        events: asyncio.Queue[Any] = asyncio.Queue()
-        job = self._submit(request, prompt, events)
-        pieces = self._pieces(reply, job, events, http)
-        if request.stream:
-            first = await anext(pieces)  # an error before the first token has a status of its own
-            return EventStream(self._chunks(reply, job, first, pieces))
-        written = [text async for _, text, _ in pieces]
-        body = reply.choice("".join(written), finish_reason=reply.finish)
-        if request.return_token_ids:
-            body["choices"][0]["token_ids"] = reply.tokens
-            body["prompt_token_ids"] = prompt
-        return JSONResponse({**body, "usage": reply.usage(job.reused, job.seconds)})
-
-    def unknown(self, model: str | None) -> ApiError:
-        """The error for another model."""
-        said = f"expected model {self.options.name!r}, got {model!r}; see /v1/models"
-        return ApiError(404, said, "model_not_found")
-
-    def _encoded(self, request: ChatRequest | CompletionRequest) -> list[int]:
-        """Token ids of a request's prompt. Raises ApiError for one that cannot be answered."""
-        target = self.target
-        given: Any
-        if isinstance(request, CompletionRequest):
-            given = request.prompt
-        elif not getattr(target.tokenizer, "chat_template", None):
-            raise ApiError(400, f"{target.name} has no chat template; use /v1/completions")
-        else:
-            given = [message.plain() for message in request.messages]
+    async def respond(self, kind: type[Request], http: HttpRequest) -> Any:
+        """Answer a request of this kind."""
+        request, prompts = await self.reader.read(kind, http)
+        reply = Reply(request, self.options.name, prompts)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        jobs = self._jobs(reply, events)
         try:
-            with self._encoding:
-                return self._fitting(encode_prompt(target.tokenizer, given))
-        except RecursionError as error:
-            raise ApiError(400, "the messages are nested too deeply; send flatter ones") from error
-        except ValueError as error:
-            raise ApiError(400, str(error)) from error
-
-    def _fitting(self, prompt: list[int]) -> list[int]:
-        """The same prompt. Raises ApiError if it leaves no room for an answer."""
-        if len(prompt) >= self.target.context:
-            raise ApiError(
-                400,
-                f"expected a prompt shorter than the context of {self.target.context} tokens, got "
-                f"{len(prompt)}; send a shorter one",
-                "context_length_exceeded",
-            )
-        return prompt
-
-    def _submit(self, request: Request, prompt: list[int], events: asyncio.Queue[Any]) -> Job:
-        loop = asyncio.get_running_loop()
-
-        def deliver(event: Step | Exception) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        most = getattr(request, "max_completion_tokens", None) or request.max_tokens
-        room = self.target.context - len(prompt)
-        job = Job(
-            prompt,
-            deliver,
-            self.rule(request),
-            min(most or room, room),
-            request.stops,
-            request.draft,
-        )
-        try:
-            self.scheduler.submit(job)
+            await asyncio.to_thread(self.scheduler.check, *jobs)
+            self.scheduler.queue(*jobs)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         except QueueFull as error:
@@ -225,10 +158,40 @@ class Service:
             raise ApiError(429, f"{error}; retry later", "queue_full", **later) from error
         except Closing as error:
             raise ApiError(503, str(error), "shutting_down") from error
-        return job
+        pieces = self._pieces(reply, jobs, events, http)
+        if request.stream:
+            first = await anext(pieces)  # an error before the first token has a status of its own
+            return EventStream(self._chunks(reply, jobs, first, pieces))
+        body = reply.whole([piece async for piece in pieces])
+        return JSONResponse({**body, "usage": reply.usage(*used(reply, jobs))})
 
-    def rule(self, request: Request) -> Acceptance:
-        """The lossless rule that a request asks for."""
+    def _jobs(self, reply: Reply, events: asyncio.Queue[Event]) -> list[Job]:
+        """One for each answer. Makes the choices of the reply, too."""
+        request, jobs, account = reply.request, list[Job](), Account()
+        for prompt, number in product(reply.prompts, range(request.count)):
+            rule = self.rule(request, number)
+            if request.scores is not None:
+                rule = Scored(rule, request.scores, request.is_echoed)
+            choice = self._choice(reply, prompt)
+            room = self.target.context - len(prompt)
+            limit = min(request.limit or room, room)
+            deliver, draft = delivery(choice, rule, events), request.draft is not False
+            jobs.append(Job(prompt, deliver, rule, limit, request.stops, draft, account))
+        return jobs
+
+    def _choice(self, reply: Reply, prompt: list[int]) -> Choice:
+        request, tokenizer = reply.request, self.target.tokenizer
+        after = () if isinstance(request, ChatRequest) else prompt
+        skip = request.skip_special_tokens is not False
+        text = AnswerText(tokenizer, request.stops, after=after, skip_special_tokens=skip)
+        echo = tokenizer.decode(prompt, skip_special_tokens=skip) if request.is_echoed else ""
+        reply.choices.append(Choice(reply, prompt, text, self._texts, echo))
+        return reply.choices[-1]
+
+    def rule(self, request: Request, number: int = 0) -> Acceptance:
+        """The lossless rule that a request asks for. number: of the answer to a prompt, which
+        changes its seed.
+        """
         given = (request.temperature, request.top_p, request.top_k)
         own = (self.options.temperature, self.options.top_p, self.options.top_k)
         temperature, top_p, top_k = (b if a is None else a for a, b in zip(given, own, strict=True))
@@ -236,14 +199,14 @@ class Service:
             return Greedy()
         rule = Sampled(temperature, top_p, max(int(top_k), 0))
         if request.seed is not None:
-            rule.seed(request.seed % 2**63)
+            rule.seed((request.seed + number) % 2**63)
         return rule
 
     async def _pieces(
-        self, reply: Reply, job: Job, events: asyncio.Queue[Any], http: HttpRequest
-    ) -> AsyncGenerator[tuple[Step, str, int]]:
-        """Steps as they come, with their text and how much of it was drafted. Raises ApiError, and
-        Gone if the client leaves; the job ends with this.
+        self, reply: Reply, jobs: Sequence[Job], events: asyncio.Queue[Event], http: HttpRequest
+    ) -> AsyncGenerator[Piece]:
+        """What the steps bring, as they come. Raises ApiError, and Gone if the client leaves; the
+        jobs end with this.
         """
 
         async def watch() -> None:
@@ -252,23 +215,31 @@ class Service:
             events.put_nowait(Gone())
 
         late = ApiError(504, f"no answer within {self.options.timeout:g} s", "timeout")
-        loop, began = asyncio.get_running_loop(), perf_counter()
+        loop, began, is_first = asyncio.get_running_loop(), perf_counter(), True
         timer = loop.call_later(self.options.timeout, events.put_nowait, late)
         watcher = asyncio.create_task(watch())
         try:
-            while reply.finish is None:
+            while not reply.is_complete:
                 event = await events.get()
                 if isinstance(event, Exception):
                     raise self._as_api_error(event)
-                if not reply.steps:
+                choice, step, scores, before = event
+                if choice.finish:  # by a stop token; its job is being cancelled
+                    continue
+                if is_first:
                     self.metrics.first.observe(perf_counter() - began)
-                yield event, *reply.add(event)
+                    is_first = False
+                piece = choice.add(step, scores, before)
+                if choice.finish:
+                    self.scheduler.cancel(jobs[choice.index])
+                yield piece
             self.metrics.whole.observe(perf_counter() - began)
         finally:
-            self.scheduler.cancel(job)
+            for job in jobs:
+                self.scheduler.cancel(job)
             timer.cancel()
             watcher.cancel()
-            self.metrics.add(reply.usage(job.reused, job.seconds))
+            self.metrics.add(reply.usage(*used(reply, jobs)))
 
     def _as_api_error(self, error: Exception) -> Exception:
         """An error as the client is told of it."""
@@ -279,29 +250,50 @@ class Service:
         return ApiError(500, f"the engine failed at this request ({type(error).__name__})")
 
     async def _chunks(
-        self,
-        reply: Reply,
-        job: Job,
-        first: tuple[Step, str, int],
-        rest: AsyncGenerator[tuple[Step, str, int]],
+        self, reply: Reply, jobs: Sequence[Job], first: Piece, rest: AsyncGenerator[Piece]
     ) -> AsyncGenerator[dict[str, Any]]:
         """The chunks of a stream."""
-        request, options = reply.request, reply.options
+        options = reply.request.stream_options or StreamOptions()
         usage = {"usage": None} if options.include_usage else {}
-        more: dict[str, Any] = {}
+        opened = set[int]()
         async with aclosing(rest):
-            yield {**reply.opening(), **usage}
-            piece: tuple[Step, str, int] | None = first
+            piece: Piece | None = first
             while piece is not None:
-                step, text, drafted = piece
-                if options.include_steps:
-                    more["step"] = reply.facts(step, drafted)
-                if request.return_token_ids:
-                    more["token_ids"] = reply.newest
-                yield {**reply.choice(text, finish_reason=reply.finish, **more), **usage}
+                if piece.choice.index not in opened:
+                    opened.add(piece.choice.index)
+                    yield {**reply.opening(piece.choice), **usage}
+                yield {**reply.chunk(piece), **usage}
                 piece = await anext(rest, None)
         if usage:
-            yield {**reply.head, "choices": [], "usage": reply.usage(job.reused, job.seconds)}
+            yield {**reply.head, "choices": [], "usage": reply.usage(*used(reply, jobs))}
+
+
+def delivery(
+    choice: Choice, rule: Acceptance, events: asyncio.Queue[Event]
+) -> Callable[[Step | Exception], None]:
+    """What brings the steps of a job from the engine's thread into the event loop's queue."""
+    loop = asyncio.get_running_loop()
+
+    def deliver(event: Step | Exception) -> None:
+        brought: Event
+        if isinstance(event, Exception):
+            brought = event
+        elif isinstance(rule, Scored):
+            brought = choice, event, list(rule.newest), rule.prompt
+        else:
+            brought = choice, event, (), ()
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(events.put_nowait, brought)
+
+    return deliver
+
+
+def used(reply: Reply, jobs: Sequence[Job]) -> tuple[int, float]:
+    """Prompt tokens that were not computed again, by the first answer to each prompt, and seconds
+    of the engine.
+    """
+    reused = sum(job.reused for job in jobs[:: reply.request.count])
+    return reused, sum(job.seconds for job in jobs)
 
 
 class EventStream(StreamingResponse):
@@ -337,13 +329,14 @@ class EventStream(StreamingResponse):
 
 
 class Gate:
-    """Lets requests pass that have the key, are short enough and arrive in time; counts how they
-    end.
+    """Lets requests pass that know the server's name and key, are short enough and arrive in time;
+    counts how they end.
     """
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.service = app, service
-        self.key, self.most = service.options.key, service.options.max_body
+    def __init__(self, app: ASGIApp, service: Service, hosts: Hosts) -> None:
+        self.app, self.service, self.hosts = app, service, hosts
+        options = service.options
+        self.key, self.most, self.root = options.key, options.max_body, options.root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -373,15 +366,38 @@ class Gate:
                 self.service.metrics.requests.labels(str(message["status"])).inc()
             await send(message)
 
-        if self.key and scope["path"].startswith("/v1") and not self._has_key(scope):
-            refusal = ApiError(401, "expected the server's API key; send Authorization: Bearer KEY")
-            await error_response(refusal)(scope, receive, counted)
-        else:
+        scope["root_path"] = self.root
+        refusal = self._refusal(scope)
+        if refusal is None:
             await self.app(scope, timely, counted)
+        else:
+            await error_response(refusal)(scope, receive, counted)
 
-    def _has_key(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, f"Bearer {self.key}".encode())
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Why a request may not pass, by its head."""
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not self.hosts.allow(host):
+            known = ", ".join(sorted({"localhost", *self.hosts.names}))
+            return ApiError(
+                400,
+                f"expected the host {known} or an address, got {host[:80]!r}; see --allowed-host",
+            )
+        path: str = scope["path"]
+        is_open = not path.removeprefix(self.root).startswith("/v1") and not path.startswith("/v1")
+        if self.key is None or is_open or self._has_key(headers.get(b"authorization", b"")):
+            return None
+        return ApiError(
+            401,
+            "expected the server's API key; send Authorization: Bearer KEY",
+            "invalid_api_key",
+            **{"WWW-Authenticate": "Bearer"},
+        )
+
+    def _has_key(self, sent: bytes) -> bool:
+        scheme, _, key = sent.partition(b" ")
+        expected = str(self.key).encode()
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), expected)
 
 
 class TimedProtocol(H11Protocol):
@@ -414,7 +430,7 @@ def create_app(
 ) -> FastAPI:
     """The application; its `state.service` decodes until the end of its lifespan.
 
-    hosts: names by which browsers may call it.
+    hosts: names by which browsers may call it, as of `Hosts`.
     """
     service = Service(speculator, options)
 
@@ -431,10 +447,10 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(Gate, service=service)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
+    app.add_middleware(Gate, service=service, hosts=Hosts(hosts))
     _add_errors(app)
     _add_routes(app, service)
+    _add_schemas(app)
     return app
 
 
@@ -442,18 +458,6 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(AnyHTTPException)
     async def refuse(http: HttpRequest, error: AnyHTTPException) -> JSONResponse:
         return error_response(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(http: HttpRequest, error: RequestValidationError) -> JSONResponse:
-        # of a union's alternatives, one of the right type
-        faults = error.errors()
-        fault = min(faults, key=lambda each: each["type"].endswith(("_type", "_parsing")))
-        parts = [str(part) for part in fault["loc"][1:]]
-        place = ".".join(part for part in parts if part.replace("_", "").isalnum())
-        message = fault["msg"].removeprefix("Value error, ")
-        refusal = ApiError(400, f"{place}: {message}" if place else message)
-        refusal.param = place or None
-        return error_response(refusal)
 
     @app.exception_handler(Gone)
     async def left(http: HttpRequest, error: Gone) -> Response:
@@ -466,7 +470,7 @@ def _add_errors(app: FastAPI) -> None:
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     errors: dict[int | str, Any] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
-    stream: dict[int | str, Any] = {200: {"content": {"text/event-stream": {}}}}
+    responses = {**errors, 200: {"content": {"text/event-stream": {}}}}
     options, speculator = service.options, service.scheduler.speculator
     nodes = speculator.tree.draft_nodes
     model = {
@@ -476,15 +480,16 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "owned_by": "draftheads",
         "max_model_len": service.target.context,
         "drafts": f"{nodes} draft nodes" if nodes else "",
+        "draftheads": {"drafts": nodes > 0},
     }
 
-    @app.post("/v1/chat/completions", responses={**errors, **stream})
-    async def chat(request: ChatRequest, http: HttpRequest) -> Any:
-        return await service.respond(request, http)
+    @app.post("/v1/chat/completions", responses=responses, openapi_extra=body_of(ChatRequest))
+    async def chat(http: HttpRequest) -> Any:
+        return await service.respond(ChatRequest, http)
 
-    @app.post("/v1/completions", responses={**errors, **stream})
-    async def complete(request: CompletionRequest, http: HttpRequest) -> Any:
-        return await service.respond(request, http)
+    @app.post("/v1/completions", responses=responses, openapi_extra=body_of(CompletionRequest))
+    async def complete(http: HttpRequest) -> Any:
+        return await service.respond(CompletionRequest, http)
 
     @app.get("/v1/models", responses=errors)
     async def models() -> Any:
@@ -493,7 +498,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}", responses=errors)
     async def one_model(name: str) -> Any:
         if name != options.name:
-            raise service.unknown(name)
+            raise service.reader.unknown(name)
         return model
 
     @app.post("/load_model", include_in_schema=False)  # for `transformers chat`
@@ -520,6 +525,19 @@ def _add_routes(app: FastAPI, service: Service) -> None:
             return Response((page / name).read_bytes(), media_type=kind, headers=headers)
 
         app.add_api_route(path, show, include_in_schema=False)
+
+
+def body_of(kind: type[Request]) -> dict[str, Any]:
+    """What /openapi.json says about the body of a request."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _add_schemas(app: FastAPI) -> None:
+    """Describe the bodies, which FastAPI does not read."""
+    kinds = [(kind, "validation") for kind in (ChatRequest, CompletionRequest)]
+    _, known = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    app.openapi()["components"]["schemas"].update(known["$defs"])
 
 
 class _Server(uvicorn.Server):
@@ -554,10 +572,10 @@ def serve(speculator: Speculator, options: ServerOptions, host: str, port: int) 
         raise ValueError(
             f"--host, --port: expected a free address, got {host} {port} ({error}); choose another"
         ) from error
-    names = [*LOOPBACK, "[::1]"] if host in LOOPBACK else ["*"]
-    if host not in LOOPBACK and not options.key:
+    is_local = ip_address(listening.getsockname()[0]).is_loopback
+    if not is_local and not options.key:
         logger.warning("no --api-key-env: everybody who can reach %s can use the model", host)
-    app = create_app(speculator, options, names)
+    app = create_app(speculator, options, options.allowed_hosts or ((), ("*",))[not is_local])
     service: Service = app.state.service
     config = uvicorn.Config(
         app,

@@ -82,11 +82,19 @@ class AnswerText:
     """The text of an answer, step by step. Text that may be the beginning of a stop string waits;
     from a complete one on, nothing is emitted.
 
-    after: as of `TextStream`.
+    after, skip_special_tokens: as of `TextStream`.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], *, after: Sequence[int] = ()) -> None:
-        self._stream, self._stop = TextStream(tokenizer, after=after), stop
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        *,
+        after: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._stop = stop
+        self._stream = TextStream(tokenizer, after=after, skip_special_tokens=skip_special_tokens)
         self._waiting = ""
         self.stopped = False
 

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -481,6 +481,10 @@ def serve(
     api_key_env: Annotated[
         str | None, Option(help="environment variable with a key that requests must have")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None, Option(help="name by which it may be called; repeat for several")
+    ] = None,
+    root_path: Annotated[str, Option(help="path under which a proxy offers it, as /model")] = "",
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -510,14 +514,24 @@ def serve(
         raise ValueError(f"serve: expected its packages, got: {error}; {needed}") from error
     key = secret(api_key_env) if api_key_env else None
     sampling = rule(temperature, top_p, top_k, False, 0)
+    options = ServerOptions(
+        name or "",
+        key,
+        temperature,
+        top_p,
+        top_k,
+        slots,
+        queue,
+        timeout,
+        allowed_hosts=tuple(allowed_host or ()),
+        root_path=root_path.rstrip("/"),
+    )
     model, drafter = open_engine(head, target, sampling, adaptive, (dtype, device, threads))
     shape = chosen_tree(drafter, tree, nodes)
     speculator = Speculator(model, drafter, tree=shape, compile=compile)
     announce(speculator.compile)
-    name = name or Path(model.name).expanduser().absolute().name
-    defaults: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    limits: dict[str, Any] = {"slots": slots, "waiting": queue, "timeout": timeout}
-    run(speculator, ServerOptions(name, key, **defaults, **limits), host, port)
+    options = replace(options, name=name or Path(model.name).expanduser().absolute().name)
+    run(speculator, options, host, port)
 
 
 def open_engine(

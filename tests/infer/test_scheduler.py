@@ -15,7 +15,7 @@ from tiny_targets import greedy, some_prompts, tiny_target
 from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.engine import Speculator, Step
-from draftheads.infer.scheduler import Closing, Job, QueueFull, Scheduler
+from draftheads.infer.scheduler import Account, Closing, Job, QueueFull, Scheduler
 
 NEW = 12
 
@@ -198,3 +198,74 @@ def test_compiled_steps_are_those_of_the_start_alone(schedulers, monkeypatch):
         answer = asked.answer()
         assert isinstance(rule, Sampled) or answer == greedy(target, prompt, NEW)
     assert list(engine._compiled) == [(1, "Greedy()")]
+
+
+def test_a_long_prompt_is_read_in_turns(schedulers, monkeypatch):
+    """An answer in the making goes on while another prompt is being read."""
+    monkeypatch.setattr("draftheads.infer.scheduler.TURN", 4)
+    target = tiny_target()
+    engine = Speculator(target)
+    order: list[str] = []
+    forward = target._decode
+
+    def note(tokens, *more, **options):
+        order.append("prompt" if tokens.shape[1] == 4 else "step")
+        time.sleep(0.002)
+        return forward(tokens, *more, **options)
+
+    monkeypatch.setattr(target, "_decode", note)
+    scheduler = schedulers(engine, slots=2)
+    short, long = (Asked(prompt) for prompt in some_prompts(2, 90))
+    short.job.max_new_tokens = 30
+    scheduler.submit(short.job, long.job)
+    assert long.answer() == greedy(target, long.job.prompt, NEW)
+    short.answer()
+    last = len(order) - order[::-1].index("prompt")
+    assert order[:last].count("step") > 5, order
+
+
+def test_jobs_of_one_request_share_its_turns(schedulers, monkeypatch):
+    """Four answers to one request get as much time as one to another."""
+    engine, gate, clock = Timed({1: 1.0, 2: 1.0}), threading.Event(), [0.0]
+
+    def pass_time(seconds: float) -> None:
+        gate.wait(5)
+        clock[0] += seconds
+
+    monkeypatch.setattr("draftheads.infer.scheduler.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", pass_time)
+    scheduler = schedulers(engine, slots=4)
+    account = Account()
+    many = [Asked([1, n], account=account) for n in range(3)]
+    one = Asked([2, 2])
+    scheduler.submit(*(each.job for each in many))
+    scheduler.submit(one.job)
+    gate.set()
+    one.answer()
+    for each in many:
+        each.answer()
+    assert abs(engine.order[: 2 * NEW - 4].count(2) - (NEW - 2)) <= 2, engine.order
+
+
+def test_a_request_of_many_answers_leaves_slots_to_others(schedulers):
+    engine = Timed({1: 0.005, 2: 0.005})
+    scheduler = schedulers(engine, slots=2)
+    account = Account()
+    many = [Asked([1, n], account=account) for n in range(6)]
+    scheduler.submit(*(each.job for each in many))
+    one = Asked([2, 2])
+    scheduler.submit(one.job)
+    one.answer()
+    assert many[-1].events.empty(), "it still waits"
+    for each in many:
+        assert len(each.answer()) == NEW
+
+
+def test_the_queue_takes_all_jobs_of_a_request_or_none(schedulers):
+    scheduler = schedulers(Timed({1: 0.02}), slots=1, waiting=2)
+    with pytest.raises(QueueFull):
+        scheduler.submit(*(Asked([1, n]).job for n in range(4)))
+    assert not scheduler.waiting and not scheduler.active
+    asked = [Asked([1, n]) for n in range(3)]
+    scheduler.submit(*(each.job for each in asked))
+    assert [len(each.answer()) for each in asked] == [NEW] * 3

@@ -13,6 +13,7 @@ import torch
 from starlette.testclient import TestClient
 from tiny_chat import llama
 from tiny_heads import random_head
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Sampled
@@ -238,7 +239,8 @@ def test_parts_of_text_are_one_text(client):
         ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
-        ({"n": 2}, "n", "less than or equal to 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"n": 100}, "n", "at most 68 answers"),
         ({"stop": ["x"] * 100}, "stop", "at most 16"),
         ({"stop": ""}, "stop", "at least 1"),
         ({"messages": []}, "messages", "at least 1"),
@@ -247,7 +249,8 @@ def test_parts_of_text_are_one_text(client):
         ({"messages": [{"role": "user", "content": "x" * 300}]}, None, "shorter than the context"),
         ({"frequency_penalty": 0.5}, None, "frequency_penalty is not supported; leave it out"),
         ({"tools": [{"type": "function"}]}, None, "tools is not supported"),
-        ({"logprobs": True}, None, "logprobs is not supported"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"top_logprobs": 2}, None, "set logprobs"),
         ({"generation_config": "[1]"}, None, "expected a JSON object as text"),
     ],
 )
@@ -275,7 +278,9 @@ def test_neutral_options_are_taken(client):
         ([], "at least 1"),
         ("", "at least 1"),
         ([10_000], "token ids from 0 to"),
-        (["a", "b"], "at most 1"),
+        (["a", ""], "at least 1"),
+        (["a"] * 200, "at most 128"),
+        (["a"] * 100, "at most 68 answers"),
     ],
 )
 def test_prompts_that_cannot_be_continued(client, prompt, message):
@@ -355,3 +360,252 @@ def test_an_engine_that_fails_at_one_request_serves_the_next(engine, monkeypatch
             response = ask(client)
             assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
         assert ask(client).json()["choices"] == expected
+
+
+def test_several_prompts_and_n_are_answered_as_if_asked_alone(client, engine):
+    """In OpenAI's order, with the seed of an answer by its number alone."""
+    prompts = ["Once", "Upon a time", "There"]
+    asked = {"temperature": 0.9, "seed": 5, "n": 2, "return_token_ids": True}
+    body = ask(client, COMPLETE, prompt=prompts, **asked).json()
+    choices = body["choices"]
+    assert [choice["index"] for choice in choices] == list(range(6))
+    for place, text in enumerate(prompts):
+        alone = ask(client, COMPLETE, prompt=text, **asked).json()
+        both = [choice["token_ids"] for choice in choices[2 * place : 2 * place + 2]]
+        assert [choice["token_ids"] for choice in alone["choices"]] == both
+        assert both[0] != both[1], "another seed"
+        first = ask(client, COMPLETE, prompt=text, **{**asked, "n": 1}).json()
+        assert first["choices"][0]["token_ids"] == both[0]
+        assert choices[2 * place]["prompt_token_ids"] == alone["prompt_token_ids"]
+    usage = body["usage"]
+    assert usage["prompt_tokens"] == sum(len(text) for text in prompts), "a prompt counts once"
+    assert usage["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
+    drafts = usage["completion_tokens_details"]
+    assert sum(drafts.values()) == (usage["steps"] - 6) * engine.tree.draft_nodes
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+def test_a_stream_of_several_answers_is_told_apart_by_index(client, path):
+    asked = {"temperature": 0.9, "seed": 5, "n": 3}
+    if path == COMPLETE:
+        asked["prompt"] = ["Once", "Upon"]
+    whole = ask(client, path, **asked).json()["choices"]
+    texts, ends = [""] * len(whole), [None] * len(whole)
+    for chunk in chunks(client, path, **asked):
+        [choice] = chunk["choices"]
+        assert ends[choice["index"]] is None, "nothing after the end"
+        said = choice["text"] if path == COMPLETE else choice["delta"]["content"]
+        texts[choice["index"]] += said
+        ends[choice["index"]] = choice["finish_reason"]
+    if path == COMPLETE:
+        assert texts == [choice["text"] for choice in whole]
+    else:
+        assert texts == [choice["message"]["content"] for choice in whole]
+    assert ends == ["length"] * len(whole)
+
+
+def test_one_of_several_answers_may_stop_before_the_others(client, engine):
+    asked = {"temperature": 0.9, "seed": 3, "n": 3, "return_token_ids": True}
+    before = [choice["token_ids"] for choice in ask(client, **asked).json()["choices"]]
+    end = next(token for token in before[0][5:] if all(token not in each for each in before[1:]))
+    body = ask(client, **asked, stop_token_ids=[end]).json()
+    ids = [choice["token_ids"] for choice in body["choices"]]
+    assert ids == [before[0][: before[0].index(end) + 1], *before[1:]]
+    finish = [choice["finish_reason"] for choice in body["choices"]]
+    assert finish == ["stop", "length", "length"]
+    assert body["usage"]["completion_tokens"] == sum(map(len, ids))
+
+
+def plain_logprobs(engine: Speculator, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Of all tokens, after each token of prompt and answer; the model's own, without our cache."""
+    out = engine.target.model(torch.tensor([prompt + answer]), use_cache=False)
+    return torch.log_softmax(out.logits[0].float(), -1)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_logprobs_of_a_chat_are_the_targets_own(client, engine, temperature):
+    asked = {"temperature": temperature, "top_k": 5, "seed": 1, "logprobs": True, "top_logprobs": 3}
+    body = ask(client, **asked, return_token_ids=True).json()
+    [choice] = body["choices"]
+    ids, content = choice["token_ids"], choice["logprobs"]["content"]
+    assert sum(body["usage"]["completion_tokens_details"].values()), "with drafts"
+    expected = plain_logprobs(engine, hello(engine), ids)[len(hello(engine)) - 1 :]
+    assert len(content) == len(ids) == 20
+    assert b"".join(bytes(each["bytes"]) for each in content) == b"".join(
+        bytes([byte]) for byte in raw(engine, ids)
+    )
+    for each, token, logp in zip(content, ids, expected, strict=False):
+        assert math.isclose(each["logprob"], logp[token], abs_tol=1e-3)
+        best = logp.topk(3).values.tolist()
+        assert [top["logprob"] for top in each["top_logprobs"]] == pytest.approx(best, abs=1e-3)
+    streamed = [
+        part
+        for chunk in chunks(client, **asked)
+        for part in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
+    assert [part["token"] for part in streamed] == [part["token"] for part in content]
+
+
+def raw(engine: Speculator, ids: list[int]) -> list[int]:
+    """The bytes of the tokens: this tokenizer has one for each."""
+    names = engine.target.tokenizer.convert_ids_to_tokens(ids)
+    values = {char: byte for byte, char in bytes_to_unicode().items()}
+    return [
+        byte for name in names for byte in ([values[name]] if name in values else name.encode())
+    ]
+
+
+def test_the_logprobs_of_a_prompt_come_with_its_echo(client, engine):
+    """What lm-eval reads: all but the first token, then those of the answer, its end included."""
+    prompts = [engine.target.tokenizer(text)["input_ids"] for text in ("Once upon", "a time")]
+    asked = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1}
+    body = ask(client, COMPLETE, **asked, return_token_ids=True).json()
+    for prompt, choice in zip(prompts, body["choices"], strict=True):
+        told, ids = choice["logprobs"], choice["token_ids"]
+        expected = plain_logprobs(engine, prompt, ids)
+        assert len(told["tokens"]) == len(prompt) + 1
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        for place, token in enumerate([*prompt, *ids][1:]):
+            logprob = told["token_logprobs"][place + 1]
+            assert math.isclose(logprob, expected[place, token], abs_tol=1e-3)
+            is_best = token == int(expected[place].argmax())
+            best = max(told["top_logprobs"][place + 1].items(), key=lambda pair: pair[1])[0]
+            assert (best == told["tokens"][place + 1]) == is_best
+        text = decoded(engine, prompt)
+        assert choice["text"].startswith(text)
+        assert told["text_offset"][: len(prompt)] == list(range(len(text)))
+    streamed = chunks(client, COMPLETE, **asked)
+    texts = [
+        "".join(c["text"] for s in streamed for c in s["choices"] if c["index"] == n)
+        for n in (0, 1)
+    ]
+    assert texts == [choice["text"] for choice in body["choices"]]
+
+
+def test_an_end_token_has_a_logprob_too():
+    """lm-eval takes the last one for that of the answer."""
+    target = llama(eos=tuple(range(259)))
+    with TestClient(create_app(Speculator(target), OPTIONS)) as client:
+        asked = {"prompt": [72, 73, 74], "echo": True, "logprobs": 1, "max_tokens": 1}
+        [choice] = ask(client, COMPLETE, **asked).json()["choices"]
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
+    assert choice["text"] == target.tokenizer.decode([72, 73, 74])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"temprature": 0.5}, "temprature"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"prompt": "x"}, "prompt"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"x" * 100_000: 1, "y": 2}, "x"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(client, body, param):
+    """Not answered as if it were not there."""
+    error = ask(client, **body).json()["error"]
+    assert (error["type"], error["param"][: len(param)]) == ("invalid_request_error", param)
+    assert param in error["message"]
+    assert len(error["message"]) < 400
+    assert "\n" not in error["message"]
+
+
+def test_options_of_no_consequence_are_taken(client):
+    asked = {"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
+    asked |= {"parallel_tool_calls": True, "tool_choice": "auto", "guided_json": None}
+    assert ask(client, **asked).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [["1", 2], ["1", "2"], [1.0, 2.0], [True], [[1], "a"], [[True]]])
+def test_only_whole_numbers_are_token_ids(client, engine, prompt):
+    response = ask(client, COMPLETE, prompt=prompt, return_token_ids=True)
+    if prompt == ["1", "2"]:  # two texts
+        ids = [choice["prompt_token_ids"] for choice in response.json()["choices"]]
+        assert ids == [engine.target.tokenizer(text)["input_ids"] for text in prompt]
+    else:
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["message"][:28]) == ("prompt", "prompt: expected a text, a l")
+
+
+def test_a_text_much_longer_than_the_context_is_not_tokenized(client, engine, monkeypatch):
+    lengths: list[int] = []
+    tokenizer = engine.target.tokenizer
+    encode = type(tokenizer).__call__
+
+    def note(self: Any, text: str, *more: Any, **options: Any) -> Any:
+        lengths.append(len(text))
+        return encode(self, text, *more, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", note)
+    for asked in (
+        {"prompt": "word " * 600_000},
+        {"messages": [{"role": "user", "content": "x" * 10**6}]},
+    ):
+        response = ask(client, COMPLETE if "prompt" in asked else CHAT, **asked)
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert max(lengths) <= 16 * engine.target.context
+
+
+def test_the_models_entry_says_whether_it_drafts(client):
+    assert client.get("/v1/models/tiny").json()["draftheads"] == {"drafts": True}
+    with TestClient(create_app(Speculator(llama()), OPTIONS)) as plain:
+        assert plain.get("/v1/models/tiny").json()["draftheads"] == {"drafts": False}
+
+
+def test_the_scheme_of_a_key_is_of_any_case(engine):
+    with TestClient(create_app(engine, replace(OPTIONS, key="s3cret"))) as client:
+        for scheme, status in (("bearer", 200), ("BEARER", 200), ("Basic", 401)):
+            client.headers["Authorization"] = f"{scheme} s3cret"
+            assert client.get("/v1/models").status_code == status
+
+
+def test_a_proxy_may_offer_it_below_a_path(engine):
+    """Whether the proxy takes the path away or leaves it, and no path leads around the key."""
+    with TestClient(create_app(engine, replace(OPTIONS, key="k", root_path="/llm"))) as client:
+        for path in ("/v1/models", "/llm/v1/models"):
+            assert client.get(path).status_code == 401
+            headers = {"Authorization": "Bearer k"}
+            assert client.get(path, headers=headers).status_code == 200
+        assert client.get("/llm", follow_redirects=False).headers["location"].endswith("/llm/")
+        assert "<title>" in client.get("/llm/").text
+        assert client.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
+
+
+@pytest.mark.parametrize(
+    ("header", "passes"),
+    [
+        ("localhost:8000", True),
+        ("LOCALHOST.", True),
+        ("127.0.0.1", True),
+        ("127.0.0.2:8000", True),
+        ("[::1]:8000", True),
+        ("192.168.1.5", True),
+        ("model.example.com", True),
+        ("a.b.lan:443", True),
+        ("lan", False),
+        ("evil.example", False),
+        ("model.example.com.evil", False),
+        ("evil@localhost", False),
+        ("localhost:x", False),
+        ("", False),
+    ],
+)
+def test_hosts_by_which_it_is_called(engine, header, passes):
+    with TestClient(create_app(engine, OPTIONS, ["model.example.com", "*.lan"])) as client:
+        response = client.get("/health", headers={"Host": header})
+    assert response.status_code == (200 if passes else 400)
+    if not passes:
+        assert "see --allowed-host" in response.json()["error"]["message"]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from huggingface_hub.utils import httpx
 from served import Says, running
 from tiny_chat import llama
 
+from draftheads.infer import protocol, reader
 from draftheads.infer import server as module
 from draftheads.infer.server import ServerOptions, Service
 
@@ -105,12 +107,116 @@ def usual_recursion():
         (json.dumps({**ASKED, "max_tokens": 10**400}).encode(), 400),
         (json.dumps({**ASKED, "model": "other"}).encode(), 404),
         (json.dumps({"messages": [{"role": "user", "content": "x" * 10_000_000}]}).encode(), 413),
+        (json.dumps({**ASKED, "seed": 1}).replace("1}", "1" * 5000 + "}").encode(), 400),
+        (b'{"messages": [], "\\ud800\\n": 1}', 400),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "stream_options": {"\\ud800": 1}}',
+            400,
+        ),
     ],
-    ids=range(16),
+    ids=range(19),
 )
 def test_bodies_that_are_wrong(client, body, status, usual_recursion):
     headers = {"Content-Type": "application/json"}
-    assert error(client.post(CHAT, content=body, headers=headers), status)["message"]
+    message = error(client.post(CHAT, content=body, headers=headers), status)["message"]
+    assert message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"messages": [}', "cannot read it from character 14 on; check quotes"),
+        (b"", "cannot read it from character 0 on"),
+        (b"[1, 2, 3]", "expected a JSON object, got [1, 2, ...]; send {...}"),
+        (b'{"a": "\xff"}', "got other bytes than UTF-8 from byte 7 on; encode it as UTF-8"),
+        (DEEP, "got one nested too deeply; flatten it"),
+    ],
+    ids=range(5),
+)
+def test_bodies_that_are_no_json_are_told_so_in_our_words(client, body, said, usual_recursion):
+    headers = {"Content-Type": "application/json"}
+    assert said in error(client.post(CHAT, content=body, headers=headers), 400)["message"]
+
+
+FLOODS = {
+    "messages": b'{"messages": [%s]}' % b",".join([b"1"] * 200_000),
+    "parts": b'{"messages": [{"role": "user", "content": [%s]}]}' % b",".join([b"1"] * 200_000),
+    "good messages": b'{"messages": [%s]}' % b",".join([b'{"role":"u"}'] * 30_000),
+    "stops": b'{"messages": [{"role": "user"}], "stop": [%s]}' % b",".join([b"1"] * 200_000),
+    "tokens": b'{"prompt": [%s]}' % b",".join([b"true"] * 80_000),
+    "prompts": b'{"prompt": [%s]}' % b",".join([b"[1]"] * 100_000),
+    "options": b"{%s}" % b",".join(b'"x%d": 1' % n for n in range(30_000)),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_of_wrong_values_is_one_error_made_off_the_event_loop(name, monkeypatch):
+    """Not one error for each value, which takes gigabytes."""
+    counts: list[int] = []
+    one_line = protocol._in_one_line
+
+    def note(fault: Any) -> Any:
+        counts.append(fault.error_count())
+        return one_line(fault)
+
+    monkeypatch.setattr(protocol, "_in_one_line", note)
+    kind = protocol.CompletionRequest if b"prompt" in FLOODS[name] else protocol.ChatRequest
+    tracemalloc.start()
+    with pytest.raises(protocol.ApiError) as caught:
+        protocol.parsed(kind, FLOODS[name])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(str(caught.value.detail)) < 400
+    assert max(counts, default=0) <= 8
+    assert peak < 40 * len(FLOODS[name])
+
+
+def test_bodies_are_read_and_tokenized_by_other_threads_than_the_event_loops(client, monkeypatch):
+    threads: set[str] = set()
+    for name in ("parsed", "encode_prompt"):
+        work = getattr(reader, name)
+
+        def note(*given: Any, work: Any = work) -> Any:
+            threads.add(threading.current_thread().name)
+            with pytest.raises(RuntimeError):
+                asyncio.get_running_loop()
+            return work(*given)
+
+        monkeypatch.setattr(reader, name, note)
+    assert client.post(CHAT, json=ASKED).status_code == 200
+    assert len(threads) >= 1
+
+
+def test_large_bodies_are_held_a_few_at_a_time(client, monkeypatch):
+    held, most = 0, 0
+    parse, lock = reader.parsed, threading.Lock()
+
+    def note(kind: Any, body: bytes) -> Any:
+        nonlocal held, most
+        with lock:
+            held += len(body) > reader.LARGE
+            most = max(most, held)
+        try:
+            time.sleep(0.02)
+            return parse(kind, body)
+        finally:
+            with lock:
+                held -= len(body) > reader.LARGE
+
+    monkeypatch.setattr(reader, "parsed", note)
+    monkeypatch.setattr(reader, "MOST_LARGE", 2)
+    body = b'{"messages": [%s]}' % b",".join([b"1"] * 400_000)
+
+    async def flood(url: str) -> list[int]:
+        headers = {"Content-Type": "application/json"}
+        async with httpx.AsyncClient(base_url=url, timeout=60) as many:
+            asked = (many.post(CHAT, content=body, headers=headers) for _ in range(12))
+            return [each.status_code for each in await asyncio.gather(*asked)]
+
+    with running(Says()) as (url, _):
+        assert asyncio.run(flood(url)) == [400] * 12
+    assert most == 2
 
 
 def test_a_body_of_unknown_length_is_limited_too(client):
@@ -122,8 +228,13 @@ def test_a_body_of_unknown_length_is_limited_too(client):
 def test_another_content_type_is_refused(client):
     """A form on another site can send no other."""
     body = json.dumps(ASKED)
-    for kind in ("text/plain", "application/x-www-form-urlencoded"):
-        error(client.post(CHAT, content=body, headers={"Content-Type": kind}), 400)
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        headers = {"Content-Type": kind}
+        message = error(client.post(CHAT, content=body, headers=headers), 400)["message"]
+        said = f"expected Content-Type: application/json, got {kind!r}; set this header"
+        assert message == said
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert client.post(CHAT, content=body, headers=headers).status_code == 200
 
 
 def connect(url: str) -> socket.socket:
@@ -203,6 +314,17 @@ def test_fifty_clients_that_vanish_leave_an_idle_engine(client, says):
             return seen
 
     assert asyncio.run(leave()) >= 20
+    until_idle(client, 2)
+
+
+def test_a_client_that_leaves_several_answers_frees_all_their_slots(client, says):
+    says[0].text, says[0].pause = "word " * 400, 0.01
+    with client.stream("POST", CHAT, json={**ASKED, "stream": True, "n": 4}) as response:
+        lines = response.iter_lines()
+        for _ in range(20):
+            next(lines)
+        with httpx.Client(base_url=says[1]) as other:
+            assert active(other) == 4
     until_idle(client, 2)
 
 

@@ -177,3 +177,76 @@ def test_sampling_draws_what_it_drew_without_a_session():
             rule.seed(3)
             drawn.append(shown(steps_of(engine, prompt, stop, sampling=rule, **options)))
         assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "block", "medusa"])
+@pytest.mark.parametrize("recorder", [None, recorded], ids=["compiled", "recorded"])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["", "fixed"])
+def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(
+    name, recorder, is_compiled, monkeypatch
+):
+    """The whole context is not reserved for an answer that may be that long, nor kept after it."""
+    if recorder and not is_compiled:
+        pytest.skip("nothing to record")
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    if recorder:
+        monkeypatch.setitem(compiled.RECORDERS, "cpu", recorder)
+        monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+        monkeypatch.setattr(compiled, "BUCKET", 4)
+    for place in ("heads.cache", "heads.tree_drafting", "infer.engine"):
+        monkeypatch.setattr(f"draftheads.{place}.ROOM", 2)
+    target, session, [prompt] = tiny_target(), Session(), some_prompts(6)
+    engine = Speculator(target, random_head(name, target), compile=is_compiled)
+    capacities: list[int] = []
+    for _ in range(2):  # the second time from slots that were given back
+        steps = engine.generate(prompt, max_new_tokens=90, session=session)
+        tokens = list(next(steps).tokens)
+        capacities.append(session._cache.table.capacity)
+        tokens += [token for step in steps for token in step.tokens]
+        assert tokens == greedy(target, prompt, 90)[: len(tokens)]
+        assert len(tokens) == 90 or tokens[-1] in target.eos_ids
+        if len(tokens) > 60:
+            assert session._cache.table.capacity > 60
+        prompt = [*prompt[:5], 9]
+    nodes = engine.tree.nodes
+    assert max(capacities) <= (len(prompt) + 2 + nodes) * 4, "not 90"
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("target_name", ["llama", "mistral-window"])
+def test_a_prompt_that_is_read_in_turns_changes_nothing(name, target_name):
+    target, session = tiny_target(target_name), Session()
+    engine = Speculator(target, random_head(name, target))
+    for prompt, stop in turns():
+        expected = shown(steps_of(engine, prompt, stop))
+        for chunk, kept in ((1, None), (5, session), (99, None)):
+            asked = {"session": kept, "chunk": chunk}
+            steps = list(engine.generate(prompt, max_new_tokens=NEW, **asked))
+            read = [step for step in steps if not step.tokens]
+            assert shown(steps[len(read) :][:stop]) == expected
+            assert steps[: len(read)] == read, "before the first token"
+            if kept is None:
+                assert len(read) == (len(prompt) - 1) // chunk
+
+
+@pytest.mark.parametrize("drafts", [lambda t: DraftModel(tiny_target("qwen3")), lambda t: NGram()])
+def test_other_drafters_read_a_prompt_in_turns_too(drafts):
+    target, [prompt] = tiny_target(), some_prompts(23)
+    engine = Speculator(target, drafts(target))
+    expected = shown(steps_of(engine, prompt, 99))
+    steps = list(engine.generate(prompt, max_new_tokens=NEW, chunk=4))
+    assert shown([step for step in steps if step.tokens]) == expected
+
+
+def test_a_prompt_given_up_halfway_leaves_the_session_right():
+    target, session, [prompt] = tiny_target(), Session(), some_prompts(23)
+    engine = Speculator(target, random_head("eagle3", target))
+    for stop in (2, 4):
+        steps = engine.generate(prompt, max_new_tokens=NEW, session=session, chunk=4)
+        for _ in range(stop):
+            assert not next(steps).tokens
+        del steps
+    assert shown(steps_of(engine, prompt, 99, session=session)) == shown(
+        steps_of(engine, prompt, 99)
+    )

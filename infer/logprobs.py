@@ -1,0 +1,180 @@
+"""Log-probabilities of tokens: noted while decoding, told in OpenAI's two shapes.
+
+They are the target's own, before temperature, top-k and top-p, also those of drafted tokens: the
+logits are those of the verified nodes.
+
+Legend: B batch, N tree nodes or tokens, V vocabulary, A accepted nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from draftheads.heads.tree import TokenTree
+from draftheads.infer.accept import Acceptance, Accepted
+from draftheads.infer.text import REPLACEMENT
+
+LEAST = -9999.0
+"""Told in place of minus infinity, which JSON does not have."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """The log-probability of a token, and the likeliest tokens of its place with theirs."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+ScoredToken = tuple[int, TokenScore | None]
+"""A token with its score; None for the first one of a prompt."""
+
+
+@dataclass(frozen=True)
+class Scored(Acceptance):
+    """A rule for one row that notes the scores of what it chooses.
+
+    top: likeliest tokens to note. reads_prompt: note the prompt's own tokens, too.
+    """
+
+    rule: Acceptance
+    top: int
+    reads_prompt: bool = False
+    newest: list[TokenScore] = field(default_factory=list, init=False, repr=False)
+    """Of the newest step, before it is cut at the end of the answer."""
+    prompt: list[TokenScore] = field(default_factory=list, init=False, repr=False)
+    """Of a prompt's tokens from the second on."""
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        """Follow the rule."""
+        accepted = self.rule(logits_BNV, tree)
+        path_A = accepted.path_BN[0, : int(accepted.count_B[0])]
+        tokens_A = torch.cat([tree.tokens_BN[0, path_A[1:]], accepted.bonus_B[:1]])
+        self.newest[:] = scores(logits_BNV[0, path_A], tokens_A, self.top)
+        return accepted
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The rule's choice for logits (1, V)."""
+        chosen = self.rule.choose(logits)
+        self.newest[:] = scores(logits, chosen, self.top)
+        return chosen
+
+    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
+        """Prepare the rule."""
+        self.rule.prepare(rows)
+
+    def read(self, logits_NV: Tensor, tokens: Sequence[int]) -> None:
+        """Note the scores of a part of the prompt."""
+        tokens_N = torch.tensor(tokens, device=logits_NV.device, dtype=torch.long)
+        self.prompt.extend(scores(logits_NV[: len(tokens)], tokens_N, self.top))
+
+    def seed(self, seed: int) -> None:
+        """Restart the rule's random stream."""
+        self.rule.seed(seed)
+
+
+def scores(logits_NV: Tensor, tokens_N: Tensor, top: int) -> list[TokenScore]:
+    """The scores of tokens, each by the logits of its own place."""
+    logp_NV = torch.log_softmax(logits_NV.float(), dim=-1)
+    logp_NV = logp_NV.nan_to_num(nan=LEAST, neginf=LEAST).clamp(min=LEAST)
+    own_N1 = logp_NV.gather(1, tokens_N.clamp(min=0)[:, None])
+    best = logp_NV.topk(min(top, logp_NV.shape[1]), dim=1)
+    likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    pairs = [list(zip(ids, values, strict=True)) for ids, values in likeliest]
+    return [
+        TokenScore(token, logprob, each)
+        for token, [logprob], each in zip(tokens_N.tolist(), own_N1.tolist(), pairs, strict=True)
+    ]
+
+
+class TokenTexts:
+    """The texts of single tokens, with their spaces. A token that is a part of a character has the
+    tokenizer's own name for it.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        self._cut = len(self._decode([]))
+        self._known: dict[int, tuple[str, list[int] | None]] = {}
+
+    def __call__(self, token: int) -> str:
+        """The text of a token id."""
+        return self._read(token)[0]
+
+    def bytes(self, token: int) -> list[int] | None:
+        """The bytes of a token id; None if the tokenizer's name for it does not tell them."""
+        return self._read(token)[1]
+
+    def _read(self, token: int) -> tuple[str, list[int] | None]:
+        if token not in self._known:
+            text = self._decode([token])[self._cut :]
+            if REPLACEMENT in text:
+                name = str(self._tokenizer.convert_ids_to_tokens(token))
+                self._known[token] = name, _bytes(name)
+            else:
+                self._known[token] = text, list(text.encode())
+        return self._known[token]
+
+    def _decode(self, tokens: list[int]) -> str:
+        # after another token, as the first one of a text may lose its space
+        text: str = self._tokenizer.decode(
+            self._before + tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _bytes(name: str) -> list[int] | None:
+    """Those of a token whose name is of byte-level BPE, or SentencePiece's for one byte."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", name):
+        return [int(name[3:5], 16)]
+    values = {char: byte for byte, char in bytes_to_unicode().items()}
+    return [values[char] for char in name] if values.keys() >= set(name) else None
+
+
+def chat_logprobs(found: Sequence[TokenScore], texts: TokenTexts) -> dict[str, Any]:
+    """As choices of chats have them."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": texts(token), "logprob": logprob, "bytes": texts.bytes(token)}
+
+    content = [
+        {
+            **entry(score.token, score.logprob),
+            "top_logprobs": [entry(token, logprob) for token, logprob in score.top],
+        }
+        for score in found
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    scored: Sequence[ScoredToken], texts: TokenTexts, offset: int
+) -> dict[str, Any]:
+    """As choices of completions have them. offset: characters of the choice before these tokens."""
+    top: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token, score in scored:
+        offsets.append(offset)
+        offset += len(texts(token))
+        if score is None:
+            top.append(None)
+            continue
+        named: dict[str, float] = {}
+        for each, logprob in [*score.top, (score.token, score.logprob)]:
+            named.setdefault(texts(each), logprob)
+        top.append(named)
+    return {
+        "tokens": [texts(token) for token, _ in scored],
+        "token_logprobs": [None if score is None else score.logprob for _, score in scored],
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
