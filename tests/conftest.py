@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 os.environ["HF_HUB_DISABLE_XET"] = "1"
@@ -27,6 +28,19 @@ def fresh_accelerate():
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def heeded_signals():
+    """Tests that are started in the background, by nohup, a script or a CI, inherit that signals
+    are ignored; here each test heeds them, and what it starts does.
+    """
+    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in old.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

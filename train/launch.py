@@ -25,6 +25,7 @@ from accelerate.utils import (
 )
 
 from draftheads.train.recipe import Recipe
+from draftheads.train.signals import REQUESTS, handling
 
 PATIENCE = timedelta(minutes=30)
 """Time-out of collectives; the first process may be downloading the target."""
@@ -160,8 +161,8 @@ def _join_restarted(environ: Mapping[str, str], backend: str) -> None:
 
 
 class StopRequest:
-    """Records Ctrl-C, SIGTERM or a file `checkpoint-now`, so that the loop can finish its step and
-    save. A second Ctrl-C is immediate.
+    """Records Ctrl-C, SIGTERM, SIGHUP or a file `checkpoint-now`, so that the loop can finish its
+    step and save. A second Ctrl-C is immediate.
 
     torchrun sends SIGTERM after the terminal's SIGINT: both are one request.
     """
@@ -169,6 +170,7 @@ class StopRequest:
     def __init__(self, output: Path) -> None:
         self.by = ""  # the signal or file, once there is one
         self._file = output / STOP_FILE
+        self._signals = handling(self._record, *REQUESTS)
 
     def pending(self) -> bool:
         """Whether this process was asked to stop."""
@@ -178,14 +180,12 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._file.unlink(missing_ok=True)  # left from an earlier launch
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self._old = {number: signal.signal(number, self._record) for number in signals}
+        self._signals.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.unlink(missing_ok=True)
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
+        self._signals.__exit__(None, None, None)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self.by and number == signal.SIGINT:
