@@ -73,7 +73,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def remedy(error: Exception) -> str:
     """What to do about a file that could not be written. error: an OSError, or of safetensors."""
-    number = getattr(error, "errno", None)
+    number = getattr(error, "errno", None) or 0
     if named := re.search(r"\(os error (\d+)\)", str(error)):
         number = int(named[1])
     return REMEDIES.get(number, "check this disk")

@@ -31,16 +31,21 @@ def fresh_accelerate():
 
 
 @pytest.fixture(autouse=True)
-def heeded_signals():
-    """Tests that are started in the background, by nohup, a script or a CI, inherit that signals
-    are ignored; here each test heeds them, and what it starts does.
+def ctrl_c_is_heeded():
+    """Also where tests run in the background of a script, which makes processes ignore Ctrl-C: so
+    would the programs that are tested.
     """
-    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    for number, handler in old.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.fixture
+def hang_ups_are_heeded():
+    """Also under nohup. Only for tests of SIGHUP: a hang-up ends the others as little as before."""
+    old = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, old)
 
 
 @pytest.fixture(scope="module")

@@ -90,8 +90,8 @@ def heldout_loss(head: DraftHead, target: Target, share: Share, features: Featur
             mine.append((number, loss))
     head.train(is_training)
     everyone = sorted(gather_object(mine))
-    learned = sum(share.rows.learned[: heldout_rows(share.rows)])
-    return sum(loss for _, loss in everyone) / learned
+    total: float = sum(loss for _, loss in everyone)
+    return total / sum(share.rows.learned[: heldout_rows(share.rows)])
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class OutOfMemoryError(MemoryError):
 
 
 class LostProcessError(ConnectionError):
-    """Another process of this launch is gone."""
+    """Another process of this launch is missing."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def _in_gb(amount: str) -> str:
 
 @contextmanager
 def lost_processes() -> Iterator[None]:
-    """Raise LostProcessError if the block fails because another process of the launch is gone."""
+    """Raise LostProcessError if the block fails because it misses another process."""
     try:
         yield
     except RuntimeError as error:
@@ -67,6 +67,6 @@ def lost_processes() -> Iterator[None]:
             raise
         reason = text.partition(". ")[0]
         raise LostProcessError(
-            f"another process of this launch is gone ({reason:.100}); its own last line, or the "
-            "launcher's report, says why; run the same command again to resume"
+            f"another process of this launch is gone or never came ({reason:.100}); its own last "
+            "line, or the launcher's report, says why; run the same command again to resume"
         ) from error

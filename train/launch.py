@@ -41,7 +41,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     check_environment(os.environ, has_gpu=has_gpu)
     _join_restarted(os.environ, "nccl" if has_gpu else "gloo")
     # DeepSpeed on CPU: without a backend accelerate would see a single process
-    gloo = not has_gpu and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    gloo = not has_gpu and _is_true(os.environ, "ACCELERATE_USE_DEEPSPEED")
     output = str(recipe.run.output)
     accelerator = Accelerator(
         mixed_precision="no",  # the learner applies run.precision, the same for all engines
@@ -66,7 +66,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:
-    """Raise ValueError for launches whose processes would each train on their own, and for FSDP1.
+    """Raise ValueError for launches whose processes would each train on their own, for FSDP1, and
+    for DeepSpeed that accelerate would leave out.
 
     `srun` starts processes that know only Slurm's variables. `accelerate launch --cpu
     --num_processes N` starts one process, with a master address but no WORLD_SIZE.
@@ -79,6 +80,11 @@ def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:
         )
     if asked_for_fsdp(environ) and environ.get("FSDP_VERSION") != "2":
         raise ValueError("expected fsdp_version: 2, got 1; use recipes/accelerate-fsdp2.yaml")
+    if _is_true(environ, "ACCELERATE_USE_DEEPSPEED") and _is_true(environ, "ACCELERATE_USE_CPU"):
+        raise ValueError(
+            "expected DeepSpeed, as in the accelerate config, but ACCELERATE_USE_CPU (there "
+            "use_cpu) turns it off; leave that out: DeepSpeed without a GPU trains on the CPU"
+        )
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in environ
     if by_accelerate and "MASTER_ADDR" in environ and "WORLD_SIZE" not in environ:
         raise ValueError(
@@ -97,7 +103,12 @@ def right_command(has_gpu: bool, world: str) -> str:
 
 def asked_for_fsdp(environ: Mapping[str, str]) -> bool:
     """Whether the accelerate config has `distributed_type: FSDP`."""
-    return environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return _is_true(environ, "ACCELERATE_USE_FSDP")
+
+
+def _is_true(environ: Mapping[str, str], name: str) -> bool:
+    """Whether a switch of accelerate is on, by its own words."""
+    return environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 def main_process_log(accelerator: Accelerator) -> Callable[[str], None]:

@@ -302,6 +302,11 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     checkpoint. scheduled: False if the run was interrupted.
     """
     head, step = run.engine.full_head(), run.state.step
+    if not all(weight.isfinite().all() for weight in head.state_dict().values()):
+        raise ValueError(
+            f"weights are not finite after step {step}, which was not saved; lower optim.lr, then "
+            "run again from the last checkpoint"
+        )
     found = run.evaluator(head, decode=scheduled)
     run.head.tree = head.tree
     progress.evaluated(step, found)

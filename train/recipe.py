@@ -64,10 +64,15 @@ class Section(BaseModel):
         for key, value in values.items():
             if value == "":  # of an unset variable, as in run.output=$OUT
                 raise ValueError(f"{key} is empty; set it, or leave it out")
-            if isinstance(value, int | float) and value > LARGEST:
-                raise ValueError(f"{key}: expected a number of at most {LARGEST:.3g}, got {value}")
         expand = os.path.expanduser  # no shell expands ~ in key=~/value
         return {key: expand(x) if isinstance(x, str) else x for key, x in values.items()}
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and value > LARGEST:
+            raise ValueError(f"expected a number of at most {LARGEST:.3g}")
+        return value
 
 
 class MedusaChoices(Section):

@@ -88,6 +88,7 @@ def assert_like_uninterrupted(whole: Path, output: Path) -> None:
     assert_same(*optimizer_state)
 
 
+@pytest.mark.usefixtures("hang_ups_are_heeded")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(
     made, whole, tmp_path, monkeypatch, capsys, number
@@ -103,6 +104,7 @@ def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(
     assert_like_uninterrupted(whole, output)
 
 
+@pytest.mark.usefixtures("hang_ups_are_heeded")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_the_process_was_started_to_ignore_is_ignored(
     made, tmp_path, monkeypatch, number
@@ -144,6 +146,7 @@ def in_a_pipe() -> tuple[dict, list[int]]:
     return {"stdout": theirs, "stderr": theirs}, [ours, theirs]
 
 
+@pytest.mark.usefixtures("hang_ups_are_heeded")
 @pytest.mark.parametrize("place", [in_a_terminal, in_a_pipe])
 def test_a_run_whose_connection_drops_is_saved(made, whole, tmp_path, place):
     """SIGHUP, and nobody left to read: each line printed after it would be an OSError."""
@@ -824,6 +827,25 @@ def test_a_run_whose_steps_stay_not_finite_ends(made, tmp_path, capsys, poisoned
     assert run(made, tmp_path / "run", "run.max_skipped=2") == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert "not finite in 2 steps up to 2; loss nan" in line and "in documents " in line
+
+
+def test_weights_that_are_not_finite_are_not_saved(made, tmp_path, monkeypatch, capsys):
+    """A run may end before the next loss shows what the last step made of them."""
+
+    def overflow(run, *rest):
+        result = train_step(run, *rest)
+        with torch.no_grad():
+            next(run.head.parameters()).fill_(torch.inf if run.state.step == 5 else 0.1)
+        return result
+
+    train_step = loop.train_step
+    monkeypatch.setattr(loop, "train_step", overflow)
+    assert run(made, tmp_path / "run", "run.save_every=3") == 2
+    assert (
+        "error: weights are not finite after step 6, which was not saved; lower optim.lr, then run "
+        "again from the last checkpoint" in capsys.readouterr().err
+    )
+    assert steps(tmp_path / "run") == ["step-000003"]
 
 
 def test_skipped_steps_are_counted_over_launches(made, tmp_path, monkeypatch, capsys, poisoned):
