@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+REMEDIES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable"),
+}
+"""What to do about a file that could not be written, by error number."""
 
 
 @contextmanager
@@ -43,10 +53,35 @@ def write_text(path: Path, text: str) -> None:
     """Write a small UTF-8 file under a temporary name, then rename it to `path`."""
     part = own_name(path)
     try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        with naming(path):
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError of the block that names none, as those of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def remedy(error: Exception) -> str:
+    """What to do about a file that could not be written. error: an OSError, or of safetensors."""
+    number = getattr(error, "errno", None) or 0
+    if named := re.search(r"\(os error (\d+)\)", str(error)):
+        number = int(named[1])
+    return REMEDIES.get(number, "check this disk")
+
+
+def nearest(path: Path) -> Path:
+    """The path, or where it does not exist yet, the folder above that does."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def own_name(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 os.environ["HF_HUB_DISABLE_XET"] = "1"
@@ -27,6 +28,24 @@ def fresh_accelerate():
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heeded():
+    """Also where tests run in the background of a script, which makes processes ignore Ctrl-C: so
+    would the programs that are tested.
+    """
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.fixture
+def hang_ups_are_heeded():
+    """Also under nohup. Only for tests of SIGHUP: a hang-up ends the others as little as before."""
+    old = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, old)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.target import Target
+from draftheads.train.checkpoint import SEAL, write_state
 from draftheads.train.data.answers import Answer, write_manifest
 from draftheads.train.medusa import main
 from draftheads.train.recipe import Recipe
@@ -145,6 +146,12 @@ def run(made: Path, output: Path, *overrides: str, kind: str = "medusa") -> int:
 
 def weights(output: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(output / f"step-{step:06d}" / "model.safetensors")
+
+
+def rewrite_state(step: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Write the state of a checkpoint anew, as a run in that state would have."""
+    values = json.loads((step / "trainer" / "state.json").read_text())
+    write_state(step, change({key: value for key, value in values.items() if key != SEAL}))
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:

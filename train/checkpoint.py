@@ -30,8 +30,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.files import staged
-from draftheads.heads.hub import CONFIG, step_folders, write_head
+from draftheads.heads.files import nearest, remedy, staged
+from draftheads.heads.hub import CARD, CONFIG, read_config, step_folders, write_head
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.launch import agreeing
@@ -39,8 +39,12 @@ from draftheads.train.recipe import Recipe, recorded_recipe
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"
 BEST, LOCK = "best", ".lock"
-FORMAT = 2
+FORMAT = 3
 """Version of state.json."""
+UNSEALED = 2
+"""The version before, without a checksum of its own."""
+SEAL = "crc32"
+"""The key of that checksum, over all other values."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class RunState:
     versions: dict[str, str]  # of the packages that affect results
     measured: dict[str, Any] | None = None  # by decoding (`Measured.facts`)
     drift: dict[str, Any] | None = None  # of an adapted target (`Drift`)
+    heldout_loss: float | None = None  # per learned token, if the recipe measures it
     best: float | None = None  # the greatest worth so far
     best_step: int = 0
     waited: int = 0  # evaluations since then
@@ -77,7 +82,7 @@ class RunState:
         if measure == "simulated":
             return self.tokens_per_step
         if measure == "loss":
-            return None if self.loss is None else -self.loss
+            return None if self.heldout_loss is None else -self.heldout_loss
         key = "speedup" if measure == "tokens_per_second" else measure
         return self.measured[key] if self.measured else None
 
@@ -128,11 +133,24 @@ def read_state(folder: Path) -> RunState:
     try:
         values: dict[str, Any] = json.loads((folder / TRAINER / STATE).read_bytes())
         version = values.get("format", 1)
-        if version == FORMAT:
+        is_sealed = version == FORMAT or SEAL in values
+        if is_sealed and values.pop(SEAL) != _crc32(values):
+            raise ValueError(f"{SEAL}: expected that of the other values")
+        if version in (FORMAT, UNSEALED):
             return _STATE.validate_python({**values, "recipe": recorded_recipe(values["recipe"])})
     except (OSError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder.name}: {TRAINER}/{STATE} is missing or damaged") from error
     raise ValueError(f"{folder.name}: {TRAINER}/{STATE} has format {version}, expected {FORMAT}")
+
+
+def write_state(folder: Path, values: dict[str, Any]) -> None:
+    """Write a checkpoint's state.json, with a checksum of these values."""
+    sealed = {**values, SEAL: _crc32(values)}
+    (folder / TRAINER / STATE).write_text(json.dumps(sealed, indent=2) + "\n")
+
+
+def _crc32(values: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def newest(output: Path) -> tuple[Saved | None, list[str]]:
@@ -253,14 +271,13 @@ class Checkpoints:
                 files = [path for path in sorted(staging.rglob("*")) if path.is_file()]
                 sums = {str(path.relative_to(staging)): _checksum(path) for path in files}
                 values = _STATE.dump_python(replace(state, files=sums), mode="json")
-                text = json.dumps({"format": FORMAT, **values}, indent=2)
-                (staging / TRAINER / STATE).write_text(text + "\n")
+                write_state(staging, {"format": FORMAT, **values})
             self._rotate()
         except (OSError, SafetensorError) as error:
             kept = [step.name for step in _steps(self.output)] or ["none"]
             raise OSError(
-                f"{folder} was not written: {error}; the newest checkpoint is {kept[-1]}; free "
-                "space there and run the same command again"
+                f"{folder} was not written: {error}; the newest checkpoint is {kept[-1]}; "
+                f"{remedy(error)} and run the same command again"
             ) from error
 
     def _tidy(self, last: Path | None) -> None:
@@ -299,9 +316,19 @@ def _worth(step: Path) -> float:
     return -math.inf if worth is None else worth
 
 
+def check_writable(output: Path) -> None:
+    """Raise ValueError if no checkpoint can be created in `output`."""
+    place = nearest(output)
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        problem = "may not be written to" if place.is_dir() else "is a file"
+        raise ValueError(
+            f"run.output: expected a folder to write to, got {output}, but {place} {problem}; "
+            "change that, or set another run.output"
+        )
+
+
 def _check_room(output: Path, size: int) -> None:
-    place = next(at for at in (output, *output.absolute().parents) if at.exists())
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(nearest(output)).free
     if free < size:
         raise ValueError(
             f"{output}: expected room for a checkpoint of {size / 1e9:.3g} GB, got "
@@ -321,14 +348,28 @@ def _fault(folder: Path, *, contents: bool = True) -> str | None:
     except ValueError as error:
         return str(error)
     for name, expected in files.items():
-        path = folder / name
-        intact = path.is_file()
-        if intact and name not in (CONFIG, "README.md"):  # `bench --card` edits these
-            found = _checksum(path) if contents else {"bytes": path.stat().st_size}
-            intact = found.items() <= expected.items()
-        if not intact:
+        if not _is_intact(folder / name, expected, contents=contents):
             return f"{folder.name}: {name} is missing or damaged"
     return None
+
+
+def _is_intact(path: Path, expected: dict[str, int], *, contents: bool) -> bool:
+    if not path.is_file():
+        return False
+    if path.name == CARD:  # `bench --card` and `tune` edit it, and config.json
+        return True
+    if path.name == CONFIG:
+        return _is_readable(path.parent)
+    found = _checksum(path) if contents else {"bytes": path.stat().st_size}
+    return found.items() <= expected.items()
+
+
+def _is_readable(head: Path) -> bool:
+    try:
+        read_config(head)
+    except ValueError:
+        return False
+    return True
 
 
 def _checksum(path: Path) -> dict[str, int]:

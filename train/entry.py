@@ -16,13 +16,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+from draftheads.train.faults import LostProcessError, OutOfMemoryError, memory_errors
+from draftheads.train.signals import handling, hang_up
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
     from draftheads.train.recipe import Kind
 
 INTERRUPTED = 130
+LESS_MEMORY = (
+    "give it less at a time: fewer or shorter rows, prompts or answers, or a smaller model"
+)
 HELP = """Train draft heads.
 
 Several processes: `accelerate launch --multi_gpu --num_processes N ...` on GPUs,
@@ -75,27 +81,31 @@ def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
 
 @contextmanager
 def mistakes_in_one_line() -> Iterator[None]:
-    """End the process with one line and an exit code: 2 after a mistake of the user (with
-    DRAFTHEADS_DEBUG set, its traceback), 130 after Ctrl-C or SIGTERM. SIGTERM raises SystemExit, so
-    that open files are closed and temporary ones removed.
+    """End the process with one line and an exit code: 2 after a mistake of the user or a fault of
+    the machine (with DRAFTHEADS_DEBUG set, its traceback), 130 after Ctrl-C, SIGTERM or SIGHUP.
+    These two raise SystemExit, so that open files are closed and temporary ones removed.
     """
-    old = signal.signal(signal.SIGTERM, _end)
-    try:
-        yield
-    except KeyboardInterrupt:
-        _end(signal.SIGINT, None)
-    except (ValueError, OSError) as error:
-        if os.environ.get("DRAFTHEADS_DEBUG"):
-            raise
-        # processes of one machine make the same mistakes, but a disk may fail only one of them
-        is_disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        rank = os.environ.get("RANK", "0")
-        if is_disk or os.environ.get("LOCAL_RANK", rank) == "0":
-            where = "" if _is_first() else f" on process {rank}"
-            print(f"error{where}: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
-    finally:
-        signal.signal(signal.SIGTERM, old)
+    with handling(_end, signal.SIGTERM), handling(hang_up, signal.SIGHUP):
+        try:
+            with memory_errors(LESS_MEMORY):
+                yield
+        except KeyboardInterrupt:
+            _end(signal.SIGINT, None)
+        except (ValueError, OSError, MemoryError) as error:
+            if os.environ.get("DRAFTHEADS_DEBUG"):
+                raise
+            _print_mistake(error)
+            sys.exit(2)
+
+
+def _print_mistake(error: Exception) -> None:
+    """Print the line of an error, once per machine if all of its processes make the mistake."""
+    is_disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    is_own = is_disk or isinstance(error, LostProcessError | OutOfMemoryError)
+    rank = os.environ.get("RANK", "0")
+    if is_own or os.environ.get("LOCAL_RANK", rank) == "0":
+        where = "" if _is_first() else f" on process {rank}"
+        print(f"error{where}: {one_line(error)}", file=sys.stderr)
 
 
 def one_line(error: Exception) -> str:
@@ -117,7 +127,9 @@ def spin_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
+def _end(number: int, frame: FrameType | None) -> None:
+    if isinstance(sys.exc_info()[1], LostProcessError):
+        return  # a launcher ends those that are left; their own line says why
     by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     _print(f"interrupted by {by}; run the same command again to resume", sys.stderr)
     sys.exit(INTERRUPTED)

@@ -73,6 +73,27 @@ def heldout_ranks(head: DraftHead, target: Target, share: Share, features: Featu
     return torch.cat([ranks_MK for _, ranks_MK in everyone])
 
 
+@torch.no_grad()
+def heldout_loss(head: DraftHead, target: Target, share: Share, features: FeatureSource) -> float:
+    """The training loss, without its noise, per learned token of all held-out rows, the same on
+    every process.
+    """
+    mine: list[tuple[int, float]] = []
+    is_training = head.training
+    head.eval()
+    for number, numbers, batch in share.batches():
+        with torch.autocast(batch.tokens_BT.device.type, enabled=False):
+            features_BTD = features(numbers, batch)
+        torch.manual_seed(number or 0)  # of the anchors of block heads
+        loss = float(head(batch, features_BTD, target).loss)
+        if number is not None:
+            mine.append((number, loss))
+    head.train(is_training)
+    everyone = sorted(gather_object(mine))
+    total: float = sum(loss for _, loss in everyone)
+    return total / sum(share.rows.learned[: heldout_rows(share.rows)])
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Results from token ranks."""
@@ -180,11 +201,14 @@ def tau_error(counts: Sequence[tuple[int, int]]) -> float:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results on held-out documents. measured: None if not decoded. drift: None without adapter."""
+    """Results on held-out documents. measured: None if not decoded. drift: None without adapter.
+    loss: None unless it picks the best checkpoint.
+    """
 
     calibration: Calibration
     measured: Measured | None
     drift: Drift | None
+    loss: float | None = None
 
     def __str__(self) -> str:
         top1 = " ".join(f"{share:.3f}" for share in self.calibration.top1)
@@ -194,6 +218,8 @@ class Evaluation:
             tau, error = measured.tokens_per_step, measured.standard_error
             line += f"; decoding: {tau:.2f} +- {error:.2f} tokens per step"
             line += f", speedup {measured.speedup:.2f} over decoding without heads"
+        if self.loss is not None:
+            line += f"; loss {self.loss:.4f}"
         if drift:
             line += f"; adapter: top-1 agreement {drift.agreement:.2%}, KL {drift.kl:.4f} nats"
         return line
@@ -230,6 +256,9 @@ class Evaluator:
         """
         with autocast(self.recipe.run.precision, self.accelerator.device):
             ranks_MK = heldout_ranks(head, self.target, self.share, self.features)
+            loss = None
+            if self.recipe.measure == "loss":
+                loss = heldout_loss(head, self.target, self.share, self.features)
         calibration = calibrate(ranks_MK, self.recipe.head.nodes, head.tree)
         head.tree = calibration.tree
         adapter, drift = self.target.adapter, None
@@ -237,7 +266,7 @@ class Evaluator:
             drift = measure_drift(self.target, self.share, head.training_layers)
             adapter.drift = asdict(drift)
         measured = self.decode(head) if decode and self.prompts else None
-        return Evaluation(calibration, measured, drift)
+        return Evaluation(calibration, measured, drift, loss)
 
     def decode(self, head: DraftHead) -> Measured:
         """Continue the held-out prompts, divided over the processes."""

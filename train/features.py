@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.files import own_name, sweep, write_text
+from draftheads.heads.files import nearest, own_name, remedy, sweep, write_text
 from draftheads.heads.target import Target
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.launch import main_process_log
@@ -237,8 +237,7 @@ def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Acc
     needed = sum(sum(store.shard_bytes) for store in stores)
     pairs = list(zip(stores, missing, strict=True))
     to_write = sum(store.shard_bytes[shard] for store, shards in pairs for shard in shards)
-    existing = next(at for at in (folder, *folder.absolute().parents) if at.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest(folder)).free
     if to_write and (needed > limit or to_write > free):
         raise ValueError(
             f"{folder}: features take {needed / 1e9:.3g} GB, of which {to_write / 1e9:.3g} GB are "
@@ -272,8 +271,8 @@ def _write(path: Path, data: bytes) -> None:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{path}: {error.strerror}; free {len(data) / 1e9:.3g} GB or more, then run again "
-            "to resume, or set features.mode=online",
+            f"{path}: {error.strerror} while {len(data) / 1e9:.3g} GB were written; "
+            f"{remedy(error)}, then run again to resume, or set features.mode=online",
         ) from error
     finally:
         part.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ from accelerate.utils import (
 )
 
 from draftheads.train.recipe import Recipe
+from draftheads.train.signals import REQUESTS, handling
 
 PATIENCE = timedelta(minutes=30)
 """Time-out of collectives; the first process may be downloading the target."""
@@ -40,7 +41,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     check_environment(os.environ, has_gpu=has_gpu)
     _join_restarted(os.environ, "nccl" if has_gpu else "gloo")
     # DeepSpeed on CPU: without a backend accelerate would see a single process
-    gloo = not has_gpu and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    gloo = not has_gpu and _is_true(os.environ, "ACCELERATE_USE_DEEPSPEED")
     output = str(recipe.run.output)
     accelerator = Accelerator(
         mixed_precision="no",  # the learner applies run.precision, the same for all engines
@@ -65,7 +66,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:
-    """Raise ValueError for launches whose processes would each train on their own, and for FSDP1.
+    """Raise ValueError for launches whose processes would each train on their own, for FSDP1, and
+    for DeepSpeed that accelerate would leave out.
 
     `srun` starts processes that know only Slurm's variables. `accelerate launch --cpu
     --num_processes N` starts one process, with a master address but no WORLD_SIZE.
@@ -78,6 +80,11 @@ def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:
         )
     if asked_for_fsdp(environ) and environ.get("FSDP_VERSION") != "2":
         raise ValueError("expected fsdp_version: 2, got 1; use recipes/accelerate-fsdp2.yaml")
+    if _is_true(environ, "ACCELERATE_USE_DEEPSPEED") and _is_true(environ, "ACCELERATE_USE_CPU"):
+        raise ValueError(
+            "expected DeepSpeed, as in the accelerate config, but ACCELERATE_USE_CPU (there "
+            "use_cpu) turns it off; leave that out: DeepSpeed without a GPU trains on the CPU"
+        )
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in environ
     if by_accelerate and "MASTER_ADDR" in environ and "WORLD_SIZE" not in environ:
         raise ValueError(
@@ -96,7 +103,12 @@ def right_command(has_gpu: bool, world: str) -> str:
 
 def asked_for_fsdp(environ: Mapping[str, str]) -> bool:
     """Whether the accelerate config has `distributed_type: FSDP`."""
-    return environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return _is_true(environ, "ACCELERATE_USE_FSDP")
+
+
+def _is_true(environ: Mapping[str, str], name: str) -> bool:
+    """Whether a switch of accelerate is on, by its own words."""
+    return environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 def main_process_log(accelerator: Accelerator) -> Callable[[str], None]:
@@ -160,8 +172,8 @@ def _join_restarted(environ: Mapping[str, str], backend: str) -> None:
 
 
 class StopRequest:
-    """Records Ctrl-C, SIGTERM or a file `checkpoint-now`, so that the loop can finish its step and
-    save. A second Ctrl-C is immediate.
+    """Records Ctrl-C, SIGTERM, SIGHUP or a file `checkpoint-now`, so that the loop can finish its
+    step and save. A second Ctrl-C is immediate.
 
     torchrun sends SIGTERM after the terminal's SIGINT: both are one request.
     """
@@ -169,6 +181,7 @@ class StopRequest:
     def __init__(self, output: Path) -> None:
         self.by = ""  # the signal or file, once there is one
         self._file = output / STOP_FILE
+        self._signals = handling(self._record, *REQUESTS)
 
     def pending(self) -> bool:
         """Whether this process was asked to stop."""
@@ -178,14 +191,12 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._file.unlink(missing_ok=True)  # left from an earlier launch
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self._old = {number: signal.signal(number, self._record) for number in signals}
+        self._signals.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.unlink(missing_ok=True)
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
+        self._signals.__exit__(None, None, None)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self.by and number == signal.SIGINT:

@@ -40,17 +40,20 @@ from draftheads.train.checkpoint import (
     RunState,
     Saved,
     check_inputs,
+    check_writable,
     load_optimizer_state,
     newest,
     refuse_changes,
 )
 from draftheads.train.engines import Engine, make_engine, make_learner
 from draftheads.train.evaluate import Evaluator, check_eval
+from draftheads.train.faults import lost_processes, memory_errors
 from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.launch import StopRequest, agreeing, main_process_log, make_accelerator
 from draftheads.train.progress import Progress, check_trackers, write_report
 from draftheads.train.recipe import Recipe, differences
 from draftheads.train.setup import (
+    Log,
     TrainingData,
     create_head,
     load_data,
@@ -151,21 +154,16 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
     checkpoint cannot be written.
     """
     check_trackers(recipe.run.trackers)
-    with ExitStack() as ends:
+    with lost_processes(), memory_errors(_less_memory(recipe)), ExitStack() as ends:
         if accelerator is None:
             accelerator = make_accelerator(recipe)
             ends.callback(accelerator.end_training)
             ends.callback(gc.collect)  # FSDP2 must release the process group first
         saved = _resume_point(recipe, accelerator)
-        if saved:
-            step, planned = saved.state.step, saved.state.planned_steps(recipe)
-            is_done = planned is not None and step >= planned
-            state = replace(saved.state, recipe=recipe)
-            if state.exhausted and not is_done:
-                line = f"{_early_end(state)}; raise eval.patience to resume"
-                main_process_log(accelerator)(line)
-            if state.exhausted or is_done:
-                return Outcome(saved.folder, step, step, trained=False)
+        if saved and _is_over(saved.state, recipe, main_process_log(accelerator)):
+            _complete(saved, recipe, accelerator)
+            step = saved.state.step
+            return Outcome(saved.folder, step, step, trained=False)
         run = start(recipe, accelerator, saved)
         ends.callback(delattr, run, "engine")  # a DDP that outlives its process group hangs
         ends.callback(run.checkpoints.close)
@@ -173,7 +171,8 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
         stop = ends.enter_context(StopRequest(recipe.run.output))  # nothing to save before
         progress = Progress(accelerator, recipe, run.state.step, run.state.steps)
         ends.enter_context(closing(progress))
-        return _train(run, progress, stop)
+        with lost_processes():  # named before the launcher ends this process, too
+            return _train(run, progress, stop)
 
 
 def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
@@ -196,9 +195,41 @@ def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
     if run.state.exhausted and step < steps:
         log(_early_end(run.state))
         steps = step
-    if step == steps and recipe.eval.report and run.accelerator.is_main_process:
-        log(f"report: {write_report(recipe.run.output)}")
+    if step == steps:
+        _report(recipe, run.accelerator)
     return Outcome(run.checkpoints.folder(step), step, steps, trained=True, stopped_by=by)
+
+
+def _is_over(state: RunState, recipe: Recipe, log: Log) -> bool:
+    """Whether a run has no step left under this recipe."""
+    planned = state.planned_steps(recipe)
+    if planned is not None and state.step >= planned:
+        return True
+    state = replace(state, recipe=recipe)
+    if state.exhausted:
+        log(f"{_early_end(state)}; raise eval.patience to resume")
+    return state.exhausted
+
+
+def _complete(saved: Saved, recipe: Recipe, accelerator: Accelerator) -> None:
+    """What a process that was killed after the last checkpoint did not come to: `best`, the removal
+    of old checkpoints and temporary files, the report.
+    """
+    Checkpoints(recipe, accelerator, saved.folder, size=0).close()
+    _report(recipe, accelerator)
+
+
+def _report(recipe: Recipe, accelerator: Accelerator) -> None:
+    if recipe.eval.report and accelerator.is_main_process:
+        print(f"report: {write_report(recipe.run.output)}")
+
+
+def _less_memory(recipe: Recipe) -> str:
+    rows, length = recipe.data.rows_per_batch, recipe.data.sequence_length
+    line = f"lower data.rows_per_batch ({rows}), data.sequence_length ({length}) or sizes in head"
+    if recipe.run.gradient_checkpointing:
+        return line
+    return f"{line}, or set run.gradient_checkpointing=true"
 
 
 def train_step(run: Run, stop: bool) -> StepResult:
@@ -271,6 +302,11 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     checkpoint. scheduled: False if the run was interrupted.
     """
     head, step = run.engine.full_head(), run.state.step
+    if not all(weight.isfinite().all() for weight in head.state_dict().values()):
+        raise ValueError(
+            f"weights are not finite after step {step}, which was not saved; lower optim.lr, then "
+            "run again from the last checkpoint"
+        )
     found = run.evaluator(head, decode=scheduled)
     run.head.tree = head.tree
     progress.evaluated(step, found)
@@ -280,6 +316,7 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
         tokens_per_step=found.calibration.tokens_per_step,
         measured=measured,
         drift=asdict(found.drift) if found.drift else None,
+        heldout_loss=found.loss,
     )
     if scheduled:
         run.state = run.state.evaluated()
@@ -390,6 +427,8 @@ def _plan(
 def _resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
     """The newest intact checkpoint, if any; the same on all processes, as is the recipe."""
     with agreeing(accelerator) as values:
+        if accelerator.is_main_process:
+            check_writable(recipe.run.output)  # before minutes of loading
         saved, damaged = newest(recipe.run.output)
         if saved:
             refuse_changes(saved, "choices", differences(saved.state.recipe, recipe))

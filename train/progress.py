@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
@@ -29,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftheads.heads.card import flat, markdown_table
-from draftheads.heads.files import write_text
+from draftheads.heads.files import naming, write_text
 from draftheads.heads.hub import read_config, step_folders
 from draftheads.infer.bench_report import MUTED, new_figure, tidy
 from draftheads.train.checkpoint import BEST, STATE, TRAINER, RunState, read_state
@@ -126,6 +125,8 @@ class Progress:
             values["measured"] = asdict(found.measured)
         if found.drift:
             values["drift"] = asdict(found.drift)
+        if found.loss is not None:
+            values["heldout_loss"] = found.loss
         self._write(step, values)
 
     @contextmanager
@@ -141,7 +142,7 @@ class Progress:
 
     def _write(self, step: int, values: Line) -> None:
         if self.accelerator.is_main_process:
-            with self.path.open("a") as file:
+            with naming(self.path), self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         numbers = {key: x for key, x in _slashed(values).items() if isinstance(x, int | float)}
         if numbers:
@@ -289,7 +290,7 @@ def _facts(state: RunState, best: RunState, training: Line, target: Line) -> Lin
         steps += ", ended early by `eval.patience`" if state.exhausted else ", not finished"
     return {
         "trained": steps,
-        "tokens": f"{state.tokens:,} in {timedelta(seconds=round(state.seconds))} hours",
+        "tokens": f"{state.tokens:,} in {duration(state.seconds)}",
         "hardware": training["hardware"],
         "data": f"{training['data']['documents']:,} documents",
         "learned tokens": f"{training['data']['learned_tokens']:,}",
@@ -298,10 +299,19 @@ def _facts(state: RunState, best: RunState, training: Line, target: Line) -> Lin
         "best": f"step {best.step:,}, by {state.recipe.measure}",
         "training loss, best step": best.loss,
         "training loss, last step": state.loss,
+        **({} if best.heldout_loss is None else {"held-out loss": best.heldout_loss}),
         "simulated tokens per step": best.tokens_per_step,
         "decoding": best.measured or {},
         "adapter": best.drift or {},
     }
+
+
+def duration(seconds: float) -> str:
+    """A time to read, in two units: 12 s, 3 min 5 s, 26 h 40 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{seconds:.2g} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def _evaluations(metrics: Sequence[Line], best: RunState) -> str:

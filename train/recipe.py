@@ -39,9 +39,20 @@ DECODED = ("tokens_per_step", "tokens_per_second")
 
 Beta = Annotated[float, Ge(0), Lt(1)]
 
+# Limits that no recipe means to pass: a larger number is refused before anything is loaded.
+LARGEST = 2**43
+"""Of all numbers: epochs are shuffled by seed * 1,000,003 + epoch, an int64."""
+WIDEST = 2**18
+"""Inner width of a layer."""
+MOST_HEADS = 2**12
+"""Attention heads of a layer, and the width of one."""
+MOST_RANKS = 2**15
+MOST_NODES = 2**12 - 1
+"""Nodes of a tree that a head's config.json may record."""
+
 
 class Section(BaseModel):
-    """Refuses unknown keys, empty values and non-finite numbers."""
+    """Refuses unknown keys, empty values, non-finite and absurdly large numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -55,6 +66,13 @@ class Section(BaseModel):
                 raise ValueError(f"{key} is empty; set it, or leave it out")
         expand = os.path.expanduser  # no shell expands ~ in key=~/value
         return {key: expand(x) if isinstance(x, str) else x for key, x in values.items()}
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and value > LARGEST:
+            raise ValueError(f"expected a number of at most {LARGEST:.3g}")
+        return value
 
 
 class MedusaChoices(Section):
@@ -70,16 +88,20 @@ class MedusaChoices(Section):
     labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
     decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of depth k")
     vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
-    nodes: int = Field(63, ge=1, description="draft tokens in the calibrated tree")
+    nodes: int = Field(63, ge=1, le=MOST_NODES, description="draft tokens in the calibrated tree")
 
 
 class LayerSizes(Section):
     """Sizes of a decoder layer; null: as in the target."""
 
-    heads: int | None = Field(None, ge=1, description="attention heads")
-    kv_heads: int | None = Field(None, ge=1, description="key-value heads")
-    head_dim: int | None = Field(None, ge=1, description="width of an attention head")
-    intermediate_size: int | None = Field(None, ge=1, description="inner width of the MLP")
+    heads: int | None = Field(None, ge=1, le=MOST_HEADS, description="attention heads")
+    kv_heads: int | None = Field(None, ge=1, le=MOST_HEADS, description="key-value heads")
+    head_dim: int | None = Field(
+        None, ge=1, le=MOST_HEADS, description="width of an attention head"
+    )
+    intermediate_size: int | None = Field(
+        None, ge=1, le=WIDEST, description="inner width of the MLP"
+    )
     rope_theta: float | None = Field(None, gt=0, description="RoPE base frequency")
     rope_scaling: dict[str, Any] | None = Field(None, description="as in a model's config.json")
 
@@ -100,7 +122,10 @@ class SequentialChoices(MedusaChoices, LayerSizes):
         "update the hidden state; hydra: they are inputs of the head",
     )
     rank: int | None = Field(
-        None, ge=1, description="inner width; null: 64 for markov, else the target's width"
+        None,
+        ge=1,
+        le=MOST_RANKS,
+        description="inner width; null: 64 for markov, else the target's width",
     )
     prefix: bool = Field(False, description="add a decoder layer over the whole text (Hydra++)")
     top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
@@ -125,7 +150,7 @@ class DecoderChoices(LayerSizes):
     layers: int = Field(1, ge=1, le=8, description="decoder layers")
     sliding_window: int | None = Field(None, ge=1, description="attention window; null: all tokens")
     decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of step k, normalised")
-    nodes: int = Field(59, ge=1, description="draft tokens in the dynamic tree")
+    nodes: int = Field(59, ge=1, le=MOST_NODES, description="draft tokens in the dynamic tree")
     depth: int = Field(8, ge=1, le=32, description="depth of the tree = tokens drafted ahead")
     top_k: int = Field(10, ge=1, description="nodes expanded per level, children per node")
 
@@ -209,7 +234,7 @@ class BlockChoices(LayerSizes):
         description="on the preceding draft tokens; markov: the previous one adds to the logits; "
         "gated: as much as the state lets it; rnn: all of them, by a recurrence",
     )
-    rank: int = Field(64, ge=1, description="inner width of the conditioning")
+    rank: int = Field(64, ge=1, le=MOST_RANKS, description="inner width of the conditioning")
     confidence: bool = Field(False, description="also predict the acceptance of each draft")
     confidence_threshold: float = Field(
         0.0, ge=0, lt=1, description="drafts less likely to be accepted are not proposed"
@@ -231,7 +256,7 @@ class BlockChoices(LayerSizes):
     )
     decay_tokens: float = Field(4.0, gt=0, description="decay: token k weighs exp(-k/decay_tokens)")
     anchors: int = Field(64, ge=1, description="random blocks per row and step")
-    nodes: int = Field(59, ge=1, description="draft tokens in the tree")
+    nodes: int = Field(59, ge=1, le=MOST_NODES, description="draft tokens in the tree")
     top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
 
     @field_validator("mask", mode="before")
@@ -303,7 +328,7 @@ class AdapterChoices(Section):
     (arXiv 2401.10774, 2.2 and 2.3: two stages or a growing weight; self-distillation).
     """
 
-    rank: int = Field(32, ge=1, description="LoRA rank")
+    rank: int = Field(32, ge=1, le=MOST_RANKS, description="LoRA rank")
     alpha: float = Field(16.0, gt=0, description="LoRA alpha; updates are scaled by alpha / rank")
     layers: int | None = Field(None, ge=1, description="adapt the last N layers; null: all")
     modules: list[str] | None = Field(
@@ -341,7 +366,8 @@ class EvalChoices(Section):
     best: Measure | None = Field(
         None,
         description="measure that picks the best checkpoint; tokens_per_second: relative to plain "
-        "decoding; simulated: from held-out ranks; null: tokens_per_step, or simulated if every: 0",
+        "decoding; simulated: from held-out ranks; loss: on held-out documents; null: "
+        "tokens_per_step, or simulated if every: 0",
     )
     patience: int | None = Field(None, ge=1, description="evaluations to wait for improvement")
     report: bool = Field(True, description="write report.md and its curves at the end")
@@ -364,8 +390,7 @@ class RunChoices(Section):
     )
     save_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best is kept too")
-    # epochs are shuffled by seed * 1,000,003 + epoch, an int64
-    seed: int = Field(0, ge=0, lt=2**43, description="of data order, initialisation and noise")
+    seed: int = Field(0, ge=0, lt=LARGEST, description="of data order, initialisation and noise")
     precision: Precision = Field("fp32", description="of matmuls in the heads; weights are fp32")
     trackers: list[str] = Field(default_factory=list, description="e.g. [tensorboard]")
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl")

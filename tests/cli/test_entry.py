@@ -102,7 +102,8 @@ def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsy
     assert "interrupted by SIGTERM at step 3 of 10" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("hang_ups_are_heeded")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_the_first_step_ends_with_130(path, monkeypatch, capsys, number):
     monkeypatch.setattr(loop, "fit", lambda recipe: os.kill(os.getpid(), number))
     before = signal.getsignal(signal.SIGTERM)
@@ -127,7 +128,8 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("hang_ups_are_heeded")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_a_signal_while_libraries_load_ends_with_130(path, tmp_path, launch, number):
     """torch takes seconds to import; this one takes a minute."""
@@ -150,7 +152,7 @@ def test_a_signal_while_libraries_load_ends_with_130(path, tmp_path, launch, num
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    by = "Ctrl-C" if number == signal.SIGINT else number.name
     assert errors == f"interrupted by {by}; run the same command again to resume\n"
 
 

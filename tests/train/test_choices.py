@@ -4,13 +4,16 @@ one line that says what to do.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from annotated_types import Le
 from minimal_recipe import MINIMAL, error
 
+from draftheads.heads.formats.config import TYPES
 from draftheads.heads.hub import HEADS
-from draftheads.train.recipe import HEAD_MODELS, Recipe, differences, load_recipe
+from draftheads.train.recipe import HEAD_MODELS, Recipe, differences, load_recipe, recipe_keys
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -155,6 +158,52 @@ def test_switches_that_exclude_one_another(path):
 def test_the_candidates_of_a_fixed_tree_are_not_bounded(path):
     tree = ["head.kind=sequential", "head.depth=3", "head.nodes=37"]
     assert load_recipe(path, tree).head.top_k is None
+
+
+@pytest.mark.parametrize("kind", HEAD_MODELS)
+def test_an_absurd_number_is_refused_before_anything_is_loaded(path, kind):
+    """No key, present or to come, takes one that only memory or time would refuse."""
+    numbers = [
+        key
+        for key, field in recipe_keys(kind)
+        if re.search(r"\b(int|float)\b", str(field.annotation)) and "[" not in str(field.annotation)
+    ]
+    assert len(numbers) > 20
+    for key in numbers:
+        length = ["run.steps=null"] if key == "run.epochs" else []
+        for value in ("1" + "0" * 30, "1e30"):
+            message = error(path, f"head.kind={kind}", *length, f"{key}={value}")
+            assert message.startswith(f"command line: {key}: "), message
+
+
+@pytest.mark.parametrize(
+    ("override", "most"),
+    [
+        ("data.cache_gb=1e308", "8.8e+12"),
+        ("head.kind=sequential head.rank=1000000", "32768"),
+        ("head.kind=block head.rank=1000000", "32768"),
+        ("adapter.rank=1000000", "32768"),
+        ("head.nodes=4096", "4095"),
+        ("head.kind=eagle head.heads=1000000", "4096"),
+        ("head.kind=eagle head.head_dim=1000000", "4096"),
+        ("head.kind=eagle head.intermediate_size=1000000", "262144"),
+    ],
+)
+def test_the_most_that_a_number_may_be_is_said(path, override, most):
+    *_, last = overrides = override.split()
+    message = error(path, *overrides)
+    assert message.startswith(f"command line: {last.partition('=')[0]}: ")
+    assert most in message
+
+
+@pytest.mark.parametrize("kind", HEAD_MODELS)
+def test_what_a_recipe_takes_a_saved_head_may_have(kind):
+    """Else a run would end in a checkpoint that nothing reads."""
+    for key, field in recipe_keys(kind):
+        limits = [limit.le for limit in field.metadata if isinstance(limit, Le)]
+        name = {"head.nodes": "draft_nodes"}.get(key, key.removeprefix("head."))
+        if key.startswith("head.") and limits and name in TYPES:
+            TYPES[name].validate_python(limits[0], strict=True)
 
 
 def test_hydra_has_no_rank(path):

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tiny_training import (
     assert_same,
     conversation,
     recipe_of,
+    rewrite_state,
     run,
     tiny_recipe,
     tiny_target,
@@ -40,12 +42,14 @@ from draftheads.train.evaluate import (
     Evaluation,
     Evaluator,
     Measured,
+    Share,
     as_decoded,
     check_eval,
+    heldout_loss,
 )
 from draftheads.train.features import OnlineFeatures
 from draftheads.train.progress import Progress, read_metrics
-from draftheads.train.setup import load_data
+from draftheads.train.setup import create_head, load_data
 
 pytestmark = pytest.mark.slow
 
@@ -163,8 +167,13 @@ def test_cached_features_keep_the_target_where_it_is_decoded(made, tmp_path, cap
     assert len(judged(tmp_path / "run")) == 3
 
 
-def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
-    """Verdicts of the judgements to come, in their order over all launches."""
+def scripted(
+    monkeypatch,
+    simulated: list[float],
+    decoded: list[float],
+    losses: Sequence[float | None] = (None,) * 20,
+) -> None:
+    """Verdicts of the judgements to come, by step, over all launches."""
     original = Evaluator.__call__
 
     def verdict(self, head, *, decode):
@@ -173,7 +182,7 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
         calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
         tau = decoded[step - 1]
         measured = Measured(1, tau, 0.0, [0.5], 100.0, 1.0) if decode and self.prompts else None
-        return Evaluation(calibration, measured, None)
+        return Evaluation(calibration, measured, None, losses[step - 1])
 
     runs: list[loop.Run] = []
     monkeypatch.setattr(loop, "save", lambda run, *a, **k: runs.append(run) or save(run, *a, **k))
@@ -190,19 +199,47 @@ save = loop.save
         (["eval.every=1", "eval.best=tokens_per_step"], 3),
         (["eval.every=1", "eval.best=simulated"], 2),
         (["eval.every=0"], 2),
-        (["eval.best=loss", "eval.every=3"], None),
+        (["eval.best=loss", "eval.every=1"], 4),
     ],
     ids=str,
 )
 def test_best_is_what_the_measure_says(made, tmp_path, monkeypatch, measure, best):
-    scripted(monkeypatch, [1.0, 3.0, 2.0, 1.5, 1.2, 1.1], [1.0, 1.5, 4.0, 3.5, 2.0, 1.0])
+    losses = [5.0, 4.0, 3.0, 2.0, 2.5, 3.0]
+    scripted(monkeypatch, [1.0, 3.0, 2.0, 1.5, 1.2, 1.1], [1.0, 1.5, 4.0, 3.5, 2.0, 1.0], losses)
     output = tmp_path / "run"
     assert run(made, output, "run.save_every=1", "run.keep=1", "optim.lr=1e-2", *measure) == 0
-    losses = {x["step"]: x["loss"] for x in read_metrics(output) if "loss" in x}
-    expected = best or min(losses, key=lambda step: losses[step])
-    assert expected not in (2, 3) or best, "the measures must disagree for this to mean anything"
-    assert (output / "best").resolve().name == f"step-{expected:06d}"
-    assert {path.name for path in output.glob("step-*")} == {f"step-{expected:06d}", "step-000006"}
+    assert (output / "best").resolve().name == f"step-{best:06d}"
+    assert {path.name for path in output.glob("step-*")} == {f"step-{best:06d}", "step-000006"}
+
+
+def test_the_loss_that_picks_the_best_is_of_held_out_documents(made, tmp_path, kind):
+    """Not of the last training step: the mean over all learned tokens, without training's noise."""
+    output = tmp_path / "run"
+    choices = ["eval.best=loss", "eval.report=true", "run.save_every=2", "run.keep=9"]
+    assert run(made, output, *choices, kind=kind) == 0
+    logged = {x["step"]: x["heldout_loss"] for x in read_metrics(output) if "heldout_loss" in x}
+    assert sorted(logged) == [2, 4, 6]
+    assert {step: read_state(output / f"step-{step:06d}").heldout_loss for step in logged} == logged
+    best = min(logged, key=lambda step: logged[step])
+    assert (output / "best").resolve().name == f"step-{best:06d}"
+    assert "| held-out loss |" in (output / "report.md").read_text()
+    recipe = recipe_of(tiny_recipe(made, kind))
+    target = Target.load(made / "target")
+    data = load_data(recipe, target, print)
+    rows, head = data.heldout, create_head(recipe, target, data.documents)
+    head.load_state_dict(weights(output, 6))
+    every = list(range(len(rows)))
+    features = OnlineFeatures(target, head.training_layers)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        batch = rows.batch(every)
+        summed = head.eval()(batch, features(every, batch), target).loss
+    expected = float(summed) / sum(rows.learned)
+    for size in (1, len(rows)):
+        found = heldout_loss(head.train(), target, Share(rows, size, Accelerator()), features)
+        assert found == pytest.approx(expected, rel=1e-4)
+        assert head.training
+    assert logged[6] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_step_that_was_saved_and_not_judged_is_not_the_best(made, tmp_path):
@@ -270,12 +307,13 @@ def test_a_continued_run_goes_on_by_its_own_measure(made, tmp_path, capsys):
 def test_a_run_from_before_heads_were_decoded_goes_on_by_simulation(made, tmp_path, capsys):
     output = tmp_path / "run"
     assert run(made, output) == 0
-    path = output / "step-000006" / "trainer" / "state.json"
-    state = json.loads(path.read_text())
-    for key in ("measured", "best", "best_step", "waited"):
-        del state[key]
-    del state["recipe"]["eval"]
-    path.write_text(json.dumps(state))
+
+    def earlier(state: dict) -> dict:
+        del state["recipe"]["eval"]
+        later = ("measured", "best", "best_step", "waited")
+        return {key: value for key, value in state.items() if key not in later}
+
+    rewrite_state(output / "step-000006", earlier)
     assert run(made, output, "run.steps=8") == 0
     assert run(made, output, "run.steps=9", *DECODING) == 2
     assert "eval.best: simulated -> tokens_per_step" in capsys.readouterr().err
@@ -375,10 +413,13 @@ def test_two_processes_judge_as_one(made, tmp_path):
 def test_a_checkpoint_of_before_the_section_was_renamed_goes_on(made, tmp_path, capsys):
     output = tmp_path / "run"
     assert run(made, output, *DECODING) == 0
-    for path in output.glob("step-*/trainer/state.json"):
-        state = json.loads(path.read_text())
+
+    def earlier(state: dict) -> dict:
         state["recipe"]["judge"] = state["recipe"].pop("eval")
-        path.write_text(json.dumps(state))
+        return state
+
+    for step in output.glob("step-*"):
+        rewrite_state(step, earlier)
     assert run(made, output, "run.steps=8", *DECODING) == 0
     captured = capsys.readouterr()
     assert "judge" not in captured.out + captured.err

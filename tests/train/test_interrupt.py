@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -11,18 +12,24 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_training import (
     assert_same,
     random_answers,
+    rewrite_state,
     run,
+    tiny_recipe,
     weights,
     write_answers,
 )
@@ -33,7 +40,9 @@ from draftheads.heads.hub import open_head, write_head
 from draftheads.heads.target import Target
 from draftheads.scripts.convert import converted, merged
 from draftheads.train import checkpoint, loop
+from draftheads.train.checkpoint import Checkpoints
 from draftheads.train.launch import STOP_FILE
+from draftheads.train.medusa import main
 from draftheads.train.progress import Progress, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -79,7 +88,8 @@ def assert_like_uninterrupted(whole: Path, output: Path) -> None:
     assert_same(*optimizer_state)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("hang_ups_are_heeded")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(
     made, whole, tmp_path, monkeypatch, capsys, number
 ):
@@ -91,6 +101,68 @@ def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(
     assert f"interrupted by {number.name} at step 2 of 6, saved in {output}/step-000002" in said
     assert run(made, output, "run.save_every=3") == 0
     assert "at step 2 of 6" in capsys.readouterr().out
+    assert_like_uninterrupted(whole, output)
+
+
+@pytest.mark.usefixtures("hang_ups_are_heeded")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_the_process_was_started_to_ignore_is_ignored(
+    made, tmp_path, monkeypatch, number
+):
+    """As under nohup, and in a background job of a script."""
+    signal.signal(number, signal.SIG_IGN)
+    in_step(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
+    assert run(made, tmp_path / "run") == 0
+    assert signal.getsignal(number) is signal.SIG_IGN
+
+
+def waiting_in_a_step(made: Path, output: Path) -> None:
+    """In a process of its own: waits in the first step for a file."""
+
+    def wait(self, number, *rest):
+        if number == 1:
+            (output / "waiting").touch()
+            while not (output / "go-on").exists():
+                time.sleep(0.01)
+        original(self, number, *rest)
+
+    original = Progress.step
+    Progress.step = wait
+    sys.exit(run(made, output))
+
+
+def in_a_terminal() -> tuple[dict, list[int]]:
+    """How to start a process in a terminal of its own, and what to close to end the terminal."""
+    ours, theirs = os.openpty()
+    os.set_blocking(ours, False)
+    streams = {name: theirs for name in ("stdin", "stdout", "stderr")}
+    take = {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), "start_new_session": True}
+    return streams | take, [ours, theirs]
+
+
+def in_a_pipe() -> tuple[dict, list[int]]:
+    """The same, in front of a program that reads what it prints."""
+    ours, theirs = os.pipe()
+    return {"stdout": theirs, "stderr": theirs}, [ours, theirs]
+
+
+@pytest.mark.usefixtures("hang_ups_are_heeded")
+@pytest.mark.parametrize("place", [in_a_terminal, in_a_pipe])
+def test_a_run_whose_connection_drops_is_saved(made, whole, tmp_path, place):
+    """SIGHUP, and nobody left to read: each line printed after it would be an OSError."""
+    output = tmp_path / "run"
+    streams, ends = place()
+    process = subprocess.Popen(in_python(waiting_in_a_step, made, output), **streams, env=OURS)
+    os.close(ends.pop())
+    while not (output / "waiting").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.close(ends.pop())
+    process.send_signal(signal.SIGHUP)  # by the shell
+    (output / "go-on").touch()
+    assert process.wait(timeout=60) == 130
+    assert steps(output) == ["step-000002"]
+    assert run(made, output, "run.save_every=3") == 0
     assert_like_uninterrupted(whole, output)
 
 
@@ -114,6 +186,13 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
+
+
+def digit(path: Path) -> None:
+    """The state of another step, as one flipped digit makes it."""
+    text = path.read_text()
+    assert text.count('"step": 6,') == 1
+    path.write_text(text.replace('"step": 6,', '"step": 7,'))
 
 
 def holding(text: bytes):
@@ -153,6 +232,8 @@ STATES = [
         ("trainer/optimizer.safetensors", flip, "trainer/optimizer.safetensors is"),
         ("model.safetensors", Path.unlink, "model.safetensors is missing"),
         ("config.json", Path.unlink, "config.json is missing"),
+        ("config.json", cut, "config.json is missing or damaged"),
+        ("trainer/state.json", digit, "trainer/state.json is missing or damaged"),
         ("trainer/state.json", cut, "trainer/state.json is missing or damaged"),
         *(("trainer/state.json", damage, "trainer/state.json is") for damage in STATES),
     ],
@@ -172,6 +253,30 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert (output / "best").resolve().name in steps(output)
 
 
+def test_every_digit_of_a_state_is_under_its_seal(whole, tmp_path):
+    """One that flips would put a step's weights at another step, or its sums at other files."""
+    step = Path(shutil.copytree(whole / "step-000006", tmp_path / "step-000006"))
+    path = step / "trainer" / "state.json"
+    text = path.read_text()
+    digits = [place for place, letter in enumerate(text) if letter.isdigit()]
+    assert len(digits) > 100
+    for place in digits:
+        path.write_text(f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}")
+        with pytest.raises(ValueError, match=r"state\.json (is missing or damaged|has format 4,)"):
+            checkpoint.read_state(step)
+    path.write_text(text)
+    assert checkpoint.read_state(step).step == 6
+
+
+def test_a_run_from_before_states_were_sealed_goes_on(made, whole, half):
+    path = half / "step-000003" / "trainer" / "state.json"
+    state = json.loads(path.read_text())
+    del state[checkpoint.SEAL]
+    path.write_text(json.dumps({**state, "format": checkpoint.UNSEALED}))
+    assert run(made, half, "run.save_every=3") == 0
+    assert_like_uninterrupted(whole, half)
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(made, whole, tmp_path, capsys):
     output = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
     for name in steps(output):
@@ -179,6 +284,34 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(made, whole
     assert run(made, output) == 2
     assert "no checkpoint is intact" in capsys.readouterr().err
     assert steps(output) == ["step-000003", "step-000006"]
+
+
+DISKS = {
+    "No space left on device": (OSError(errno.ENOSPC, ""), "free space there"),
+    "Disk quota exceeded": (OSError(errno.EDQUOT, ""), "free space there"),
+    "File too large": (OSError(errno.EFBIG, ""), "raise the limit on the size of a file (ulimit"),
+    "Permission denied": (OSError(errno.EACCES, ""), "make it writable"),
+    "Read-only file system": (OSError(errno.EROFS, ""), "make it writable"),
+    "Input/output error": (OSError(errno.EIO, ""), "check this disk"),
+    "by safetensors": (
+        SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
+        "raise the limit on the size of a file (ulimit -f)",
+    ),
+}
+"""Why a file cannot be written, and what to do about it."""
+
+
+@pytest.mark.parametrize("name", DISKS)
+def test_a_checkpoint_that_cannot_be_written_says_what_to_do(made, half, monkeypatch, capsys, name):
+    def refuse(*_: object) -> None:
+        raise error
+
+    error, remedy = DISKS[name]
+    monkeypatch.setattr(checkpoint, "save_file", refuse)
+    assert run(made, half, "run.save_every=3") == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert f"; the newest checkpoint is step-000003; {remedy}" in line
+    assert line.endswith(" and run the same command again")
 
 
 def test_a_full_disk_leaves_no_half_checkpoint(made, half, monkeypatch, capsys):
@@ -262,11 +395,76 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_at_start(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("place", ["forbidden", "a file", "below a file"])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    made, tmp_path, monkeypatch, capsys, place
+):
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the target is loaded, which may take minutes")
+
+    output, file = tmp_path / "runs" / "run", tmp_path / "file"
+    file.touch()
+    if place == "forbidden":  # root may write everywhere
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    else:
+        output = file if place == "a file" else file / "run"
+    monkeypatch.setattr(Target, "load", load)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(output))))
+    assert main([str(recipe)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: run.output: expected a folder to write to, got {output}, but ")
+    assert "may not be written to" in line if place == "forbidden" else f"{file} is a file" in line
+    assert line.endswith("; change that, or set another run.output")
+
+
+def test_a_file_that_cannot_be_written_is_named(made, tmp_path, monkeypatch, capsys):
+    """An error of a full disk names none."""
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    in_step(monkeypatch, 2, lambda: monkeypatch.setattr(json, "dumps", full))
+    assert run(made, tmp_path / "run") == 2
+    said = capsys.readouterr().err
+    assert f"error: [Errno 27] File too large: '{tmp_path}/run/metrics.jsonl'" in said
+
+
+MEMORY = {
+    "tensor": lambda: torch.empty(1 << 50),
+    "array": lambda: np.empty(1 << 60, np.int8),
+    "GPU": lambda: exhausted("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a"),
+    "unknown": lambda: bytes(1 << 62),
+}
+AMOUNTS = {
+    "tensor": "the CPU, which was asked for 4.5e+06 GB more; ",
+    "array": "the CPU, which was asked for 1.00 EiB more; ",
+    "GPU": "the GPU, which was asked for 20.00 GiB more; ",
+    "unknown": "the CPU; ",
+}
+
+
+def exhausted(text: str) -> None:
+    raise torch.OutOfMemoryError(text)
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_that_runs_out_is_one_line_that_says_what_to_lower(
+    made, tmp_path, monkeypatch, capsys, name
+):
+    in_step(monkeypatch, 2, MEMORY[name])
+    assert run(made, tmp_path / "run") == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert line == (
+        f"error: out of memory on {AMOUNTS[name]}lower data.rows_per_batch (2), "
+        "data.sequence_length (64) or sizes in head, or set run.gradient_checkpointing=true"
+    )
+
+
 def test_keeping_fewer_checkpoints_makes_room_before_the_next_one(made, half, monkeypatch):
     other = half / "step-000002"
     shutil.copytree(half / "step-000003", other)
-    state = json.loads((other / "trainer" / "state.json").read_text())
-    (other / "trainer" / "state.json").write_text(json.dumps({**state, "tokens_per_step": 0.5}))
+    rewrite_state(other, lambda state: {**state, "tokens_per_step": 0.5})
     in_step(monkeypatch, 4, lambda: seen.extend(steps(half)))
     seen: list[str] = []
     assert run(made, half, "run.keep=1", "run.save_every=3") == 0
@@ -276,8 +474,7 @@ def test_keeping_fewer_checkpoints_makes_room_before_the_next_one(made, half, mo
 def renumbered(output: Path, old: int, new: int) -> None:
     """As if a checkpoint were of another step."""
     folder = (output / f"step-{old:06d}").rename(output / f"step-{new:06d}")
-    state = json.loads((folder / "trainer" / "state.json").read_text())
-    (folder / "trainer" / "state.json").write_text(json.dumps({**state, "step": new}))
+    rewrite_state(folder, lambda state: {**state, "step": new})
 
 
 def test_steps_are_ordered_by_number_beyond_a_million(made, half):
@@ -346,17 +543,71 @@ def killed_while_saving(made: Path, output: Path) -> None:
     run(made, output)
 
 
+TESTS = Path(__file__).parent
+OURS = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+
+
+def in_python(function, *paths: Path) -> list[str]:
+    """The command that calls a function of this file in a process of its own."""
+    arguments = ", ".join(f"Path({str(path)!r})" for path in paths)
+    code = f"from test_interrupt import *; {function.__name__}({arguments})"
+    return [sys.executable, "-c", code]
+
+
 def test_a_save_that_was_killed_leaves_nothing_after_the_next_launch(made, half, tmp_path):
-    arguments = ", ".join(f"Path({str(path)!r})" for path in (made, half))
-    code = "import sys; sys.path.append('train'); from test_interrupt import *; "
-    code += f"killed_while_saving({arguments})"
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    command = in_python(killed_while_saving, made, half)
+    done = subprocess.run(command, env=OURS, check=False)
     assert done.returncode == -signal.SIGKILL
     assert [path for path in half.glob(".*step-*") if (path / "model.safetensors").is_file()]
     assert run(made, half) == 0
     assert not list(half.glob(".*step-*"))
+
+
+def killed_before_best(made: Path, output: Path) -> None:
+    """In a process of its own: dies when the last checkpoint has its name."""
+
+    def rotate_or_die(self) -> None:
+        if (output / "step-000006").is_dir():
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self)
+
+    original = Checkpoints._rotate
+    Checkpoints._rotate = rotate_or_die
+    run(made, output, *ONE_KEPT)
+
+
+def killed_while_deleting(made: Path, output: Path) -> None:
+    """In a process of its own: dies when an old checkpoint has lost its name."""
+    shutil.rmtree = lambda path, **_: (
+        str(path).endswith(".gone") and os.kill(os.getpid(), signal.SIGKILL)
+    )
+    run(made, output, *ONE_KEPT)
+
+
+ONE_KEPT = ["run.save_every=3", "run.keep=1", "eval.best=loss", "eval.report=true"]
+
+
+@pytest.mark.parametrize("killed", [killed_before_best, killed_while_deleting])
+def test_a_run_killed_after_its_last_checkpoint_is_completed(made, tmp_path, capsys, killed):
+    """By the same command: `best`, the removal of old checkpoints, the report."""
+    output = tmp_path / "run"
+    assert run(made, output, *ONE_KEPT, "run.steps=3") == 0
+    (output / "report.md").unlink()
+    done = subprocess.run(in_python(killed, made, output), env=OURS, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (output / "step-000006").is_dir()
+    assert len(steps(output)) == 2 or list(output.glob(".*.gone"))
+    capsys.readouterr()
+    assert run(made, output, *ONE_KEPT) == 0
+    said = capsys.readouterr().out
+    assert f"report: {output}/report.md" in said
+    assert f"{output}/step-000006: this run is finished" in said
+    losses = {x["step"]: x["heldout_loss"] for x in read_metrics(output) if "heldout_loss" in x}
+    best = min(losses, key=lambda step: losses[step])
+    assert (output / "best").resolve().name == f"step-{best:06d}"
+    assert steps(output) == sorted({f"step-{best:06d}", "step-000006"})
+    assert not list(output.glob(".step*"))
+    assert "| trained | 6 of 6 steps |" in (output / "report.md").read_text()
 
 
 @pytest.mark.parametrize("owner", ["gone", "self", "alive", "elsewhere"])
@@ -446,9 +697,10 @@ def test_a_run_keeps_the_step_and_the_length_that_it_began_with(made, tmp_path, 
     assert run(made, tmp_path / "run", *choices) == 0
     for later in steps(tmp_path / "run")[1:]:
         shutil.rmtree(tmp_path / "run" / later)
-    path = tmp_path / "run" / "step-000002" / "trainer" / "state.json"
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps({**state, "steps": state["steps"] + 3, "rows_per_step": 2}))
+    step = tmp_path / "run" / "step-000002"
+    state = json.loads((step / "trainer" / "state.json").read_text())
+    more = {"steps": state["steps"] + 3, "rows_per_step": 2}
+    rewrite_state(step, lambda state: {**state, **more})
     assert run(made, tmp_path / "run", *choices, "run.tokens_per_step=null") == 0
     assert f"done: {state['steps'] + 3} steps" in capsys.readouterr().out
     path = tmp_path / "run" / f"step-{state['steps'] + 3:06d}" / "trainer" / "state.json"
@@ -457,9 +709,10 @@ def test_a_run_keeps_the_step_and_the_length_that_it_began_with(made, tmp_path, 
 
 def test_a_run_goes_on_with_a_target_of_which_less_is_in_memory(made, whole, half):
     """Where matrices are on disk or quantised, a fingerprint is the first part of the whole one."""
-    path = half / "step-000003" / "trainer" / "state.json"
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps({**state, "target": state["target"].partition("-")[0]}))
+    rewrite_state(
+        half / "step-000003",
+        lambda state: {**state, "target": state["target"].partition("-")[0]},
+    )
     assert run(made, half, "run.save_every=3") == 0
     assert_like_uninterrupted(whole, half)
 
@@ -515,8 +768,10 @@ def test_going_on_with_something_else_is_refused(
 
 def _move(output: Path, old: Path, new: Path) -> None:
     """As if the run had begun with what stands at `new`."""
-    for path in output.glob("step-*/trainer/state.json"):
-        path.write_text(path.read_text().replace(f"{old}/", f"{new}/"))
+    for step in output.glob("step-*"):
+        rewrite_state(
+            step, lambda state: json.loads(json.dumps(state).replace(f"{old}/", f"{new}/"))
+        )
 
 
 @pytest.fixture
@@ -572,6 +827,25 @@ def test_a_run_whose_steps_stay_not_finite_ends(made, tmp_path, capsys, poisoned
     assert run(made, tmp_path / "run", "run.max_skipped=2") == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert "not finite in 2 steps up to 2; loss nan" in line and "in documents " in line
+
+
+def test_weights_that_are_not_finite_are_not_saved(made, tmp_path, monkeypatch, capsys):
+    """A run may end before the next loss shows what the last step made of them."""
+
+    def overflow(run, *rest):
+        result = train_step(run, *rest)
+        with torch.no_grad():
+            next(run.head.parameters()).fill_(torch.inf if run.state.step == 5 else 0.1)
+        return result
+
+    train_step = loop.train_step
+    monkeypatch.setattr(loop, "train_step", overflow)
+    assert run(made, tmp_path / "run", "run.save_every=3") == 2
+    assert (
+        "error: weights are not finite after step 6, which was not saved; lower optim.lr, then run "
+        "again from the last checkpoint" in capsys.readouterr().err
+    )
+    assert steps(tmp_path / "run") == ["step-000003"]
 
 
 def test_skipped_steps_are_counted_over_launches(made, tmp_path, monkeypatch, capsys, poisoned):

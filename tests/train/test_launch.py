@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tiny_training import random_answers, tiny_recipe, weights, write_answers
 
+from draftheads.train import launch
 from draftheads.train.launch import check_environment, right_command
 from draftheads.train.medusa import main
 
@@ -97,6 +99,38 @@ def test_processes_that_torchrun_starts_again_go_on(made, tmp_path):
     assert main([str(recipe), f"run.output={tmp_path / 'alone'}"]) == 0
     left, right = (weights(tmp_path / name, 6) for name in ("run", "alone"))
     assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_one_line_of_each_that_is_left(made, tmp_path):
+    """The launcher ends them as well: that must not hide why."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"))))
+    result = torchrun(str(ROOT / "tests" / "restart_worker.py"), str(recipe))
+    assert result.returncode != 0
+    ours, _, launchers = result.stderr.partition("failed (exitcode: -9)")
+    [line] = [line for line in ours.splitlines() if line.startswith(("error", "interrupted"))]
+    assert line.startswith("error: another process of this launch is gone or never came (")
+    assert line.endswith(
+        "); its own last line, or the launcher's report, says why; run the same command again to "
+        "resume"
+    )
+    assert "Traceback" not in ours
+    assert "exitcode  : 2" in launchers
+
+
+def test_a_process_that_never_comes_is_one_line(made, tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"))))
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "ACCELERATE_USE_CPU": "true"}
+    for name, value in {**alone, **place}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(launch, "PATIENCE", timedelta(seconds=2))
+    assert main([str(recipe)]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert line.startswith("error: another process of this launch is gone or never came (")
+    assert "Timed out after" in line
 
 
 APART = {
@@ -194,6 +228,18 @@ def test_the_first_fsdp_is_refused():
     with pytest.raises(ValueError, match="expected fsdp_version: 2, got 1"):
         check_environment({"ACCELERATE_USE_FSDP": "true"}, has_gpu=True)
     check_environment({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, has_gpu=True)
+
+
+def test_deepspeed_that_would_be_left_out_is_refused():
+    """accelerate takes ACCELERATE_USE_CPU first, and would train with DDP without a word."""
+    deepspeed = {"ACCELERATE_USE_DEEPSPEED": "true"}
+    for value in ("true", "True", "1", "yes"):
+        with pytest.raises(
+            ValueError, match="expected DeepSpeed, .* leave that out: DeepSpeed without"
+        ):
+            check_environment({**deepspeed, "ACCELERATE_USE_CPU": value}, has_gpu=False)
+    check_environment({**deepspeed, "ACCELERATE_USE_CPU": "false"}, has_gpu=False)
+    check_environment(deepspeed, has_gpu=False)
 
 
 def test_accelerate_launch_on_cpu_with_several_processes_is_refused():
