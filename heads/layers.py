@@ -207,7 +207,7 @@ class LayerShape:
     def read(cls, config: dict[str, Any]) -> LayerShape:
         """The shape in a head's config.json."""
         width, heads, _ = needed(config, "hidden_size", "num_attention_heads", "intermediate_size")
-        default = {"kv_heads": heads, "head_dim": width // heads, "eps": 1e-5, "context": 2048}
+        default = {"kv_heads": heads, "head_dim": width // heads, "eps": 1e-6, "context": 2048}
         return cls(**{name: config.get(key) or default[name] for name, key in KEYS.items()})
 
     def config(self) -> dict[str, Any]:
@@ -256,13 +256,15 @@ class Rope:
 
     @classmethod
     def read(cls, config: dict[str, Any], head_dim: int) -> Rope:
-        """The RoPE in a head's config.json."""
-        new = config.get("rope_parameters") or {}
-        scaling = config.get("rope_scaling")
-        if not scaling and new.get("rope_type", "default") != "default":
-            scaling = new
-        theta = config.get("rope_theta") or new.get("rope_theta") or 10000.0
-        return cls(head_dim, theta, scaling)
+        """The RoPE in a head's config.json, with the precedence of transformers: a base among the
+        parameters, which may be those of a type of layers, is before one beside them.
+        """
+        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        kind = "sliding_attention" if config.get("sliding_window") else "full_attention"
+        given = {**(given.get(kind) or given)}
+        theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        is_plain = (given.get("rope_type") or given.get("type") or "default") == "default"
+        return cls(head_dim, theta, None if is_plain else given)
 
     def __call__(self, positions_BQ: Tensor) -> Angles:
         if self.frequencies.device != positions_BQ.device:
@@ -382,12 +384,15 @@ class FusingLayer(nn.Module):
     """EAGLE-3's first layer: attention reads the embedded token and the hidden state, each with its
     own norm, and its output is added to the hidden state.
 
-    norm_before_residual: the output is added to the normed hidden state instead.
+    norm_before_residual: the output is added to the normed hidden state instead. qk_norm: as in
+    Qwen3.
     """
 
-    def __init__(self, shape: LayerShape, *, norm_before_residual: bool = False) -> None:
+    def __init__(
+        self, shape: LayerShape, *, norm_before_residual: bool = False, qk_norm: bool = False
+    ) -> None:
         super().__init__()
-        self.self_attn = Attention(shape, 2 * shape.hidden_size)
+        self.self_attn = Attention(shape, 2 * shape.hidden_size, qk_norm=qk_norm)
         self.mlp = GatedMlp(shape)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.eps)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps)

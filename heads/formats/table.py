@@ -26,21 +26,36 @@ def as_ours(stored: Stored, target: Target | None) -> Stored:
     return Stored(config, stored.tensors)
 
 
+FOREIGN = {
+    r"P_?Eagle": "P-EAGLE, which drafts all tokens in one pass, from a learned state where there is "
+    "no feature",
+    r"DFlash_?2": "DFlash 2, which mixes neighbouring slots and selects among candidates",
+    r"Domino": "Domino, whose logits a GRU over the draft tokens corrects",
+    r"LiLiCorr": "LiLiCorr, whose logits a correction of its own changes",
+    r"Gemma4": "Gemma 4's layers, with four norms, GELU, and values that can be the keys",
+}
+"""Names of heads like EAGLE-3 and block heads -> what they are, and what we lack."""
+
 READERS: list[tuple[str, str, Translates]] = [
     ("Hydra", r"^hydra_", medusa.from_hydra),
+    (
+        "EAGLE-3",
+        r"^(model\.)?(midlayer|layers\.0)\.hidden_norm\.weight$",
+        eagle.from_eagle3,
+    ),
     (
         "DSpark and DFlash",
         r"^(dflash_config|target_layer_ids|(model\.)?hidden_norm\.weight)$",
         block.from_block,
     ),
-    ("speculators EAGLE-3", r"^speculators_model_type$", eagle.from_speculators),
+    ("speculators", r"^speculators_model_type$", eagle.from_speculators),
     ("vLLM Medusa", r"^(medusa_heads?\.)?blocks\.0\.layers\.0\.weight$", medusa.from_vllm),
     (
         "Medusa (FasterDecoding, TGI, TensorRT-LLM)",
         r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$",
         medusa.from_numbered,
     ),
-    ("EAGLE-1 and EAGLE-3", r"^(model\.)?fc\.weight$", eagle.from_eagle),
+    ("EAGLE-1", r"^(model\.)?fc\.weight$", eagle.from_eagle),
 ]
 """Layouts in addition to our own: name, a config key or tensor name unique to it, its reader."""
 
@@ -180,6 +195,7 @@ def translated(stored: Stored, target: Target | None) -> Stored:
     """
     if "format" in stored.facts:  # absent in what was converted for others
         return stored
+    _check_foreign(stored)
     names = [*stored.config, *stored.tensors]
     for _, pattern, read in READERS:
         if any(re.search(pattern, name) for name in names):
@@ -189,6 +205,20 @@ def translated(stored: Stored, target: Target | None) -> Stored:
         f"expected a head in one of the layouts draftheads, {known}; got tensors "
         f"{sorted(stored.tensors)[:3]}; is this a head folder?"
     )
+
+
+def _check_foreign(stored: Stored) -> None:
+    """Raise ValueError for a head whose name says that it is of a kind that we do not have."""
+    config = block.sectioned(stored.config)
+    named = [*(config.get("architectures") or []), config.get("speculators_model_type")]
+    named += [config.get("projector_type"), config.get("parallel_drafting") and "peagle"]
+    for name in filter(None, named):
+        for pattern, kind in FOREIGN.items():
+            if re.search(pattern, str(name), re.IGNORECASE):
+                raise ValueError(
+                    f"expected an EAGLE-3, DSpark or DFlash head, got {str(name)[:60]!r}: {kind}; "
+                    "these are not supported, train or get another head"
+                )
 
 
 def written(stored: Stored, to: str, target: Target | None) -> Stored:
