@@ -14,6 +14,7 @@ import torch
 from emulators import Config, EngineError, Served, Shapes, read, under
 from torch import Tensor
 
+EAGLE3_OF_LLAMA = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -80,15 +81,24 @@ def vllm_eagle3(folder: Path, *, style: str = "plain") -> Served:
     config, tensors = read(folder)
     if style == "speculators":
         config = _nested(config)
-    elif config["architectures"][0] not in ("LlamaForCausalLM", "LlamaForCausalLMEagle3"):
-        raise EngineError(f"{config['architectures'][0]} is not known")
+    is_qwen3 = config["model_type"] == "qwen3"
+    if style == "plain":
+        known = ("Eagle3Qwen3ForCausalLM",) if is_qwen3 else EAGLE3_OF_LLAMA
+        if config["architectures"][0] not in known:
+            raise EngineError(f"{config['architectures'][0]} is not that of its model_type")
     nested = config.get("eagle_config") or {}
     switches = {name: bool(config.get(name, nested.get(name, False))) for name in SWITCHES}
     aux = config.get("eagle_aux_hidden_state_layer_ids")  # indices into the hidden states
     layers: int = config["num_hidden_layers"]
     draft = config.get("draft_vocab_size") or config["vocab_size"]
     served = Served(_eagle3(config, switches, len(aux or "123"), layers, draft))
+    for layer in range(layers) if is_qwen3 else ():
+        head_dim = (config["head_dim"],)
+        norms: Shapes = {f"self_attn.{each}_norm.weight": head_dim for each in "qk"}
+        served.parameters |= under(f"layers.{layer}", norms)
     kinds = config.get("layer_types") or []
+    if is_qwen3 and not config["use_sliding_window"]:  # Qwen3Config then has no window
+        config["sliding_window"] = None
     served.facts |= {
         "switches": switches,
         "aux": aux,

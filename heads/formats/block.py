@@ -42,9 +42,7 @@ RENAMES = [
     (r".*rotary_emb\.inv_freq$", ""),
     (r"^verifier_(norm|lm_head)\..*", ""),
 ]
-KNOWN = re.compile(
-    r"((DFlash)?Qwen3DSpark|DSparkDraft|DFlashDraft)Model|(DSpark|DFlash)Speculator"
-)
+KNOWN = re.compile(r"((DFlash)?Qwen3DSpark|DSparkDraft|DFlashDraft)Model|(DSpark|DFlash)Speculator")
 """Architectures of heads with Qwen3's layers."""
 ONE_AND_N = re.compile(r"DFlash(DraftModel|Speculator)")
 """Those whose anchor's slot does not predict, unless config.json says otherwise."""
@@ -220,6 +218,25 @@ def to_engine(stored: Stored, target: Target | None) -> Stored:
         tensors[f"markov_head.markov_{name}.weight"] = tensors["fc.weight"].new_zeros(size, ALIGNED)
     said = {"markov_rank": ALIGNED, "markov_head_type": "vanilla"}
     return Stored({**config, **said}, tensors)
+
+
+def to_mlx(stored: Stored, target: Target | None) -> Stored:
+    """mlx-vlm finds DSpark by a section as DFlash's, counts the anchor's slot as one that does not
+    predict, and shortens blocks of up to 8 slots only if told that it may.
+    """
+    stored = to_engine(stored, target)
+    config = stored.config
+    if config["architectures"] != ["Qwen3DSparkModel"]:
+        return stored
+    section = {
+        "mask_token_id": config["mask_token_id"],
+        "target_layer_ids": config["target_layer_ids"],
+        "projector_type": "dspark",
+        "runtime_block_size": chain(config) + 1,
+        "prefer_requested_block_size": True,
+    }
+    said = {"dflash_config": section, "dspark_bonus_anchor": not config["sample_from_anchor"]}
+    return Stored({**config, **said}, stored.tensors)
 
 
 def to_speculators(stored: Stored, target: Target | None) -> Stored:

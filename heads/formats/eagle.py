@@ -211,7 +211,9 @@ def is_windowed(config: dict[str, Any]) -> bool:
     kinds = kinds or ["full_attention"]
     if len(set(kinds)) > 1:
         raise ValueError(f"expected layers that all have a window or all have none, got {kinds}")
-    check_values({"layer_types": kinds[0]}, {"layer_types": ("full_attention", "sliding_attention")})
+    check_values(
+        {"layer_types": kinds[0]}, {"layer_types": ("full_attention", "sliding_attention")}
+    )
     if kinds[0] == "sliding_attention" and uses is False:
         raise ValueError(
             "expected use_sliding_window and layer_types to agree, got false and "

@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two-layers": {**USUAL, "layers": 2},
     "sizes": {**USUAL, "heads": 4, "kv_heads": 2, "head_dim": 24, "rope_theta": 500.0},
     "window": {**USUAL, "sliding_window": 9},
+    "qwen3": {**USUAL, "qk_norm": True, "norm_before_residual": True, "head_dim": 24},
+    "qwen3-two-layers": {**USUAL, "qk_norm": True, "layers": 2},
     "yarn": {
         **USUAL,
         "rope_scaling": {
