@@ -223,8 +223,10 @@ class Rope:
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
-        self.theta, self.scaling = float(theta), scaling or None
-        given = {key: value for key, value in (scaling or {}).items() if value is not None}
+        # a second base in the scaling would be read by engines before ours
+        own = {key: value for key, value in (scaling or {}).items() if key != "rope_theta"}
+        self.theta, self.scaling = float(theta), own or None
+        given = {key: value for key, value in own.items() if value is not None}
         kind = given.pop("type", None) or given.get("rope_type", "default")
         if kind not in STATIC_ROPES:
             raise ValueError(
@@ -251,8 +253,9 @@ class Rope:
         """The recipe's RoPE; the base is the target's by default."""
         parameters = getattr(target.config, "rope_parameters", None) or {}
         parameters = parameters.get("full_attention") or parameters  # one set per layer type
-        theta = choices.get("rope_theta") or parameters.get("rope_theta") or 10000.0
-        return cls(head_dim, theta, choices.get("rope_scaling"))
+        scaling = choices.get("rope_scaling") or {}
+        theta = choices.get("rope_theta") or scaling.get("rope_theta")
+        return cls(head_dim, theta or parameters.get("rope_theta") or 10000.0, scaling)
 
     @classmethod
     def read(cls, config: dict[str, Any], head_dim: int) -> Rope:
@@ -261,8 +264,8 @@ class Rope:
         """
         given = config.get("rope_scaling") or config.get("rope_parameters") or {}
         kind = "sliding_attention" if config.get("sliding_window") else "full_attention"
-        given = {**(given.get(kind) or given)}
-        theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        given = given.get(kind) or given
+        theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
         is_plain = (given.get("rope_type") or given.get("type") or "default") == "default"
         return cls(head_dim, theta, None if is_plain else given)
 

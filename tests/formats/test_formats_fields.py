@@ -277,3 +277,12 @@ def test_kinds_that_we_do_not_have_are_refused_by_their_names(tmp_path, write, c
     message = refusal(write(tmp_path, config))
     assert "expected an EAGLE-3, DSpark or DFlash head, got " in message and reason in message
     assert message.endswith("these are not supported, train or get another head")
+
+
+def test_one_base_of_rope_is_written(tmp_path):
+    """transformers, and so engines, would take one in the scaling before the one beside it."""
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    head = eagle3(rope_scaling=scaling)
+    assert (head.rope.theta, head.config()["rope_theta"]) == (500.0, 500.0)
+    assert "rope_theta" not in head.config()["rope_scaling"]
+    assert eagle3(rope_scaling=scaling, rope_theta=700.0).config()["rope_theta"] == 700.0
