@@ -17,8 +17,9 @@ from draftheads.scripts.journey import opening_ids
 
 pytestmark = pytest.mark.engines
 PLACE = place_of("mlx")
-EAGLE = ("eagle3", "run.epochs=1.0", "head.vocabulary=null")
-BLOCK = ("block", "run.epochs=null", "run.steps=200", "head.vocabulary=null", "head.mask=0")
+FEW = ("run.epochs=null", "run.steps=60", "head.vocabulary=null")
+EAGLE = ("eagle3", *FEW)
+BLOCK = ("block", *FEW, "head.mask=0")
 BLOCK += ("head.lm_head=shared", "head.embeddings=shared")
 DFLASH = ("head.conditioning=none", "head.sample_from_anchor=false")
 YARN = "head.rope_scaling={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 64}"

@@ -20,7 +20,7 @@ TREE = {"nodes": 16, "depth": 4, "top_k": 3}
 SHORT = ["run.epochs=1.0", "head.vocabulary=null"]
 SIZES = ["head.heads=4", "head.kv_heads=1", "head.head_dim=16", "head.feature_layers=[2,3,4]"]
 HEADS = {"reduced": [], "full": SHORT, "sizes": [*SHORT, *SIZES]}
-DFLASH = ["run.epochs=null", "run.steps=200", "head.vocabulary=null", "head.lm_head=shared"]
+DFLASH = ["run.epochs=null", "run.steps=60", "head.vocabulary=null", "head.lm_head=shared"]
 DFLASH += ["head.embeddings=shared", "head.conditioning=none", "head.sample_from_anchor=false"]
 BLOCKS = {"dflash": ["head.mask=0"], "window": ["head.mask=0", "head.sliding_window=9"]}
 

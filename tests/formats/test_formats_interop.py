@@ -176,6 +176,23 @@ def test_speculators_loads_what_we_export_and_gives_our_logits(tmp_path, python,
     assert difference < 1e-4
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_what_speculators_saves_is_read(tmp_path, python, target, model_type):
+    """Qwen3's layer is its default."""
+    script = Path(__file__).parents[1] / "interop_speculators.py"
+    made = tmp_path / "made"
+    command = [python, str(script), "make", str(made), str(DEMO), model_type]
+    subprocess.run(command, capture_output=True, check=True)
+    head = load_head(made, target=target)
+    assert isinstance(head, Eagle3Head) and head.design.qk_norm == (model_type == "qwen3")
+    inputs, ours = our_logits(head, target)
+    others = their_logits(made, python, inputs, tmp_path)
+    judged = ~ours.isnan()
+    difference = float((others - ours)[judged].abs().max())
+    print(f"\n{model_type}: logits differ by at most {difference:.1e}")
+    assert difference < 1e-4
+
+
 def test_speculators_loads_a_trained_head(tmp_path, python, target):
     if HEAD not in os.environ:
         pytest.skip(f"set {HEAD} to a head that `make demo` trained")
