@@ -6,6 +6,7 @@ heads, G key/value heads, W head width, V vocabulary, v draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -233,14 +234,23 @@ class Rope:
                 f"rope_scaling {kind!r}: expected one of {', '.join(STATIC_ROPES)}; others change "
                 "with the length of the text, which a draft head's cache does not support"
             )
+        if given.get("partial_rotary_factor", 1) != 1:
+            raise ValueError(
+                f"rope_scaling {own}: expected RoPE that turns whole heads, got a "
+                "partial_rotary_factor; remove it"
+            )
         if kind == "default":
             powers_W = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             frequencies, self.attention_factor = self.theta**-powers_W, 1.0
         else:
             parameters = {**given, "rope_type": kind, "rope_theta": self.theta}
             try:
+                context = given.get("original_max_position_embeddings", 1) * given.get("factor", 1)
                 config = LlamaConfig(
-                    hidden_size=head_dim, num_attention_heads=1, rope_parameters=parameters
+                    hidden_size=head_dim,
+                    num_attention_heads=1,
+                    rope_parameters=parameters,
+                    max_position_embeddings=math.ceil(context),  # else it warns of another factor
                 )
                 frequencies, self.attention_factor = ROPE_INIT_FUNCTIONS[kind](config, None)
             except Exception as error:  # whatever transformers raises for missing keys

@@ -286,3 +286,17 @@ def test_one_base_of_rope_is_written(tmp_path):
     assert (head.rope.theta, head.config()["rope_theta"]) == (500.0, 500.0)
     assert "rope_theta" not in head.config()["rope_scaling"]
     assert eagle3(rope_scaling=scaling, rope_theta=700.0).config()["rope_theta"] == 700.0
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
+def test_rope_of_a_part_of_each_head_is_refused_in_a_recipe_too(kind):
+    scaling = {"rope_type": kind, **YARN, "partial_rotary_factor": 0.5}
+    with pytest.raises(ValueError, match="expected RoPE that turns whole heads, got a partial"):
+        eagle3(rope_scaling=scaling)
+
+
+def test_a_scaling_is_read_without_a_warning(tmp_path, caplog):
+    """Of another context than the head's, which has none of its own."""
+    config = {"rope_scaling": {"rope_type": "yarn", **YARN, "factor": 40.0}}
+    load_head(written(tmp_path, config))
+    assert not [each.message for each in caplog.records if "rope" in each.message.lower()]
