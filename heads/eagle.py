@@ -47,6 +47,7 @@ from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, grow, tree_builder
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+"""Keys of config.json, which engines know by these names."""
 TRAINING = ("steps", "decay", "noise", "labels", "loss", "regression", "classification")
 """Choices of a recipe for training."""
 
@@ -71,6 +72,7 @@ class EagleDesign:
     norm_before_fc: bool = False  # norm the concatenated features
     norm_before_residual: bool = False  # the residual stream starts from the normed feature
     norm_output: bool = False  # the next step reads the normed output
+    qk_norm: bool = False  # queries and keys are normed per head, as in Qwen3
 
     @classmethod
     def of(cls, target: Target, choices: dict[str, Any], **more: Any) -> EagleDesign:
@@ -79,7 +81,7 @@ class EagleDesign:
         shape = LayerShape.of(target, choices)
         rope = Rope.of(target, choices, shape.head_dim)
         layers, window = choices.get("layers", 1), choices.get("sliding_window")
-        more |= {name: bool(choices.get(name)) for name in SWITCHES}
+        more |= {name: bool(choices.get(name)) for name in (*SWITCHES, "qk_norm")}
         return cls(shape, rope, target.vocab_size, layers, window, **more)
 
     @classmethod
@@ -96,7 +98,7 @@ class EagleDesign:
     def config(self, **more: int) -> dict[str, Any]:
         """The keys of config.json that EAGLE-1 and EAGLE-3 share."""
         config = {
-            "model_type": "llama",
+            "model_type": "qwen3" if self.qk_norm else "llama",
             **self.shape.config(),
             "num_hidden_layers": self.layers,
             "vocab_size": self.vocab_size,
@@ -105,6 +107,7 @@ class EagleDesign:
             "rope_theta": self.rope.theta,
             "rope_scaling": self.rope.scaling,
             "sliding_window": self.window,
+            "use_sliding_window": self.window is not None,  # else Qwen3's config drops the window
         }
         if self.window:
             config["layer_types"] = ["sliding_attention"] * self.layers
@@ -302,7 +305,6 @@ class Eagle3Head(Vocabulary, AutoregressiveHead):
     """
 
     kind = "eagle3"
-    architecture = "LlamaForCausalLMEagle3"
     steps, noise = 7, 0.0
 
     def __init__(self, design: EagleDesign) -> None:
@@ -314,11 +316,13 @@ class Eagle3Head(Vocabulary, AutoregressiveHead):
             self.fc_norm = nn.ModuleList(RMSNorm(width, shape.eps) for _ in range(count))
         if design.norm_before_fc:
             self.input_norm = RMSNorm(count * width, shape.eps)
-        first = FusingLayer(shape, norm_before_residual=design.norm_before_residual)
+        first = FusingLayer(
+            shape, norm_before_residual=design.norm_before_residual, qk_norm=design.qk_norm
+        )
         if design.layers == 1:  # the name in published single-layer checkpoints
             self.midlayer = first
         else:
-            others = [DecoderLayer(shape) for _ in range(design.layers - 1)]
+            others = [DecoderLayer(shape, qk_norm=design.qk_norm) for _ in range(design.layers - 1)]
             self.layers = nn.ModuleList([first, *others])
         self.norm = RMSNorm(width, shape.eps)
         self.lm_head = nn.Linear(width, design.draft_vocab_size, bias=False)
@@ -344,6 +348,10 @@ class Eagle3Head(Vocabulary, AutoregressiveHead):
         if ids_v is not None:
             head.fill_vocabulary(ids_v)
         return head
+
+    @property
+    def architecture(self) -> str:  # type: ignore[override]
+        return "Eagle3Qwen3ForCausalLM" if self.design.qk_norm else "LlamaForCausalLMEagle3"
 
     @property
     def training_layers(self) -> tuple[int, ...]:
@@ -405,7 +413,8 @@ class Eagle3Head(Vocabulary, AutoregressiveHead):
             (layers,) = needed(config, "eagle_aux_hidden_state_layer_ids")
         words = len(matrix(tensors, "lm_head.weight"))
         _, vocab_size = cls.sizes_in(tensors) or (words, words)
-        more = {"feature_layers": tuple(layers), "draft_vocab_size": words}
+        qk_norm = any(name.endswith(".self_attn.q_norm.weight") for name in tensors)
+        more = {"feature_layers": tuple(layers), "draft_vocab_size": words, "qk_norm": qk_norm}
         return cls(EagleDesign.read(config, tensors, vocab_size, **more))
 
 

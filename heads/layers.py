@@ -6,6 +6,7 @@ heads, G key/value heads, W head width, V vocabulary, v draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -207,7 +208,7 @@ class LayerShape:
     def read(cls, config: dict[str, Any]) -> LayerShape:
         """The shape in a head's config.json."""
         width, heads, _ = needed(config, "hidden_size", "num_attention_heads", "intermediate_size")
-        default = {"kv_heads": heads, "head_dim": width // heads, "eps": 1e-5, "context": 2048}
+        default = {"kv_heads": heads, "head_dim": width // heads, "eps": 1e-6, "context": 2048}
         return cls(**{name: config.get(key) or default[name] for name, key in KEYS.items()})
 
     def config(self) -> dict[str, Any]:
@@ -223,13 +224,20 @@ class Rope:
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
-        self.theta, self.scaling = float(theta), scaling or None
-        given = {key: value for key, value in (scaling or {}).items() if value is not None}
+        # a second base in the scaling would be read by engines before ours
+        own = {key: value for key, value in (scaling or {}).items() if key != "rope_theta"}
+        self.theta, self.scaling = float(theta), own or None
+        given = {key: value for key, value in own.items() if value is not None}
         kind = given.pop("type", None) or given.get("rope_type", "default")
         if kind not in STATIC_ROPES:
             raise ValueError(
                 f"rope_scaling {kind!r}: expected one of {', '.join(STATIC_ROPES)}; others change "
                 "with the length of the text, which a draft head's cache does not support"
+            )
+        if given.get("partial_rotary_factor", 1) != 1:
+            raise ValueError(
+                f"rope_scaling {own}: expected RoPE that turns whole heads, got a "
+                "partial_rotary_factor; remove it"
             )
         if kind == "default":
             powers_W = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -237,8 +245,12 @@ class Rope:
         else:
             parameters = {**given, "rope_type": kind, "rope_theta": self.theta}
             try:
+                context = given.get("original_max_position_embeddings", 1) * given.get("factor", 1)
                 config = LlamaConfig(
-                    hidden_size=head_dim, num_attention_heads=1, rope_parameters=parameters
+                    hidden_size=head_dim,
+                    num_attention_heads=1,
+                    rope_parameters=parameters,
+                    max_position_embeddings=math.ceil(context),  # else it warns of another factor
                 )
                 frequencies, self.attention_factor = ROPE_INIT_FUNCTIONS[kind](config, None)
             except Exception as error:  # whatever transformers raises for missing keys
@@ -251,18 +263,21 @@ class Rope:
         """The recipe's RoPE; the base is the target's by default."""
         parameters = getattr(target.config, "rope_parameters", None) or {}
         parameters = parameters.get("full_attention") or parameters  # one set per layer type
-        theta = choices.get("rope_theta") or parameters.get("rope_theta") or 10000.0
-        return cls(head_dim, theta, choices.get("rope_scaling"))
+        scaling = choices.get("rope_scaling") or {}
+        theta = choices.get("rope_theta") or scaling.get("rope_theta")
+        return cls(head_dim, theta or parameters.get("rope_theta") or 10000.0, scaling)
 
     @classmethod
     def read(cls, config: dict[str, Any], head_dim: int) -> Rope:
-        """The RoPE in a head's config.json."""
-        new = config.get("rope_parameters") or {}
-        scaling = config.get("rope_scaling")
-        if not scaling and new.get("rope_type", "default") != "default":
-            scaling = new
-        theta = config.get("rope_theta") or new.get("rope_theta") or 10000.0
-        return cls(head_dim, theta, scaling)
+        """The RoPE in a head's config.json, with the precedence of transformers: a base among the
+        parameters, which may be those of a type of layers, is before one beside them.
+        """
+        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        kind = "sliding_attention" if config.get("sliding_window") else "full_attention"
+        given = given.get(kind) or given
+        theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
+        is_plain = (given.get("rope_type") or given.get("type") or "default") == "default"
+        return cls(head_dim, theta, None if is_plain else given)
 
     def __call__(self, positions_BQ: Tensor) -> Angles:
         if self.frequencies.device != positions_BQ.device:
@@ -382,12 +397,15 @@ class FusingLayer(nn.Module):
     """EAGLE-3's first layer: attention reads the embedded token and the hidden state, each with its
     own norm, and its output is added to the hidden state.
 
-    norm_before_residual: the output is added to the normed hidden state instead.
+    norm_before_residual: the output is added to the normed hidden state instead. qk_norm: as in
+    Qwen3.
     """
 
-    def __init__(self, shape: LayerShape, *, norm_before_residual: bool = False) -> None:
+    def __init__(
+        self, shape: LayerShape, *, norm_before_residual: bool = False, qk_norm: bool = False
+    ) -> None:
         super().__init__()
-        self.self_attn = Attention(shape, 2 * shape.hidden_size)
+        self.self_attn = Attention(shape, 2 * shape.hidden_size, qk_norm=qk_norm)
         self.mlp = GatedMlp(shape)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.eps)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps)

@@ -680,7 +680,10 @@ def convert(
     source: Annotated[str, Argument(help="a head: folder, run folder or Hub id, any layout")],
     out: Annotated[Path, Argument(help="new folder, or GGUF file, to write")],
     to: Annotated[
-        str, Option("--to", help="draftheads, vllm, sglang, gguf, openvino, tgi or speculators")
+        str,
+        Option(
+            "--to", help="draftheads, vllm, sglang, gguf, openvino, mlx, trtllm, tgi or speculators"
+        ),
     ],
     target: Annotated[
         str | None, Option(help="the head's target, if it is needed; for gguf, its GGUF file")

@@ -2,7 +2,9 @@
 and the chain that they draft, in float64, one slot and one attention head at a time.
 
 Source: qwen3_dspark.py, qwen3_dflash.py, dspark/speculator.py and speculators/algos.py of vLLM
-0.33; models/dspark.py, dflash.py and dflash_utils.py of SGLang 0.5.23.
+0.33; models/dspark.py, dflash.py and dflash_utils.py of SGLang 0.5.23; Qwen3DFlash* in
+exporters/openvino/model_patcher.py of optimum-intel 2.2.0; speculative/drafters/qwen3_dflash and
+dspark of mlx-vlm 0.7.10.
 """
 
 from __future__ import annotations
@@ -124,6 +126,67 @@ def sglang_block(folder: Path) -> Served:
     served = _leniently(served, {name: name for name in tensors}, tensors)
     served.dropped -= {name for name in tensors if name.startswith("confidence_head.")}
     return served
+
+
+def openvino_block(folder: Path) -> Served:
+    """DFlash alone, as a model of its own; all that it does not make is passed over. Blocks are as
+    long as the user says; layers and mask token are written into the exported model.
+    """
+    config, tensors = read(folder)
+    if config["architectures"] != [DFLASH] or config["model_type"] != "qwen3":
+        raise EngineError("exported as a plain model")
+    section = config["dflash_config"]
+    served = Served(block_shapes(config, len(section["target_layer_ids"])))
+    is_windowed = set(config["layer_types"]) == {"sliding_attention"}
+    served.facts = {
+        "aux": [layer + 1 for layer in section["target_layer_ids"]],
+        "anchored": False,
+        "window": config["sliding_window"] if is_windowed else None,
+        "causal": False,
+        "mask": section["mask_token_id"],
+        "ids": None,
+        **_numbers(config),
+    }
+    return _leniently(served, {name: name for name in tensors}, tensors)
+
+
+def mlx_block(folder: Path) -> Served:
+    """DSpark is found by its section. Blocks have one slot more than config.json says, unless it
+    says that the anchor's is among them, at most 8, unless it says how many, and get shorter as
+    drafts are rejected, unless it says not; DFlash's get shorter unless the program says not.
+    """
+    config, tensors = read(folder)
+    section = config.get("dflash_config")
+    if section is None:
+        raise EngineError("DSpark requires a dflash_config object")
+    ids, is_dspark = section["target_layer_ids"], section.get("projector_type") == "dspark"
+    if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < config["num_target_layers"]:
+        raise EngineError(f"target_layer_ids out of order or range: {ids}")
+    served = Served(block_shapes(config, len(ids)))
+    anchored, drafts = False, config["block_size"] - 1
+    if is_dspark:
+        rank, kind = config["markov_rank"], config["markov_head_type"]
+        if not rank or kind != "vanilla":
+            raise EngineError(f"DSpark requires markov_rank > 0, and vanilla, not {kind}")
+        served.parameters |= markov_shapes({**config, "draft_vocab_size": None}, rank)
+        if config.get("enable_confidence_head"):
+            served.parameters |= confidence_shapes(config)
+        anchored = config.get("sample_from_anchor", True)
+        drafts = config["block_size"] - bool(config.get("dspark_bonus_anchor"))
+        if not section.get("prefer_requested_block_size"):
+            raise EngineError("blocks would get shorter")
+        drafts = min(drafts, section.get("runtime_block_size", 8) - 1)
+    served.facts = {
+        "aux": [layer + 1 for layer in ids],
+        "anchored": anchored,
+        "window": None,
+        "causal": config.get("is_causal", False),
+        "mask": section["mask_token_id"],
+        "ids": None,
+        **_numbers(config),
+        "slots": drafts + (not anchored),
+    }
+    return _strictly(served, {name: name for name in tensors}, tensors)
 
 
 def _nested(config: Config) -> Config:

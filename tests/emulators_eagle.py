@@ -2,7 +2,9 @@
 
 Source: eagle.md, sections 4.1, 4.4 and 4.6 to 4.8: vLLM 0.33, SGLang 0.5.23. OpenVINO: classes
 LlamaEagle3* in exporters/openvino/model_patcher.py of optimum-intel 2.2.0, and
-speculative_decoding/eagle3_model_transforms.cpp of OpenVINO GenAI 2026.4.
+speculative_decoding/eagle3_model_transforms.cpp of OpenVINO GenAI 2026.4. MLX:
+speculative/drafters/eagle3 of mlx-vlm 0.7.10. TensorRT-LLM: _torch/models/modeling_speculative.py,
+read and never run.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import torch
 from emulators import Config, EngineError, Served, Shapes, read, under
 from torch import Tensor
 
+IDS = "eagle_aux_hidden_state_layer_ids"
+EAGLE3_OF_LLAMA = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -80,15 +84,24 @@ def vllm_eagle3(folder: Path, *, style: str = "plain") -> Served:
     config, tensors = read(folder)
     if style == "speculators":
         config = _nested(config)
-    elif config["architectures"][0] not in ("LlamaForCausalLM", "LlamaForCausalLMEagle3"):
-        raise EngineError(f"{config['architectures'][0]} is not known")
+    is_qwen3 = config["model_type"] == "qwen3"
+    if style == "plain":
+        known = ("Eagle3Qwen3ForCausalLM",) if is_qwen3 else EAGLE3_OF_LLAMA
+        if config["architectures"][0] not in known:
+            raise EngineError(f"{config['architectures'][0]} is not that of its model_type")
     nested = config.get("eagle_config") or {}
     switches = {name: bool(config.get(name, nested.get(name, False))) for name in SWITCHES}
     aux = config.get("eagle_aux_hidden_state_layer_ids")  # indices into the hidden states
     layers: int = config["num_hidden_layers"]
     draft = config.get("draft_vocab_size") or config["vocab_size"]
     served = Served(_eagle3(config, switches, len(aux or "123"), layers, draft))
+    for layer in range(layers) if is_qwen3 else ():
+        head_dim = (config["head_dim"],)
+        norms: Shapes = {f"self_attn.{each}_norm.weight": head_dim for each in "qk"}
+        served.parameters |= under(f"layers.{layer}", norms)
     kinds = config.get("layer_types") or []
+    if is_qwen3 and not config["use_sliding_window"]:  # Qwen3Config then has no window
+        config["sliding_window"] = None
     served.facts |= {
         "switches": switches,
         "aux": aux,
@@ -151,6 +164,56 @@ def openvino_eagle3(folder: Path, layers: int, *, has_layers: bool = True) -> Se
     served.facts |= {"aux": tuple(output + 1 for output in outputs), "rope": rope(config)}
     served.facts["ids"] = _ids(tensors)
     return _leniently(served, {a: a.replace("midlayer", "layers.0") for a in tensors}, tensors)
+
+
+def mlx_eagle3(folder: Path) -> Served:
+    """A speculators folder. Three features; RoPE without scaling; neither fc_norm nor norm_output
+    nor a window. Gathers the outputs of the target's layers on its way through them. With a draft
+    vocabulary, some targets compare drafts with the best of its tokens, which is not lossless.
+    """
+    config, tensors = read(folder)
+    if config.get("model_type", config["speculators_model_type"]) != "eagle3":
+        raise EngineError("the model_type is not that of a drafter")
+    text, draft = config["transformer_layer_config"], config["draft_vocab_size"]
+    switches = {name: bool(config[name]) for name in SWITCHES[:2]}
+    shapes = {**dict.fromkeys(SWITCHES, False), **switches}
+    served = Served(_eagle3(text, shapes, 3, text["num_hidden_layers"], draft))
+    served.parameters["embed_tokens.weight"] = (text["vocab_size"], text["hidden_size"])
+    if draft != text["vocab_size"]:
+        raise EngineError("drafts would be compared with the draft vocabulary alone")
+    outputs = {max(layer - 1, 0) for layer in config["eagle_aux_hidden_state_layer_ids"]}
+    served.facts |= {
+        "switches": shapes,
+        "aux": tuple(output + 1 for output in sorted(outputs)),
+        "rope": (text["rope_theta"], None),
+    }
+    names = [name for name in tensors if name != "t2d"]
+    if not switches["norm_before_fc"] and "input_norm.weight" in names:
+        names.remove("input_norm.weight")
+    return _strictly(served, {name: name for name in names}, tensors)
+
+
+def trtllm_eagle3(folder: Path) -> Served:
+    """Its PyTorch backend. norm_before_fc is read in eagle_config alone, norm_before_residual and
+    windows nowhere; the user says which outputs of layers are captured, and they come in order.
+    """
+    config, tensors = read(folder)
+    if config["architectures"] != ["LlamaForCausalLMEagle3"]:
+        raise EngineError(f"{config['architectures']} has no model class of its own here")
+    nested, outputs = config["eagle_config"], config["eagle_config"][IDS]
+    switches = {name: bool(config.get(name)) for name in SWITCHES}
+    switches |= {
+        "norm_before_residual": False,
+        "norm_before_fc": bool(nested.get("norm_before_fc")),
+    }
+    if len(outputs) < 2 or config["num_hidden_layers"] > 1:
+        raise EngineError("no fc for a single feature, and other names for several layers")
+    served = Served(_eagle3(config, switches, len(outputs), 1, config["draft_vocab_size"]))
+    served.facts |= {"switches": switches, "window": None, "rope": rope(config)}
+    served.facts["aux"] = tuple(output + 1 for output in sorted(outputs))
+    served.facts["ids"] = _ids(tensors) if "d2t" in tensors else None
+    names = {name: name.replace("midlayer", "layers.0") for name in tensors}
+    return _strictly(served, {a: b for a, b in names.items() if a not in ("d2t", "t2d")}, tensors)
 
 
 def _eagle3(config: Config, switches: Config, count: int, layers: int, draft: int) -> Shapes:

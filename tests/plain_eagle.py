@@ -80,8 +80,8 @@ class PlainHead:
     def attention(self, name: str, x_E: Tensor, position: int, memory: list[Any]) -> Tensor:
         """Add this pair's entry to `memory` and attend to all of it that the window leaves."""
         width, groups = self.shape.head_dim, self.shape.kv_heads
-        queries = self.linear(f"{name}.q_proj", x_E).split(width)
-        keys = [self.turned(k, position) for k in self.linear(f"{name}.k_proj", x_E).split(width)]
+        queries = self.by_head(f"{name}.q", x_E)
+        keys = [self.turned(k, position) for k in self.by_head(f"{name}.k", x_E)]
         memory.append((position, keys, self.linear(f"{name}.v_proj", x_E).split(width)))
         window = self.head.window or math.inf
         seen = [(k, v) for place, k, v in memory if position - place < window]
@@ -93,6 +93,12 @@ class PlainHead:
             parts = scores.exp() / scores.exp().sum()
             out.append(sum(part * v[group] for part, (_, v) in zip(parts, seen, strict=True)))
         return self.linear(f"{name}.o_proj", torch.cat(out))
+
+    def by_head(self, name: str, x_E: Tensor) -> list[Tensor]:
+        """Queries or keys; Qwen3 norms those of each head, before they turn."""
+        each = self.linear(f"{name}_proj", x_E).split(self.shape.head_dim)
+        is_normed = f"{name}_norm.weight" in self.weights
+        return [self.norm(f"{name}_norm", x_W) for x_W in each] if is_normed else list(each)
 
     def layer(self, name: str, x_D: Tensor, position: int, memory: list[Any]) -> Tensor:
         """A Llama layer; EAGLE-1's first one has no input norm."""

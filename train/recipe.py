@@ -174,6 +174,7 @@ class Eagle3Choices(DecoderChoices):
     norm_output: bool = Field(False, description="feed back the normalised output")
     norm_before_fc: bool = Field(False, description="normalise the concatenated features")
     norm_before_residual: bool = Field(False, description="use the normalised feature as residual")
+    qk_norm: bool = Field(False, description="normalise queries and keys per head, as Qwen3 does")
     steps: int = Field(7, ge=1, le=16, description="steps of training-time test")
     labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
     loss: Literal["ce", "tv", "lk", "hybrid"] = Field(

@@ -16,7 +16,17 @@ from typing import Any
 from torch import Tensor
 
 from draftheads.heads.formats.config import needed
-from draftheads.heads.formats.eagle import complete_maps, is_copy, speculators_config
+from draftheads.heads.formats.eagle import (
+    LAYER,
+    NO,
+    ONE,
+    complete_maps,
+    is_copy,
+    is_windowed,
+    speculators_config,
+    unnested,
+    with_sections,
+)
 from draftheads.heads.formats.stored import (
     Stored,
     check_values,
@@ -32,34 +42,22 @@ RENAMES = [
     (r".*rotary_emb\.inv_freq$", ""),
     (r"^verifier_(norm|lm_head)\..*", ""),
 ]
-KNOWN = re.compile(r"(Qwen3DSpark|DSparkDraft|DFlashDraft)Model|(DSpark|DFlash)Speculator")
+KNOWN = re.compile(r"((DFlash)?Qwen3DSpark|DSparkDraft|DFlashDraft)Model|(DSpark|DFlash)Speculator")
 """Architectures of heads with Qwen3's layers."""
-NO = (None, False)
-YES = (None, True)
-ONE = (None, 1, 1.0)
+ONE_AND_N = re.compile(r"DFlash(DraftModel|Speculator)")
+"""Those whose anchor's slot does not predict, unless config.json says otherwise."""
 DESIGN: dict[str, tuple[Any, ...]] = {
+    **LAYER,
     "speculators_model_type": (None, "dspark", "dflash"),
     "model_type": (None, "qwen3", "dflash"),
-    "projector_type": (None, "dflash", "dspark"),  # not domino, nor lilicorr
+    "projector_type": (None, "dflash", "dspark"),
     "conv_kernel_size": (None, 0),  # DFlash 2
     "selector_rank": (None, 0),
     "attention_mode": (None, "gqa"),
-    "kv_lora_rank": (None,),
-    "mrope_section": (None,),
-    "partial_rotary_factor": ONE,
-    "is_neox_style": YES,
-    "rope_is_neox_style": YES,
-    "attention_bias": NO,
-    "attention_sink_bias": NO,
     "add_swa_attention_sink_bias": NO,
     "attention_value_scale": ONE,
-    "hidden_act": (None, "silu", "swish"),
-    "use_aux_hidden_state": YES,
     "input_embedding_scale": ONE,
     "output_multiplier": ONE,
-    "logit_scale": ONE,
-    "final_logit_softcapping": (None, 0),
-    "quantization_config": (None,),
 }
 """Keys of config.json, its sections and its RoPE, with the values that our heads implement."""
 COPIED = ("block_size", "target_layer_ids", "mask_token_id", "rope_theta", "rope_scaling")
@@ -68,7 +66,7 @@ MARKOV = ("markov_rank", "markov_head_type")
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
 SHARED = ("block_size", "draft_vocab_size", "mask_token_id", "num_target_layers", "dtype")
 OUTSIDE = {*SHARED, *MARKOV, *CONFIDENCE, "sample_from_anchor", "target_layer_ids", "is_causal"}
-OUTSIDE |= {"dflash_config", "has_own_lm_head", "has_embed_tokens", "model_type"}
+OUTSIDE |= {"dflash_config", "has_own_lm_head", "has_embed_tokens"}
 """Our keys that do not describe the layers."""
 ALIGNED = 8
 """Rank of a Markov head of zeros, whose rows are then as long as kernels like them."""
@@ -86,10 +84,18 @@ def feature_layers(ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(id + 1 for id in ids)
 
 
+def sectioned(config: dict[str, Any]) -> dict[str, Any]:
+    """Config.json with the keys of DSpark's and DFlash's sections, which have precedence."""
+    return {
+        **config,
+        **(config.get("dspark_config") or {}),
+        **(config.get("dflash_config") or {}),
+    }
+
+
 def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Config.json without sections, whose keys have precedence."""
-    config = {**(config.get("transformer_layer_config") or {}), **config}
-    config |= {**(config.get("dspark_config") or {}), **(config.get("dflash_config") or {})}
+    """Config.json without sections."""
+    config = sectioned(unnested(config))
     aux = config.get("aux_hidden_state_layer_ids")
     return {**config, "target_layer_ids": layer_ids(aux)} if aux else config
 
@@ -102,11 +108,14 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
             raise ValueError(
                 f"expected a DSpark or DFlash head with Qwen3's layers, got {architecture}"
             )
-    whole = {**config, **(config.get("rope_parameters") or {})}
+    whole = with_sections(config)
     check_values(whole, DESIGN)
     needed(whole, "rope_theta", "mask_token_id", "block_size", "target_layer_ids")
     vocab_size, _ = complete_maps(tensors, config, target)
     _drop_copies(tensors, target)
+    if "confidence_head.proj.weight" in tensors:
+        zero_1 = tensors["confidence_head.proj.weight"].new_zeros(1)
+        tensors.setdefault("confidence_head.proj.bias", zero_1)
     if _is_silent(tensors) and not config.get("confidence_head_with_markov"):
         tensors = renamed(tensors, [(r"^markov_head\..*", "")])
     facts = {"target": {"name": target_name(config)}, **stored.facts, "kind": "block"}
@@ -161,6 +170,7 @@ def _is_silent(tensors: dict[str, Tensor]) -> bool:
 
 def _samples_from_anchor(config: dict[str, Any]) -> bool:
     said, kind = config.get("sample_from_anchor"), config.get("markov_head_type")
+    said = config.get("query_zero_predicts_next") if said is None else said  # vLLM's name
     if said is None and config.get("speculators_model_type") == "dspark":
         raise ValueError(
             "expected sample_from_anchor in config.json, got none, for which the speculators "
@@ -171,25 +181,22 @@ def _samples_from_anchor(config: dict[str, Any]) -> bool:
             "expected an rnn that begins after the anchor's slot, got one of the speculators "
             "library with sample_from_anchor false, whose first step is that slot"
         )
-    return not config["architectures"][0].startswith("DFlash") if said is None else bool(said)
+    return not ONE_AND_N.fullmatch(config["architectures"][0]) if said is None else bool(said)
 
 
 def _window(config: dict[str, Any]) -> int | None:
     """The window of all layers. Layers with one are causal in their block unless config.json says
     otherwise, and those of our heads never are.
     """
-    kinds, uses = config.get("layer_types") or ["full_attention"], bool(config.get("use_swa"))
-    if len(set(kinds)) > 1:
-        raise ValueError(f"expected layers that all have a window or all have none, got {kinds}")
-    is_windowed = kinds[0] == "sliding_attention"
+    has_window, uses = is_windowed(config), bool(config.get("use_swa"))
     two_ways = [not config[key] for key in ("is_causal", "causal") if config.get(key) is not None]
-    two_ways.append(not is_windowed or bool(config.get("sliding_window_non_causal")))
+    two_ways.append(not has_window or bool(config.get("sliding_window_non_causal")))
     if not two_ways[0]:
         raise ValueError(
             "expected blocks whose slots see each other both ways, got causal ones (is_causal, "
             "dflash_config.causal, or a sliding window that does not say otherwise)"
         )
-    if not is_windowed and not uses:
+    if not has_window and not uses:
         return None
     size: int = config.get("swa_window_size") or needed(config, "sliding_window")[0]
     return size
@@ -213,6 +220,25 @@ def to_engine(stored: Stored, target: Target | None) -> Stored:
     return Stored({**config, **said}, tensors)
 
 
+def to_mlx(stored: Stored, target: Target | None) -> Stored:
+    """mlx-vlm finds DSpark by a section as DFlash's, counts the anchor's slot as one that does not
+    predict, and shortens blocks of up to 8 slots only if told that it may.
+    """
+    stored = to_engine(stored, target)
+    config = stored.config
+    if config["architectures"] != ["Qwen3DSparkModel"]:
+        return stored
+    section = {
+        "mask_token_id": config["mask_token_id"],
+        "target_layer_ids": config["target_layer_ids"],
+        "projector_type": "dspark",
+        "runtime_block_size": chain(config) + 1,
+        "prefer_requested_block_size": True,
+    }
+    said = {"dflash_config": section, "dspark_bonus_anchor": not config["sample_from_anchor"]}
+    return Stored({**config, **said}, stored.tensors)
+
+
 def to_speculators(stored: Stored, target: Target | None) -> Stored:
     """The keys of the layers move to a nested config; embeddings, and an lm_head of all tokens,
     are read from the target.
@@ -224,7 +250,7 @@ def to_speculators(stored: Stored, target: Target | None) -> Stored:
     more = (*MARKOV, *CONFIDENCE) if kind == "dspark" else ()
     config = {
         "architectures": ["DFlashSpeculator" if kind == "dflash" else "DSparkSpeculator"],
-        **speculators_config(layer, kind, "qwen3", chain(ours)),
+        **speculators_config(layer, kind, chain(ours)),
         **{key: ours[key] for key in (*SHARED, "sample_from_anchor", *more)},
         "aux_hidden_state_layer_ids": list(feature_layers(ours["target_layer_ids"])),
         "sliding_window_non_causal": True,  # vLLM takes it for all layers

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from draftheads.heads.eagle import SWITCHES, default_features
 from draftheads.heads.formats.config import needed
@@ -39,20 +40,41 @@ RENAMES = [
     (r".*rotary_emb\.inv_freq$", ""),
     (r"^verifier_(norm|lm_head)\..*", ""),
 ]
-LLAMA_LIKE = re.compile(r"(Eagle3?)?(Llama|Qwen2)ForCausalLM(Eagle3?)?|Eagle3Speculator")
-"""Architectures of heads with Llama's layers."""
+LLAMA_LIKE = re.compile(
+    r"(Eagle3?)?(Llama|Qwen[23])ForCausalLM(Eagle3?)?|Eagle3(Speculator|DraftModel)|Qwen3Eagle3Model"
+)
+"""Architectures of heads with Llama's or Qwen3's layers."""
 NO = (None, False)
-DESIGN: dict[str, tuple[Any, ...]] = {
-    "parallel_drafting": NO,
-    "embed_requires_grad": NO,
+YES = (None, True)
+ONE = (None, 1, 1.0)
+ACTIVATIONS = (None, "silu", "swish")
+LAYER: dict[str, tuple[Any, ...]] = {
     "kv_lora_rank": (None,),
     "mrope_section": (None,),
+    "partial_rotary_factor": ONE,
+    "is_neox_style": YES,
+    "rope_is_neox_style": YES,
+    "attention_bias": NO,
+    "mlp_bias": NO,
+    "attention_sink_bias": NO,
+    "attn_logit_softcapping": (None, 0),
+    "final_logit_softcapping": (None, 0),
+    "logit_scale": ONE,
+    "hidden_act": ACTIVATIONS,
+    "hidden_activation": ACTIVATIONS,
+    "quantization_config": (None,),
+    "use_aux_hidden_state": YES,
+}
+"""Keys of config.json, its sections and its RoPE, with the values that our layers implement."""
+DESIGN = {
+    **LAYER,
+    "embed_requires_grad": NO,
     "use_qk_norm": NO,
     "qkv_bias": NO,
-    "attention_bias": NO,
-    "hidden_act": (None, "silu", "swish"),
+    "eh_proj_before_attn": NO,
 }
-"""Keys of config.json and its RoPE, with the values that our heads implement."""
+LEFT_OVER = ("num_attention_heads", "rms_norm_eps", "vocab_size")
+"""Keys that speculators does not write where they have the default of the layers' model."""
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 KEPT = ("draft_vocab_size", AUX_LAYERS, "draftheads", *SWITCHES)
 """Keys that speculators and we have at the top level."""
@@ -64,11 +86,15 @@ OUTSIDE |= {"target_hidden_size"}
 def from_eagle(stored: Stored, target: Target | None) -> Stored:
     """EAGLE-3 if layer 0 has a norm for features, else EAGLE-1."""
     config, tensors = stored.config, renamed(stored.tensors, RENAMES)
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    check_values({**config, **rope}, DESIGN)
+    whole = with_sections(config)
+    if str(config.get("model_type")).startswith("llama4"):
+        whole["use_qk_norm"] = None  # of its target; engines make Llama's layer
+    check_values(whole, {**DESIGN, "target_hidden_size": (None, len(matrix(tensors, "fc.weight")))})
     for architecture in config.get("architectures") or []:
         if not LLAMA_LIKE.fullmatch(architecture):
-            raise ValueError(f"expected an EAGLE head with Llama layers, got {architecture}")
+            raise ValueError(
+                f"expected an EAGLE head with Llama's or Qwen3's layers, got {architecture}"
+            )
     _drop_embeddings(tensors, target)
     tensors = {n: t for n, t in tensors.items() if not n.endswith(".bias") or t.any()}
     ours = config | _sizes(tensors, config)
@@ -86,6 +112,34 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
     return Stored({**ours, "draftheads": facts}, tensors)
 
 
+def from_eagle3(stored: Stored, target: Target | None) -> Stored:
+    """Of the speculators library, or of any other."""
+    is_nested = "speculators_model_type" in stored.config
+    return (from_speculators if is_nested else from_eagle)(stored, target)
+
+
+def with_sections(config: dict[str, Any]) -> dict[str, Any]:
+    """Config.json with the keys of `eagle_config` and of its RoPE, of all types of layers."""
+    whole = {**(config.get("eagle_config") or {}), **config}
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name) or {}
+        for part in (rope, *rope.values()):
+            whole |= {} if not isinstance(part, dict) else part
+    return whole
+
+
+def unnested(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of the speculators library without its section for the layers."""
+    layer = config.get("transformer_layer_config")
+    if layer is None:
+        return config
+    kind = layer.get("model_type") or "qwen3"
+    if kind not in ("llama", "qwen3"):
+        raise ValueError(f"expected layers of model_type llama or qwen3, got {kind!r:.60}")
+    default = AutoConfig.for_model(kind)
+    return {**{key: getattr(default, key) for key in LEFT_OVER}, **layer, **config}
+
+
 def from_speculators(stored: Stored, target: Target | None) -> Stored:
     """Like any other EAGLE-3 head, once the nested config is flattened."""
     config = stored.config
@@ -95,8 +149,8 @@ def from_speculators(stored: Stored, target: Target | None) -> Stored:
             "expected norm_before_residual in config.json, got none, for which the speculators "
             "library assumes false and vLLM true; add the value that it was trained with"
         )
-    (layer,) = needed(config, "transformer_layer_config")
-    return from_eagle(Stored({**layer, **config}, stored.tensors), target)
+    needed(config, "transformer_layer_config")
+    return from_eagle(Stored(unnested(config), stored.tensors), target)
 
 
 def _drop_embeddings(tensors: dict[str, Tensor], target: Target | None) -> None:
@@ -124,37 +178,68 @@ def is_copy(theirs_VD: Tensor, ours_VD: Tensor) -> bool:
 
 def _sizes(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any]:
     """The sizes of a layer, read from the tensors, as configs can be wrong."""
-    (heads,) = needed(config, "num_attention_heads")
     q, k = (len(matrix(tensors, f"layers.0.self_attn.{each}_proj.weight")) for each in "qk")
-    head_dim = max(1, q // heads)
-    kinds = config.get("layer_types") or ["full_attention"]  # sliding_window may be left over
-    if len(set(kinds)) > 1:
-        raise ValueError(f"expected layers that all have a window or all have none, got {kinds}")
-    is_windowed = kinds[0] == "sliding_attention"
+    norm_W = tensors.get("layers.0.self_attn.q_norm.weight")
+    if norm_W is not None and norm_W.ndim == 1 and len(norm_W):
+        head_dim = len(norm_W)
+    else:
+        head_dim = max(1, q // needed(config, "num_attention_heads")[0])
     return {
         "hidden_size": len(matrix(tensors, "fc.weight")),
         "head_dim": head_dim,
-        "num_key_value_heads": k // head_dim,
+        "num_attention_heads": max(1, q // head_dim),
+        "num_key_value_heads": max(1, k // head_dim),
         "intermediate_size": len(matrix(tensors, "layers.0.mlp.gate_proj.weight")),
-        "sliding_window": needed(config, "sliding_window")[0] if is_windowed else None,
+        "sliding_window": needed(config, "sliding_window")[0] if is_windowed(config) else None,
     }
+
+
+def is_windowed(config: dict[str, Any]) -> bool:
+    """Whether all layers have the window; sliding_window alone may be left over. Raises ValueError
+    where config.json does not say it of each layer, or says it of some.
+    """
+    kinds, uses = config.get("layer_types"), config.get("use_sliding_window")
+    if kinds is None and uses and config.get("sliding_window"):
+        first, layers = config.get("max_window_layers"), config.get("num_hidden_layers") or 1
+        if first is None:
+            raise ValueError(
+                f"expected layer_types in config.json, got use_sliding_window without them; add "
+                f'"layer_types": ["sliding_attention"] for layers with the window of '
+                f'{config["sliding_window"]}, ["full_attention"] for others'
+            )
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    kinds = kinds or ["full_attention"]
+    if len(set(kinds)) > 1:
+        raise ValueError(f"expected layers that all have a window or all have none, got {kinds}")
+    check_values(
+        {"layer_types": kinds[0]}, {"layer_types": ("full_attention", "sliding_attention")}
+    )
+    if kinds[0] == "sliding_attention" and uses is False:
+        raise ValueError(
+            "expected use_sliding_window and layer_types to agree, got false and "
+            "sliding_attention; correct the one that is not as the head was trained"
+        )
+    return bool(kinds[0] == "sliding_attention")
 
 
 def _features(
     tensors: dict[str, Tensor], config: dict[str, Any], target: Target | None
 ) -> dict[str, Any]:
-    """The keys that only EAGLE-3 has. Nested layer ids count outputs of layers, as in SGLang and
-    ModelOpt; all others, and ours, are indices into the hidden states.
+    """The keys that only EAGLE-3 has. Nested layer ids, and `target_layer_ids`, count outputs of
+    layers, as in SGLang and ModelOpt; all others, and ours, are indices into the hidden states.
     """
     nested = config.get("eagle_config") or {}
     layers = config.get(AUX_LAYERS) or [layer + 1 for layer in nested.get(AUX_LAYERS) or ()]
     layers = layers or nested.get("layer_ids")
+    layers = layers or [layer + 1 for layer in config.get("target_layer_ids") or ()]  # DeepSpec's
     if not layers:
         known = require(target, "its number of layers determines which states this head reads")
         layers = list(default_features(known.layers))
+    switches = {name: bool(config.get(name, nested.get(name))) for name in SWITCHES}
+    switches["norm_output"] |= bool(nested.get("return_hidden_post_norm"))  # ModelOpt's name
     return {
         AUX_LAYERS: layers,
-        **{name: bool(config.get(name, nested.get(name))) for name in SWITCHES},
+        **switches,
         "fc_norm": "fc_norm.0.weight" in tensors,
         "norm_before_fc": "input_norm.weight" in tensors,
     }
@@ -242,10 +327,10 @@ def to_speculators(stored: Stored, target: Target | None) -> Stored:
 
 
 def speculators_config(
-    config: dict[str, Any], kind: str = "eagle3", model_type: str = "llama", chain: int = 0
+    config: dict[str, Any], kind: str = "eagle3", chain: int = 0
 ) -> dict[str, Any]:
-    """The keys that the speculators library adds to a config of ours. model_type: of the layers;
-    chain: its draft tokens, default: as many as the tree is deep.
+    """The keys that the speculators library adds to a config of ours. chain: its draft tokens,
+    default: as many as the tree is deep.
 
     Raises ValueError where the target is not recorded.
     """
@@ -263,7 +348,7 @@ def speculators_config(
     return {
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
-        "transformer_layer_config": {**layer, "model_type": model_type},
+        "transformer_layer_config": layer,
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",

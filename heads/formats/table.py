@@ -26,21 +26,35 @@ def as_ours(stored: Stored, target: Target | None) -> Stored:
     return Stored(config, stored.tensors)
 
 
+FOREIGN = {
+    r"P_?Eagle": "P-EAGLE, which drafts all tokens in one pass from learned states",
+    r"DFlash_?2": "DFlash 2, which mixes neighbouring slots and selects among candidates",
+    r"Domino": "Domino, whose logits a GRU over the draft tokens corrects",
+    r"LiLiCorr": "LiLiCorr, whose logits a correction of its own changes",
+    r"Gemma4": "Gemma 4's layers, with four norms, GELU, and values that can be the keys",
+}
+"""Names of heads like EAGLE-3 and block heads -> what they are, and what we lack."""
+
 READERS: list[tuple[str, str, Translates]] = [
     ("Hydra", r"^hydra_", medusa.from_hydra),
+    (
+        "EAGLE-3",
+        r"^(model\.)?(midlayer|layers\.0)\.hidden_norm\.weight$",
+        eagle.from_eagle3,
+    ),
     (
         "DSpark and DFlash",
         r"^(dflash_config|target_layer_ids|(model\.)?hidden_norm\.weight)$",
         block.from_block,
     ),
-    ("speculators EAGLE-3", r"^speculators_model_type$", eagle.from_speculators),
+    ("speculators", r"^speculators_model_type$", eagle.from_speculators),
     ("vLLM Medusa", r"^(medusa_heads?\.)?blocks\.0\.layers\.0\.weight$", medusa.from_vllm),
     (
         "Medusa (FasterDecoding, TGI, TensorRT-LLM)",
         r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$",
         medusa.from_numbered,
     ),
-    ("EAGLE-1 and EAGLE-3", r"^(model\.)?fc\.weight$", eagle.from_eagle),
+    ("EAGLE-1", r"^(model\.)?fc\.weight$", eagle.from_eagle),
 ]
 """Layouts in addition to our own: name, a config key or tensor name unique to it, its reader."""
 
@@ -54,7 +68,9 @@ WRITERS: dict[str, dict[str, Translates]] = {
     },
     "sglang": {"eagle": as_is, "eagle3": as_is, "block": block.to_engine},
     "gguf": {"eagle3": as_is, "block": as_is},  # and then `llamacpp.write_gguf`
-    "openvino": {"eagle3": eagle.to_openvino},
+    "openvino": {"eagle3": eagle.to_openvino, "block": as_is},
+    "mlx": {"eagle3": eagle.to_speculators, "block": block.to_mlx},
+    "trtllm": {"eagle3": as_is},
     "tgi": {"medusa": medusa.to_tgi},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
@@ -63,23 +79,29 @@ WRITERS: dict[str, dict[str, Translates]] = {
 REMOVED = {"llamacpp": "gguf", "eagle": "sglang", "specforge": "sglang", "fasterdecoding": "tgi"}
 """Destinations of earlier versions -> the one that has the same tensors."""
 
+RISING = "features in another order than the target's layers"
+"""Engines gather features on their way through the layers, whatever config.json says."""
+
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("vllm", "medusa"): ["truncated_vocab_size"],  # vLLM stops at an assertion
     ("tgi", "medusa"): ["truncated_vocab_size", "deep blocks with a shared lm_head"],
     ("vllm", "eagle"): ["sliding_window", "a bias in fc"],
     ("sglang", "eagle"): ["sliding_window"],
-    ("vllm", "eagle3"): ["the last state as a feature"],
+    ("vllm", "eagle3"): [RISING, "the last state as a feature"],
     ("sglang", "eagle3"): [
+        "norms of queries and keys",  # it would pass over their weights without a word
         "norm_before_residual",
         "more than one layer",
         "sliding_window",
         "a single feature",  # for which SGLang omits fc
+        RISING,
         "embeddings as a feature",  # features are outputs of layers
         "the last state as a feature",
     ],
     ("speculators", "eagle3"): ["fc_norm and norm_before_fc", "the last state as a feature"],
     ("openvino", "eagle3"): [
-        "fc_norm",  # of these four, the exporter drops weights and keys without a word
+        "norms of queries and keys",
+        "fc_norm",  # of these five, the exporter drops weights and keys without a word
         "norm_output",
         "norm_before_fc",
         "norm_before_residual",
@@ -90,30 +112,80 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "embeddings as a feature",
         "the last state as a feature",
     ],
+    ("openvino", "block"): [
+        "slots or heads of DSpark",  # it is exported as a plain model
+        "a learned mask vector",
+        "an lm_head of its own",  # the exporter drops both without a word
+        "embeddings of its own",
+        RISING,
+        "embeddings as a feature",
+        "the last state as a feature",
+    ],
+    ("mlx", "eagle3"): [
+        "norms of queries and keys",
+        "fc_norm",
+        "norm_output",  # of these three, the keys are passed over without a word
+        "sliding_window",
+        "a scaling of RoPE",
+        "a reduced vocabulary",  # drafts are compared with the best of its tokens alone
+        "other than three features",
+        "the same feature twice",
+        RISING,
+        "embeddings as a feature",
+        "the last state as a feature",
+    ],
+    ("mlx", "block"): [
+        "a learned mask vector",
+        "gated or rnn conditioning",
+        "sliding_window",  # the same keys for all slots
+        "an lm_head of its own",
+        "embeddings of its own",  # of a target with tied ones, they would be the lm_head, too
+        "the same feature twice",
+        RISING,
+        "embeddings as a feature",
+        "the last state as a feature",
+    ],
+    ("trtllm", "eagle3"): [
+        "norms of queries and keys",
+        "norm_before_residual",
+        "norm_before_fc",
+        "sliding_window",  # of these three, the keys are passed over without a word
+        "more than one layer",
+        "a single feature",
+        "the same feature twice",
+        RISING,
+        "embeddings as a feature",
+        "the last state as a feature",
+    ],
     ("vllm", "block"): [
         "a learned mask vector",
         "gated or rnn conditioning",
+        RISING,
         "the last state as a feature",
     ],
     ("sglang", "block"): [
         "a learned mask vector",
         "an lm_head of its own",  # only the target's are read
         "embeddings of its own",
+        RISING,
         "embeddings as a feature",
         "the last state as a feature",
     ],
     ("gguf", "eagle3"): [
+        "norms of queries and keys",
         "more than one layer",
         "sliding_window",
         "other than three features",
         "fc_norm",
         "norm_output",
+        RISING,
         "the last state as a feature",
     ],
     ("gguf", "block"): [
         "a learned mask vector",
         "gated or rnn conditioning",
         "embeddings of its own",  # without an lm_head, they would be that, too
+        RISING,
         "the last state as a feature",
     ],
     ("speculators", "block"): [
@@ -140,6 +212,7 @@ def loss(to: str, stored: Stored) -> str | None:
         "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
         "deep blocks with a shared lm_head": config.get("original_lm_head") and is_deep,
         "sliding_window": config.get("sliding_window") is not None,
+        "norms of queries and keys": config.get("model_type") == "qwen3",
         "a bias in fc": bias is not None and bool(bias.any()),
         "norm_before_residual": config.get("norm_before_residual"),
         "more than one layer": is_deep,
@@ -150,6 +223,9 @@ def loss(to: str, stored: Stored) -> str | None:
         "a single feature": len(features) == 1,
         "other than three features": len(features) != 3,
         "the same feature twice": len(set(features)) < len(features),
+        RISING: None not in features and features != sorted(features),
+        "a scaling of RoPE": config.get("rope_scaling") is not None,
+        "a reduced vocabulary": config.get("draft_vocab_size") != config.get("vocab_size"),
         "embeddings as a feature": 0 in features,
         "the last state as a feature": -1 in features or layers in features,
         **_traits_of_block(config),
@@ -161,8 +237,10 @@ def loss(to: str, stored: Stored) -> str | None:
 def _traits_of_block(config: dict[str, Any]) -> dict[str, Any]:
     config = block.flat(config)
     is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")
+    is_dspark = config.get("architectures") != ["DFlashDraftModel"]
     own_lm_head, kind = config.get("has_own_lm_head"), config.get("markov_head_type")
     return {
+        "slots or heads of DSpark": is_dspark,
         "a learned mask vector": config.get("mask_token_id") is None,
         "gated or rnn conditioning": kind in ("gated", "rnn"),
         "rnn conditioning of DFlash's slots": kind == "rnn"
@@ -180,6 +258,7 @@ def translated(stored: Stored, target: Target | None) -> Stored:
     """
     if "format" in stored.facts:  # absent in what was converted for others
         return stored
+    _check_foreign(stored)
     names = [*stored.config, *stored.tensors]
     for _, pattern, read in READERS:
         if any(re.search(pattern, name) for name in names):
@@ -189,6 +268,20 @@ def translated(stored: Stored, target: Target | None) -> Stored:
         f"expected a head in one of the layouts draftheads, {known}; got tensors "
         f"{sorted(stored.tensors)[:3]}; is this a head folder?"
     )
+
+
+def _check_foreign(stored: Stored) -> None:
+    """Raise ValueError for a head whose name says that it is of a kind that we do not have."""
+    config = block.sectioned(stored.config)
+    named = [*(config.get("architectures") or []), config.get("speculators_model_type")]
+    named += [config.get("projector_type"), config.get("parallel_drafting") and "peagle"]
+    for name in filter(None, named):
+        for pattern, kind in FOREIGN.items():
+            if re.search(pattern, str(name), re.IGNORECASE):
+                raise ValueError(
+                    f"expected an EAGLE-3, DSpark or DFlash head, got {str(name)[:60]!r}: {kind}; "
+                    "these are not supported, train or get another head"
+                )
 
 
 def written(stored: Stored, to: str, target: Target | None) -> Stored:

@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/engines.py --target TARGET --prompts PROMPTS \\
         --head HEAD [--head ...] [--draft-tokens 3] [--tree nodes=16,depth=4,top_k=3] \\
-        [--vllm PYTHON] [--llamacpp FOLDER] [--openvino PYTHON] [--json OUT]
+        [--vllm PYTHON] [--llamacpp FOLDER] [--openvino PYTHON] [--mlx PYTHON] [--json OUT]
 
 All decoding is greedy and in float32. For each head: the texts of the engine with it are compared
 with ours without drafts, and its verified drafts and the accepted tokens by position with ours,
@@ -38,9 +38,16 @@ VARIABLES = {
     "vllm": "DRAFTHEADS_VLLM",  # a Python with vLLM
     "llamacpp": "DRAFTHEADS_LLAMACPP",  # a folder with llama-server
     "openvino": "DRAFTHEADS_OPENVINO",  # a Python with openvino-genai and optimum-intel
+    "mlx": "DRAFTHEADS_MLX",  # a Python with mlx-lm and mlx-vlm
 }
 """Environment variables that say where engines are."""
-OWN_PYTHON = ("vllm", "openvino")
+OWN_PYTHON = ("vllm", "openvino", "mlx")
+CONVERTED = {
+    "vllm": ("eagle", "medusa", "dspark"),
+    "openvino": ("eagle3", "dflash"),
+    "mlx": ("eagle3", "dflash", "dspark"),
+}
+"""Methods whose heads an engine reads in another layout than ours."""
 TIMEOUT = 1800
 
 
@@ -141,11 +148,10 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
     python = place if engine in OWN_PYTHON else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "job.json", Path(folder) / "out.json"
-        other = {"vllm": ("eagle", "medusa", "dspark"), "openvino": ("eagle3",)}  # than our folder
-        if job.method in other.get(engine, ()):
-            target = Target.load(job.target, dtype="float32")
+        target = Target.load(job.target, dtype="float32")
+        if job.method in CONVERTED.get(engine, ()):
             job = replace(job, head=str(converted(job.head, Path(folder) / "head", engine, target)))
-        given.write_text(json.dumps(asdict(job)))
+        given.write_text(json.dumps({**asdict(job), "eos": list(target.eos_ids)}))
         # -P: without this folder, where scripts have the names of the engines' packages.
         command = [python, "-P", str(RUNS / f"{engine}.py"), str(given), str(made)]
         found = subprocess.run(
@@ -224,7 +230,7 @@ def main() -> None:
             for folder in options.head:
                 job = Job(options.target, prompts, folder, method(folder))
                 job = replace(job, draft_tokens=options.draft_tokens, new_tokens=options.new_tokens)
-                if engine == "vllm" and job.method in ("dspark", "dflash"):
+                if engine != "llamacpp" and job.method in ("dspark", "dflash"):
                     whole = open_head(folder).read()[0].depth  # its blocks end with its chain
                     job = replace(job, draft_tokens=whole)
                 rows.append(row(engine, place, job, target))
@@ -233,7 +239,9 @@ def main() -> None:
                     tree = {name: int(count) for name, count in given.items()}
                     rows.append(row(engine, place, replace(job, tree=tree), target))
         if not rows:
-            raise ValueError("expected an engine, got none; pass --vllm, --llamacpp or --openvino")
+            raise ValueError(
+                "expected an engine, got none; pass --vllm, --llamacpp, --openvino or --mlx"
+            )
         print(markdown(rows))
         if options.json:
             options.json.write_text(json.dumps(rows, indent=2) + "\n")

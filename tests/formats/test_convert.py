@@ -26,7 +26,7 @@ THREE = {"feature_layers": [1, 2, 3]}
 USUAL = {"feature_layers": [2, 2, 2]}  # what n = 5 layers would have: [2, n // 2, n - 3]
 BLOCK = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5}
 DFLASH = {"sample_from_anchor": False, "conditioning": "none"}
-ALL = {"vllm", "sglang", "gguf", "speculators"}
+ALL = {"vllm", "sglang", "gguf", "speculators", "mlx"}
 CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "medusa-own": ({"layers": 1, "depth": 3}, {"vllm", "tgi"}),
     "medusa-shared": ({"lm_head": "shared"}, {"vllm", "tgi"}),
@@ -50,7 +50,8 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"vocabulary": FEW, "feature_layers": [1, 1, 2]},
         {"vllm", "gguf", "sglang", "speculators"},
     ),
-    "eagle3-two": ({"feature_layers": [1, 2]}, {"vllm", "sglang", "speculators"}),
+    "eagle3-two": ({"feature_layers": [1, 2]}, {"vllm", "sglang", "speculators", "trtllm"}),
+    "eagle3-falling": ({"feature_layers": [2, 1]}, {"speculators"}),
     "eagle3-one": ({"feature_layers": [2]}, {"vllm", "speculators"}),
     "eagle3-embeddings": ({"feature_layers": [0, 1, 2]}, {"vllm", "gguf", "speculators"}),
     "eagle3-last": (THREE, set()),
@@ -67,6 +68,11 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {**USUAL, "norm_before_fc": True, "fc_norm": True},
         {"vllm", "sglang"},
     ),
+    "eagle3-qk-norm": ({**USUAL, "qk_norm": True, "vocabulary": FEW}, {"vllm", "speculators"}),
+    "eagle3-qk-norm-window": (
+        {**USUAL, "qk_norm": True, "sliding_window": 5, "layers": 2},
+        {"vllm", "speculators"},
+    ),
     "eagle3-deep": ({**USUAL, "layers": 2}, {"vllm", "speculators"}),
     "eagle3-window": ({**USUAL, "sliding_window": 5}, {"vllm", "speculators"}),
     "eagle3-scaled": (
@@ -80,9 +86,13 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "block-none": ({**BLOCK, "conditioning": "none"}, ALL),
     "block-state": (
         {**BLOCK, "conditioning": "none", "confidence": True},
-        {"vllm", "sglang", "gguf", "speculators"},
+        {"vllm", "sglang", "gguf", "speculators", "mlx"},
     ),
-    "block-dflash": ({**BLOCK, **DFLASH}, ALL),
+    "block-dflash": ({**BLOCK, **DFLASH}, ALL | {"openvino"}),
+    "block-dflash-window": (
+        {**BLOCK, **DFLASH, "sliding_window": 5},
+        {"vllm", "sglang", "gguf", "openvino"},
+    ),
     "block-dflash-markov": ({**BLOCK, **DFLASH, "conditioning": "markov"}, ALL),
     "block-dflash-rnn": ({**BLOCK, "sample_from_anchor": False}, {"sglang"}),
     "block-dflash-reduced": (
@@ -159,6 +169,7 @@ def test_there_and_back_nothing_has_changed(tmp_path, name, to):
 
 
 DRAFTING = ["medusa-shared", "eagle-scaled", "eagle3-reduced", "eagle3-residual", "block-rnn",
+            "eagle3-qk-norm", "eagle3-qk-norm-window",
             "block-gated", "block-dflash", "block-dflash-markov", "block-none", "block-reduced",
             "block-window", "block-own-head"]  # fmt: skip
 
@@ -188,6 +199,8 @@ def test_what_cannot_be_told_is_an_error_and_nothing_is_written(tmp_path, name):
 
 REASONS = {
     ("eagle3-residual", "sglang"): "it has norm_before_residual; nothing",
+    ("eagle3-qk-norm", "sglang"): "it has norms of queries and keys; nothing",
+    ("eagle3-qk-norm", "gguf"): "it has norms of queries and keys; nothing",
     ("eagle3-deep", "sglang"): "it has more than one layer",
     ("medusa-reduced", "vllm"): "it has truncated_vocab_size",
     ("eagle3-one", "sglang"): "it has a single feature",

@@ -69,6 +69,11 @@ NAMES = {
         {"fc_norm": True, "feature_layers": [0, 1, 2]},
         EAGLE3 | under("midlayer", FIRST) | {f"fc_norm.{i}.weight" for i in range(3)},
     ),
+    "eagle3-qk-norm": (
+        "eagle3",
+        {"qk_norm": True},
+        EAGLE3 | under("midlayer", FIRST | {f"self_attn.{each}_norm.weight" for each in "qk"}),
+    ),
     "eagle3-norm-before-fc": (
         "eagle3",
         {"norm_before_fc": True},

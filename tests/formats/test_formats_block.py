@@ -141,9 +141,9 @@ def test_draft_vocabularies_of_block_heads(tmp_path, missing):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "domino": ({"architectures": ["DominoDraftModel"]}, "with Qwen3's layers, got DominoDraft"),
+    "domino": ({"architectures": ["DominoDraftModel"]}, "got 'DominoDraftModel': Domino, whose"),
     "deepseek": ({"model_type": "deepseek_v4"}, "expected model_type: absent, qwen3, dflash"),
-    "projector": ({"projector_type": "domino"}, "expected projector_type: absent, dflash, dspark"),
+    "projector": ({"projector_type": "domino"}, "got 'domino': Domino, whose logits"),
     "convolutions": ({"dflash_config": {"conv_kernel_size": 2}}, "expected conv_kernel_size"),
     "selector": ({"dflash_config": {"selector_rank": 256}}, "expected selector_rank: absent, 0"),
     "sinks": ({"dflash_config": {"attention_sink_bias": True}}, "expected attention_sink_bias"),
@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no-layers": ({"target_layer_ids": None}, "expected target_layer_ids in config.json"),
     "layers": ({"target_layer_ids": [0, 1, 2]}, "fc.weight: expected numbers (32, 96)"),
     "no-block": ({"block_size": None}, "expected block_size in config.json, got none"),
-    "dflash2": ({"speculators_model_type": "dflash2"}, "expected speculators_model_type: absent"),
+    "dflash2": ({"speculators_model_type": "dflash2"}, "got 'dflash2': DFlash 2, which mixes"),
     "rnn-after-anchor": (
         {
             "speculators_model_type": "dspark",

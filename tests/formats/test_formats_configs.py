@@ -26,10 +26,10 @@ FILES = sorted(FOLDER.rglob("*.json"))
 TARGET: Any = SimpleNamespace(layers=32, hidden_size=3072, vocab_size=256000, name="their target")
 
 REFUSED = {
-    "domino": "expected a DSpark or DFlash head with Qwen3's layers, got DominoDraftModel",
+    "domino": "got 'DominoDraftModel': Domino, whose logits a GRU",
     "qwen3.6-27b-dflash": "expected layers that all have a window or all have none",
     "dflash_draft_config": "expected block_size in config.json",
-    "peagle": "expected an EAGLE head with Llama layers, got ",
+    "peagle": "got 'PEagleDraftModel': P-EAGLE, which drafts all tokens in one pass",
     "_mla.": "expected kv_lora_rank: absent",
     "mrope": "expected mrope_section: absent",
     "qwen2-5-vl-7b": "expected mrope_section: absent",

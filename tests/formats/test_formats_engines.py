@@ -12,8 +12,14 @@ from typing import Any
 import pytest
 import torch
 from emulators import EngineError, Served, tgi, vllm_medusa
-from emulators_block import PlainBlock, sglang_block, vllm_block
-from emulators_eagle import sglang_eagle1, sglang_eagle3, vllm_eagle1, vllm_eagle3
+from emulators_block import PlainBlock, mlx_block, openvino_block, sglang_block, vllm_block
+from emulators_eagle import (
+    sglang_eagle1,
+    sglang_eagle3,
+    trtllm_eagle3,
+    vllm_eagle1,
+    vllm_eagle3,
+)
 from plain_hydra import awake
 from safetensors.torch import load_file, save_file
 from test_convert import CHOICES, saved, trained
@@ -35,6 +41,9 @@ ENGINES = {
         "block": vllm_block,
     },
     "sglang": {"eagle": sglang_eagle1, "eagle3": sglang_eagle3, "block": sglang_block},
+    "openvino": {"block": openvino_block},
+    "mlx": {"block": mlx_block},
+    "trtllm": {"eagle3": trtllm_eagle3},
     "tgi": {"medusa": tgi},
     "speculators": {
         "eagle3": partial(vllm_eagle3, style="speculators"),
@@ -246,6 +255,10 @@ FAULTS = {
     "block-fewer-features": ("block-dflash", "vllm", "", "", {"dflash_config": LESS}),
     "block-bias": ("block-dflash", "sglang", "", "", {"attention_bias": True}),
     "block-more-layers": ("block-rnn", "speculators", "", "", {"markov_head_type": "gated"}),
+    "openvino-not-dflash": ("block-dflash", "openvino", "", "", {"architectures": ["Qwen3"]}),
+    "mlx-no-section": ("block-markov", "mlx", "", "", {"dflash_config": None}),
+    "mlx-key-gone": ("block-dflash", "mlx", "gone", "hidden_norm.weight", {}),
+    "trtllm-norm": ("eagle3-two", "trtllm", "renamed", "norm.weight", {}),
     "eagle3-fewer-features": ("eagle3-usual", "sglang", "", "", {"num_aux_hidden_states": 2}),
 }
 

@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two-layers": {**USUAL, "layers": 2},
     "sizes": {**USUAL, "heads": 4, "kv_heads": 2, "head_dim": 24, "rope_theta": 500.0},
     "window": {**USUAL, "sliding_window": 9},
+    "qwen3": {**USUAL, "qk_norm": True, "norm_before_residual": True, "head_dim": 24},
+    "qwen3-two-layers": {**USUAL, "qk_norm": True, "layers": 2},
     "yarn": {
         **USUAL,
         "rope_scaling": {
@@ -171,6 +173,23 @@ def test_speculators_loads_what_we_export_and_gives_our_logits(tmp_path, python,
     # its window does not move on with the steps, as that of engines and ours does
     difference = compared(ours, python, target, tmp_path, steps=1 if name == "window" else STEPS)
     print(f"\n{name}: logits differ by at most {difference:.1e}")
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_what_speculators_saves_is_read(tmp_path, python, target, model_type):
+    """Qwen3's layer is its default."""
+    script = Path(__file__).parents[1] / "interop_speculators.py"
+    made = tmp_path / "made"
+    command = [python, str(script), "make", str(made), str(DEMO), model_type]
+    subprocess.run(command, capture_output=True, check=True)
+    head = load_head(made, target=target)
+    assert isinstance(head, Eagle3Head) and head.design.qk_norm == (model_type == "qwen3")
+    inputs, ours = our_logits(head, target)
+    others = their_logits(made, python, inputs, tmp_path)
+    judged = ~ours.isnan()
+    difference = float((others - ours)[judged].abs().max())
+    print(f"\n{model_type}: logits differ by at most {difference:.1e}")
     assert difference < 1e-4
 
 

@@ -88,6 +88,7 @@ def test_without_its_layers_the_engine_reads_others(tmp_path):
 REFUSED: dict[str, dict[str, Any]] = {
     "fc_norm": {"fc_norm": True},
     "norm_output": {"norm_output": True},
+    "norms of queries and keys": {"qk_norm": True},
     "norm_before_fc": {"norm_before_fc": True},
     "norm_before_residual": {"norm_before_residual": True},
     "more than one layer": {"layers": 2},
@@ -121,8 +122,23 @@ def test_the_exporter_drops_what_it_does_not_know_and_ends_well(tmp_path, name):
 
 def test_other_kinds_are_refused(tmp_path):
     ours = save_head(random_head("medusa", target()), tmp_path / "ours", target=target())
-    with pytest.raises(ValueError, match="head of kind eagle3 for openvino, got medusa"):
+    with pytest.raises(ValueError, match="head of kind eagle3 or block for openvino, got medusa"):
         converted(ours, tmp_path / "theirs", "openvino")
+
+
+def test_the_card_of_a_dflash_head_asks_for_whole_blocks(tmp_path):
+    choices = {"feature_layers": [1, 2], "mask": 7, "block_size": 5, "conditioning": "none"}
+    for name, is_dflash in (("dflash", True), ("dspark", False)):
+        head = random_head("block", target(), **choices, sample_from_anchor=not is_dflash)
+        card = render_card(open_head(save_head(head, tmp_path / name, target=target())).config)
+        assert (
+            "generate('Hello', max_new_tokens=100, num_assistant_tokens=4)" in card
+        ) == is_dflash
+        reason = (
+            "OpenVINO GenAI (2026.4) does not support this head: it has slots or heads of DSpark"
+        )
+        assert (reason in card) != is_dflash
+        assert "hidden_layers_list" not in card
 
 
 def test_the_card_tells_the_layers(tmp_path):

@@ -25,6 +25,7 @@ HEADS = {
     "eagle3": (Eagle3Head, {"vocabulary": ODD}),
     "eagle3, two layers and a window": (Eagle3Head, {"layers": 2, "sliding_window": 4}),
     "eagle3.1": (Eagle3Head, {"fc_norm": True, "norm_output": True}),
+    "eagle3, Qwen3's layers": (Eagle3Head, {"qk_norm": True, "layers": 2}),
     "eagle": (EagleHead, {}),
     "eagle, two layers and a window": (EagleHead, {"layers": 2, "sliding_window": 4}),
 }

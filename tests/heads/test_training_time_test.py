@@ -136,8 +136,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "last features only": {"feature_layers": [3]},
     "one step": {"steps": 1},
     "decay": {"decay": 0.5},
-    **{switch: {switch: True} for switch in SWITCHES},
-    "all switches, two layers": {"layers": 2, **dict.fromkeys(SWITCHES, True)},
+    **{switch: {switch: True} for switch in (*SWITCHES, "qk_norm")},
+    "all switches, two layers": {"layers": 2, "qk_norm": True, **dict.fromkeys(SWITCHES, True)},
 }
 
 

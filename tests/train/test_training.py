@@ -182,7 +182,10 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("eagle3", ["features.mode=cached", "features.dtype=fp8", "head.labels=hard"]),
         ("eagle3", ["head.labels=hard", "head.layers=2"]),
         ("eagle3", ["head.loss=hybrid", "head.norm_output=true", "head.fc_norm=true"]),
-        ("eagle3", ["head.norm_before_fc=true", "head.norm_before_residual=true"]),
+        (
+            "eagle3",
+            ["head.norm_before_fc=true", "head.norm_before_residual=true", "head.qk_norm=true"],
+        ),
         ("eagle3", ["head.sliding_window=5", "head.vocabulary=null", "data.pack=false"]),
         ("eagle3", ["head.feature_layers=[1]", "head.heads=2", "head.head_dim=24"]),
         ("eagle", ["run.precision=bf16"]),

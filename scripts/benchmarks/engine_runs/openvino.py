@@ -38,8 +38,8 @@ def exported(model: str, *, is_head: bool = False) -> Path:
             options = [*EXPORT.split(), *["--trust-remote-code"] * is_head]
             command = [program, "export", "openvino", "--model", model, *options, made]
             subprocess.run(command, check=True)
-            if is_head:
-                tell_layers(made)
+            if is_head and "eagle_config" in json.loads((made / "config.json").read_text()):
+                tell_layers(made)  # of DFlash, the exporter does
             made.rename(folder)
     return folder
 

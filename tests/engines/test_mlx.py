@@ -1,0 +1,65 @@
+"""The promise: mlx-vlm's drafters generate our text with our heads and accept the same drafts, but
+for ties that are rounded otherwise.
+Opt-in: `pytest -m engines`.
+
+DRAFTHEADS_MLX: a Python with mlx-lm and mlx-vlm; scripts/benchmarks/engine_runs/install_mlx.sh
+makes one, on Linux for its CPUs.
+"""
+
+from __future__ import annotations
+
+import pytest
+from real_engines import place_of
+
+from draftheads.heads.hub import open_head
+from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
+from draftheads.scripts.demo import RECIPES
+from draftheads.scripts.journey import opening_ids
+
+pytestmark = pytest.mark.engines
+PLACE = place_of("mlx")
+FEW = ("run.epochs=null", "run.steps=60", "head.vocabulary=null")
+EAGLE = ("eagle3", *FEW)
+BLOCK = ("block", *FEW, "head.mask=0")
+BLOCK += ("head.lm_head=shared", "head.embeddings=shared")
+DFLASH = ("head.conditioning=none", "head.sample_from_anchor=false")
+YARN = "head.rope_scaling={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 64}"
+HEADS: dict[str, tuple[str, ...]] = {
+    "eagle3": EAGLE,
+    "eagle3-norms": (*EAGLE, "head.norm_before_fc=true", "head.norm_before_residual=true"),
+    "eagle3-sizes": (*EAGLE, "head.heads=4", "head.kv_heads=1", "head.rope_theta=500.0"),
+    "dflash": (*BLOCK, *DFLASH),
+    "dflash-yarn": (*BLOCK, *DFLASH, YARN),
+    "dspark": (*BLOCK, "head.conditioning=markov"),
+    "dspark-none": (*BLOCK, "head.conditioning=none"),
+    "dspark-own-slots": (*BLOCK, "head.conditioning=markov", "head.sample_from_anchor=false"),
+}
+"""Kinds of recipes, and what is set in them."""
+
+
+@pytest.fixture(scope="module")
+def plain(demo_target) -> Job:
+    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), None, 20)
+    return Job(str(demo_target.name), prompts)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_trained_head(name, trained, plain, demo_target):
+    folder = trained(*HEADS[name]) / "best"
+    kind, count = method(str(folder)), 3
+    if kind != "eagle3":  # slots see each other, so a block is whole
+        count = open_head(folder).read()[0].depth
+    job = Job(plain.target, plain.prompts, str(folder), kind, count)
+    mine, found = ours(job, demo_target), theirs("mlx", PLACE, job)
+    print(f"\n{name}: {mine.drafts} / {found.drafts}, {mine.accepted} / {found.accepted}")
+    assert found.answers == mine.answers == ours(plain, demo_target).answers
+    # a draft whose two best logits differ by 8e-5 was seen to be rounded otherwise
+    for counted, expected in zip(
+        (found.drafts, *found.accepted), (mine.drafts, *mine.accepted), strict=True
+    ):
+        assert abs(counted - expected) <= mine.drafts / 100
+    assert sum(found.accepted) > 0
+
+
+def test_plain_text_is_ours(plain, demo_target):
+    assert theirs("mlx", PLACE, plain).answers == ours(plain, demo_target).answers
