@@ -204,6 +204,7 @@ class HeadFolder:
             if target is not None:
                 check_target(head, target, stored.facts)
             stored.check(head.state_dict())
+            stored.check_finite()
             if stored.facts.get("tree") is not None:  # [] is a tree without drafts
                 head.tree = tree_from_json(stored.facts["tree"])
                 head.check_tree(head.tree)
