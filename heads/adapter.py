@@ -230,10 +230,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
         chosen = Settings.model_validate(values, strict=True).model_dump()
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        key, got = first["loc"][0], values.get(first["loc"][0])
+        key = str(first["loc"][0])
         raise ValueError(
-            f"{path}: expected the settings of a LoRA adapter, got {got!r:.60} as {key} "
-            f"({first['msg']}); get the folder again"
+            f"{path}: expected the settings of a LoRA adapter, got {values.get(key)!r:.60} as "
+            f"{key} ({first['msg']}); get the folder again"
         ) from error
     known = json.loads(json.dumps(LoraConfig().to_dict(), default=str))
     others = [

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
     HfHubHTTPError,
-    HTTPError,
+    HTTPError,  # of the HTTP library that this version uses
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -239,7 +239,7 @@ def without(text: str, private: Mapping[str, str]) -> str:
         is_address = not public and re.search(r"[.:]", name)  # which other paths may follow
         before, after = (r"\w", r"\w") if is_address else (r"\w/.-", r"\w/-")
         whole = rf"(?<![{before}]){re.escape(name)}(?![{after}])"
-        text = re.sub(whole, lambda _, new=public: new, text)
+        text = public.join(re.split(whole, text))
     return text
 
 
