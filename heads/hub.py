@@ -123,6 +123,8 @@ def about_target(target: Target) -> dict[str, Any]:
         "architecture": type(target.model).__name__,
         "layers": target.layers,
         "quantisation": target.quantisation,
+        "dtype": target.saved_dtype,
+        "eos_ids": list(target.eos_ids),
     }
 
 

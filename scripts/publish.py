@@ -37,7 +37,7 @@ HOST = re.compile(r"://(?:[^/@]*@)?((\[[^]]*\]|[^/:?#]+)(?::\d+)?)")
 """The host of a URL, with and without its port."""
 FACTS = """
 format kind feature_layers target adapter tree tuned training measured
-name revision fingerprint architecture layers quantisation dtype
+name revision fingerprint architecture layers quantisation dtype eos_ids
 rank alpha modules parameters drift
 steps tokens seconds loss predicted_tokens_per_step heldout_top1 heldout_top5 decoding recipe data
 versions hardware merged_adapter

@@ -72,7 +72,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("sglang", "eagle3"): [
         "norm_before_residual",
         "more than one layer",
-        "sliding_window",
         "a single feature",  # for which SGLang omits fc
         "embeddings as a feature",  # features are outputs of layers
         "the last state as a feature",

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from test_convert import CHOICES as LAYOUTS
-from test_convert import forget, saved
+from test_convert import POSSIBLE, forget, saved
 from test_custom_generate import modules_cache  # noqa: F401
 from test_hub import trained
 from tiny_chat import llama
@@ -29,6 +29,8 @@ from draftheads.heads.hub import HEADS, load_head, load_pair, open_head, save_he
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.scripts import cli
+from draftheads.scripts.convert import converted
+from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.publish import prepare, public_facts, publish
 from draftheads.train.data.server import ServedTarget
 
@@ -614,6 +616,85 @@ def test_the_card_prints_no_command_that_an_engine_refuses(tmp_path, name):
     card = (saved(name, tmp_path / "head") / "README.md").read_text()
     serve = card.partition("## Serve")[2].partition("\n## ")[0]
     assert said in serve and command not in serve
+
+
+CONVERTED = [(name, to) for name, to in POSSIBLE if to != "draftheads"]
+COMMANDS = {
+    "vllm": "vllm serve", "sglang": "sglang.launch_server", "openvino": "optimum-cli",
+    "tgi": "text-generation-launcher", "speculators": "vllm serve",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "to"), CONVERTED)
+def test_the_card_of_a_converted_folder_has_the_commands_of_its_program_alone(tmp_path, name, to):
+    """It was that of our own layout: custom_generate of a folder without it, convert once more."""
+    folder = converted(saved(name, tmp_path / "ours"), tmp_path / "theirs", to, tiny_target())
+    card = (folder / "README.md").read_text()
+    commands = "".join(re.findall(r"```(?:sh|python)\n(.*?)```", card, re.DOTALL))
+    assert "custom_generate" not in card and "load_pair" not in card
+    assert "draftheads" not in commands and "llama-server" not in commands
+    assert {each for each in COMMANDS.values() if each in commands} <= {COMMANDS[to]}
+    assert COMMANDS[to] in commands or "does not support this head" in card
+    assert "THIS_FOLDER_OR_REPO NEW_FOLDER --to draftheads" in card
+
+
+@pytest.mark.parametrize("name", ["medusa-shared", "eagle3-usual", "block-none"])
+def test_no_command_looks_up_a_local_target_on_the_hub(hub, tmp_path, name):
+    kind, _, _ = name.partition("-")
+    for place in ("llama", str(tmp_path / "models" / "llama"), "models/of/llama"):
+        target = Target(random_model("llama"), name=place)
+        head = trained(kind, **LAYOUTS[name][0])
+        folder = save_head(head, tmp_path / "head", target=target)
+        for card in ((folder / "README.md").read_text(), prepare(folder, "me/heads").card):
+            commands = re.findall(r"```(?:sh|python)\n(.*?)```", card, re.DOTALL)
+            assert [
+                each for each in commands if re.search(r"(?<!from_)llama(?![-.]|_id)", each)
+            ] == []
+            assert 'from_pretrained("TARGET_FOLDER")' in card
+            assert "draftheads chat --head" in card and "--target TARGET_FOLDER" in card
+            assert "`TARGET_FOLDER` stands for the folder of the target, `" in card
+    known = save_head(head, tmp_path / "known", target=Target(random_model("llama"), name="us/x"))
+    card = (known / "README.md").read_text()
+    assert 'from_pretrained("us/x")' in card and "stands for" not in card
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_card_is_paragraphs_with_an_empty_line_between(tmp_path, name):
+    card = (saved(name, tmp_path / "head") / "README.md").read_text()
+    text = ModelCard(card).text
+    lines = re.sub(r"```.*?```", "```", text, flags=re.DOTALL).splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if line.endswith((".", ":")) or line.startswith("#"):
+            assert not following, line
+
+
+def test_the_cards_commands_are_those_that_work(tmp_path):
+    """Each was missing once: end tokens, dtype and slots changed what engines write or draft."""
+    target = Target.load(RECIPES / "demo-target")
+    assert (target.saved_dtype, target.eos_ids) == ("float32", (2, 0))
+    target.name, target.eos_ids = "us/x", (2, 7, 9, 11)
+    serve = (
+        save_head(random_head("eagle3", target), tmp_path / "head", target=target) / "README.md"
+    ).read_text()
+    assert "vllm serve us/x --dtype float32 --speculative-config" in serve
+    assert "launch_server --model-path us/x --dtype float32 " in serve
+    assert "pip install gguf sentencepiece\nhf download us/x --local-dir TARGET_FOLDER\n" in serve
+    assert "python llama.cpp/convert_hf_to_gguf.py TARGET_FOLDER --outfile target.gguf" in serve
+    for kind, token in (("eos", 2), ("eot", 7), ("eom", 9)):
+        assert f"--override-kv tokenizer.ggml.{kind}_token_id=int:{token}" in serve
+    assert "int:11" not in serve and " --no-spec-draft-backend-sampling\n" in serve
+    assert "`--no-repack` for files in Q8_0" in serve
+    target.saved_dtype, target.eos_ids = "bfloat16", ()
+    block = random_head("block-markov", target, mask=1)
+    serve = (save_head(block, tmp_path / "block", target=target) / "README.md").read_text()
+    assert "draft-dspark" in serve and "backend-sampling" not in serve
+    assert "--dtype" not in serve and "--override-kv" not in serve
+
+
+def test_the_dtype_of_a_target_is_that_of_its_checkpoint(tmp_path):
+    llama().model.bfloat16().save_pretrained(tmp_path / "target")
+    target = Target.load(tmp_path / "target")
+    assert (target.saved_dtype, target.dtype) == ("bfloat16", torch.float32)
 
 
 def test_no_registry_is_asked_for_a_package_of_our_name(folder, monkeypatch):

@@ -68,7 +68,7 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"vllm", "sglang"},
     ),
     "eagle3-deep": ({**USUAL, "layers": 2}, {"vllm", "speculators"}),
-    "eagle3-window": ({**USUAL, "sliding_window": 5}, {"vllm", "speculators"}),
+    "eagle3-window": ({**USUAL, "sliding_window": 5}, {"vllm", "sglang", "speculators"}),
     "eagle3-scaled": (
         {**USUAL, "rope_scaling": SCALED},
         {"vllm", "gguf", "sglang", "speculators"},
