@@ -11,14 +11,15 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import BaseModel, Field, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftheads.heads.formats.config import read_json
-from draftheads.heads.formats.stored import opened
+from draftheads.heads.formats.stored import check_finite, opened
 from draftheads.heads.pretrained import decoder_layers, hash_tensor, same_weights
 
 if TYPE_CHECKING:  # slow to import, and rarely needed
@@ -27,6 +28,21 @@ if TYPE_CHECKING:  # slow to import, and rarely needed
 FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_config.json"
 FILES = (f"{FOLDER}/{CONFIG}", f"{FOLDER}/{WEIGHTS}")
 """The adapter's files in a head folder."""
+
+FREE = {"task_type", "base_model_name_or_path", "revision"}
+FREE |= {"inference_mode", "lora_dropout", "peft_version"}
+"""PEFT's settings that may have any value."""
+
+
+class Settings(BaseModel):
+    """PEFT's settings that `Adapter.create` chooses."""
+
+    peft_type: Literal["LORA"]
+    r: int = Field(gt=0)
+    lora_alpha: float = Field(gt=0, allow_inf_nan=False)
+    target_modules: list[str] = Field(min_length=1)
+    layers_to_transform: list[int]
+    layers_pattern: str
 
 
 class Adapter:
@@ -98,9 +114,9 @@ class Adapter:
                 f"adapter {folder}: expected {CONFIG} and {WEIGHTS}, got at most one of them; get "
                 "the folder again"
             )
-        read_json(folder / CONFIG)
+        names = check_weights(folder / WEIGHTS, read_settings(folder)["r"])
         with opened(folder / WEIGHTS) as file:
-            trained_on, names = (file.metadata() or {}).get("target"), set(file.keys())
+            trained_on = (file.metadata() or {}).get("target")
         if not same_weights(trained_on, base):
             raise ValueError(
                 f"adapter {folder}: expected a target with fingerprint {trained_on}, got {base}; "
@@ -198,6 +214,59 @@ class Adapter:
             "parameters": sum(tensor.numel() for tensor in self.state().values()),
             "drift": self.drift,
         }
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """PEFT's settings of a saved adapter, without keys that PEFT does not know.
+
+    Raises ValueError unless they are those of a LoRA as `Adapter.create` makes it: PEFT's other
+    options replace modules of the target, or need more memory than the saved tensors.
+    """
+    from peft import LoraConfig
+
+    path = folder / CONFIG
+    values = read_json(path)
+    try:
+        chosen = Settings.model_validate(values, strict=True).model_dump()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = str(first["loc"][0])
+        raise ValueError(
+            f"{path}: expected the settings of a LoRA adapter, got {values.get(key)!r:.60} as "
+            f"{key} ({first['msg']}); get the folder again"
+        ) from error
+    known = json.loads(json.dumps(LoraConfig().to_dict(), default=str))
+    others = [
+        key
+        for key, value in values.items()
+        if key not in FREE | chosen.keys() and value not in (known.get(key), None, False, {}, [])
+    ]
+    if others:
+        raise ValueError(
+            f"{path}: expected a plain LoRA adapter, got {others[0]}: {values[others[0]]!r:.60}; "
+            "merge it into the target with PEFT instead"
+        )
+    return {key: values[key] for key in known if key in values}
+
+
+def check_weights(file: Path, rank: int) -> set[str]:
+    """The names of an adapter's tensors. Raises ValueError for tensors of another rank or with
+    numbers that are not finite, before PEFT allocates what the settings ask for.
+    """
+    with opened(file) as stored:
+        names = set(stored.keys())
+        for name in sorted(names):
+            shape = stored.get_slice(name).get_shape()
+            dimension = 0 if ".lora_A." in name else 1
+            if len(shape) != 2 or shape[dimension] != rank:
+                raise ValueError(
+                    f"adapter {file}: expected matrices of rank {rank}, as {CONFIG} says, got "
+                    f"{name} of shape {shape}; get the folder again"
+                )
+        check_finite(file, ((name, stored.get_tensor(name)) for name in sorted(names)))
+    if not names:
+        raise ValueError(f"adapter {file}: expected matrices, got none; get the folder again")
+    return names
 
 
 @contextmanager

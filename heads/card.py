@@ -16,6 +16,7 @@ from jinja2 import Environment
 
 from draftheads.heads.formats import block
 from draftheads.heads.formats.eagle import AUX_LAYERS
+from draftheads.heads.formats.llamacpp import server_options
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import WRITERS, loss
 from draftheads.heads.tree import DynamicTree, tree_from_json
@@ -34,6 +35,8 @@ ENGINES = {
     "gguf": "llama.cpp",
     "openvino": "OpenVINO GenAI (2026.4)",
 }
+SERVES = {"vllm": "speculators"}
+"""Engine -> a layout that is not named after it and that it reads, too."""
 CHAIN = 3
 """Longest chain in a command for heads that are not made for a block: later tokens are rarely
 accepted.
@@ -46,10 +49,11 @@ DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt", ".md")
 TEMPLATE = Path(__file__).with_name("card.jinja")
 
 
-def render_card(config: dict[str, Any]) -> str:
+def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     """The card: what the head is, how to use and serve it, how it was trained, what was measured.
 
-    Raises KeyError for a config without our own metadata.
+    to: the program for which its folder was converted; config: always in our own layout. Raises
+    KeyError for a config without our own metadata.
     """
     facts, kind = config["draftheads"], config["draftheads"]["kind"]
     target, training = facts["target"].get("name"), dict(facts.get("training") or {})
@@ -59,6 +63,7 @@ def render_card(config: dict[str, Any]) -> str:
     growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
     shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
     known = is_hub_id(target)
+    engines = [each for each in ENGINES if to in ("draftheads", each, SERVES.get(each))]
     data = ModelCardData(
         library_name="draftheads",
         pipeline_tag="text-generation",
@@ -74,11 +79,16 @@ def render_card(config: dict[str, Any]) -> str:
         paper=PAPERS[kind][1],
         kind=kind,
         target=target or "an unnamed target",
+        known=known,
+        to=to,
+        dtype=" --dtype float32" if facts["target"].get("dtype") == "float32" else "",
         quantised=facts["target"].get("quantisation"),
         adapter=_two_columns(flat(facts.get("adapter") or {})),
         here=HERE,
         install=install_command(),
-        engines=[_engine(to, config) for to in ENGINES if kind in WRITERS[to]],
+        engines=[_engine(each, config, to) for each in engines if kind in WRITERS[each]],
+        llamacpp=" ".join(["", *server_options(kind, facts["target"].get("eos_ids") or [])]),
+        window=config.get("sliding_window"),
         chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
         method=_method(config),
         outputs=(config.get("eagle_config") or {}).get(AUX_LAYERS),
@@ -92,8 +102,10 @@ def render_card(config: dict[str, Any]) -> str:
     )
 
 
-def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The card's entry of an engine. convert: options of `draftheads convert`, if it is needed."""
+def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
+    """The card's entry of an engine. convert: options of `draftheads convert`, if the folder is in
+    our layout and the engine needs another.
+    """
     kind = config["draftheads"]["kind"]
     is_shared = kind == "medusa" and config["original_lm_head"]
     is_bare = _method(config) == "dspark" and not config["markov_rank"]
@@ -104,12 +116,13 @@ def _engine(to: str, config: dict[str, Any]) -> dict[str, Any]:
         "openvino": True,
         "gguf": False,  # it always is, for a file of the target
     }[to]
-    target = f" --target {config['draftheads']['target']['name']}" if is_shared else ""
+    name = config["draftheads"]["target"].get("name")
+    target = f" --target {name if is_hub_id(name) else 'TARGET_FOLDER'}" if is_shared else ""
     return {
         "to": to,
         "name": ENGINES[to],
         "loss": loss(to, Stored(config, {})),
-        "convert": f"--to {to}{target}" if converts else "",
+        "convert": f"--to {to}{target}" if converts and layout == "draftheads" else "",
     }
 
 

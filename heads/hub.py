@@ -123,6 +123,8 @@ def about_target(target: Target) -> dict[str, Any]:
         "architecture": type(target.model).__name__,
         "layers": target.layers,
         "quantisation": target.quantisation,
+        "dtype": target.saved_dtype,
+        "eos_ids": list(target.eos_ids),
     }
 
 
@@ -204,6 +206,7 @@ class HeadFolder:
             if target is not None:
                 check_target(head, target, stored.facts)
             stored.check(head.state_dict())
+            stored.check_finite()
             if stored.facts.get("tree") is not None:  # [] is a tree without drafts
                 head.tree = tree_from_json(stored.facts["tree"])
                 head.check_tree(head.tree)

@@ -27,7 +27,14 @@ from transformers import AutoTokenizer, PreTrainedModel, masking_utils
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
 from draftheads.heads.cache import LongRope, SlotCache, document_lengths
-from draftheads.heads.placement import Bits, Placement, load_model, location, reading
+from draftheads.heads.placement import (
+    Bits,
+    Placement,
+    load_model,
+    location,
+    read_config,
+    reading,
+)
 from draftheads.heads.pretrained import (
     ADVICE,
     decoder,
@@ -68,6 +75,8 @@ class Target:
 
     adapter: Adapter | None = None
     """Changes to its matrices, if heads were trained together with it (Medusa-2)."""
+    saved_dtype: str | None = None
+    """The dtype of its checkpoint, in which engines serve it; None: not loaded from one."""
 
     def __init__(
         self,
@@ -132,7 +141,10 @@ class Target:
                 place, file = location(path)
                 tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, **file)
         commit = revision or getattr(model.config, "_commit_hash", None)
-        return cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
+        target = cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
+        saved = read_config(path, revision).get_text_config(decoder=True).dtype
+        target.saved_dtype = str(saved or torch.float32).removeprefix("torch.")
+        return target
 
     def adapt(self, **choices: Any) -> Adapter:
         """Add a new adapter, which changes nothing until it is trained; choices: arguments of

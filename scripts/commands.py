@@ -573,9 +573,10 @@ def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | Non
 def publish(
     folder: Annotated[Path, Argument(help="a head folder or a run folder")],
     repo_id: Annotated[str, Argument(help="user/name on the Hub")],
-    public: Annotated[bool, Option("--public", help="make a new repository public")] = False,
+    public: Annotated[bool, Option("--public", help="make the repository public")] = False,
     revision: Annotated[str, Option(help="branch to write to")] = "main",
     licence: Annotated[str | None, Option("--license", help="e.g. apache-2.0")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="replace another model's files")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="print files and card only")] = False,
 ) -> None:
     """Upload a checked head folder to the Hub (private unless --public)."""
@@ -587,11 +588,11 @@ def publish(
         print(f"note: {note}", file=sys.stderr)
     if dry_run:
         kind = "public" if public else "private"
-        print(f"{upload.folder} -> {repo_id} ({kind} if new), branch {revision}; dry run")
+        print(f"{upload.folder} -> {repo_id} ({kind}), branch {revision}; dry run")
         print(f"{upload.listing()}\n\n{upload.card}")
     else:
         print(upload.listing())
-        print(upload_files(upload, public=public, revision=revision))
+        print(upload_files(upload, public=public, revision=revision, overwrite=overwrite))
 
 
 def data_preview(

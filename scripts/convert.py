@@ -65,7 +65,7 @@ def converted(
             return out
     with staged(out) as staging:
         theirs.save(staging)
-        (staging / CARD).write_text(render_card(ours) + "\n")
+        (staging / CARD).write_text(render_card(ours, to) + "\n")
         if to == "tgi" and target is not None and target.tokenizer is not None:
             target.tokenizer.save_pretrained(staging)  # TGI reads it from the head's folder
         if to == "draftheads":

@@ -4,23 +4,72 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    HfHubHTTPError,
+    HTTPError,  # of the HTTP library that this version uses
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import ModelInfo
 
-from draftheads.heads.adapter import FILES as ADAPTER_FILES
-from draftheads.heads.card import HERE, HUB_ID, REMOTE_CODE, flat, is_hub_id
-from draftheads.heads.formats.config import read_json
-from draftheads.heads.formats.stored import opened
-from draftheads.heads.hub import CARD, CONFIG, WEIGHTS, open_head
+from draftheads.heads import adapter
+from draftheads.heads.base import DraftHead
+from draftheads.heads.card import HERE, HUB_ID, REMOTE_CODE, is_hub_id, render_card
+from draftheads.heads.formats.stored import Stored
+from draftheads.heads.formats.table import as_ours
+from draftheads.heads.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head_config, open_head
+from draftheads.train.recipe import HEAD_MODELS, recipe_keys
 
-PLACES = re.compile(r"[a-z]\w+://\S+|(?<![\w.])(?:~?/|\.\.?/|[A-Za-z]:\\)[^\s\"'`,;]+")
+PLACES = re.compile(
+    r"(?i)[a-z][\w+.-]*://[^\s\"'`,;|<>)]+|(?<![\w.])(?:~?/|\.\.?/|[A-Z]:\\)[^\s\"'`,;]+"
+)
 """URLs and local paths in a text."""
+HOST = re.compile(r"://(?:[^/@]*@)?((\[[^]]*\]|[^/:?#]+)(?::\d+)?)")
+"""The host of a URL, with and without its port."""
+FACTS = """
+format kind feature_layers target adapter tree tuned training measured
+name revision fingerprint architecture layers quantisation dtype eos_ids
+rank alpha modules parameters drift
+steps tokens seconds loss predicted_tokens_per_step heldout_top1 heldout_top5 decoding recipe data
+versions hardware merged_adapter
+documents learned_tokens digest sampling prompts seed
+temperature top_p top_k max_new_tokens max_turns reasoning template_args
+source count sha256
+"""
+"""Keys in a head's metadata that are published, besides those of recipes. All others stay here:
+what a server is called, and where it is, is in some of them.
+"""
+WHOLE = {"tree", "tuned", "measured", "decoding", "drift"}
+WHOLE |= {"versions", "template_args", "rope_scaling"}
+"""Published keys below which all keys are."""
+NAMES, PATHS = {"name", "target", "source"}, {"path", "output"}
+"""Keys of what may be on the Hub; keys of local paths."""
+LICENCES = """
+apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0
+bigcode-openrail-m afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear
+c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0
+cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0
+cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0 cdla-permissive-1.0 cdla-permissive-2.0 wtfpl
+ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 lgpl
+lgpl-2.1 lgpl-3.0 isc h-research intel-research lppl-1.3c ms-pl apple-ascl apple-amlr mpl-2.0
+odc-by odbl openmdw-1.0 openrail++ osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl lgpl-lr
+deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3
+llama4 grok2-community gemma unknown other
+"""
+"""Licence identifiers of the Hub (its documentation's page "Licenses")."""
+OURS = {CONFIG: r'^ *"draftheads": \{', CARD: r"^library_name: draftheads$"}
+"""Files -> the line by which draftheads marks them."""
+LOOPBACK = ("localhost", "127.0.0.1", "0.0.0.0", "[::1]")
+"""Hosts that say nothing about a network."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +101,8 @@ class Upload:
 
 
 def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload:
-    """Check a head folder or run folder and collect the files for `publish`, without the paths and
-    addresses of this machine in config and card.
+    """Check a head folder or run folder and collect the files for `publish`: without the paths and
+    addresses of this machine in config and card, and without files that links bring in.
 
     licence: a Hub identifier, e.g. apache-2.0. Raises ValueError or FileNotFoundError for a folder
     that should not be published.
@@ -66,51 +115,200 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
             f"{folder.path / CONFIG}: expected a head in this project's own layout; draftheads "
             "convert SRC DST --to draftheads writes one"
         )
-    _check_finite(folder.path / WEIGHTS, folder.load().state_dict())
-    files: dict[str, Any] = {WEIGHTS: folder.path / WEIGHTS}
-    texts = {CONFIG: folder.config}
-    if folder.facts.get("adapter") or folder.adapter:
-        settings, weights = (folder.path / name for name in ADAPTER_FILES)
-        with opened(weights) as file:
-            _check_finite(weights, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        files[ADAPTER_FILES[1]], texts[ADAPTER_FILES[0]] = weights, read_json(settings)
-    private = private_names(folder.config)
-    card = _card(folder.path / CARD, repo_id, licence)
-    files[CARD] = without(card, private).encode()
-    target = folder.facts["target"].get("name")
-    if target in private:
-        private[target] = ""  # its last part may be the name of another model
-    for name, value in texts.items():
-        files[name] = f"{json.dumps(without(value, private), indent=2)}\n".encode()
+    has_adapter = bool(folder.facts.get("adapter") or folder.adapter)
+    is_downloaded = not Path(source).expanduser().is_dir()  # as links into the Hub's cache
+    root = folder.path.parents[1] if is_downloaded else folder.path
+    own = {
+        name: own_file(folder.path / name, root)
+        for name in [CONFIG, WEIGHTS, CARD, *(adapter.FILES if has_adapter else ())]
+    }
+    head, stored = folder.read()
+    facts = public_facts(folder.facts)
+    card = _card(folder, ours(head, stored, facts), repo_id, licence)
+    if is_local(folder.facts["target"].get("name")):
+        facts["target"]["name"] = ""  # the last part of a path may be the name of another model
+    texts = {CONFIG: ours(head, stored, facts).config}
+    if has_adapter:
+        settings = adapter.read_settings(folder.path / adapter.FOLDER)
+        texts[adapter.FILES[0]] = settings | {"base_model_name_or_path": facts["target"]["name"]}
+        adapter.check_weights(own[adapter.FILES[1]], settings["r"])
+    files: dict[str, bytes | Path] = {**own, CARD: card.encode()}
+    files |= {name: f"{json.dumps(value, indent=2)}\n".encode() for name, value in texts.items()}
     files |= {name: text.encode() for name, text in REMOTE_CODE.items()}
-    notes = []
+    return Upload(folder.path, repo_id, files, list(_notes(folder, card)))
+
+
+def own_file(path: Path, root: Path) -> Path:
+    """Raises ValueError for a link that leaves `root`, FileNotFoundError for a missing file."""
+    real = path.resolve()
+    if not real.is_relative_to(root.resolve()):
+        raise ValueError(
+            f"{path}: expected a file of this folder, got a link to {real}, which is not "
+            "published; replace the link by a copy if the file belongs to the head"
+        )
+    if not real.is_file():
+        raise FileNotFoundError(f"{path}: expected a file, found none; save or convert the head")
+    return path
+
+
+def ours(head: DraftHead, stored: Stored, facts: dict[str, Any]) -> Stored:
+    """The head in our own layout with these facts, and nothing else of its config.json."""
+    dtype = next(each.dtype for each in stored.tensors.values() if each.is_floating_point())
+    return as_ours(Stored(head_config(head, dtype, facts), stored.tensors), None)
+
+
+def public_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """The metadata that may be published: under published keys alone, without URLs, and of local
+    paths the last part.
+    """
+    public = _public(facts)
+    assert isinstance(public, dict)
+    return public
+
+
+def _public(value: Any, key: str = "", whole: bool = False) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: _public(each, name, whole or name in WHOLE)
+            for name, each in value.items()
+            if name in published_keys() or (whole and not PLACES.search(name))
+        }
+    if isinstance(value, list):
+        return [_public(each, key, whole) for each in value]
+    return _public_text(value, key) if isinstance(value, str) else value
+
+
+def _public_text(text: str, key: str) -> str:
+    if key in PATHS or (key in NAMES and is_local(text)):
+        return _last_part(text)
+    return PLACES.sub(lambda place: _last_part(place[0]), text)
+
+
+def _last_part(place: str) -> str:
+    """What is published of a place: of paths the last part, of URLs nothing."""
+    return "" if "://" in place else re.split(r"[/\\]", place.rstrip("/\\"))[-1]
+
+
+def is_local(name: str | None) -> bool:
+    """Whether a target or data set is on this machine, by its name."""
+    if not name or is_hub_id(name):
+        return False
+    return "/" in name or "\\" in name or Path(name).exists()
+
+
+@cache
+def published_keys() -> frozenset[str]:
+    """All keys of metadata that are published."""
+    recipe = {key.rpartition(".")[2] for kind in HEAD_MODELS for key, _ in recipe_keys(kind)}
+    return frozenset(FACTS.split()) | recipe
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a JSON value with the key that it is under; keys that are places, too."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from ((key, place[0]) for place in PLACES.finditer(name))
+            yield from _texts(each, name)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def private_texts(facts: dict[str, Any], public: dict[str, Any]) -> dict[str, str]:
+    """Texts of the metadata that are not published, the hosts of their URLs and the paths in them
+    -> what replaces them in a card.
+    """
+    known = {text for _, text in _texts(public)}
+    private = {}
+    for key, text in _texts(facts):
+        if not text or text in known:
+            continue
+        private[text] = _public_text(text, key) if key in NAMES | PATHS else ""
+        for place in PLACES.findall(text):
+            private[place] = _last_part(place)
+            if (host := HOST.search(place)) and host[2] not in LOOPBACK:
+                private |= dict.fromkeys(host.groups(), "")
+    return dict(sorted(private.items(), key=lambda pair: -len(pair[0])))  # paths before parents
+
+
+def without(text: str, private: Mapping[str, str]) -> str:
+    """A card's text with private texts replaced, wherever they are whole words."""
+    for name, public in private.items():
+        is_address = not public and re.search(r"[.:]", name)  # which other paths may follow
+        before, after = (r"\w", r"\w") if is_address else (r"\w/.-", r"\w/-")
+        whole = rf"(?<![{before}]){re.escape(name)}(?![{after}])"
+        text = public.join(re.split(whole, text))
+    return text
+
+
+def _card(folder: HeadFolder, public: Stored, repo_id: str, licence: str | None) -> str:
+    """The folder's card with the repository's name in its commands: rendered again, or, if the user
+    has edited it, with private texts replaced.
+    """
+    path = folder.path / CARD
+    text = path.read_text(encoding="utf-8")
+    if text == render_card(folder.config) + "\n":
+        text = render_card(public.config) + "\n"
+    else:
+        text = without(text, private_texts(folder.facts, public.facts))
+    try:
+        card = ModelCard(text.replace(HERE, repo_id))
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{path}: expected metadata in YAML first ({reason})") from error
+    missing = [key for key in ("library_name", "pipeline_tag", "tags") if not card.data.get(key)]
+    if missing:
+        raise ValueError(f"{path}: its metadata lacks {', '.join(missing)}")
+    if licence is not None:
+        card.data["license"] = licence
+    check_licence(card.data.get("license"), path)
+    return str(card)
+
+
+def check_licence(licence: Any, place: Path) -> None:
+    """Raise ValueError for a licence that the Hub does not know; None is no licence."""
+    known = LICENCES.split()
+    for name in licence if isinstance(licence, list) else [licence]:
+        if name is not None and name not in known:
+            near = get_close_matches(str(name).lower(), known, 1, 0.0)[0]
+            raise ValueError(
+                f"--license, or {place}: expected a licence identifier of the Hub, got {name!r}; "
+                f"try {near!r}, or other"
+            )
+
+
+def _notes(folder: HeadFolder, card: str) -> Iterator[str]:
+    """What readers will miss."""
+    target = folder.facts["target"].get("name")
     if not is_hub_id(target):
-        notes.append(f"the target is not on the Hub ({target}): others cannot load it")
+        yield f"the target is not on the Hub ({target}): others cannot load it"
     if not folder.facts.get("measured"):
-        notes.append("no measurements: draftheads bench --card adds them to the card")
+        yield "no measurements: draftheads bench --card adds them to the card"
     if "\nlicense:" not in card:
-        notes.append("no licence: check the target's own, then pass --license")
-    return Upload(folder.path, repo_id, files, notes)
+        yield "no licence: check the target's own, then pass --license"
 
 
-def publish(upload: Upload, *, public: bool = False, revision: str = "main") -> str:
+def publish(
+    upload: Upload, *, public: bool = False, revision: str = "main", overwrite: bool = False
+) -> str:
     """Upload in one commit; returns its URL.
 
-    Creates the repository, private unless `public`, and the branch `revision` if they do not exist.
-    Raises ValueError if the Hub refuses the card, PermissionError if it refuses access.
+    Creates the repository, private unless `public`, and the branch `revision` if they do not exist;
+    `public` also makes an existing repository public. overwrite: whether to replace files of a
+    repository that is not of draft heads.
+
+    Raises ValueError if the Hub refuses the card, for a repository of something else and for a
+    public one without `public`; PermissionError if the Hub refuses access, ConnectionError if it
+    cannot be reached.
     """
     api, repo_id = HfApi(), upload.repo_id
-    operations = [CommitOperationAdd(name, contents) for name, contents in upload.files.items()]
     try:
-        api.create_repo(repo_id, private=not public, exist_ok=True)
-        if revision != "main" and not revision.startswith("refs/"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.create_commit(
-            repo_id,
-            operations,
-            revision=revision,
-            commit_message=f"Upload draft heads from {upload.folder.name}",
-        )
+        there = _repository(api, repo_id, revision)
+        if there is not None:
+            check_repository(api, there, upload, public=public, overwrite=overwrite)
+        return _commit(api, there, upload, public=public, revision=revision)
     except HfHubHTTPError as error:
         if error.response.status_code not in (401, 403):
             raise
@@ -118,57 +316,75 @@ def publish(upload: Upload, *, public: bool = False, revision: str = "main") -> 
             f"{repo_id}: {api.endpoint} refused access (status {error.response.status_code}); log "
             "in (hf auth login), or set HF_TOKEN to a token that may write there"
         ) from error
+    except (HTTPError, ConnectionError) as error:  # a hundred lines of the HTTP library
+        reason = " ".join(str(error).split())
+        raise ConnectionError(
+            f"{repo_id}: expected an answer of {api.endpoint}, got none ({reason:.200}); check "
+            "network, HF_ENDPOINT and HF_HUB_OFFLINE, then publish again"
+        ) from error
     except ValueError as error:  # several lines about the card
         raise ValueError(" ".join(str(error).split())) from error
+
+
+def _commit(
+    api: HfApi, there: ModelInfo | None, upload: Upload, *, public: bool, revision: str
+) -> str:
+    api.create_repo(upload.repo_id, private=not public, exist_ok=True)
+    if revision != "main" and not revision.startswith("refs/"):
+        api.create_branch(upload.repo_id, branch=revision, exist_ok=True)
+    operations: list[Any] = [CommitOperationAdd(*file) for file in upload.files.items()]
+    old = set(adapter.FILES) & _files(there) - upload.files.keys()  # it would be loaded with these
+    operations += map(CommitOperationDelete, sorted(old))
+    commit = api.create_commit(
+        upload.repo_id,
+        operations,
+        revision=revision,
+        commit_message=f"Upload draft heads from {upload.folder.name}",
+    )
+    if there is not None and there.private and public:
+        api.update_repo_settings(upload.repo_id, private=False)
     return str(commit.commit_url)
 
 
-def private_names(config: dict[str, Any]) -> dict[str, str]:
-    """URLs and local paths in a config -> what is published instead: nothing for URLs, the last
-    part of paths.
+def _repository(api: HfApi, repo_id: str, revision: str) -> ModelInfo | None:
+    """What is there already, on the branch or on main, from which a new branch is made."""
+    try:
+        return api.model_info(repo_id, revision=revision)
+    except RevisionNotFoundError:
+        return api.model_info(repo_id)
+    except RepositoryNotFoundError:
+        return None
+
+
+def _files(there: ModelInfo | None) -> set[str]:
+    return {each.rfilename for each in there.siblings or ()} if there else set()
+
+
+def check_repository(
+    api: HfApi, there: ModelInfo, upload: Upload, *, public: bool, overwrite: bool
+) -> None:
+    """Raise ValueError for a public repository without `public`, and, without `overwrite`, for one
+    with files of the same names that are not of draft heads.
     """
-    facts = flat(config)
-    texts = [str(value) for value in facts.values()]
-    names = {match[0] for text in texts for match in PLACES.finditer(text)}
-    for key in ("draftheads.target.name", "draftheads.training.data.prompts.source"):
-        name = str(facts.get(key, ""))
-        if "/" in name and not is_hub_id(name):  # a relative path
-            names.add(name)
-    return {
-        name: "" if "://" in name else re.split(r"[/\\]", name.rstrip("/\\"))[-1]
-        for name in sorted(names, key=len, reverse=True)  # longer paths before their parents
-    }
+    if not there.private and not public:
+        raise ValueError(
+            f"{upload.repo_id}: expected a new or private repository, got a public one; pass "
+            "--public to publish there"
+        )
+    replaced = sorted(_files(there) & upload.files.keys())
+    if replaced and not overwrite and not _is_of_heads(api, there):
+        raise ValueError(
+            f"{upload.repo_id}: expected a new repository or one of draft heads, got one with "
+            f"{', '.join(replaced)} of something else; choose another name, or pass --overwrite to "
+            "replace them"
+        )
 
 
-def without(value: Any, private: dict[str, str]) -> Any:
-    """A text or JSON value with private names replaced."""
-    if isinstance(value, dict):
-        return {key: without(each, private) for key, each in value.items()}
-    if isinstance(value, list):
-        return [without(each, private) for each in value]
-    if isinstance(value, str):
-        for name, public in private.items():
-            whole = rf"(?<![\w/.-]){re.escape(name)}(?![\w/-])"
-            value = re.sub(whole, public, value)
-    return value
-
-
-def _card(path: Path, repo_id: str, licence: str | None) -> str:
-    """The folder's card, with the repository's name in its commands."""
-    try:  # users may have edited it
-        card = ModelCard(path.read_text().replace(HERE, repo_id))
-    except (ValueError, TypeError, yaml.YAMLError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path}: expected metadata in YAML first ({reason})") from error
-    missing = [key for key in ("library_name", "pipeline_tag", "tags") if not card.data.get(key)]
-    if missing:
-        raise ValueError(f"{path}: its metadata lacks {', '.join(missing)}")
-    if licence:
-        card.data["license"] = licence
-    return str(card)
-
-
-def _check_finite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{file}: {name} has numbers that are not finite")
+def _is_of_heads(api: HfApi, there: ModelInfo) -> bool:
+    """Whether draftheads wrote its config.json, or, if it has none, its card."""
+    for name, line in OURS.items():
+        if name in _files(there):
+            file = Path(api.hf_hub_download(there.id, name, revision=there.sha))
+            text = file.read_text(encoding="utf-8", errors="replace")
+            return bool(re.search(line, text, re.MULTILINE))
+    return False

@@ -9,6 +9,7 @@ read and never run.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,8 @@ def vllm_eagle3(folder: Path, *, style: str = "plain") -> Served:
 
 def sglang_eagle3(folder: Path) -> Served:
     """Unknown names are passed over. Counts outputs of layers, in the nested list alone; adds to
-    the state before the norm; looks at the window of its own command line.
+    the state before the norm; looks at the window of its own command line, here the card's, which
+    does not count the token itself.
     """
     config, tensors = read(folder)
     if config["architectures"] != ["LlamaForCausalLMEagle3"]:
@@ -133,7 +135,11 @@ def sglang_eagle3(folder: Path) -> Served:
     switches = {name: bool(config.get(name)) for name in SWITCHES}
     switches["norm_before_residual"] = False
     served = Served(_eagle3(config, switches, count, 1, config["draft_vocab_size"]))
-    served.facts |= {"switches": switches, "aux": aux, "window": None, "rope": rope(config)}
+    option = re.search(
+        r"--speculative-draft-window-size (\d+)\n", (folder / "README.md").read_text()
+    )
+    window = int(option[1]) + 1 if option else None
+    served.facts |= {"switches": switches, "aux": aux, "window": window, "rope": rope(config)}
     served.facts["ids"] = _ids(tensors) if "d2t" in tensors else None
     if count == 1:
         raise EngineError("fc is left out where a feature is as wide as an embedding")

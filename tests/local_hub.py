@@ -45,7 +45,7 @@ class LocalHub:
                 if self.command != "HEAD":
                     self.wfile.write(answer)
 
-            do_GET = do_POST = do_HEAD = handle_any
+            do_GET = do_POST = do_HEAD = do_PUT = handle_any
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -69,6 +69,11 @@ class LocalHub:
             private = wish.get("private") or wish.get("visibility") == "private"
             self.repos.setdefault(name, {"private": bool(private), "files": {}, "branches": {}})
             return _json({"url": f"{self.url}/{name}", "name": name})
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
+            return self._model(match[1], "revision", "main", body)
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/settings", path):
+            self.repos[match[1]]["private"] = json.loads(body)["visibility"] == "private"
+            return _json({})
         match = re.fullmatch(
             r"/api/models/([^/]+/[^/]+)/(preupload|commit|tree|revision|branch)/([^/]+)", path
         )
@@ -97,6 +102,8 @@ class LocalHub:
             for line in map(json.loads, body.decode().splitlines()):
                 if line["key"] == "file":
                     files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "deletedFile":
+                    del files[line["value"]["path"]]
             address = f"{self.url}/{name}/commit/{self._sha(files)}"
             return _json({"success": True, "commitOid": self._sha(files), "commitUrl": address})
         if verb == "tree":
@@ -107,7 +114,8 @@ class LocalHub:
                 ]
             )
         siblings = [{"rfilename": path} for path in files]
-        about = {"id": name, "modelId": name, "sha": self._sha(files), "private": False}
+        private = self.repos[name]["private"]
+        about = {"id": name, "modelId": name, "sha": self._sha(files), "private": private}
         return _json({**about, "siblings": siblings})
 
     def _file(self, name: str, revision: str, path: str) -> tuple[int, dict, bytes]:

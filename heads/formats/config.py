@@ -48,6 +48,7 @@ KEYS: list[tuple[Any, str]] = [
         "eagle_config prefix_layer speculators_config verifier dflash_config dspark_config",
     ),
     (list[str] | None, "architectures layer_types"),
+    (list[Rank] | None, "eos_ids"),
     (list[Layer] | None, "eagle_aux_hidden_state_layer_ids layer_ids feature_layers"),
     (Annotated[list[Layer], Field(min_length=1)] | None, LAYER_IDS),
     (list[list[Rank]] | dict[str, Any] | None, "tree"),

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from draftheads.heads.files import own_name
 from draftheads.heads.formats.block import feature_layers, flat, to_engine
 from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.stored import Renames, Stored, matrix, renamed
 from draftheads.heads.layers import Rope
+from draftheads.heads.placement import location
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 HOW = "llama.cpp's convert_hf_to_gguf.py makes one of a folder of the target"
+REWRITTEN = 0.1
+"""Largest share of tokens that llama.cpp's converter may write in another way."""
 MASK = "tokenizer.ggml.mask_token_id"
 ARCHITECTURES = {"eagle3": "eagle3", "block": "dflash"}
 RENAMES: Renames = [
@@ -88,16 +94,64 @@ class TargetFile:
         return self.number("block_count") - self.number("nextn_predict_layers")
 
     def check(self, stored: Stored) -> None:
-        """Raise ValueError for a head of another target."""
+        """Raise ValueError for a head of another target: by sizes, architecture and, where the
+        recorded target's tokenizer is on this machine, tokens.
+        """
         config, about = stored.config, stored.facts["target"]
-        expected = (config["hidden_size"], config["vocab_size"], about["layers"])
-        tokens = len(self.value("tokenizer.ggml.tokens") or ())
-        if (got := (self.number("embedding_length"), tokens, self.layers)) != expected:
-            raise ValueError(
-                f"expected a target of hidden size, tokens and layers {expected} "
-                f"({about.get('name')}), got {got} in {self.path}; pass the target this head was "
-                "trained for"
-            )
+        tokens = self.value("tokenizer.ggml.tokens") or []
+        sizes = (config["hidden_size"], config["vocab_size"], about["layers"])
+        own_sizes = (self.number("embedding_length"), len(tokens), self.layers)
+        architecture = _architecture(about.get("architecture")) or self.architecture
+        for what, expected, got in (
+            ("hidden size, tokens and layers", sizes, own_sizes),
+            ("architecture", architecture, self.architecture),
+            ("tokens", *_different_tokens(about, tokens)),
+        ):
+            if got != expected:
+                raise ValueError(
+                    f"expected a target of {what} {expected} ({about.get('name')}), got {got} in "
+                    f"{self.path}; pass the target this head was trained for"
+                )
+
+
+def _architecture(model: str | None) -> str | None:
+    """llama.cpp's name of a model class; None where it has none of the same name, and may read it
+    as another one.
+    """
+    from gguf import MODEL_ARCH_NAMES
+
+    own = re.sub(r"For\w+$|LMHeadModel$", "", model or "").lower()
+    return next((name for name in MODEL_ARCH_NAMES.values() if name.replace("-", "") == own), None)
+
+
+def _different_tokens(about: dict[str, Any], tokens: list[str]) -> tuple[list[str], list[str]]:
+    """The first tokens of the recorded target, and those of a file in their place, that differ;
+    none if nearly all are equal or the target's tokenizer is not on this machine.
+    """
+    place, file = location(str(about.get("name")))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            place, revision=about.get("revision"), local_files_only=True, **file
+        )
+    except (OSError, ValueError, KeyError):  # not here, or of a kind that needs other packages
+        return [], []
+    known = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), len(tokens)))))
+    pairs = [pair for pair in zip(known, tokens, strict=False) if pair[0] != pair[1]]
+    if len(pairs) <= REWRITTEN * len(known):
+        return [], []
+    return [pair[0] for pair in pairs[:3]], [pair[1] for pair in pairs[:3]]
+
+
+def server_options(kind: str, eos_ids: Sequence[int]) -> list[str]:
+    """Words for the command line of `llama-server`, for heads of this kind on a target with these
+    end tokens: a GGUF file has one of each sort, and llama.cpp's converter may write another one.
+    """
+    words = []
+    for sort, token in zip(("eos", "eot", "eom"), eos_ids, strict=False):
+        words += ["--override-kv", f"tokenizer.ggml.{sort}_token_id=int:{token}"]
+    if kind == "eagle3":  # requests decoded together would get drafts of each other
+        words.append("--no-spec-draft-backend-sampling")
+    return words
 
 
 def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:

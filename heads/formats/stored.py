@@ -64,6 +64,10 @@ class Stored:
                 "another target?"
             )
 
+    def check_finite(self) -> None:
+        """Raise ValueError for a tensor with numbers that are not finite."""
+        check_finite(self.file, self.tensors.items())
+
     def save(self, folder: Path) -> None:
         """Write config.json and tensors into an existing folder."""
         save_file(self.tensors, folder / self.file, metadata={"format": "pt"})
@@ -75,6 +79,20 @@ def _form(tensor: Tensor | None) -> str:
         return "none"
     kind = "numbers" if tensor.is_floating_point() else "integers"
     return f"{kind} {tuple(tensor.shape)}"
+
+
+def check_finite(file: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError naming the file and its first tensor with numbers that are not finite."""
+    for name, tensor in tensors:
+        if tensor.numel() and tensor.is_floating_point():
+            whole = (
+                tensor if tensor.element_size() > 1 else tensor.float()
+            )  # torch lacks it for fp8
+            if not torch.stack(whole.aminmax()).isfinite().all():  # in one pass, without a copy
+                raise ValueError(
+                    f"{file}: expected finite numbers, got others in {name}; get the head again, "
+                    "or an earlier checkpoint of its training"
+                )
 
 
 @contextmanager

@@ -92,7 +92,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "norms of queries and keys",  # it would pass over their weights without a word
         "norm_before_residual",
         "more than one layer",
-        "sliding_window",
         "a single feature",  # for which SGLang omits fc
         RISING,
         "embeddings as a feature",  # features are outputs of layers

@@ -54,7 +54,7 @@ TIMEOUT = 1800
 @dataclass(frozen=True)
 class Job:
     """What to decode. head: None for the plain model. tree: a dynamic tree instead of a chain of
-    draft_tokens, as {"nodes", "depth", "top_k"}.
+    draft_tokens, as {"nodes", "depth", "top_k"}. slots: requests decoded together, in llama.cpp.
     """
 
     target: str
@@ -64,6 +64,7 @@ class Job:
     draft_tokens: int = 3
     new_tokens: int = 64
     tree: dict[str, int] | None = None
+    slots: int = 1
 
     @property
     def plain(self) -> Job:
@@ -151,6 +152,8 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
         target = Target.load(job.target, dtype="float32")
         if job.method in CONVERTED.get(engine, ()):
             job = replace(job, head=str(converted(job.head, Path(folder) / "head", engine, target)))
+        elif job.head and Path(job.head).is_dir():  # engines know no run folders
+            job = replace(job, head=str(open_head(job.head).path))
         given.write_text(json.dumps({**asdict(job), "eos": list(target.eos_ids)}))
         # -P: without this folder, where scripts have the names of the engines' packages.
         command = [python, "-P", str(RUNS / f"{engine}.py"), str(given), str(made)]

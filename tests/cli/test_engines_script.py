@@ -80,6 +80,22 @@ json.dump({"version": job["head"] or "", "answers": [], "drafts": 0, "accepted":
     assert theirs("openvino", sys.executable, job.plain).version == ""
 
 
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_vllm_gets_the_checkpoint_of_a_run_folder(job, tmp_path, method):
+    """It knows no run folders; a Hub id stays."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "head").rename(tmp_path / "run" / "step-000009")
+    (tmp_path / "vllm.py").write_text("""
+import json, sys
+job = json.load(open(sys.argv[1]))
+json.dump({"version": job["head"] or "", "answers": [], "drafts": 0, "accepted": [], "seconds": 1},
+          open(sys.argv[2], "w"))
+""")
+    job = replace(job, method=method, head=str(tmp_path / "run"))
+    assert theirs("vllm", sys.executable, job).version == str(tmp_path / "run" / "step-000009")
+    assert theirs("vllm", sys.executable, replace(job, head="me/heads")).version == "me/heads"
+
+
 def test_a_row_shows_what_differs(job, tmp_path):
     target = tiny_target()
     mine, plain = ours(job, target, "llamacpp"), ours(job.plain, target)

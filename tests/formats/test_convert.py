@@ -74,7 +74,7 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"vllm", "speculators"},
     ),
     "eagle3-deep": ({**USUAL, "layers": 2}, {"vllm", "speculators"}),
-    "eagle3-window": ({**USUAL, "sliding_window": 5}, {"vllm", "speculators"}),
+    "eagle3-window": ({**USUAL, "sliding_window": 5}, {"vllm", "sglang", "speculators"}),
     "eagle3-scaled": (
         {**USUAL, "rope_scaling": SCALED},
         {"vllm", "gguf", "sglang", "speculators"},
@@ -238,6 +238,23 @@ def test_a_bias_that_vllm_would_drop_is_an_error(tmp_path):
         converted(ours, tmp_path / "theirs", "vllm")
     theirs = converted(ours, tmp_path / "theirs", "sglang")  # which reads it
     assert torch.equal(load_head(theirs).fc.bias, tensors["fc.bias"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_heads_full_of_nan_are_neither_converted_nor_loaded(tmp_path, number, dtype):
+    """Of bench, chat and all that load a head, too."""
+    head = trained("medusa", depth=2).to(dtype)
+    head.state_dict()["blocks.1.layers.0.weight"][3, 4] = number
+    ours = save_head(head, tmp_path / "ours", target=tiny_target())
+    said = "expected finite numbers, got others in blocks.1.layers.0.weight; get the head again"
+    for to in ("vllm", "tgi", "draftheads"):
+        with pytest.raises(ValueError, match=said) as caught:
+            converted(ours, tmp_path / "theirs", to, tiny_target())
+        assert str(ours) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=said):
+        load_head(ours)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 def test_weights_keep_their_dtype(tmp_path):

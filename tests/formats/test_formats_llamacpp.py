@@ -4,6 +4,7 @@ what is true and drafts our chain; a file for another target is refused.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from gguf import GGUFReader, GGUFWriter, TokenType
 from plain_hydra import awake
 from test_convert import CHOICES, forget, saved, trained
 from test_formats_engines import features_of, our_chain
+from tiny_chat import llama
+from tiny_heads import random_head
 from tiny_targets import some_prompts, tiny_target
 
 from draftheads.heads.formats.llamacpp import TargetFile
@@ -27,14 +30,14 @@ from draftheads.scripts.convert import converted
 NAMES = [name for name, (_, ways) in CHOICES.items() if "gguf" in ways]
 
 
-def target_file(path: Path, target: Target, arch: str = "llama", **changes: int) -> Path:
+def target_file(path: Path, target: Target, arch: str = "llama", **changes: Any) -> Path:
     """What llama.cpp's converter says of a target, without its weights."""
     config = target.config
     writer = GGUFWriter(path, arch)
     writer.add_block_count(changes.get("layers", config.num_hidden_layers))
     writer.add_context_length(128)
     writer.add_embedding_length(changes.get("hidden_size", config.hidden_size))
-    tokens = [f"<{n}>" for n in range(config.vocab_size)]
+    tokens = changes.get("tokens") or [f"<{n}>" for n in range(config.vocab_size)]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
     writer.add_token_scores([float(-n) for n in range(len(tokens))])
@@ -164,6 +167,9 @@ def test_matrices_keep_their_dtype_and_norms_are_float32(tmp_path):
 
 def test_gemma_scales_what_it_embeds(tmp_path):
     ours = saved("block-markov", tmp_path / "ours")
+    config = json.loads((ours / "config.json").read_text())
+    config["draftheads"]["target"]["architecture"] = "Gemma4ForCausalLM"
+    (ours / "config.json").write_text(json.dumps(config))
     file = exported(ours, tmp_path, arch="gemma4")
     assert llamacpp(file).facts["scale"] == pytest.approx(tiny_target().hidden_size ** 0.5)
 
@@ -189,6 +195,63 @@ def test_another_target_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match="--to gguf needs --target FILE"):
         converted(ours, tmp_path / "head.gguf", "gguf")
     assert {path.name for path in tmp_path.iterdir()} == {"ours", "target.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("model", "arch", "is_other"),
+    [
+        ("LlamaForCausalLM", "llama", False),
+        ("LlamaForCausalLM", "qwen3", True),
+        ("Qwen3ForCausalLM", "llama", True),
+        ("GptOssForCausalLM", "gpt-oss", False),
+        ("Gemma3ForConditionalGeneration", "gemma3", False),
+        ("GPT2LMHeadModel", "gpt2", False),
+        ("MistralForCausalLM", "llama", False),  # llama.cpp has no name for it
+        (None, "qwen3", False),  # a head of an earlier version
+    ],
+)
+def test_a_target_of_equal_sizes_and_another_architecture_is_refused(
+    tmp_path, model, arch, is_other
+):
+    ours = saved("eagle3-usual", tmp_path / "ours")
+    config = json.loads((ours / "config.json").read_text())
+    config["draftheads"]["target"]["architecture"] = model
+    (ours / "config.json").write_text(json.dumps(config))
+    if not is_other:
+        assert exported(ours, tmp_path, arch=arch).is_file()
+        return
+    with pytest.raises(ValueError, match=f"expected a target of architecture .*, got {arch} in"):
+        exported(ours, tmp_path, arch=arch)
+    assert not (tmp_path / "head.gguf").exists()
+
+
+def test_a_target_of_equal_sizes_and_other_tokens_is_refused(tmp_path):
+    """Where the target that the head records is on this machine."""
+    tiny = llama()
+    tiny.model.save_pretrained(tmp_path / "target")
+    tiny.tokenizer.save_pretrained(tmp_path / "target")
+    target = Target.load(tmp_path / "target")
+    head = random_head("eagle3", target, feature_layers=[1, 1, 1])
+    ours = save_head(head, tmp_path / "ours", target=target)
+    tokens = target.tokenizer.convert_ids_to_tokens(list(range(target.vocab_size)))
+    known = [token or f"[PAD{place}]" for place, token in enumerate(tokens)]
+    for name, words, is_other in (
+        ("same", known, False),
+        ("one rewritten", [*known[:-1], "<other>"], False),
+        ("turned", known[::-1], True),
+        ("another", [f"<{place}>" for place in range(len(known))], True),
+    ):
+        file = TargetFile.open(target_file(tmp_path / f"{name}.gguf", target, tokens=words))
+        out = tmp_path / f"{name}-head.gguf"
+        if is_other:
+            with pytest.raises(
+                ValueError, match=r"expected a target of tokens \[.*\] \(.*\), got \["
+            ) as no:
+                converted(ours, out, "gguf", target_file=file)
+            assert "\n" not in str(no.value)
+        else:
+            converted(ours, out, "gguf", target_file=file)
+        assert out.exists() != is_other
 
 
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):

@@ -9,13 +9,14 @@ import math
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.utils import DistributedType
 from placement_worker import random_batch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_targets import random_model
 from tiny_training import VOCABULARY, assert_same, recipe_of, run, tiny_recipe, weights
 from transformers import AutoModelForCausalLM
@@ -151,6 +152,55 @@ def test_an_adapter_belongs_to_its_target(made, tmp_path):
             other.attach(tmp_path / "adapter")
     with pytest.raises(FileNotFoundError, match="adapter_config.json"):
         fresh(made).attach(made / "data")
+
+
+def spoiled(folder: Path, **settings: Any) -> Path:
+    place = folder / "adapter_config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | settings))
+    return folder
+
+
+def test_the_rank_is_that_of_the_files_matrices_before_anything_is_built(
+    made, tmp_path, monkeypatch
+):
+    """r = 1,000,000 took 4.7 GB."""
+    changed(fresh(made)).adapter.save(tmp_path / "adapter", "tiny")
+    monkeypatch.setattr("peft.PeftModel.from_pretrained", lambda *_, **__: pytest.fail("built"))
+    with pytest.raises(ValueError, match=r"expected matrices of rank 1000000, .* of shape \[4, "):
+        fresh(made).attach(spoiled(tmp_path / "adapter", r=1_000_000))
+    save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="expected matrices, got none"):
+        fresh(made).attach(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layer_replication": [[0, 2], [0, 2]]},
+        {"modules_to_save": ["lm_head"]},
+        {"rank_pattern": {"q_proj": 900_000}},
+        {"megatron_config": {"a": 1}, "megatron_core": "os"},
+        {"init_lora_weights": "pissa"},
+        {"use_dora": True},
+    ],
+)
+def test_settings_that_we_never_write_are_refused_before_anything_is_built(
+    made, tmp_path, monkeypatch, settings
+):
+    changed(fresh(made)).adapter.save(tmp_path / "adapter", "tiny")
+    monkeypatch.setattr("peft.PeftModel.from_pretrained", lambda *_, **__: pytest.fail("built"))
+    with pytest.raises(
+        ValueError, match=f"expected a plain LoRA adapter, got {next(iter(settings))}"
+    ):
+        fresh(made).attach(spoiled(tmp_path / "adapter", **settings))
+
+
+def test_an_adapter_with_numbers_that_are_not_finite_is_refused(made, tmp_path):
+    target = changed(fresh(made))
+    next(iter(target.adapter.parameters.values())).data[0, 0] = torch.nan
+    target.adapter.save(tmp_path / "adapter", "tiny")
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors: expected finite numbers"):
+        fresh(made).attach(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("kind", ["medusa", "sequential"])

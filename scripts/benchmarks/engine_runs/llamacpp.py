@@ -16,9 +16,12 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from draftheads.heads.formats.llamacpp import server_options
 
 PLACE = Path(os.environ.get("DRAFTHEADS_LLAMACPP", "."))
 EXACT = ["--flash-attn", "off", "-ctk", "f32", "-ctv", "f32"]
@@ -98,34 +101,34 @@ def counts(metrics: str) -> tuple[int, list[int]]:
     return int(drafts[1]) if drafts else 0, accepted
 
 
-def eos_options(target: str) -> list[str]:
-    """The end tokens that transformers knows; a GGUF file has one of each kind."""
+def end_tokens(target: str) -> list[int]:
+    """The end tokens that transformers knows."""
     file = Path(target) / "generation_config.json"
     eos = json.loads(file.read_text()).get("eos_token_id", []) if file.is_file() else []
-    ids = eos if isinstance(eos, list) else [eos]
-    pairs = zip(("eos", "eot", "eom"), ids, strict=False)
-    return [
-        part
-        for name, id in pairs
-        for part in ("--override-kv", f"tokenizer.ggml.{name}_token_id=int:{id}")
-    ]
+    return eos if isinstance(eos, list) else [eos]
 
 
 def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     target = target_gguf(job["target"], folder)
+    slots = job["slots"]
     longest = max(map(len, job["prompts"])) + job["new_tokens"] + 2 * job["draft_tokens"] + 8
-    options = ["-m", target, "-np", "1", "-c", str(longest), *EXACT, *eos_options(job["target"])]
+    options = ["-m", target, "-np", str(slots), "-c", str(slots * longest), *EXACT]
+    options += server_options(job["method"], end_tokens(job["target"]))
     options += ["-t", os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())]
     if job["head"]:
         options += ["-md", head_gguf(job["head"], target, folder), *EXACT_DRAFTS]
         options += ["--spec-type", f"draft-{job['method']}"]
         options += ["--spec-draft-n-max", str(job["draft_tokens"])]
     asked = {"n_predict": job["new_tokens"], "temperature": 0, "return_tokens": True}
-    with served(options) as url:
-        began, answers = time.perf_counter(), []
-        for prompt in job["prompts"]:
+    with served(options) as url, ThreadPoolExecutor(slots) as requests:
+
+        def answer(prompt: list[int]) -> list[int]:
             body = {**asked, "prompt": prompt, "cache_prompt": False}
-            answers.append(json.loads(read(f"{url}/completion", body))["tokens"])
+            tokens: list[int] = json.loads(read(f"{url}/completion", body))["tokens"]
+            return tokens
+
+        began = time.perf_counter()
+        answers = list(requests.map(answer, job["prompts"]))
         seconds = time.perf_counter() - began
         drafts, accepted = counts(read(f"{url}/metrics"))
     version = re.search(r"build (\d+)", _run([PLACE / "llama-server", "--version"]))
