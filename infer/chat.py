@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
 from draftheads.infer.chat_screen import (
     NARROW,
@@ -29,7 +30,7 @@ from draftheads.infer.chat_screen import (
     side_by_side,
     tree_drawing,
 )
-from draftheads.infer.conversation import Answer, History, printable
+from draftheads.infer.conversation import Answer, History
 from draftheads.infer.engine import Session, Speculator, Statistics
 from draftheads.infer.text import TextStream, encode_prompt
 
@@ -84,7 +85,7 @@ def chat(
     terminal, else `input`. Raises ValueError, before reading, for a target without tokenizer and
     for a system prompt that it cannot take; KeyboardInterrupt for a second Ctrl-C in an answer.
     """
-    talk = _Conversation(speculator, options or ChatOptions(), console or Console())
+    talk = _Conversation(speculator, options or ChatOptions(), console or SafeConsole())
     talk.greet()
     is_typed = read is not None or sys.stdin.isatty()
     if read is None and is_typed and talk.console.is_terminal:
@@ -112,7 +113,7 @@ def sample_chat(
     speculator: Speculator, questions: Sequence[str], *, console: Console | None = None
 ) -> list[Answer]:
     """Print and return the answers to these questions, accepted drafts in colour."""
-    console = console or Console()
+    console = console or SafeConsole()
     talk = _Conversation(speculator, ChatOptions(show_accepted=True, is_plain=True), console)
     answers = []
     for question in questions:

@@ -34,6 +34,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from draftheads.heads.terminal import printable
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.protocol import (
@@ -568,5 +569,5 @@ def serve(speculator: Speculator, options: ServerOptions, host: str, port: int) 
     )
     service.scheduler.warm_up([Greedy(), service.rule(Request())])
     shown = f"[{host}]" if ":" in host else host
-    print(f"{options.name}: http://{shown}:{listening.getsockname()[1]}", flush=True)
+    print(printable(f"{options.name}: http://{shown}:{listening.getsockname()[1]}"), flush=True)
     _Server(config, service).run(sockets=[listening])
