@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
-from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled, Typical
 from draftheads.infer.chat_screen import (
     NARROW,
     NOTE,
@@ -323,6 +324,11 @@ class _Conversation:
             self.options = replace(self.options, **values)
             self.history.max_new_tokens = self.options.max_new_tokens
             self._use(rule)
+        elif name == "temperature" and not (number == 0 or LEAST_TEMPERATURE <= number < math.inf):
+            raise ValueError(
+                f"temperature: expected 0 (greedy), or {LEAST_TEMPERATURE:.5f} and more, got "
+                f"{number:g}; type /set temperature 0.7"
+            )
         elif name == "temperature" and (number == 0 or isinstance(rule, Greedy)):
             self._use(Sampled(number) if number else Greedy())
         elif name not in (each.name for each in fields(rule)):

@@ -304,7 +304,7 @@ def test_a_device_or_dtype_that_is_not_there(run, target, tmp_path, command, opt
     assert not (tmp_path / "data").exists() and not (tmp_path / "vllm").exists()
 
 
-@pytest.mark.parametrize("device", ["gpu", "", "cpu:x", "mps:7"])
+@pytest.mark.parametrize("device", ["gpu", "cpu:x", "mps:7"])
 def test_a_device_that_is_none(run, target, tmp_path, device):
     answer = run("distill", "--target", target, "--prompts", questions(tmp_path),
                  "--out", tmp_path / "data", "--device", device)  # fmt: skip
@@ -439,6 +439,7 @@ def test_ctrl_c_is_one_line_which_names_resuming_where_something_resumes(
         "distill --target x --prompts y --out= ",
         "distill --target x --prompts y --out o --server|",
         "serve --target x --name|",
+        "distill --target x --prompts y --out o --device|",
         "doctor --target x --head y --data|",
         "bench --target x --head y --prompts z --json|",
         "report|",

@@ -1,4 +1,4 @@
-"""The promise: code in a target's repository is never run, and nobody is asked whether to run it."""
+"""The promise: code in a target's repository is never run, and nobody is asked to run it."""
 
 from __future__ import annotations
 
