@@ -49,7 +49,10 @@ from draftheads.infer.text import AnswerText, encode_prompt
 
 logger = logging.getLogger("draftheads")
 
-PAGE = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "icon.svg")}}
+PAGE = {
+    "/": "index.html",
+    **{f"/{name}": name for name in ("page.css", "page.js", "markdown.js", "icon.svg")},
+}
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
