@@ -243,6 +243,10 @@ def open_head(source: str | Path, *, revision: str | None = None) -> HeadFolder:
 
     Raises FileNotFoundError if there is none, ValueError for a damaged config.json.
     """
+    if not str(source).strip():  # Path("") is the working directory
+        raise FileNotFoundError(
+            f"expected a head, got the empty name {str(source)!r}; pass a folder or a Hub id"
+        )
     folder = Path(os.path.expanduser(source))  # Path.expanduser raises for an unknown user
     if folder.is_dir():
         path = _head_in(folder)

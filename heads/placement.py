@@ -34,6 +34,13 @@ from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerp
 Placement = Literal["whole", "split", "sharded"]
 Bits = Literal[4, 8]
 
+ASKS_FOR_CODE = "custom code"
+"""Part of transformers' error for a repository that it could only load by running its code."""
+OWN_CODE = (
+    "expected a model that transformers implements, got one with custom code in its repository, "
+    "which is never run; use a model of a type that transformers has"
+)
+
 READING = timedelta(hours=6)
 """How long processes wait for the first one to download and read the weights."""
 
@@ -115,6 +122,10 @@ def location(path: str) -> tuple[str, dict[str, str]]:
 
 def check_path(path: str) -> None:
     """Raise FileNotFoundError for the path of a folder without a model."""
+    if not path.strip():  # Path("") is the working directory
+        raise FileNotFoundError(
+            f"expected a target, got the empty name {path!r}; pass a model folder or a Hub id"
+        )
     local = Path(path).expanduser()
     if local.is_file() and path.endswith(".gguf"):
         return
@@ -140,6 +151,8 @@ def reading(path: str) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file may raise anything
         reason = " ".join(str(error).split())[:400] or type(error).__name__
+        if ASKS_FOR_CODE in reason:
+            raise ValueError(f"target {path}: {OWN_CODE}") from error
         raise ValueError(
             f"target {path}: cannot be read: {reason}; download it again, or fix the file"
         ) from error
@@ -149,7 +162,9 @@ def read_config(path: str, revision: str | None) -> PretrainedConfig:
     """A target's config.json. An attention implementation without tree masks is not requested."""
     place, file = location(path)
     with reading(path):
-        config: PretrainedConfig = AutoConfig.from_pretrained(place, revision=revision, **file)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            place, revision=revision, trust_remote_code=False, **file
+        )
     if config._attn_implementation not in (None, *MASKED):
         config._attn_implementation = None
     return config
@@ -166,6 +181,7 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
             config=config,
             revision=revision,
             output_loading_info=True,
+            trust_remote_code=False,
             ignore_mismatched_sizes=True,  # they are reported below
             **file,
             **options,

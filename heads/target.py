@@ -139,7 +139,9 @@ class Target:
         if not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*")):
             with reading(path):
                 place, file = location(path)
-                tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, **file)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    place, revision=revision, trust_remote_code=False, **file
+                )
         commit = revision or getattr(model.config, "_commit_hash", None)
         target = cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
         saved = read_config(path, revision).get_text_config(decoder=True).dtype

@@ -305,8 +305,8 @@ def check_temperature(temperature: float) -> None:
     """Raise ValueError unless logits can be divided by it."""
     if not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(
-            f"temperature {temperature}: expected above 0 ({LEAST_TEMPERATURE} or more); use "
-            "Greedy() for 0"
+            f"temperature {temperature}: expected above 0 ({LEAST_TEMPERATURE} or more); "
+            "greedy decoding is temperature 0 in commands and the rule Greedy in Python"
         )
 
 

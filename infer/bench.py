@@ -31,6 +31,7 @@ from torch import Tensor
 
 from draftheads.heads.base import Drafter
 from draftheads.heads.target import Target
+from draftheads.heads.terminal import SafeConsole
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
 from draftheads.infer.engine import (
@@ -328,7 +329,7 @@ def race(
     Seeds torch's global random stream. console: for the progress bar (default: stderr). clock: of
     `Run.seconds`.
     """
-    console = console or Console(stderr=True)
+    console = console or SafeConsole(stderr=True)
     runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
     units = batched(prompts, options.batch)
     batches = [[prompts[place] for place in unit] for unit in units]

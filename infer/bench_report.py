@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.heads.files import write_text
+from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.bench import (
     BASELINES,
     COMPILED,
@@ -147,7 +148,7 @@ def fastest(report: BenchReport) -> list[Result]:
 
 def print_report(report: BenchReport, console: Console | None = None) -> None:
     """Print the tables and their footnotes."""
-    console = console or Console()
+    console = console or SafeConsole()
     console.print(title(report), style="italic", justify="center", markup=False, highlight=False)
     for grid in grids(report):
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)

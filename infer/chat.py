@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import signal
 import sys
 import threading
@@ -18,7 +19,8 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.heads.terminal import SafeConsole, printable
+from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled, Typical
 from draftheads.infer.chat_screen import (
     NARROW,
     NOTE,
@@ -29,7 +31,7 @@ from draftheads.infer.chat_screen import (
     side_by_side,
     tree_drawing,
 )
-from draftheads.infer.conversation import Answer, History, printable
+from draftheads.infer.conversation import Answer, History
 from draftheads.infer.engine import Session, Speculator, Statistics
 from draftheads.infer.text import TextStream, encode_prompt
 
@@ -84,7 +86,7 @@ def chat(
     terminal, else `input`. Raises ValueError, before reading, for a target without tokenizer and
     for a system prompt that it cannot take; KeyboardInterrupt for a second Ctrl-C in an answer.
     """
-    talk = _Conversation(speculator, options or ChatOptions(), console or Console())
+    talk = _Conversation(speculator, options or ChatOptions(), console or SafeConsole())
     talk.greet()
     is_typed = read is not None or sys.stdin.isatty()
     if read is None and is_typed and talk.console.is_terminal:
@@ -112,7 +114,7 @@ def sample_chat(
     speculator: Speculator, questions: Sequence[str], *, console: Console | None = None
 ) -> list[Answer]:
     """Print and return the answers to these questions, accepted drafts in colour."""
-    console = console or Console()
+    console = console or SafeConsole()
     talk = _Conversation(speculator, ChatOptions(show_accepted=True, is_plain=True), console)
     answers = []
     for question in questions:
@@ -322,6 +324,11 @@ class _Conversation:
             self.options = replace(self.options, **values)
             self.history.max_new_tokens = self.options.max_new_tokens
             self._use(rule)
+        elif name == "temperature" and not (number == 0 or LEAST_TEMPERATURE <= number < math.inf):
+            raise ValueError(
+                f"temperature: expected 0 (greedy), or {LEAST_TEMPERATURE:.5f} and more, got "
+                f"{number:g}; type /set temperature 0.7"
+            )
         elif name == "temperature" and (number == 0 or isinstance(rule, Greedy)):
             self._use(Sampled(number) if number else Greedy())
         elif name not in (each.name for each in fields(rule)):

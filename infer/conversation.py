@@ -10,20 +10,15 @@ from time import perf_counter
 
 from draftheads.heads.files import write_text
 from draftheads.heads.target import Target
+from draftheads.heads.terminal import printable
 from draftheads.infer.engine import Statistics, Step
 from draftheads.infer.text import TextStream, encode_prompt
 
 RESERVE = 256
 """New tokens that the history leaves room for, at most a quarter of the context."""
 ENDINGS = {"interrupted": ", stopped by you", "length": ", cut at the length limit"}
-CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\t\n"}
 
 Message = dict[str, str]
-
-
-def printable(text: str) -> str:
-    """The text without control characters: model output must not control the terminal."""
-    return text.translate(CONTROLS)
 
 
 @dataclass

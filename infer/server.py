@@ -35,6 +35,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from draftheads.heads.terminal import printable
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.hosts import Hosts
@@ -56,7 +57,10 @@ from draftheads.infer.text import AnswerText
 
 logger = logging.getLogger("draftheads")
 
-PAGE = {"/": "index.html", **{f"/{name}": name for name in ("page.css", "page.js", "icon.svg")}}
+PAGE = {
+    "/": "index.html",
+    **{f"/{name}": name for name in ("page.css", "page.js", "markdown.js", "icon.svg")},
+}
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 ARRIVAL_SECONDS = 20.0
@@ -586,5 +590,5 @@ def serve(speculator: Speculator, options: ServerOptions, host: str, port: int) 
     )
     service.scheduler.warm_up([Greedy(), service.rule(Request())])
     shown = f"[{host}]" if ":" in host else host
-    print(f"{options.name}: http://{shown}:{listening.getsockname()[1]}", flush=True)
+    print(printable(f"{options.name}: http://{shown}:{listening.getsockname()[1]}"), flush=True)
     _Server(config, service).run(sockets=[listening])

@@ -24,6 +24,7 @@ from torch import Tensor
 from draftheads.heads.base import Committed, DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
+from draftheads.heads.terminal import SafeConsole
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.bench import (
@@ -176,7 +177,7 @@ class Track:
         console: Console | None,
     ) -> None:
         self.target, self.head, self.options = target, head, options
-        self.console = console or Console(stderr=True)
+        self.console = console or SafeConsole(stderr=True)
         self.engines: dict[Tree, Speculator] = {}  # of the race before, which may be compiled
 
     def race(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
-import warnings
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,13 @@ from rich.logging import RichHandler
 
 from draftheads.scripts import commands
 from draftheads.scripts.doctor import doctor
-from draftheads.train.entry import INTERRUPTED, mistakes_in_one_line, spin_briefly
+from draftheads.train.entry import (
+    INTERRUPTED,
+    guard_terminal,
+    mistakes_in_one_line,
+    say,
+    spin_briefly,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("demo")(commands.demo)
@@ -38,13 +45,19 @@ app.command("merge")(commands.merge)
 app.command("convert")(commands.convert)
 app.command("publish")(commands.publish)
 
+RESUMING = (["demo"], ["distill"], ["train"])
+"""Commands that continue what an interrupted one began."""
+SPREAD = ("--head", "--nodes", "--tree")
+"""Options that take several values."""
+NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
+
 UsageError: Any = typer.BadParameter.__base__
 """click's; typer may carry its own copy of click."""
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"draftheads {importlib.metadata.version('draftheads')}")
+        say(f"draftheads {importlib.metadata.version('draftheads')}")
         raise typer.Exit
 
 
@@ -61,13 +74,15 @@ def draftheads(
 def main() -> None:
     """The console script."""
     spin_briefly()
+    guard_terminal()
     log = logging.getLogger("draftheads")
     log.addHandler(RichHandler(show_time=False, show_path=False))
     log.propagate = False
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-    arguments = spread(sys.argv[1:])
-    with mistakes_in_one_line():
+    arguments = sys.argv[1:]
+    with mistakes_in_one_line(resumes=arguments[:1] in RESUMING):
         try:
+            refuse_empty(arguments)
+            arguments = spread(arguments)
             code = app(arguments or ["--help"], prog_name="draftheads", standalone_mode=False)
         except UsageError as error:
             raise ValueError(usage_line(error)) from error
@@ -76,6 +91,18 @@ def main() -> None:
         if code == INTERRUPTED:  # from typer, for Ctrl-C: commands end themselves by SystemExit
             raise KeyboardInterrupt
     sys.exit(code if arguments else 2)
+
+
+def refuse_empty(arguments: Sequence[str]) -> None:
+    """Raise ValueError for an empty value, which would be read as the working directory. Only a
+    system prompt may be empty.
+    """
+    for before, argument in pairwise(["", *arguments]):
+        option, is_joined, value = argument.partition("=")
+        if not (is_joined and option.startswith("--")):
+            option, value = before if before.startswith("-") else "an argument", argument
+        if not value.strip() and option != "--system":
+            raise ValueError(f"{option}: expected a value, got an empty one; {NO_VALUE}")
 
 
 def usage_line(error: Any) -> str:
@@ -96,14 +123,19 @@ def usage_line(error: Any) -> str:
 
 
 def spread(arguments: list[str]) -> list[str]:
-    """`--head A B` as `--head A --head B`, likewise --nodes and --tree, for click."""
-    spreading, out = "", []
-    for argument in arguments:
-        if argument.startswith("-"):
-            spreading = argument if argument in ("--head", "--nodes", "--tree") else ""
-            out += [] if spreading else [argument]
-        else:
-            out += [spreading, argument] if spreading else [argument]
+    """`--head A B` as `--head A --head B`, likewise --nodes and --tree, for click. Raises
+    ValueError for one of these without a value.
+    """
+    option, out = "", list[str]()
+    for argument, following in pairwise([*arguments, "-"]):
+        if not argument.startswith("-"):
+            out += [option, argument] if option else [argument]
+            continue
+        option = argument if argument in SPREAD else ""
+        if not option:
+            out.append(argument)
+        elif following.startswith("-"):
+            raise ValueError(f"{option}: expected a value, got none; {NO_VALUE}")
     return out
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from draftheads.train.entry import choose_threads, set_threads
+from draftheads.train.entry import choose_threads, say, set_threads
 
 if TYPE_CHECKING:
     from draftheads.heads.hub import HeadFolder
@@ -156,7 +156,7 @@ def announce(compile: bool) -> None:
     """Say why the first answers take long."""
     if compile:
         said = "compiling takes about a minute per candidate, and less the next time"
-        print(said, file=sys.stderr, flush=True)
+        say(said, sys.stderr)
 
 
 def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
@@ -274,7 +274,7 @@ def plan(
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for the process that trains
     transformers.logging.disable_progress_bar()
     if not no_probe:
-        print("training a few steps to measure memory and time; --no-probe skips this", flush=True)
+        say("training a few steps to measure memory and time; --no-probe skips this")
     made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
     print_plan(made)
     write_figures(json_out, made.to_json())
@@ -297,7 +297,7 @@ def keys() -> None:
     from draftheads.train.recipe import key_table
 
     for key, takes, default, description in key_table():
-        print(f"{key} = {default} [{takes}]\n    {description}")
+        say(f"{key} = {default} [{takes}]\n    {description}")
 
 
 def report(
@@ -306,7 +306,7 @@ def report(
     """Write a run's report.md and curves again from its metrics and checkpoints."""
     from draftheads.train.progress import write_report
 
-    print(write_report(run))
+    say(write_report(run))
 
 
 def demo(
@@ -433,7 +433,7 @@ def tune(
         print_tuned(found)
         if not dry_run:
             record_tuned(folder.path, found.best.tree, found.facts())
-            print(f"written to {folder.path}")
+            say(f"written to {folder.path}")
         figures = asdict(found)
     write_figures(json_out, figures)
 
@@ -585,14 +585,14 @@ def publish(
 
     upload = prepare(folder, repo_id, licence=licence)
     for note in upload.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", sys.stderr)
     if dry_run:
         kind = "public" if public else "private"
-        print(f"{upload.folder} -> {repo_id} ({kind}), branch {revision}; dry run")
-        print(f"{upload.listing()}\n\n{upload.card}")
+        say(f"{upload.folder} -> {repo_id} ({kind}), branch {revision}; dry run")
+        say(f"{upload.listing()}\n\n{upload.card}")
     else:
-        print(upload.listing())
-        print(upload_files(upload, public=public, revision=revision, overwrite=overwrite))
+        say(upload.listing())
+        say(upload_files(upload, public=public, revision=revision, overwrite=overwrite))
 
 
 def data_preview(
@@ -609,15 +609,14 @@ def data_preview(
 
     Loads a tokenizer, no weights.
     """
-    from rich.console import Console
-
+    from draftheads.heads.terminal import SafeConsole
     from draftheads.scripts.printing import Pen, show_answers, show_prompts, text_side
     from draftheads.train.data.answers import MANIFEST
     from draftheads.train.data.conversation import Renderer
     from draftheads.train.data.prompts import Hub, check_tools, read_prompts, with_tools
 
     side = text_side(target, path)
-    out = Console(highlight=False, soft_wrap=True)
+    out = SafeConsole(highlight=False, soft_wrap=True)
     plain = plain or not out.is_terminal or out.no_color
     pen = Pen(side, plain=plain, boundaries=boundaries)
     if (Path(path) / MANIFEST).is_file():
@@ -658,13 +657,13 @@ def import_answers(
     if any(with_tools(messages) for messages in found):
         check_tools(side.tokenizer, arguments)
     counts = run(side, found, out, template_args=arguments, source=conversations)
-    print(
+    say(
         f"{out}: {counts.documents} documents, {counts.skipped} conversations skipped, "
         f"{counts.learned_tokens:,} tokens to learn in {counts.turns} answers; not checked: that "
         f"{target} wrote them"
     )
     for why, number in counts.reasons.most_common():
-        print(f"  {number} {why}")
+        say(f"  {number} {why}")
 
 
 def convert_answers(
@@ -674,7 +673,7 @@ def convert_answers(
     from draftheads.train.data.answers import convert as run
 
     counts = run(folder)
-    print(f"{folder}: {counts.documents:,} documents, {counts.tokens:,} tokens")
+    say(f"{folder}: {counts.documents:,} documents, {counts.tokens:,} tokens")
 
 
 def convert(
@@ -701,9 +700,9 @@ def convert(
 
     if to == "gguf":
         file = TargetFile.open(target) if target else None
-        print(converted(source, out, to, target_file=file))
+        say(converted(source, out, to, target_file=file))
     else:
-        print(converted(source, out, to, load_target(target, dtype, device) if target else None))
+        say(converted(source, out, to, load_target(target, dtype, device) if target else None))
 
 
 def merge(
@@ -721,4 +720,4 @@ def merge(
     from draftheads.scripts.convert import merged
 
     transformers.logging.disable_progress_bar()
-    print(merged(head, out, target, dtype))
+    say(merged(head, out, target, dtype))

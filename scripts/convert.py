@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from draftheads.heads.card import render_card, write_remote_code
 from draftheads.heads.files import staged
@@ -15,6 +14,7 @@ from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
 from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
 from draftheads.heads.hub import CARD, FORMAT, about_target, head_config, open_head, save_head
+from draftheads.heads.placement import read_config
 from draftheads.heads.target import Target
 
 
@@ -85,7 +85,7 @@ def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
         raise ValueError(f"{out} already exists; choose another folder, or remove it")
     name, revision = (target, None) if target else folder.target
     if dtype == "auto":
-        own = AutoConfig.from_pretrained(name, revision=revision).get_text_config(decoder=True)
+        own = read_config(name, revision).get_text_config(decoder=True)
         dtype = str(own.dtype or torch.float32).removeprefix("torch.")
     # float32, so that the sum is rounded once
     model = Target.load(name, dtype="float32", revision=revision).attach(folder.adapter)

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 import transformers
 from rich.console import Console
+from rich.text import Text
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import load_head
 from draftheads.heads.target import Target
+from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.bench import BenchOptions, BenchReport, bench
 from draftheads.infer.bench_report import print_report, write_json
 from draftheads.infer.chat import sample_chat
@@ -39,7 +41,7 @@ QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json
 
 def demo(out: Path) -> BenchReport:
     """Run all stages in `out`; an earlier run is resumed. Returns the bench report."""
-    console, began = Console(), time.monotonic()
+    console, began = SafeConsole(), time.monotonic()
     transformers.logging.disable_progress_bar()
     target = Target.load(RECIPES / "demo-target")
     threads = torch.get_num_threads()
@@ -93,7 +95,7 @@ def trained(kind: str, target: Target, out: Path, threads: int) -> DraftHead:
 
 @contextmanager
 def _stage(console: Console, title: str) -> Iterator[None]:
-    console.rule(f"[bold]{title}")
+    console.rule(Text(title, "bold"))
     began = time.monotonic()
     yield
-    console.print(f"[dim]{time.monotonic() - began:.0f} s")
+    console.print(f"{time.monotonic() - began:.0f} s", style="dim")

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
 from typer import Exit, Option
 
 from draftheads.scripts import commands
@@ -96,7 +95,9 @@ def _read_data(
 
 def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
     """Print findings, then remarks."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    from draftheads.heads.terminal import SafeConsole
+
+    console = SafeConsole(highlight=False, soft_wrap=True)
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
     console.print(
         f"{evidence.head.kind} head on {evidence.target.name}: {diagnosis.measured:.2f} tokens per "

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from draftheads.heads.target import Target
+from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.bench import describe_machine, machine_line
-from draftheads.infer.conversation import printable
 from draftheads.infer.text import TextStream
 from draftheads.infer.tune import Tuned
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
@@ -127,7 +127,7 @@ def text_side(target: str | None, folder: str) -> TextSide:
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print memory as a table, then disk, steps, time and what does not fit."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or SafeConsole(highlight=False, soft_wrap=True)
     shapes, work, disk = plan.shapes, plan.work, plan.disk
     adapter = f" and {shapes.adapter:,} of an adapter of {shapes.adapted} layers"
     source = f"from shapes alone ({plan.reason}): activations are not measured"
@@ -166,7 +166,7 @@ GAINS = (1.0, 1.5, 2.0)
 
 def print_curve(target: Target, context: int, curve: Mapping[int, float]) -> None:
     """Print what verification costs, and the tokens per step at which drafts would pay."""
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, title=f"{target.name}, {context} tokens of context")
     for name in ("draft nodes", "ms", *(f"τ for {gain:g} times" for gain in GAINS)):
         table.add_column(name, justify="right")
@@ -187,7 +187,7 @@ def print_curve(target: Target, context: int, curve: Mapping[int, float]) -> Non
 
 def print_tuned(found: Tuned) -> None:
     """Print the trees that raced, and which one is the fastest."""
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("tree", "nodes", "depth", "τ", "predicted", "measured", "error", "gain", "95 %"):
         table.add_column(name, justify="left" if name == "tree" else "right", no_wrap=True)

@@ -7,11 +7,13 @@ interrupted. Nothing slow is imported before signals are handled.
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None, *, script: str, kind: Kind) -> int:
     kind: of the head, if the recipe has no `head.kind`.
     """
     spin_briefly()
+    guard_terminal()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         _print(HELP.format(kind=kind, script=script))
@@ -80,17 +83,28 @@ def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
 
 
 @contextmanager
-def mistakes_in_one_line() -> Iterator[None]:
+def mistakes_in_one_line(*, resumes: bool = True) -> Iterator[None]:
     """End the process with one line and an exit code: 2 after a mistake of the user or a fault of
     the machine (with DRAFTHEADS_DEBUG set, its traceback), 130 after Ctrl-C, SIGTERM or SIGHUP.
     These two raise SystemExit, so that open files are closed and temporary ones removed.
+
+    resumes: whether the same command continues where an interrupted one ended.
     """
-    with handling(_end, signal.SIGTERM), handling(hang_up, signal.SIGHUP):
+    advice = "; run the same command again to resume" if resumes else ""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if isinstance(sys.exc_info()[1], LostProcessError):
+            return  # a launcher ends those that are left; their own line says why
+        by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        _print(f"interrupted by {by}{advice}", sys.stderr)
+        sys.exit(INTERRUPTED)
+
+    with handling(end, signal.SIGTERM), handling(hang_up, signal.SIGHUP):
         try:
             with memory_errors(LESS_MEMORY):
                 yield
         except KeyboardInterrupt:
-            _end(signal.SIGINT, None)
+            end(signal.SIGINT, None)
         except (ValueError, OSError, MemoryError) as error:
             if os.environ.get("DRAFTHEADS_DEBUG"):
                 raise
@@ -105,7 +119,7 @@ def _print_mistake(error: Exception) -> None:
     rank = os.environ.get("RANK", "0")
     if is_own or os.environ.get("LOCAL_RANK", rank) == "0":
         where = "" if _is_first() else f" on process {rank}"
-        print(f"error{where}: {one_line(error)}", file=sys.stderr)
+        say(f"error{where}: {one_line(error)}", sys.stderr)
 
 
 def one_line(error: Exception) -> str:
@@ -127,17 +141,39 @@ def spin_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    if isinstance(sys.exc_info()[1], LostProcessError):
-        return  # a launcher ends those that are left; their own line says why
-    by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    _print(f"interrupted by {by}; run the same command again to resume", sys.stderr)
-    sys.exit(INTERRUPTED)
+def guard_terminal() -> None:
+    """From now on, warnings and log records of all libraries are `harmless`, and characters that
+    the terminal's encoding lacks are written as escapes, not raised as errors.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    logging.setLogRecordFactory(_HarmlessRecord)
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {harmless(str(message))}\n"
+
+
+def say(text: object, file: TextIO | None = None) -> None:
+    """Print `harmless` text."""
+    print(harmless(str(text)), file=file, flush=True)
+
+
+def harmless(text: str) -> str:
+    """`printable`, whose import loads torch, where it changes anything."""
+    if all(map(str.isprintable, text.split("\n"))):
+        return text
+    from draftheads.heads.terminal import printable
+
+    return printable(text)
+
+
+class _HarmlessRecord(logging.LogRecord):
+    def getMessage(self) -> str:
+        return harmless(super().getMessage())
 
 
 def _print(text: str, file: TextIO | None = None) -> None:
     if _is_first():
-        print(text, file=file)
+        say(text, file)
 
 
 def _is_first() -> bool:

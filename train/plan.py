@@ -94,7 +94,7 @@ class Shapes:
         check_path(recipe.target)
         config = read_config(recipe.target, recipe.target_revision)
         with reading(recipe.target), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         self.target = ShapeTarget(model, name=recipe.target, fingerprint="")
         self.layers = self.target.layers
         self.frozen, self.per_layer = _count(model), _count(decoder_layers(model)) // self.layers
@@ -261,7 +261,8 @@ def write_target(recipe: Recipe, layers: int, folder: Path) -> None:
         if isinstance(value, list) and len(value) == text.num_hidden_layers:  # layer_types etc.
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
-    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+    dtype = config.dtype or torch.float32
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     logging.disable(logging.WARNING)  # saving imports libraries that log what they look for
     try:
         model.save_pretrained(folder)

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from draftheads.heads.card import flat, markdown_table
 from draftheads.heads.files import naming, write_text
 from draftheads.heads.hub import read_config, step_folders
+from draftheads.heads.terminal import printable
 from draftheads.infer.bench_report import MUTED, new_figure, tidy
 from draftheads.train.checkpoint import BEST, STATE, TRAINER, RunState, read_state
 from draftheads.train.evaluate import Evaluation
@@ -72,7 +73,7 @@ class Progress:
     def log(self, text: str) -> None:
         """Print a line above the bar."""
         if self.accelerator.is_main_process:
-            tqdm.write(text)
+            tqdm.write(printable(text))
 
     def step(
         self, step: int, loss: float, norm: float, ranks_KR: Tensor, tokens: int, lr: float
@@ -164,7 +165,7 @@ def read_metrics(output: str | Path) -> list[Line]:
         if isinstance(values, dict) and isinstance(values.get("step"), int):
             lines.append(values)
     if len(lines) < len(complete):
-        tqdm.write(f"note: {path}: skipped {len(complete) - len(lines)} damaged lines")
+        tqdm.write(printable(f"note: {path}: skipped {len(complete) - len(lines)} damaged lines"))
     return lines
 
 

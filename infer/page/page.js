@@ -2,6 +2,8 @@
 //
 // A text is {text, marks}: marks[i] is true where code unit i came from an accepted draft token.
 
+import { element, render } from "./markdown.js";
+
 const byId = (id) => document.getElementById(id);
 const [log, input, chart] = ["log", "text", "chart"].map(byId);
 const settings = byId("settings");
@@ -10,14 +12,9 @@ const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const SHOWN_STEPS = 120;
 const ENDINGS = { length: "cut at the length limit", stopped: "stopped by you" };
 
-let messages = [];
+let turns = []; // of the conversation: {question, text, marks, about}
+let unfinished = () => []; // the turn in the making
 let running = null; // the AbortController of the answers in the making
-
-function element(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
-}
 
 const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 const mode = () => document.querySelector("[name=mode]:checked").value;
@@ -25,17 +22,26 @@ const announce = (text) => { byId("said").textContent = text; };
 
 // ---- Settings -------------------------------------------------------------------------------
 
-function savedSettings() {
+// What the browser keeps for this page. Site data may be blocked, full or damaged: then nothing is
+// kept, and the page works.
+function recall(area) {
   try {
-    return JSON.parse(localStorage.getItem("draftheads")) ?? {};
-  } catch { // damaged
+    return JSON.parse(window[area].getItem("draftheads")) ?? {};
+  } catch {
     return {};
   }
 }
 
-const saved = savedSettings();
+function keep(area, value) {
+  try {
+    window[area].setItem("draftheads", JSON.stringify(value));
+  } catch { // nothing is kept
+  }
+}
+
+const saved = { ...recall("localStorage") };
 for (const field of fields) {
-  if (field.name in saved) field[field.type === "checkbox" ? "checked" : "value"] = saved[field.name];
+  if (field.name in saved && field.name !== "key") field[field.type === "checkbox" ? "checked" : "value"] = saved[field.name];
 }
 
 function applySettings() {
@@ -43,7 +49,8 @@ function applySettings() {
   for (const field of fields) {
     if (field.name) values[field.name] = field.type === "checkbox" ? field.checked : field.value;
   }
-  localStorage.setItem("draftheads", JSON.stringify(values));
+  delete values.key; // a secret, and an earlier version kept it
+  keep("localStorage", values);
   document.documentElement.dataset.theme = values.theme;
   document.body.classList.toggle("tinted", values.tint);
 }
@@ -122,9 +129,9 @@ class Answer {
   async read(chunks) {
     for await (const chunk of chunks) {
       this.usage = chunk.usage ?? this.usage;
-      const choice = chunk.choices[0];
+      const choice = chunk.choices?.[0];
       if (!choice) continue;
-      const said = choice.delta.content ?? "";
+      const said = choice.delta?.content ?? "";
       const drafted = Array.from(said).slice(0, choice.step?.accepted_chars ?? 0).join("").length;
       for (let i = 0; i < said.length; i++) this.marks.push(i < drafted);
       this.text += said;
@@ -138,10 +145,10 @@ class Answer {
     cancelAnimationFrame(this.drawing);
     this.drawing = 0;
     if (!this.node.isConnected) return; // a new chat has begun
-    const atEnd = log.parentElement.scrollHeight - log.parentElement.scrollTop - log.parentElement.clientHeight < 80;
-    this.blocks = render(this.node, this.text, this.marks, this.blocks);
-    this.onChange(this);
-    if (atEnd) log.parentElement.scrollTop = log.parentElement.scrollHeight;
+    following(() => {
+      this.blocks = render(this.node, this.text, this.marks, this.blocks, withCopyButton);
+      this.onChange(this);
+    });
   }
 
   // Rates are of the steps after the prompt was read, in time of the engine.
@@ -154,11 +161,11 @@ class Answer {
   summary() {
     const parts = [];
     if (this.steps.length) parts.push(plural(sum(this.steps, "tokens"), "token"));
-    if (this.decoding.length) {
+    if (this.rate) {
       parts.push(`${this.rate.toFixed(0)} tokens/s`, `${this.perStep.toFixed(2)} per step`);
       parts.push(`${(100 * this.acceptance).toFixed(0)} % from drafts`);
     }
-    const cached = this.usage?.prompt_tokens_details.cached_tokens;
+    const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     if (cached) parts.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens reused`);
     if (this.finish in ENDINGS) parts.push(ENDINGS[this.finish]);
     return parts.join(" · ");
@@ -167,113 +174,13 @@ class Answer {
 
 const sum = (items, key) => items.reduce((total, item) => total + item[key], 0);
 
-// ---- Markdown, with DOM nodes alone, so that no answer can inject anything --------------------
+// ---- Controls of an answer ---------------------------------------------------------------------
 
-function split(text) {
-  const blocks = [];
-  let at = 0, open = null; // open: the block that the next line may continue
-  for (const line of text.split("\n")) {
-    const end = Math.min(at + line.length + 1, text.length);
-    const fence = /^\s*(```|~~~)/.exec(line);
-    const found = [["heading", /^#{1,6}\s+/], ["item", /^\s*[-*+]\s+/], ["number", /^\s*\d+[.)]\s+/], ["quote", /^>\s?/]]
-      .map(([kind, pattern]) => [kind, pattern.exec(line)])
-      .find(([, match]) => match);
-    if (open?.kind === "code") {
-      open.end = end;
-      if (fence?.[1] === open.fence) [open.closed, open = null] = [at];
-    } else if (fence) {
-      blocks.push(open = { kind: "code", start: at, body: end, end, fence: fence[1] });
-    } else if (!line.trim()) {
-      open = null;
-    } else if (found) {
-      open = { kind: found[0], start: at, body: at + found[1][0].length, end, mark: found[1][0] };
-      blocks.push(open);
-      if (found[0] === "heading") open = null;
-    } else if (open) {
-      open.end = end;
-    } else {
-      blocks.push(open = { kind: "text", start: at, body: at, end });
-    }
-    at += line.length + 1;
-  }
-  return blocks;
-}
-
-// Draws what differs from the blocks drawn before; returns those drawn now.
-function render(parent, text, marks, before) {
-  const blocks = split(text);
-  let same = 0;
-  while (same < before.length - 1 && same < blocks.length && ["kind", "start", "end"].every((key) => before[same][key] === blocks[same][key])) {
-    blocks[same] = before[same++];
-  }
-  for (const block of before.slice(same)) {
-    block.node.remove();
-    if (block.list && !block.list.children.length) block.list.remove();
-  }
-  for (const [place, block] of blocks.entries()) {
-    if (place < same) continue;
-    const previous = blocks[place - 1];
-    block.node = drawBlock(block, text, marks);
-    if (block.kind === "item" || block.kind === "number") {
-      const start = parseInt(block.mark, 10);
-      block.list = previous?.kind === block.kind ? previous.list : element(block.kind === "item" ? "ul" : "ol", start > 1 ? { start } : {});
-      if (previous?.list !== block.list) parent.append(block.list);
-      block.list.append(block.node);
-    } else {
-      parent.append(block.node);
-    }
-  }
-  return blocks;
-}
-
-function drawBlock(block, text, marks) {
-  const names = { heading: `h${Math.min(block.mark?.trim().length + 1, 4)}`, item: "li", number: "li", quote: "blockquote", text: "p" };
-  if (block.kind !== "code") {
-    const node = element(names[block.kind]);
-    inline(node, text, marks, block.body, block.end - (text[block.end - 1] === "\n"));
-    return node;
-  }
-  const code = element("code");
-  const end = block.closed ?? block.end;
-  characters(code, text, marks, block.body, Math.max(block.body, end));
+function withCopyButton(node, code) {
   const copy = copyButton(() => code.textContent);
   copy.ariaLabel = "Copy code";
-  return element("pre", { tabIndex: 0 }, code, copy);
-}
-
-const INLINE = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|(\*\*|__)(?=\S)([\s\S]*?\S)\3|(\*|\b_)(?=\S)([\s\S]*?\S)\5(?!\w)|\[([^\]\n]+)\]\((https?:\/\/[^)\s]+)\)|https?:\/\/[^\s<>)"']+[^\s<>)"'.,;:!?]/g;
-
-function inline(parent, text, marks, start, end) {
-  const part = text.slice(start, end);
-  let at = 0;
-  for (const match of part.matchAll(INLINE)) {
-    characters(parent, text, marks, start + at, start + match.index);
-    at = match.index + match[0].length;
-    const within = (name, body, lead, properties) => {
-      const node = element(name, properties);
-      const from = start + match.index + lead;
-      (name === "code" ? characters : inline)(node, text, marks, from, from + body.length);
-      parent.append(node);
-    };
-    if (match[1]) within("code", match[2], match[1].length);
-    else if (match[3]) within("strong", match[4], 2);
-    else if (match[5]) within("em", match[6], 1);
-    else {
-      const node = element("a", { href: match[8] ?? match[0], rel: "noopener noreferrer", target: "_blank" });
-      const from = start + match.index + (match[7] ? 1 : 0);
-      characters(node, text, marks, from, from + (match[7] ?? match[0]).length);
-      parent.append(node);
-    }
-  }
-  characters(parent, text, marks, start + at, end);
-}
-
-function characters(parent, text, marks, start, end) {
-  for (let from = start, to; from < end; from = to) {
-    for (to = from + 1; to < end && marks[to] === marks[from];) to++;
-    const run = text.slice(from, to);
-    parent.append(marks[from] ? element("span", { className: "d", textContent: run }) : run);
-  }
+  node.append(copy);
+  return node;
 }
 
 function copyButton(text) {
@@ -290,6 +197,7 @@ function copyButton(text) {
 // ---- The chart ------------------------------------------------------------------------------
 
 function drawChart(made) {
+  if (!made.decoding.length) return;
   byId("steps").hidden = false;
   const shown = made.decoding.slice(-SHOWN_STEPS);
   const most = Math.max(4, ...shown.map((step) => step.tokens));
@@ -355,22 +263,40 @@ function busy(is) {
   if (is) announce("Answering.");
 }
 
-function show(...nodes) {
-  log.append(...nodes);
+function scrollToEnd() {
   log.parentElement.scrollTop = log.parentElement.scrollHeight;
 }
 
-async function chat(question) {
+function show(...nodes) {
+  log.append(...nodes);
+  scrollToEnd();
+}
+
+// Changes the page, and stays at its end unless the reader has scrolled up.
+function following(change) {
+  const { scrollHeight, scrollTop, clientHeight } = log.parentElement;
+  const isAtEnd = scrollHeight - scrollTop - clientHeight < 80;
+  change();
+  if (isAtEnd) scrollToEnd();
+}
+
+// The nodes of a question and its answer.
+function article(question) {
   const about = element("div", { className: "about" });
   const text = element("div", { className: "text" });
-  const asked = element("div", { className: "asked", textContent: question });
+  const asked = element("div", { className: "asked", dir: "auto", textContent: question });
   const turn = element("article", { ariaLabel: "Answer" }, text, about);
+  return { about, text, asked, turn };
+}
+
+async function chat(question) {
+  const { about, text, asked, turn } = article(question);
   show(asked, turn);
   const made = new Answer(text, (each) => {
     about.textContent = each.summary();
     drawChart(each);
   });
-  const conversation = messages; // a new chat has another
+  const conversation = turns; // a new chat has another
   const place = conversation.length;
   const again = () => {
     asked.remove();
@@ -378,24 +304,66 @@ async function chat(question) {
     conversation.length = place;
     chat(question);
   };
+  const record = () => ({ question, text: made.text, marks: made.marks.map(Number).join(""), about: made.summary() });
+  unfinished = () => (conversation === turns && made.text ? [record()] : []);
   await run(async (signal) => {
     let fault = null;
     try {
-      await made.read(answer([...conversation, { role: "user", content: question }], {}, signal));
+      await made.read(answer(messages(conversation, question), {}, signal));
     } catch (error) {
       fault = error;
     }
     if (fault?.name === "AbortError") made.finish = "stopped";
-    about.textContent = made.summary();
-    if (made.steps.length) {
-      made.draw();
-      conversation.push({ role: "user", content: question }, { role: "assistant", content: made.text });
-      about.append(copyButton(() => made.text), redoButton("Regenerate", again));
-    }
-    if (!fault) return announce(`Answered: ${made.summary()}`);
-    showFault(turn, fault, made);
-    if (!made.steps.length || made.finish !== "stopped") turn.append(redoButton("Try again", again));
+    unfinished = () => [];
+    made.draw();
+    following(() => {
+      about.textContent = made.summary();
+      if (made.steps.length) {
+        conversation.push(record());
+        keepConversation();
+        about.append(copyButton(() => made.text), redoButton("Regenerate", again));
+      }
+      if (!fault) return announce(`Answered: ${made.summary()}`);
+      showFault(turn, fault, made);
+      if (!made.steps.length || made.finish !== "stopped") turn.append(redoButton("Try again", again));
+    });
   });
+}
+
+function messages(conversation, question) {
+  const before = conversation.flatMap((turn) => [
+    { role: "user", content: turn.question },
+    { role: "assistant", content: turn.text },
+  ]);
+  return [...before, { role: "user", content: question }];
+}
+
+// A reload, or the way back to this page, finds the conversation again, in this tab alone.
+function keepConversation() {
+  keep("sessionStorage", { turns: [...turns, ...unfinished()], typed: input.value });
+}
+
+function restoreConversation() {
+  const kept = recall("sessionStorage");
+  const isTurn = (turn) => ["question", "text", "marks", "about"].every((key) => typeof turn?.[key] === "string");
+  turns = Array.isArray(kept.turns) ? kept.turns.filter(isTurn) : [];
+  for (const [place, kept] of turns.entries()) {
+    const { about, text, asked, turn } = article(kept.question);
+    render(text, kept.text, Array.from(kept.marks, (mark) => mark === "1"), [], withCopyButton);
+    about.append(kept.about, copyButton(() => kept.text));
+    if (place === turns.length - 1) {
+      about.append(redoButton("Regenerate", () => {
+        asked.remove();
+        turn.remove();
+        turns.length = place;
+        chat(kept.question);
+      }));
+    }
+    show(asked, turn);
+  }
+  byId("welcome").hidden = turns.length > 0;
+  input.value = typeof kept.typed === "string" ? kept.typed : "";
+  grow();
 }
 
 async function race(question) {
@@ -412,7 +380,7 @@ async function race(question) {
     return { node, made, bar };
   });
   const card = element("article", { className: "race", ariaLabel: "Race" }, ...lanes.map((lane) => lane.node));
-  const asked = element("div", { className: "asked", textContent: question });
+  const asked = element("div", { className: "asked", dir: "auto", textContent: question });
   const again = () => {
     asked.remove();
     card.remove();
@@ -425,17 +393,21 @@ async function race(question) {
     const reads = lanes.map((lane, place) => lane.made.read(answer(prompt, { seed, ...options(), draft: place === 0 }, signal)));
     const fault = (await Promise.allSettled(reads)).find((each) => each.status === "rejected");
     for (const lane of lanes) if (lane.made.steps.length) lane.made.draw();
-    const [drafts, plain] = lanes.map((lane) => lane.made);
-    if (fault) {
-      showFault(card, fault.reason, drafts);
-      return card.append(redoButton("Try again", again));
-    }
-    const times = `${(drafts.rate / plain.rate).toFixed(2)} times`;
-    const same = drafts.text === plain.text ? "the same text" : "another text, as it was sampled or rounded otherwise";
-    card.append(element("p", { className: "verdict" }, element("b", { textContent: times }), ` as fast, ${same}`));
-    announce(`${times} as fast, ${same}`);
-    show();
+    following(() => endRace(card, ...lanes.map((lane) => lane.made), fault?.reason, again));
   });
+}
+
+function endRace(card, drafts, plain, fault, again) {
+  if (fault) {
+    showFault(card, fault, drafts);
+    return card.append(redoButton("Try again", again));
+  }
+  const same = drafts.text === plain.text ? "the same text" : "another text, as it was sampled or rounded otherwise";
+  const [times, rest] = drafts.rate && plain.rate
+    ? [`${(drafts.rate / plain.rate).toFixed(2)} times`, ` as fast, ${same}`]
+    : ["Too short to compare", `: an answer of one token has no speed; ${same}`];
+  card.append(element("p", { className: "verdict" }, element("b", { textContent: times }), rest));
+  announce(times + rest);
 }
 
 // ---- Controls -------------------------------------------------------------------------------
@@ -466,7 +438,8 @@ document.addEventListener("keydown", (event) => {
 byId("stop").addEventListener("click", () => running?.abort());
 byId("new").addEventListener("click", () => {
   running?.abort();
-  messages = [];
+  turns = [];
+  keepConversation();
   log.replaceChildren();
   byId("welcome").hidden = false;
   byId("steps").hidden = true;
@@ -484,8 +457,14 @@ async function describe() {
   const response = await fetch("v1/models", { headers: headers() }).catch(() => null);
   const model = response?.ok ? (await response.json()).data[0] : null;
   byId("model").textContent = model ? `${model.id}${model.drafts ? `, ${model.drafts}` : ""}` : "";
+  const hasDrafts = model?.draftheads?.drafts ?? model?.drafts !== "";
+  for (const node of document.querySelectorAll(".drafting")) node.hidden = !hasDrafts;
+  byId("plain").hidden = hasDrafts;
+  if (!hasDrafts) document.querySelector("[name=mode][value=chat]").checked = true;
 }
 
+addEventListener("pagehide", keepConversation);
 applySettings();
+restoreConversation();
 describe();
 input.focus();

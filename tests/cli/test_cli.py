@@ -20,6 +20,7 @@ from tiny_targets import random_model
 from draftheads.heads.hub import HEADS as KINDS
 from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.target import Target
 from draftheads.scripts import cli
 from draftheads.train import entry
 from draftheads.train.data.answers import count
@@ -303,7 +304,7 @@ def test_a_device_or_dtype_that_is_not_there(run, target, tmp_path, command, opt
     assert not (tmp_path / "data").exists() and not (tmp_path / "vllm").exists()
 
 
-@pytest.mark.parametrize("device", ["gpu", "", "cpu:x", "mps:7"])
+@pytest.mark.parametrize("device", ["gpu", "cpu:x", "mps:7"])
 def test_a_device_that_is_none(run, target, tmp_path, device):
     answer = run("distill", "--target", target, "--prompts", questions(tmp_path),
                  "--out", tmp_path / "data", "--device", device)  # fmt: skip
@@ -405,20 +406,97 @@ def test_no_command_shows_the_help(run):
     assert run("--help")[0] == 0
 
 
+@pytest.mark.parametrize("command", ["keys", "distill", "train"])
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, typer.Abort])
-def test_ctrl_c_is_one_line(monkeypatch, capsys, raised):
+def test_ctrl_c_is_one_line_which_names_resuming_where_something_resumes(
+    monkeypatch, capsys, raised, command
+):
     def stop() -> None:
         raise raised
 
-    monkeypatch.setattr(sys, "argv", ["draftheads", "keys"])
+    monkeypatch.setattr(sys, "argv", ["draftheads", command])
     monkeypatch.setattr(cli, "app", typer.Typer())
-    cli.app.command("keys")(stop)
+    cli.app.command(command)(stop)
     cli.app.command("other")(stop)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 130
-    line = "interrupted by Ctrl-C; run the same command again to resume\n"
-    assert capsys.readouterr() == ("", line)
+    advice = "" if command == "keys" else "; run the same command again to resume"
+    assert capsys.readouterr() == ("", f"interrupted by Ctrl-C{advice}\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "chat --head|",
+        "chat --head=",
+        "chat --target x --head|",
+        "bench --target|  --head x --prompts y",
+        "bench --target x --head y|  --prompts z",
+        "bench --target x --head y --prompts|",
+        "tune --head x --prompts|",
+        "distill --target x --prompts y --out|",
+        "distill --target x --prompts y --out= ",
+        "distill --target x --prompts y --out o --server|",
+        "serve --target x --name|",
+        "distill --target x --prompts y --out o --device|",
+        "doctor --target x --head y --data|",
+        "bench --target x --head y --prompts z --json|",
+        "report|",
+        "publish| user/name",
+        "convert x| --to vllm",
+        "merge| x",
+        "import-answers| --target x --out y",
+        "data-preview|",
+        "plan|",
+        "train|",
+        "train x.yaml|",
+    ],
+)
+def test_an_empty_name_is_refused_and_never_read_as_the_working_directory(
+    run, line, monkeypatch, tmp_path
+):
+    """As from `--head "$UNSET"`; | stands for an empty argument. The folder is full of files that
+    the commands could take.
+    """
+    save_head(MedusaHead.create(llama()), tmp_path, target=llama())
+    monkeypatch.chdir(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    words = line.replace("|", " | ").split()
+    words = [word.replace("|", "") for word in words]
+    code, out, errors = run(*words)
+    option = words[words.index("") - 1] if "" in words else line.split()[-1].rstrip("=")
+    named = option if option.startswith("--") else "an argument"
+    assert (code, out) == (2, "")
+    assert errors == [f"error: {named}: expected a value, got an empty one; {cli.NO_VALUE}"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("option", ["--head", "--nodes", "--tree"])
+@pytest.mark.parametrize("last", [[], ["--plain"]])
+def test_an_option_without_its_value_is_not_left_out_in_silence(run, option, last):
+    """As from `--head $UNSET`: the plain model chatted."""
+    code, _, errors = run("chat", "--target", "x", option, *last)
+    assert code == 2
+    assert errors == [f"error: {option}: expected a value, got none; {cli.NO_VALUE}"]
+
+
+@pytest.mark.parametrize("head", ["ngram+", "+", "model:"])
+def test_a_part_of_a_name_that_is_empty_is_refused(run, head, target, monkeypatch, tmp_path):
+    save_head(MedusaHead.create(llama()), tmp_path, target=llama())
+    monkeypatch.chdir(tmp_path)
+    code, _, [error] = run("chat", "--target", target, "--head", head)
+    assert code == 2 and "expected a" in error and "got the empty name ''; pass a" in error
+
+
+@pytest.mark.parametrize("value", [" ", ""])
+def test_the_library_refuses_empty_names(value, monkeypatch, tmp_path):
+    save_head(MedusaHead.create(llama()), tmp_path, target=llama())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="expected a head, got the empty name"):
+        load_head(value)
+    with pytest.raises(FileNotFoundError, match="expected a target, got the empty name"):
+        Target.load(value)
 
 
 @pytest.mark.parametrize(

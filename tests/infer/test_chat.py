@@ -190,7 +190,14 @@ def test_commands_and_lines_that_are_none(target):
         ("/save no/such/folder.json", "No such file"),
         ("/set temprature 1", "expected one of temperature, top_p"),
         ("/set temperature hot", "temperature: expected a number, got 'hot'"),
-        ("/set temperature -1", "temperature -1.0: expected above 0"),
+        *(
+            (
+                f"/set temperature {value}",
+                "temperature: expected 0 (greedy), or 0.00001 and more, got "
+                f"{value}; type /set temperature 0.7",
+            )
+            for value in ("-1", "nan", "inf", "1e-09")
+        ),
         ("/set top_p 0.5", "top_p: expected the rule sampled, got greedy; type /rule sampled"),
         ("/set top_k 2.5", "top_k: expected a whole number, got '2.5'"),
         ("/set max_new_tokens 0", "max_new_tokens: expected 1 to"),

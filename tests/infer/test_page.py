@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,10 @@ ATTACK = """<img src=x onerror="window.hacked=1"><script>window.hacked=1</script
 [x](javascript:window.hacked=1) <b>not bold</b> `<i>` [y](https://e.com/"onmouseover="window.hacked=1)"""
 
 
+DRAFTING = {"id": "tiny", "drafts": "8 draft nodes"}
+"""What the server says of a model with draft heads; that of these tests has none, and acts."""
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Says, str]]:
     engine = Says()
@@ -69,6 +74,7 @@ def page(browser, served) -> Iterator[Any]:
     page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
     page.on("request", lambda r: None if r.url.startswith(url) else complaints.append(r.url))
     page.complaints = complaints
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [DRAFTING]}))
     page.goto(url)
     page.locator("#model:not(:empty)").wait_for()
     yield page
@@ -418,3 +424,240 @@ def test_damaged_settings_do_not_break_the_page(page):
     page.evaluate("localStorage.setItem('draftheads', '{oops')")
     page.reload()
     assert answered(page).locator(".text").inner_text() == "Hello."
+
+
+def answer_of(page: Any, served: tuple[Says, str], text: str) -> Any:
+    """The drawn answer of this text."""
+    served[0].text = text
+    return answered(page).locator(".text")
+
+
+def drawn(node: Any) -> str:
+    """The elements without the marks of drafts and without attributes."""
+    html: str = node.evaluate(
+        """(node) => {
+          const copy = node.cloneNode(true);
+          for (const each of copy.querySelectorAll("button")) each.remove();
+          for (const each of copy.querySelectorAll(".d")) each.replaceWith(...each.childNodes);
+          return copy.innerHTML;
+        }"""
+    )
+    return re.sub(r'( (dir|class|tabindex|rel|target)="[^"]*")', "", html)
+
+
+DRAWN = {
+    "rule": ("a\n\n---\n\nb\n\n* * *", "<p>a</p><hr><p>b</p><hr>"),
+    "arithmetic": ("2*3*4 and x**2 + y**2", "<p>2*3*4 and x**2 + y**2</p>"),
+    "names": ("snake_case_name a_b", "<p>snake_case_name a_b</p>"),
+    "stars in Chinese": ("这是**重点**内容", "<p>这是<strong>重点</strong>内容</p>"),
+    "bold italics": ("***a* b**", "<p><strong><em>a</em> b</strong></p>"),
+    "struck": ("~~a~~ b", "<p><del>a</del> b</p>"),
+    "escapes": (r"\*a\* \_b\_ \(x\)", r"<p>*a* _b_ \(x\)</p>"),
+    "nested list": (
+        "- a\n  - b\n    - c\n- d",
+        "<ul><li>a<ul><li>b<ul><li>c</li></ul></li></ul></li><li>d</li></ul>",
+    ),
+    "list in numbers": (
+        "1. a\n  - b\n2. c\n\n   d",
+        "<ol><li>a<ul><li>b</li></ul></li><li>c<p>d</p></li></ol>",
+    ),
+    "code in a list": (
+        "1. a\n   ```sh\n   ls\n     -l\n   ```\n2. b",
+        "<ol><li>a<pre><code>ls\n  -l\n</code></pre></li><li>b</li></ol>",
+    ),
+    "loose list": ("3. a\n\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
+    "quote of a list": (
+        "> a\n>\n> - b",
+        "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>",
+    ),
+    "table": (
+        "| a | b |\n|:--|--:|\n| `x|y` | **2** |\n| 3 |",
+        "<div><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody>"
+        "<tr><td><code>x|y</code></td><td><strong>2</strong></td></tr>"
+        "<tr><td>3</td><td></td></tr></tbody></table></div>",
+    ),
+    "a bar": ("a | b\nc", "<p>a | b\nc</p>"),
+    "lines": ("roses\nviolets", "<p>roses\nviolets</p>"),
+    "heading": ("Title\n===\ntext\n## Two ##", "<h2>Title</h2><p>text</p><h3>Two</h3>"),
+    "brackets in a link": (
+        "[a](https://e.com/b_(c)_d) https://e.com/x_y_z.",
+        '<p><a href="https://e.com/b_(c)_d">a</a> '
+        '<a href="https://e.com/x_y_z">https://e.com/x_y_z</a>.</p>',
+    ),
+    "picture": ("![a](https://e.com/b.png)", '<p><a href="https://e.com/b.png">a</a></p>'),
+    "fences": ("~~~~\n~~~\n~~~~\na", "<pre><code>~~~\n</code></pre><p>a</p>"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_markdown_is_drawn_as_it_is_meant(page, served, name):
+    source, expected = DRAWN[name]
+    assert drawn(answer_of(page, served, source)) == expected
+
+
+def test_drafts_are_marked_inside_tables_lists_and_quotes(page, served):
+    text = answer_of(page, served, "- one\n  - two\n\n> three\n\n|a|b|\n|-|-|\n|four|five|")
+    for place in ("li li", "blockquote p", "td"):
+        assert text.locator(f"{place} .d").count(), place
+    shown = text.inner_text()
+    assert all(word in shown for word in ("one", "two", "three", "four", "five"))
+
+
+NASTY = {
+    "quotes in quotes": "> " * 3000 + "deep",
+    "lists in lists": "\n".join("  " * n + "- x" for n in range(300)),
+    "open stars": "**a *b _c `d ~~e [f](g " * 800,
+    "bars": "|" * 5000 + "\n" + "|-" * 2500,
+}
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_nasty_markdown_is_drawn_and_the_page_goes_on(page, name):
+    body = chunk(NASTY[name]) + "data: [DONE]\n\n"
+    fulfil(page, body=body, content_type="text/event-stream")
+    assert answered(page).locator(".text").inner_text().strip()
+    page.unroute("**/chat/completions")
+    page.get_by_role("button", name="New chat").click()  # the context is small
+    answered(page, "Go on")
+
+
+def test_the_key_is_in_no_storage_and_one_that_was_is_removed(page):
+    page.evaluate("""localStorage.setItem("draftheads", '{"key": "old", "theme": "dark"}')""")
+    page.reload()
+    stored = "JSON.stringify([{...localStorage}, {...sessionStorage}])"
+    assert "old" not in page.evaluate(stored) and "dark" in page.evaluate(stored)
+    page.get_by_role("button", name="Settings").click()
+    assert page.get_by_label("API key").input_value() == ""
+    page.get_by_label("API key").fill("s3cret")
+    page.get_by_role("button", name="Done").click()
+    answered(page)
+    assert "s3cret" not in page.evaluate(stored)
+    page.get_by_role("button", name="Settings").click()
+    assert (
+        "The key is kept until this page is closed or reloaded"
+        in page.locator("#settings").inner_text()
+    )
+
+
+def test_a_reload_and_the_way_back_keep_the_conversation(page, served):
+    answer_of(page, served, "- **one**\n- two")
+    answered(page, "Second question")
+    marked = page.locator(".d").all_inner_texts()
+    page.get_by_label("Message", exact=True).fill("not sent yet")
+    page.reload()
+    assert page.locator(".asked").all_inner_texts() == ["Hi", "Second question"]
+    assert page.locator("article li strong").first.inner_text() == "one"
+    assert page.locator(".d").all_inner_texts() == marked
+    assert "tokens/s" in page.locator(".about").first.inner_text()
+    assert page.get_by_label("Message", exact=True).input_value() == "not sent yet"
+    page.goto("about:blank")
+    page.go_back()
+    page.locator("#model:not(:empty)").wait_for()
+    answered(page, "Third question")
+    assert all(each in served[0].asked[-1] for each in ("Hi", "Second", "two"))
+    page.get_by_role("button", name="New chat").click()
+    page.reload()
+    assert page.locator("article").count() == 0 and page.locator("#welcome").is_visible()
+
+
+def test_a_reload_inside_an_answer_keeps_what_was_said(page, served):
+    served[0].text, served[0].pause = "word " * 60, 0.05
+    ask(page)
+    page.locator(".d").first.wait_for()
+    page.reload()
+    assert "word" in page.locator("article .text").inner_text()
+    served[0].text, served[0].pause = "Fine.", 0.0
+    page.get_by_role("button", name="Regenerate").click()
+    page.get_by_text("Fine.").wait_for()
+    assert page.locator("article").count() == 1
+
+
+BLOCKED = """for (const area of ["localStorage", "sessionStorage"]) {
+  Object.defineProperty(window, area, { get() { throw new DOMException("no", "SecurityError") } });
+}"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        BLOCKED,
+        "Storage.prototype.setItem = () => { throw new DOMException('', 'QuotaExceededError') }",
+        "localStorage.setItem('draftheads', '7'); sessionStorage.setItem('draftheads', '7')",
+        "sessionStorage.setItem('draftheads', '{\"turns\": [{\"question\": 1}, null]}')",
+    ],
+)
+def test_blocked_full_or_damaged_site_data_do_not_break_the_page(page, script):
+    page.add_init_script(script)
+    page.reload()
+    assert answered(page).locator(".text").inner_text() == "Hello."
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Colours").select_option("dark")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+@pytest.mark.parametrize("mode", ["race", "chat"])
+def test_an_answer_of_one_token_has_no_speed(page, served, mode):
+    """It was NaN times as fast."""
+    served[0].text = "H"
+    ask(page, mode=mode)
+    page.locator("#log[aria-busy=false]").wait_for()
+    shown = page.locator("article").inner_text()
+    for word in ("NaN", "Infinity"):
+        assert word not in shown and word not in page.get_by_role("status").inner_text()
+
+
+def test_a_race_without_steps_after_the_prompt_says_why_it_cannot_compare(page):
+    only = chunk("Hi").replace('"tokens": 2', '"prefill": true, "tokens": 1')
+    fulfil(page, body=f"{only}data: [DONE]\n\n", content_type="text/event-stream")
+    ask(page, mode="race")
+    verdict = page.locator(".verdict")
+    verdict.wait_for()
+    expected = "Too short to compare: an answer of one token has no speed; the same text"
+    assert verdict.inner_text() == expected
+
+
+def test_a_server_without_drafts_offers_no_race(page):
+    page.unroute("**/v1/models")
+    page.reload()
+    page.get_by_text("This server runs the plain model").wait_for()
+    assert not page.get_by_text("Race").first.is_visible()
+    assert not page.get_by_text("The draft heads propose").is_visible()
+    assert answered(page).locator(".text").inner_text() == "Hello."
+
+
+@pytest.mark.parametrize("model", [{"id": "a"}, {"id": "a", "draftheads": {"drafts": True}}])
+def test_other_servers_and_those_with_drafts_race(page, model):
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
+    page.reload()
+    page.locator("#model:not(:empty)").wait_for()
+    assert page.get_by_text("Race").first.is_visible()
+
+
+def test_text_from_right_to_left_stands_at_the_right(page, served):
+    hebrew = "שלום עולם"
+    served[0].text = f"{hebrew}\n\n- {hebrew}\n\n```\nx = 1\n```\n\nEnglish"
+    article = answered(page, hebrew)
+    direction = "node => getComputedStyle(node).direction"
+    text = article.locator(".text")
+    for place in ("p", "ul"):
+        assert text.locator(place).first.evaluate(direction) == "rtl", place
+    assert text.locator("code").evaluate(direction) == "ltr"
+    assert text.locator("p").last.evaluate(direction) == "ltr"
+    assert page.locator(".asked").evaluate(direction) == "rtl"
+    page.get_by_label("Message", exact=True).fill(hebrew)
+    assert page.get_by_label("Message", exact=True).evaluate(direction) == "rtl"
+
+
+@pytest.mark.parametrize("mode", ["chat", "race"])
+def test_try_again_is_in_view(page, served, mode):
+    served[0].text = "line\n\n" * 60
+    answered(page)
+    body = '{"error": {"message": "64 requests are waiting already; retry later"}}'
+    fulfil(page, status=429, body=body, content_type="application/json")
+    ask(page, "More", mode)
+    button = page.get_by_role("button", name="Try again")
+    button.wait_for()
+    page.locator("#log[aria-busy=false]").wait_for()
+    box, main = button.bounding_box(), page.locator("main").bounding_box()
+    assert box["y"] >= main["y"] and box["y"] + box["height"] <= main["y"] + main["height"]
+    page.complaints[:] = [said for said in page.complaints if "429" not in said]

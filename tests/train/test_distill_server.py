@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import logging
@@ -23,13 +24,19 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from draftheads.heads.target import Target
+from draftheads.heads.terminal import printable
 from draftheads.infer.engine import Speculator
 from draftheads.scripts import cli
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import LOSSY, TOO_LONG, Renderer, TextSide
 from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import Prompt
-from draftheads.train.data.server import ServedTarget, ServerError, ServerOptions
+from draftheads.train.data.server import (
+    ServedTarget,
+    ServerError,
+    ServerOptions,
+    without_secret,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -759,6 +766,61 @@ def test_key_that_the_server_echoes_is_hidden(
         options_ = ServerOptions(urls=[server.url], api_key_env="MY_KEY")
         distill(ServedTarget(str(folder), options_), prompts(1), options(tmp_path / "p"))
     assert key not in "".join(traceback.format_exception(raised.value))
+
+
+SECRET = "sk-proj-Very+long/Secret-0123456789"
+ENCODED = base64.b64encode(SECRET.encode()).decode()
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        SECRET,
+        SECRET.upper(),
+        SECRET[:14] + "...",
+        f"...{SECRET[-9:]}",
+        SECRET[5:20],
+        ENCODED,
+        ENCODED[4:30],
+        base64.b64encode(f"user:{SECRET}".encode()).decode(),
+        base64.b64encode(f"Bearer {SECRET}".encode()).decode(),
+        base64.urlsafe_b64encode(f"me:{SECRET}".encode()).decode(),
+        SECRET.encode().hex(),
+        f"{SECRET[:9]}\x00\x1b{SECRET[9:]}",
+    ],
+)
+def test_no_part_of_a_key_that_a_server_quotes_is_shown(echo: str) -> None:
+    shown = without_secret(printable(f"wrong key <{echo}> for llama-3"), SECRET)
+    assert shown.startswith("wrong key <") and shown.endswith("> for llama-3")
+    quoted = shown.removeprefix("wrong key <").removesuffix("> for llama-3")
+    assert "***" in quoted
+    rims = quoted.split("***")
+    assert all(len(rim) < 10 for rim in rims), "at most what stands around it, as `Bearer `"
+
+
+@pytest.mark.parametrize(("key", "size"), [("", 9), ("ab", 2), ("EMPTY", 4), ("hunter2hunter", 6)])
+def test_short_keys_hide_themselves_and_no_key_hides_nothing(key: str, size: int) -> None:
+    assert without_secret(f"say {key[:size]}.", key) == ("say ***." if key else "say .")
+    assert without_secret("no such model", key) == "no such model"
+
+
+def test_what_a_server_says_reaches_neither_terminal_nor_files_with_its_escapes(
+    typed: Callable[..., tuple[int, str]],
+    start: Callable[..., LocalServer],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = start()
+    evil = "\x1b]52;c;cm0=\x07\u202egpj.exe\x9b2J\ud800"
+    body = json.dumps({"error": {"message": f"no {evil}"}}).encode()
+    server.fault = lambda number, request: (400, {}, body)
+    code, error = typed("--server", server.url)
+    assert code and "HTTP 400: no ]N;c;cmN=gpj.exeNJ" in error + caplog.text
+    stored = [text.decode() for text in files(tmp_path / "o").values()]
+    for words in (error, caplog.text, *capsys.readouterr(), *stored):
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"}.intersection(words)
+        assert "\\u001b" not in words and "\\u202e" not in words, "nor in JSON"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from draftheads.heads.placement import location
+from draftheads.heads.placement import ASKS_FOR_CODE, OWN_CODE, location
 from draftheads.infer.text import REPLACEMENT
 from draftheads.train.data.answers import Record
 from draftheads.train.data.prompts import Message, Prompt
@@ -56,9 +56,13 @@ class TextSide:
         path = str(folder) if folder.exists() else name
         try:
             place, file = location(path)
-            tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, **file)
+            tokenizer = AutoTokenizer.from_pretrained(
+                place, revision=revision, trust_remote_code=False, **file
+            )
             eos_ids = _eos_ids(path, revision) or [tokenizer.eos_token_id]
         except Exception as error:  # a damaged file raises errors of many types
+            if ASKS_FOR_CODE in str(error):
+                raise ValueError(f"target {name}: {OWN_CODE}") from error
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
                 f"{name}: expected a target's folder or Hub id with a tokenizer, found none that "
@@ -71,7 +75,9 @@ def _eos_ids(path: str, revision: str | None) -> list[int]:
     place, file = location(path)
     for config in (AutoConfig,) if file else (GenerationConfig, AutoConfig):
         try:
-            found = config.from_pretrained(place, revision=revision, **file).eos_token_id
+            found = config.from_pretrained(
+                place, revision=revision, trust_remote_code=False, **file
+            ).eos_token_id
         except (OSError, ValueError, AttributeError):  # the folder may only have a tokenizer
             if (Path(path) / "generation_config.json").is_file():
                 raise  # other end tokens would be learned without it

@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from draftheads.heads.files import write_text
+from draftheads.heads.terminal import printable
 from draftheads.infer.accept import Seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
@@ -308,7 +309,7 @@ def distill(
             counts = finish(options.out, manifest)
     complete, seconds = manifest["complete"], time.monotonic() - started
     report = DistillReport(options.out, len(prompts), counts, len(missing), complete, seconds)
-    print(report)
+    print(printable(str(report)))
     return report
 
 

@@ -12,6 +12,7 @@ number of times; errors that a retry cannot fix are raised at once.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import logging
 import os
@@ -20,13 +21,15 @@ import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal, TypeVar
 
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftheads.heads.placement import read_config
+from draftheads.heads.terminal import printable
 from draftheads.train.data.conversation import LOSSY, Conversation, Renderer, TextSide
 from draftheads.train.data.distill import Answered, Answerer, Sampling, Seeds, until_end
 
@@ -39,6 +42,7 @@ LONGEST_PAUSE, LONGEST_RETRY_AFTER = 60.0, 600.0
 """Seconds before a retry: by our own schedule, and as requested by the server."""
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
+URL_SAFE = str.maketrans("+/", "-_")  # base64 of addresses
 GIVE_UP = 10
 """Consecutive prompts that a server failed to answer after which it counts as down."""
 
@@ -113,7 +117,7 @@ class ServedTarget(Answerer):
         self._concurrency = options.concurrency
         self.model = self._servers[0].model
         if any(server.model != self.model for server in self._servers):
-            got = ", ".join(f"{server.model} at {server.url}" for server in self._servers)
+            got = ", ".join(f"{server.shown} at {server.url}" for server in self._servers)
             raise ValueError(
                 f"--server: expected one model at all servers, got {got}; leave out the others, or "
                 "serve it under one name"
@@ -240,7 +244,7 @@ class ServedTarget(Answerer):
         if max(ids) >= self._vocabulary:
             raise ServerError(
                 f"expected token ids below {self._vocabulary}, the vocabulary of {self.side.name}, "
-                f"got larger ones from {self.model}: is it the same model"
+                f"got larger ones from {self._servers[0].shown}: is it the same model"
             )
         row.answer(ids)
 
@@ -326,6 +330,7 @@ class _Server:
             "trust_env": False,  # no proxy
         }
         served = self._choose()
+        self.shown = self._hide(served.id)  # in messages
         self.model, length = served.id, served.max_model_len
         self.context = length if isinstance(length, int) and length > 1 else None
 
@@ -415,12 +420,12 @@ class _Server:
             message = str(body["message"] if "message" in body else body["detail"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a page of HTML
             message = response.reason_phrase
-        message = self._hide(" ".join(message.split()))[:200]
+        message = self._hide(" ".join(message.split())[:2000])[:200]
         # without numbers: prompts of different lengths are refused for the same reason
         return f"HTTP {response.status_code}: {re.sub(r'[0-9]+', 'N', message)}"
 
     def _hide(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+        return without_secret(printable(text), self._key)
 
 
 def _base_url(url: str) -> str:
@@ -434,6 +439,32 @@ def _base_url(url: str) -> str:
     if not valid:
         raise ValueError(f"--server: expected http://HOST:PORT, got {url!r}; give such an address")
     return str(parts).removesuffix("/").removesuffix("/v1") + "/v1"
+
+
+def without_secret(text: str, key: str) -> str:
+    """The text with *** for the key, for its longer parts, and for these in base64 or hexadecimal:
+    servers quote what they refuse.
+    """
+    parts = _parts(key, len(key)) | _parts(key.encode().hex(), 2 * len(key))
+    for before in range(3):  # bytes before the key decide how base64 cuts it
+        encoded = base64.b64encode(bytes(before) + key.encode()).decode().rstrip("=")
+        own = encoded[-(-before * 4 // 3) : (before + len(key)) * 4 // 3]
+        parts |= _parts(own, len(own)) | _parts(own.translate(URL_SAFE), len(own))
+    found = [False] * len(text)
+    for size in {len(part) for part in parts}:
+        for start in range(len(text) - size + 1):
+            if text[start : start + size].lower() in parts:
+                found[start : start + size] = [True] * size
+    runs = groupby(zip(text, found, strict=True), itemgetter(1))
+    return "".join("***" if hide else "".join(char for char, _ in run) for hide, run in runs)
+
+
+def _parts(text: str, length: int) -> set[str]:
+    """All parts, in small letters, that are too long to be shown: 8 characters, of short keys half,
+    at least 4.
+    """
+    size = min(length, max(4, min(8, length // 2)))
+    return {text[start : start + size].lower() for start in range(length - size + 1) if size}
 
 
 def secret(variable: str) -> str:
