@@ -7,8 +7,10 @@ interrupted. Nothing slow is imported before signals are handled.
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -84,8 +86,9 @@ def mistakes_in_one_line() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         _end(signal.SIGINT, None)
-    except (ValueError, OSError) as error:
-        if os.environ.get("DRAFTHEADS_DEBUG"):
+    except (ValueError, OSError, ImportError) as error:
+        ours = isinstance(error, ImportError) and (error.name or "").startswith("draftheads")
+        if ours or os.environ.get("DRAFTHEADS_DEBUG"):
             raise
         # processes of one machine make the same mistakes, but a disk may fail only one of them
         is_disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -100,12 +103,25 @@ def mistakes_in_one_line() -> Iterator[None]:
 
 def one_line(error: Exception) -> str:
     """An error message without line breaks; of several by pydantic, the first."""
+    if isinstance(error, ImportError) and error.name:  # without one the message says all
+        return f"expected an installed package, got: {error}; {installation(error)}"
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def installation(error: ImportError) -> str:
+    """The command that installs what could not be imported: an extra of ours, or the package."""
+    module = (error.name or "").partition(".")[0]
+    for requirement in importlib.metadata.requires("draftheads") or []:
+        name = re.match(r"[\w-]+", requirement)
+        extra = re.search("extra == ['\"](.+?)['\"]", requirement)
+        if extra and name and name[0].replace("-", "_").lower() == module.lower():
+            return f"pip install 'draftheads[{extra[1]}]'"
+    return f"pip install {module}"
 
 
 def spin_briefly() -> None:

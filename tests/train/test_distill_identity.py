@@ -112,29 +112,6 @@ def test_other_prompts_are_refused_and_nothing_is_touched(target: Target, tmp_pa
     assert files(tmp_path / "o") == before
 
 
-def numbered(folder: Path, kept: int) -> None:
-    """Make a folder what an older version would have left, killed after some answers."""
-    lines = [json.dumps(record) + "\n" for record in records(folder)[:kept]]
-    manifest = read_manifest(folder) | {"format": 1, "complete": False, "counts": {}}
-    for path in folder.iterdir():
-        path.unlink()
-    (folder / "answers-00000-of-00001.jsonl").write_text("".join(lines))
-    for key in ("digest", "shards", "rest"):
-        del manifest[key]
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-def test_older_folder_is_read_and_not_resumed(target: Target, tmp_path: Path) -> None:
-    distill(target, prompts(10), options(tmp_path / "o"))
-    whole = list(read_answers(tmp_path / "o"))
-    numbered(tmp_path / "o", 6)
-    assert list(read_answers(tmp_path / "o")) == whole[:6]
-    before = files(tmp_path / "o")
-    with pytest.raises(ValueError, match="an earlier version .* or distill into another --out"):
-        distill(target, prompts(10), options(tmp_path / "o"))
-    assert files(tmp_path / "o") == before
-
-
 # ---------------------------------------------------------------- records that are no text
 
 
