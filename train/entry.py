@@ -90,10 +90,15 @@ def mistakes_in_one_line() -> Iterator[None]:
         ours = isinstance(error, ImportError) and (error.name or "").startswith("draftheads")
         if ours or os.environ.get("DRAFTHEADS_DEBUG"):
             raise
-        # processes of one machine make the same mistakes, but a disk may fail only one of them
+        # processes of one machine make the same mistakes, but a disk may fail only one of them,
+        # and only those that are left notice that another one is gone
         is_disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         rank = os.environ.get("RANK", "0")
-        if is_disk or os.environ.get("LOCAL_RANK", rank) == "0":
+        if (
+            is_disk
+            or isinstance(error, ConnectionError)
+            or os.environ.get("LOCAL_RANK", rank) == "0"
+        ):
             where = "" if _is_first() else f" on process {rank}"
             print(f"error{where}: {one_line(error)}", file=sys.stderr)
         sys.exit(2)

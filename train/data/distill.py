@@ -305,7 +305,8 @@ class Claims:
         try:
             yield
         except DistError as error:
-            raise self._lost(" ".join(str(error).split())[:120]) from error
+            reason = " ".join(str(error).split())[:120]
+            raise self._lost(f"no connection to process 0 ({reason})") from error
 
     def _lost(self, found: str) -> ConnectionError:
         return ConnectionError(
