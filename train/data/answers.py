@@ -384,7 +384,7 @@ def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[str]:
     """The ids of a folder's prompts, in order."""
     prompts: int = manifest["prompts"]["count"]
     path = ids_file(folder, manifest)
-    ids = path.read_text().split() if path.is_file() else []
+    ids = path.read_text(errors="replace").split() if path.is_file() else []
     if len(ids) != prompts:
         raise ValueError(
             f"{path}: expected the ids of {prompts} prompts, got {len(ids)}; copy the folder "

@@ -208,7 +208,7 @@ class LocalAnswerer(Answerer):
         self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
-        limit = sampling.max_new_tokens
+        limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers
         accept = Seeded(sampling.temperature, sampling.top_p, sampling.top_k, limit)
         batch = ContinuousBatch(self._engine, accept, self._rows, self._most_tokens)
         asking: dict[Request, Conversation] = {}
