@@ -185,9 +185,6 @@ class _Manifest(_Section):
         given = {"digest", "shards", "rest"} & self.model_fields_set
         if len(given) not in (0, 3):
             raise ValueError(f"expected digest, shards and rest, got {' and '.join(given)} alone")
-        names = {file.name for file in (*self.shards, *self.rest)}
-        if len(names) < len(self.shards) + len(self.rest):
-            raise ValueError("a file is listed twice")
         return self
 
 
@@ -201,23 +198,19 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         )
     content = path.read_bytes()
     try:
-        manifest: dict[str, Any] = json.loads(content)
-        if manifest["format"] != FORMAT and isinstance(manifest["format"], int):
-            raise ValueError(f"format {manifest['format']}, of another version")
         _Manifest.model_validate_json(content)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        manifest: dict[str, Any] = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
         raise ValueError(
             f"{path}: expected format {FORMAT} as `draftheads distill` writes it, got a damaged "
-            f"file ({_reason(error)}); copy the folder again, or distill into another one"
+            f"file ({' '.join(reason.split())[:120]}); copy the folder again, or distill into "
+            "another one"
         ) from error
     return manifest
-
-
-def _reason(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return " ".join(str(error).split())[:80] or type(error).__name__
-    first = error.errors(include_input=False, include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def is_finished(manifest: dict[str, Any]) -> bool:

@@ -523,7 +523,8 @@ def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _has_text(row: Conversation) -> bool:
+def has_text(row: Conversation) -> bool:
+    """Whether an answer of the conversation is more than an end token."""
     return any(answer["content"].strip() for answer in row.answers)
 
 
@@ -546,7 +547,7 @@ def _store(
         new = [row for row in conversations if row.prompt.index in missing]
         records = [row.record() | {"id": names[row.prompt.index]} for row in new]
         held += records
-        if error is not None and not any(map(_has_text, conversations)):
+        if error is not None and not any(map(has_text, conversations)):
             lost += len(conversations)
             if lost >= (min(patience, MAX_EMPTY) if isinstance(error, EmptyAnswer) else patience):
                 raise error

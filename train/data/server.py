@@ -34,6 +34,7 @@ from draftheads.train.data.distill import (
     EmptyAnswer,
     Sampling,
     Seeds,
+    has_text,
     until_end,
 )
 
@@ -214,7 +215,7 @@ class ServedTarget(Answerer):
         return None
 
     def _emptiness(self, server: _Server, row: Conversation) -> EmptyAnswer | None:
-        if any(answer["content"].strip() for answer in row.answers) or not row.answers:
+        if has_text(row) or not row.answers:
             return None
         return EmptyAnswer(
             f"{server.url}: expected answers with text, got empty ones alone; ask the server for a "

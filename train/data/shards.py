@@ -145,19 +145,16 @@ def _check_spans(batch: pa.RecordBatch) -> None:
     if pc.any(pc.not_equal(pc.list_value_length(pairs), 2)).as_py():
         raise pa.ArrowInvalid("spans that are no pairs")
     shard = Shard(batch)
-    sizes_D, counts_D = np.diff(shard.bounds_D1), np.diff(shard.spans_D1)
-    starts_S, stops_S = shard.learn_S2.T
-    is_first_S = np.zeros(len(starts_S), np.bool_)
-    is_first_S[shard.spans_D1[:-1][counts_D > 0]] = True
-    earliest_S = np.where(is_first_S, 0, np.roll(stops_S, 1))
-    latest_S = np.repeat(sizes_D, counts_D)
-    bad_S = (starts_S < earliest_S) | (stops_S < starts_S) | (stops_S > latest_S)
+    documents_S = np.repeat(np.arange(len(batch)), np.diff(shard.spans_D1))
+    firsts_S, lasts_S = shard.bounds_D1[documents_S], shard.bounds_D1[documents_S + 1]
+    starts_S, stops_S = shard.starts_S, shard.starts_S + shard.sizes_S
+    earliest_S = np.maximum(firsts_S, np.append(0, stops_S[:-1]))
+    bad_S = (starts_S < earliest_S) | (stops_S < starts_S) | (stops_S > lasts_S)
     if bad_S.any():
         span = int(bad_S.argmax())
-        document = int(np.searchsorted(shard.spans_D1, span, side="right")) - 1
         raise pa.ArrowInvalid(
-            f"document {document}: span {shard.learn_S2[span].tolist()} of {sizes_D[document]} "
-            "tokens"
+            f"document {documents_S[span]}: span {shard.learn_S2[span].tolist()} of "
+            f"{lasts_S[span] - firsts_S[span]} tokens"
         )
 
 
