@@ -30,7 +30,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command("demo")(commands.demo)
 app.command("distill")(commands.distill)
 app.command("import-answers")(commands.import_answers)
-app.command("convert-answers")(commands.convert_answers)
 app.command("data-preview")(commands.data_preview)
 app.command("plan")(commands.plan)
 app.command("train", context_settings={"ignore_unknown_options": True})(commands.train)

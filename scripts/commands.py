@@ -188,10 +188,20 @@ def local_answerer(
     return LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
 
 
+def folder(name: str) -> Path:
+    """The value of --out: a name that is not empty, which would be the working directory."""
+    if not name.strip():
+        raise typer.BadParameter("expected a folder, got an empty name")
+    return Path(name)
+
+
+OUT = "folder to write; an unfinished one is resumed"
+
+
 def distill(
     target: TargetName,
     prompts: Prompts,
-    out: Annotated[Path, Option(help="folder to write; an unfinished one is resumed")],
+    out: Annotated[Path, Option(parser=folder, metavar="FOLDER", help=OUT)],
     temperature: Temperature = 0.3,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -601,14 +611,18 @@ def data_preview(
     count: Annotated[int, Option("-n", min=0, help="documents to print")] = 3,
     plain: Annotated[bool, Option("--plain", help="[[ ]] instead of colours")] = False,
     boundaries: Annotated[bool, Option("--boundaries", help="put a | between tokens")] = False,
+    check: Annotated[bool, Option("--check", help="compare a folder with its checksums")] = False,
     split: Split = None,
     tools: Tools = "drop",
     template_args: TemplateArgs = "{}",
 ) -> None:
     """Print documents with the target's tokens marked, and a summary; or rendered prompts.
 
-    Loads a tokenizer, no weights.
+    Loads a tokenizer, no weights; --check loads neither.
     """
+    if check:
+        check_answers(Path(path))
+        return
     from draftheads.heads.terminal import SafeConsole
     from draftheads.scripts.printing import Pen, show_answers, show_prompts, text_side
     from draftheads.train.data.answers import MANIFEST
@@ -629,10 +643,21 @@ def data_preview(
     show_prompts(prompts, renderer, pen, out)
 
 
+def check_answers(folder: Path) -> None:
+    """Compare all that a folder says of itself, and print what it holds."""
+    from draftheads.train.data.answers import check
+
+    counts = check(folder)
+    print(
+        f"{folder}: {counts.documents:,} documents, {counts.tokens:,} tokens, "
+        f"{counts.learned_tokens:,} to learn; all as they were written"
+    )
+
+
 def import_answers(
     conversations: Annotated[str, Argument(help="a file, folder or Hub data set with answers")],
     target: TargetName,
-    out: Annotated[Path, Option(help="new folder to write")],
+    out: Annotated[Path, Option(parser=folder, metavar="FOLDER", help="new folder to write")],
     tools: Tools = "keep",
     reasoning: Reasoning = "keep",
     limit: Limit = None,
@@ -664,16 +689,6 @@ def import_answers(
     )
     for why, number in counts.reasons.most_common():
         say(f"  {number} {why}")
-
-
-def convert_answers(
-    folder: Annotated[Path, Argument(help="a complete folder that an earlier version wrote")],
-) -> None:
-    """Bring answers into the memory-mapped shards that this version writes."""
-    from draftheads.train.data.answers import convert as run
-
-    counts = run(folder)
-    say(f"{folder}: {counts.documents:,} documents, {counts.tokens:,} tokens")
 
 
 def convert(

@@ -14,7 +14,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.target import Target
 from draftheads.train.checkpoint import SEAL, write_state
-from draftheads.train.data.answers import Answer, write_manifest
+from draftheads.train.data.answers import Answer, new_manifest, store_batch
+from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.medusa import main
 from draftheads.train.recipe import Recipe
 
@@ -81,21 +82,12 @@ def write_answers(folder: Path, answers: Sequence[Answer], fingerprint: str | No
     """A finished distillation folder."""
     folder.mkdir(parents=True)
     lines = [
-        {"id": n, "tokens": a.tokens, "learn": a.learn, "turns": 1, "finish": "eos"}
+        {"id": f"{n}", "tokens": a.tokens, "learn": a.learn, "turns": 1, "finish": "eos"}
         for n, a in enumerate(answers)
     ]
-    (folder / "answers-00000-of-00001.jsonl").write_text(
-        "".join(json.dumps(x) + "\n" for x in lines)
-    )
-    manifest: dict[str, Any] = {
-        "format": 1,
-        "target": {"name": "tiny", "fingerprint": fingerprint},
-        "batch_size": 4,
-        "prompts": {"count": len(answers)},
-        "complete": True,
-        "counts": {"done": len(answers)},
-    }
-    write_manifest(folder, manifest)
+    prompts = {"source": "", "count": len(answers), "sha256": "0" * 12}
+    manifest = new_manifest({"name": "tiny", "fingerprint": fingerprint}, {}, prompts)
+    store_batch(folder, manifest, to_batch([row for line in lines for row in rows_of(line)]))
     return folder
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +27,7 @@ import pyarrow.compute as pc
 import torch
 
 from draftheads.heads.batch import Batch
-from draftheads.train.data.answers import Answer, open_shards
+from draftheads.train.data.answers import REPAIR, Answer, open_shards, verify
 from draftheads.train.data.shards import (
     Array,
     Shard,
@@ -46,6 +48,8 @@ SPLIT_SEED = 20240119
 HELDOUT_TOKENS = 1 << 17
 """Held-out tokens to evaluate: more would delay checkpoints without changing the tree."""
 
+MOST_IDS = 1 << 31
+"""Bound of token ids where the vocabulary is not known."""
 CHUNK = 1 << 22
 """Tokens that are counted at once."""
 
@@ -58,9 +62,11 @@ class Documents:
     What opening a folder keeps in memory per process are 8 bytes per document and 16 per span.
     """
 
-    def __init__(self, shards: Sequence[Shard], digest: str = "") -> None:
-        """digest: of these shards, if it is known. Raises ValueError if there are no tokens."""
-        self._shards, self._digest = shards, digest
+    def __init__(self, shards: Sequence[Shard], digest: str = "", below: int = MOST_IDS) -> None:
+        """digest: of these shards, if it is known. below: bound of the token ids. Raises ValueError
+        if there are no tokens.
+        """
+        self._shards, self._digest, self._below = shards, digest, below
         firsts = np.cumsum([0, *(len(shard.tokens_N) for shard in shards)])
         if not firsts[-1]:
             raise ValueError("the data has no answers; run `draftheads distill` to the end first")
@@ -95,7 +101,7 @@ class Documents:
                 f"{folder}: expected token ids below {below} ({target}), got {largest}; use the "
                 "data of this target, or distill with it"
             )
-        return cls(shards, manifest.get("digest", ""))
+        return cls(shards, manifest.get("digest", ""), below)
 
     def __len__(self) -> int:
         return len(self._bounds_D1) - 1
@@ -116,10 +122,21 @@ class Documents:
         return np.stack([self._bounds_D1[:-1], self._bounds_D1[1:]], axis=1)
 
     def tokens(self, start: int, stop: int) -> Array:
-        """int32: the tokens of a span inside one document; a view."""
+        """int32: the tokens of a span inside one shard. Raises ValueError, naming the document, for
+        token ids outside the vocabulary, and for a file that was cut since it was opened.
+        """
         shard = bisect_right(self._firsts, start, hi=len(self._shards)) - 1
         first = self._firsts[shard]
-        return self._shards[shard].tokens_N[start - first : stop - first]
+        tokens = self._shards[shard].read(start - first, stop - first)
+        ids = tokens.view(np.uint32)  # in which negative ones are large
+        if len(ids) and ids.max() >= self._below:
+            place = int(np.argmax(ids >= self._below))
+            [document] = self.numbers(np.array([start + place])).tolist()
+            raise ValueError(
+                f"{self._shards[shard].path or 'data'}: expected token ids from 0 to "
+                f"{self._below - 1}, got {tokens[place]} in document {document}; {REPAIR}"
+            )
+        return tokens
 
     def mask(self, start: int, stop: int) -> Array:
         """bool: which tokens of a span the target wrote."""
@@ -177,13 +194,40 @@ class Documents:
     def frequent_tokens(self, count: int, vocab_size: int) -> list[int]:
         """The `count` token ids that the target writes most often, most frequent first."""
         written = np.zeros(vocab_size, np.int64)
-        for shard in self._shards:
+        for shard, first in zip(self._shards, self._firsts, strict=False):
             learn_N = shard.written()
             for at in range(0, len(learn_N), CHUNK):
-                tokens = shard.tokens_N[at : at + CHUNK][learn_N[at : at + CHUNK]]
-                written += np.bincount(tokens, minlength=vocab_size)
+                is_learned = learn_N[at : at + CHUNK]
+                tokens = self.tokens(first + at, first + at + len(is_learned))
+                written += np.bincount(tokens[is_learned], minlength=vocab_size)
         order: list[int] = np.argsort(-written, kind="stable")[:count].tolist()
         return order
+
+
+class Verification:
+    """Compares a folder of answers with its checksums, in a thread beside the first steps."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self._error: Exception | None = None
+        self._thread = Thread(target=self._run, args=(folder, manifest), daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a difference was found so far."""
+        return self._error is not None
+
+    def wait(self) -> None:
+        """Raises ValueError naming the files that differ."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, folder: Path, manifest: dict[str, Any]) -> None:
+        try:
+            verify(folder, manifest)
+        except Exception as error:  # raised again by the thread that trains
+            self._error = error
 
 
 class Rows:

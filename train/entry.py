@@ -7,9 +7,11 @@ interrupted. Nothing slow is imported before signals are handled.
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -105,8 +107,9 @@ def mistakes_in_one_line(*, resumes: bool = True) -> Iterator[None]:
                 yield
         except KeyboardInterrupt:
             end(signal.SIGINT, None)
-        except (ValueError, OSError, MemoryError) as error:
-            if os.environ.get("DRAFTHEADS_DEBUG"):
+        except (ValueError, OSError, MemoryError, ImportError) as error:
+            is_ours = isinstance(error, ImportError) and (error.name or "").startswith("draftheads")
+            if is_ours or os.environ.get("DRAFTHEADS_DEBUG"):
                 raise
             _print_mistake(error)
             sys.exit(2)
@@ -115,7 +118,8 @@ def mistakes_in_one_line(*, resumes: bool = True) -> Iterator[None]:
 def _print_mistake(error: Exception) -> None:
     """Print the line of an error, once per machine if all of its processes make the mistake."""
     is_disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-    is_own = is_disk or isinstance(error, LostProcessError | OutOfMemoryError)
+    # only those that are left notice that another process is gone
+    is_own = is_disk or isinstance(error, LostProcessError | OutOfMemoryError | ConnectionError)
     rank = os.environ.get("RANK", "0")
     if is_own or os.environ.get("LOCAL_RANK", rank) == "0":
         where = "" if _is_first() else f" on process {rank}"
@@ -124,12 +128,25 @@ def _print_mistake(error: Exception) -> None:
 
 def one_line(error: Exception) -> str:
     """An error message without line breaks; of several by pydantic, the first."""
+    if isinstance(error, ImportError) and error.name:  # without one the message says all
+        return f"expected an installed package, got: {error}; {installation(error)}"
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def installation(error: ImportError) -> str:
+    """The command that installs what could not be imported: an extra of ours, or the package."""
+    module = (error.name or "").partition(".")[0]
+    for requirement in importlib.metadata.requires("draftheads") or []:
+        name = re.match(r"[\w-]+", requirement)
+        extra = re.search("extra == ['\"](.+?)['\"]", requirement)
+        if extra and name and name[0].replace("-", "_").lower() == module.lower():
+            return f"pip install 'draftheads[{extra[1]}]'"
+    return f"pip install {module}"
 
 
 def spin_briefly() -> None:

@@ -180,7 +180,8 @@ def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
     recipe, log = run.recipe, main_process_log(run.accelerator)
     started, by = time.monotonic() - run.state.seconds, ""
     while run.state.step < run.state.steps and not by and not run.state.exhausted:
-        result = train_step(run, stop.pending() or run.checkpoints.failed)
+        failed = run.checkpoints.failed or run.data.verification.failed
+        result = train_step(run, stop.pending() or failed)
         _record(run, result, progress)
         run.state = replace(run.state, seconds=time.monotonic() - started)
         by = (stop.by or "another process") if result.stop else ""
@@ -332,6 +333,7 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
         **training_facts(run.recipe, run.data, run.accelerator),
     }
     run.checkpoints.wait()  # before the copies: only one is in memory
+    run.data.verification.wait()  # nothing learned from damaged files is kept
     is_main = run.accelerator.is_main_process
     optimizer_state = run.engine.optimizer_state(keep=is_main)
     if is_main:

@@ -37,7 +37,7 @@ from draftheads.heads.placement import check_path, check_placement, read_config,
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading
-from draftheads.train.data.answers import MANIFEST, SHARDED, store_batch
+from draftheads.train.data.answers import MANIFEST, is_finished, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe, load_recipe
@@ -156,7 +156,7 @@ class Workload:
             found = load_data(recipe, target, log=lambda line: None)
             self.rows = len(found.train)
             self.data = BYTES_PER_DOCUMENT * len(found.documents)
-            if found.manifest["format"] != SHARDED:
+            if not is_finished(found.manifest):
                 self.data += 4 * found.documents.size
             self.heldout = min(HELDOUT_TOKENS, sum(found.heldout.sizes))
             self.sizes = list(zip(found.train.sizes, found.train.learned, strict=True))
@@ -280,7 +280,8 @@ def write_rows(folder: Path, sizes: list[tuple[int, int]], vocabulary: int) -> N
             {"id": number, "tokens": tokens, "learn": learn, "turns": 1, "finish": "eos"}
         )
     folder.mkdir()
-    manifest = {"target": {"name": "random"}, "prompts": {"count": len(sizes)}}
+    prompts = {"count": len(sizes), "sha256": "0" * 12}
+    manifest = new_manifest({"name": "random"}, {}, prompts)
     store_batch(folder, manifest, to_batch(rows))
 
 

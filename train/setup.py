@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hub import HEADS
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
-from draftheads.train.batches import Documents, Rows, release
+from draftheads.train.batches import Documents, Rows, Verification, release
 from draftheads.train.data.answers import read_manifest
 from draftheads.train.recipe import Recipe
 
@@ -34,6 +35,12 @@ class TrainingData:
     train: Rows
     heldout: Rows
     manifest: dict[str, Any]
+    path: Path
+
+    @cached_property
+    def verification(self) -> Verification:
+        """Begins when it is first asked for: a trial of a few steps needs none."""
+        return Verification(self.path, self.manifest)
 
     @cached_property
     def counts(self) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
         log(f"cut long documents in {train.cut} places; raise data.sequence_length to avoid it")
     if learned / tokens < LOW_SHARE:
         log("warning: few tokens are learned; check for long prompts or missing answers")
-    return TrainingData(documents, train, heldout, manifest)
+    return TrainingData(documents, train, heldout, manifest, path)
 
 
 def create_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:

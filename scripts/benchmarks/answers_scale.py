@@ -1,21 +1,18 @@
 """Time to open a folder of answers, and the memory of each process that has it open.
 
     python scripts/benchmarks/answers_scale.py /tmp/answers --documents 2000000 --processes 1 4
-    python scripts/benchmarks/answers_scale.py /tmp/lines --documents 100000 --jsonl
 
-Writes a synthetic folder of about 200 tokens per document if it is not there yet. `--jsonl`: lines,
-as earlier versions wrote them. A process imports the libraries, opens the folder as training does
-and makes the first batch. Memory is read from smaps_rollup once all processes have it open; what
-the imports took is shown apart. RSS counts shared pages in each process, PSS divides them;
-anon is what is on no page of a file. In training the pages of tokens that were read join RSS: page
-cache, which the system takes back when it needs room.
+Writes a synthetic folder of about 200 tokens per document if it is not there yet. A process imports
+the libraries, opens the folder as training does and makes the first batch. Memory is read from
+smaps_rollup once all processes have it open; what the imports took is shown apart. RSS counts
+shared pages in each process, PSS divides them; anon is what is on no page of a file. Tokens come
+from the system's page cache, which it takes back when it needs room.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import multiprocessing
 import time
 from multiprocessing.synchronize import Barrier
@@ -58,7 +55,7 @@ def synthetic(first: int, count: int, generator: np.random.Generator) -> pa.Reco
     return pa.RecordBatch.from_arrays(arrays, schema=shards.SCHEMA)
 
 
-def write(folder: Path, count: int, lines: bool) -> None:
+def write(folder: Path, count: int) -> None:
     """A complete folder, as `distill` leaves it, and the seconds for it."""
     folder.mkdir(parents=True)
     generator, started = np.random.default_rng(0), time.perf_counter()
@@ -71,23 +68,14 @@ def write(folder: Path, count: int, lines: bool) -> None:
     prompts = {"source": "synthetic", "count": count, "sha256": sha256}
     manifest = answers.new_manifest({"name": "synthetic", "fingerprint": None}, {}, prompts)
     answers.ids_file(folder, manifest).write_text("".join(f"{name}\n" for name in names))
+    for number, batch in enumerate(batches):
+        shards.write_batch(folder / f"part-00000-of-00001-{number:05d}.arrow", batch)
+    del batches
     written = time.perf_counter()
-    if lines:
-        with (folder / "answers-00000-of-00001.jsonl").open("w") as file:
-            for batch in batches:
-                columns = batch.select(["id", "tokens", "learn", "turns", "finish"]).to_pylist()
-                file.writelines(json.dumps(row) + "\n" for row in columns)
-        manifest |= {"complete": True, "counts": {"done": count}}
-        answers.write_manifest(folder, manifest)
-    else:
-        for number, batch in enumerate(batches):
-            shards.write_batch(folder / f"part-00000-of-00001-{number:05d}.arrow", batch)
-        del batches
-        written = time.perf_counter()
-        answers.finish(folder, manifest)
+    answers.finish(folder, manifest)
     now = time.perf_counter()
     print(f"{folder}: {count:,} documents; made {written - started:.1f} s, ", end="")
-    print(f"{'written' if lines else 'merged by `finish`'} {now - written:.1f} s")
+    print(f"merged by `finish` {now - written:.1f} s")
 
 
 def memory() -> dict[str, float]:
@@ -146,13 +134,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--documents", type=int, default=2_000_000)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--jsonl", action="store_true")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     if not options.folder.exists():
-        writer = context.Process(
-            target=write, args=(options.folder, options.documents, options.jsonl)
-        )
+        writer = context.Process(target=write, args=(options.folder, options.documents))
         writer.start()
         writer.join()
     for count in options.processes:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from draftheads.scripts.cli import app
 from draftheads.train import eagle, loop, medusa
+from draftheads.train.entry import mistakes_in_one_line
 from draftheads.train.loop import Outcome
 from draftheads.train.recipe import Recipe
 
@@ -171,3 +172,49 @@ def test_a_script_runs_by_path(path, tmp_path, script, key):
     )
     assert result.returncode == 2
     assert result.stderr == (f"error: command line: {key}z: unknown key; did you mean '{key}'?\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "advice"),
+    [
+        ("pyarrow", "pip install 'draftheads[train]'"),
+        ("datasets.exceptions", "pip install 'draftheads[train]'"),
+        ("prometheus_client", "pip install 'draftheads[serve]'"),
+        ("matplotlib", "pip install 'draftheads[plot]'"),
+        ("gguf", "pip install 'draftheads[gguf]'"),
+        ("wandb", "pip install wandb"),
+    ],
+)
+def test_a_missing_package_is_one_line_that_says_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], module: str, advice: str
+) -> None:
+    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    with pytest.raises(SystemExit) as ended, mistakes_in_one_line():
+        raise error
+    [line] = capsys.readouterr().err.splitlines()
+    said = f"error: expected an installed package, got: No module named {module!r}; {advice}"
+    assert (ended.value.code, line) == (2, said)
+
+
+def test_a_message_of_our_own_about_a_package_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), mistakes_in_one_line():
+        raise ImportError("GGUF files need the gguf package:\npip install gguf")
+    said = "error: GGUF files need the gguf package: pip install gguf\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_module_of_ours_that_is_missing_is_our_mistake() -> None:
+    error = ModuleNotFoundError("No module named 'draftheads.x'", name="draftheads.x")
+    with pytest.raises(ModuleNotFoundError), mistakes_in_one_line():
+        raise error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["pyarrow", "tqdm"])
+def test_a_command_without_its_extra_is_one_line(module: str) -> None:
+    words = ["draftheads", "distill", "--target", "t", "--prompts", "p.txt", "--out", "o"]
+    code = f"import sys; sys.modules[{module!r}] = None; sys.argv = {words}; "
+    code += "from draftheads.scripts.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2 and line.endswith("pip install 'draftheads[train]'")

@@ -5,7 +5,6 @@ and a step's rows do not depend on how many processes share them.
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,8 @@ from draftheads.train.batches import (
     Rows,
     share,
 )
-from draftheads.train.data.answers import Answer, read_answers, write_manifest
+from draftheads.train.data.answers import Answer, new_manifest, read_answers, store_batch
+from draftheads.train.data.shards import rows_of, to_batch
 
 LENGTH = 48
 SPLIT_OF_20 = [3, 11, 13, 19]
@@ -239,15 +239,14 @@ def test_documents_of_a_conversation_stay_on_one_side(tmp_path):
     drawn = random_answers(60)
     talks = [drawn[2 * n : 2 * n + 2] if n % 2 else [drawn[2 * n]] for n in range(30)]
     lines = [
-        {"id": n, "documents": [document(answer) for answer in talk]}
+        {"id": f"{n}", "documents": [document(answer) for answer in talk]}
         if len(talk) > 1
-        else {"id": n, **document(talk[0])}
+        else {"id": f"{n}", **document(talk[0])}
         for n, talk in enumerate(talks)
     ]
-    text = "".join(f"{json.dumps(line)}\n" for line in lines)
-    (tmp_path / "answers-00000-of-00001.jsonl").write_text(text)
-    manifest = {"format": 1, "batch_size": 30, "complete": True}
-    write_manifest(tmp_path, manifest | {"prompts": {"count": 30}, "counts": {"done": 30}})
+    prompts = {"source": "", "count": 30, "sha256": "0" * 12}
+    rows = to_batch([row for line in lines for row in rows_of(line)])
+    store_batch(tmp_path, new_manifest({"name": "tiny"}, {}, prompts), rows)
     documents = Documents.open(tmp_path, VOCABULARY, "tiny")
     train, apart = sides(documents, 0.4)
     places = documents.spans.tolist()

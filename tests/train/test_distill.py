@@ -195,7 +195,7 @@ def test_context_is_never_left(tmp_path: Path) -> None:
     # learned positions: to go beyond is a crash
     target = Target(model, byte_tokenizer(), name="tiny-gpt2")
     asked = [Prompt(i, text="x" * n) for i, n in enumerate((5, 250, CONTEXT - 1, CONTEXT, 300))]
-    report = distill(target, asked, options(tmp_path / "o", max_new_tokens=999))
+    report = distill(target, asked, options(tmp_path / "o", max_new_tokens=10**18))
     lengths = {record["id"]: len(record.get("tokens", [])) for record in records(tmp_path / "o")}
     assert lengths[2] == CONTEXT and lengths[3] == lengths[4] == 0
     assert lengths[0] > CONTEXT // 2  # long neighbours in its batch do not cut it short
@@ -225,9 +225,53 @@ def test_messages_that_the_template_refuses_are_skipped_with_its_reason(tmp_path
     report = distill(target, asked, options(tmp_path / "o"))
     assert (report.counts.done, report.counts.skipped) == (1, 1)
     assert [reason.split(": ")[-1] for reason in report.counts.reasons] == ["no system"]
-    target = llama(template="{% for tool in tools %}{{ tool }}{% endfor %}" + TEMPLATE)
-    report = distill(target, prompts(3), options(tmp_path / "p"))  # the third one is plain text
-    assert (report.counts.done, report.counts.skipped) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("{% for tool in tools %}{{ tool }}{% endfor %}" + TEMPLATE, "is not iterable"),
+        ("{% for m in messages %}", "TemplateSyntaxError: Unexpected end of template"),
+        ("{{ 1 / 0 }}" + TEMPLATE, "ZeroDivisionError"),
+        ("{{ raise_exception('not today') }}", "TemplateError: not today"),
+    ],
+)
+def test_a_template_that_renders_nothing_ends_the_run_and_is_mended(
+    tmp_path: Path, template: str, complaint: str
+) -> None:
+    """In one line, before anything is written; not by skipping all prompts for ever."""
+    with pytest.raises(ValueError, match=f"tiny-llama: expected a chat template.*{complaint}"):
+        distill(llama(template=template), prompts(3), options(tmp_path / "o"))
+    assert not (tmp_path / "o").exists()
+    plain = [Prompt(0, text="no conversation")]
+    assert distill(llama(template=template), plain, options(tmp_path / "plain")).counts.done == 1
+    assert distill(llama(), prompts(3), options(tmp_path / "o")).counts.done == 3
+
+
+def test_a_template_may_need_more_than_a_plain_question(tmp_path: Path) -> None:
+    needs = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    system = {"role": "system", "content": "S"}
+    asked = [Prompt(0, messages=(system, *(prompts(1)[0].messages or ())))]
+    asked += prompts(3)[1:2]
+    report = distill(llama(template=needs + TEMPLATE), asked, options(tmp_path / "o"))
+    assert (report.counts.done, report.counts.skipped) == (1, 1)
+
+
+def test_prompts_that_were_all_refused_are_asked_when_the_template_is_mended(
+    tmp_path: Path,
+) -> None:
+    no_system = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    system = {"role": "system", "content": "S"}
+    asked = [Prompt(n, messages=(system, {"role": "user", "content": f"{n}"})) for n in range(5)]
+    broken = llama(template=no_system + TEMPLATE)
+    for _ in range(2):
+        report = distill(broken, asked, options(tmp_path / "o"))
+        assert (report.counts.done, report.counts.skipped) == (0, 5)
+    for _ in range(2):
+        report = distill(llama(), asked, options(tmp_path / "o"))
+        assert (report.counts.done, report.counts.skipped) == (5, 0)
 
 
 # ---------------------------------------------------------------- errors while generating

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,29 +111,6 @@ def test_other_prompts_are_refused_and_nothing_is_touched(target: Target, tmp_pa
     before = files(tmp_path / "o")
     with pytest.raises(ValueError, match="expected some of the 10 prompts .*, got 2 others; use"):
         distill(target, asked(["who?", "why?"]), options(tmp_path / "o"))
-    assert files(tmp_path / "o") == before
-
-
-def numbered(folder: Path, kept: int) -> None:
-    """Make a folder what an older version would have left, killed after some answers."""
-    lines = [json.dumps(record) + "\n" for record in records(folder)[:kept]]
-    manifest = read_manifest(folder) | {"format": 1, "complete": False, "counts": {}}
-    for path in folder.iterdir():
-        path.unlink()
-    (folder / "answers-00000-of-00001.jsonl").write_text("".join(lines))
-    for key in ("digest", "shards", "rest"):
-        del manifest[key]
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-def test_older_folder_is_read_and_not_resumed(target: Target, tmp_path: Path) -> None:
-    distill(target, prompts(10), options(tmp_path / "o"))
-    whole = list(read_answers(tmp_path / "o"))
-    numbered(tmp_path / "o", 6)
-    assert list(read_answers(tmp_path / "o")) == whole[:6]
-    before = files(tmp_path / "o")
-    with pytest.raises(ValueError, match="an earlier version .* or distill into another --out"):
-        distill(target, prompts(10), options(tmp_path / "o"))
     assert files(tmp_path / "o") == before
 
 
@@ -260,3 +239,60 @@ def test_launcher_that_starts_one_process_is_refused(
     assert done.returncode and "Traceback" not in done.stderr.split("error:")[0]
     assert "accelerate launch started only one of the --num_processes" in done.stderr
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_is_not_waited_for(
+    shared_target: Target, tmp_path: Path, killed: int
+) -> None:
+    """Without torchrun nobody ends the others: the one that is left says so, and the next launch
+    has all answers.
+    """
+    texts = [f"question {n}" for n in range(400)]
+    shared_target.model.save_pretrained(tmp_path / "t")
+    shared_target.tokenizer.save_pretrained(tmp_path / "t")
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "p.jsonl").write_text(content)
+    words = ["--target", "t", "--prompts", "p.jsonl", "--out", "o", "--max-new-tokens", "12"]
+    command = [sys.executable, "-m", "draftheads.scripts.cli", "distill", *words]
+    command += ["--batch-size", "1", "--temperature", "1.0"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        journal = tmp_path / "o" / f"answers-0000{killed}-of-00002.jsonl"
+        while not (journal.is_file() and journal.stat().st_size):
+            assert processes[killed].poll() is None
+            time.sleep(0.01)
+        processes[killed].kill()
+        _, errors = processes[1 - killed].communicate(timeout=120)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert processes[1 - killed].returncode == 2
+    assert "Traceback" not in errors
+    got = ("on process 1: expected 2 processes", "got no connection to process 0 (")
+    if killed == 1:
+        got = (
+            "error: expected 2 processes",
+            "got 1 that ended their share, the others were killed",
+        )
+    assert all(said in errors for said in got), errors
+    chosen = options(tmp_path / "o", batch_size=8)
+    report = distill(shared_target, asked(texts), chosen)
+    assert report.complete and report.counts.done == 400

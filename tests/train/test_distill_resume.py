@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from tiny_chat import (
+    EOS,
+    TEMPLATE,
     files,
     llama,
     on_call,
@@ -18,10 +20,11 @@ from tiny_chat import (
     prompts,
     records,
 )
+from tokenizers import processors
 
 from draftheads.heads.target import Target
 from draftheads.train.data import distill as distill_module
-from draftheads.train.data.answers import count, read_answers, read_manifest
+from draftheads.train.data.answers import count, read_answers, read_manifest, write_manifest
 from draftheads.train.data.distill import distill
 
 
@@ -142,6 +145,63 @@ def test_other_options_are_refused_naming_each_difference(target: Target, whole:
         distill(other, asked, options(whole))
 
 
+def changed_text(change: str) -> Target:
+    """The same weights, with something else around them."""
+    other = llama(eos=(*EOS, 5)) if change == "end tokens" else llama()
+    if change == "chat template":
+        other.tokenizer.chat_template = TEMPLATE.replace("user", "User").replace("\n", " ")
+    elif change == "special tokens":
+        other.tokenizer.add_special_tokens({"bos_token": "<s>"})
+    elif change == "tokenizer":
+        other.tokenizer.add_tokens(["question"])
+    elif change == "post-processor":
+        begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+        other.tokenizer.backend_tokenizer.post_processor = begin
+    return other
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("chat template", "chat template"),
+        ("special tokens", "chat template"),
+        ("tokenizer", "tokenizer"),
+        ("post-processor", "tokenizer"),
+        ("end tokens", "end tokens"),
+    ],
+)
+def test_another_template_or_tokenizer_is_refused(
+    target: Target, whole: Path, tmp_path: Path, change: str, named: str
+) -> None:
+    """One folder used to get the texts of two templates."""
+    before = files(whole)
+    with pytest.raises(ValueError, match=f"{named}: expected '.*', got '.*Use another --out, or"):
+        distill(changed_text(change), prompts(14, turns=2), options(whole))
+    with pytest.raises(ValueError, match=f"{named}: expected"):
+        distill(changed_text(change), prompts(15, turns=2), options(whole))
+    assert files(whole) == before
+    distill(target, prompts(14, turns=2), options(whole))
+
+
+def test_a_folder_that_does_not_know_its_template_is_resumed(
+    target: Target, whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "o")
+    manifest = read_manifest(whole)
+    del manifest["text"]
+    write_manifest(tmp_path / "o", manifest)
+    assert distill(target, prompts(16, turns=2), options(tmp_path / "o")).counts.done == 16
+    assert "text" in read_manifest(tmp_path / "o")
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-6, float("inf"), float("nan"), -0.1])
+def test_temperatures_that_no_logits_can_be_divided_by_are_refused(
+    tmp_path: Path, temperature: float
+) -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        options(tmp_path / "o", temperature=temperature)
+
+
 def test_folder_that_cannot_be_written_is_refused_before_generation(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +235,7 @@ def test_reading_needs_a_manifest_of_this_format(whole: Path, tmp_path: Path) ->
         list(read_answers(tmp_path))
     manifest = {**read_manifest(whole), "format": 99}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="expected format 1 to 3, got 99; distill again"):
+    with pytest.raises(ValueError, match=r"expected format 3 .*\(format: .* 3, got 99\); copy"):
         read_manifest(tmp_path)
 
 
@@ -184,7 +244,7 @@ def test_damaged_manifest_is_one_line(target: Target, tmp_path: Path, text: str)
     (tmp_path / "manifest.json").write_text(text)
     for read in (read_manifest, lambda out: distill(target, prompts(1), options(out))):
         with pytest.raises(
-            ValueError, match=r"manifest\.json: expected what .* a damaged file; co"
+            ValueError, match=r"manifest\.json: .*, got a damaged file \(.*\); copy"
         ):
             read(tmp_path)
 

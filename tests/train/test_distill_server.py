@@ -396,6 +396,76 @@ def test_bodies_that_are_no_completion_are_the_servers_fault(
         assert (report.counts.done, report.counts.failed, report.missing) == (0, 0, 2)
 
 
+@pytest.mark.parametrize("count", [3, 40])
+def test_empty_answers_alone_end_the_run_after_a_few(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, count: int
+) -> None:
+    """They used to fill a folder with end tokens, with exit code 0."""
+    nothing = {"text": "", "finish_reason": "stop"}
+    server = start(lambda request: nothing)
+    complaint = r"expected answers with text, got empty ones alone; .* run the same command again"
+    target = served(folder, server, concurrency=1)
+    with pytest.raises(OSError, match=complaint):
+        distill(target, prompts(count), options(tmp_path / "o"))
+    assert records(tmp_path / "o") == [] and len(server.asked) < 12
+    server.choice = start().choice
+    assert distill(served(folder, server), prompts(count), options(tmp_path / "o")).complete
+
+
+def test_an_empty_answer_among_others_is_learned(
+    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    whole = {"text": "", "token_ids": [70, 71, END], "finish_reason": "stop"}
+    nothing = {"text": "", "token_ids": [END], "finish_reason": "stop"}
+    server = start(lambda request: whole if len(request["prompt"]) % 3 == 0 else nothing)
+    asked = [Prompt(index, text="x" * (index + 1)) for index in range(30)]
+    target = served(folder, server, concurrency=1)
+    assert distill(target, asked, options(tmp_path / "o")).counts.done == 30
+
+
+@pytest.mark.parametrize(
+    ("name", "is_same"),
+    [
+        (None, True),
+        ("tiny", True),
+        ("alias", True),
+        ("models/Tiny.gguf", True),
+        ("tiny:latest", True),
+        ("tiny-2026-01-31", True),
+        ("", True),
+        ("other", False),
+        ("listed", False),
+        ("tiny-large", False),
+        ("\x1b[31mtiny", False),
+    ],
+)
+def test_a_completion_of_another_model_is_refused(
+    folder: Path,
+    start: Callable[..., LocalServer],
+    tmp_path: Path,
+    name: str | None,
+    is_same: bool,
+) -> None:
+    """Other names of the same weights are not: vLLM answers with the first of its names."""
+    models = (
+        {"id": "tiny", "root": "/weights"},
+        {"id": "alias", "root": "/weights"},
+        {"id": "listed", "root": "/others"},
+    )
+    server = start(models=models)
+    choice = {"text": "", "token_ids": [70], "finish_reason": "length"}
+    body = json.dumps({"model": name, "choices": [choice]}).encode()
+    server.fault = lambda number, request: body
+    target = served(folder, server, model="tiny")
+    if is_same:
+        assert distill(target, prompts(2), options(tmp_path / "o")).complete
+        return
+    with pytest.raises(ServerError, match="expected completions of model 'tiny', got") as error:
+        distill(target, prompts(2), options(tmp_path / "o"))
+    assert repr(name) in str(error.value) and "\x1b" not in str(error.value)
+    assert records(tmp_path / "o") == []
+
+
 def test_text_longer_than_asked_for_is_not_learned(
     folder: Path, start: Callable[..., LocalServer], tmp_path: Path
 ) -> None:

@@ -18,14 +18,14 @@ document's last answer ended, "eos" or "length"; "stopped" is the reason why lat
 asked; "retokenized" counts answers that a server returned as text without ids.
 
 An id is a hash of the prompt, so answers stay valid when other prompts are added or removed; those
-of removed prompts are kept and ignored. In folders of format 1 (by earlier versions) ids are the
-numbers 0, 1, ... A last line without a newline, left by a killed process, is ignored, and cut off
-by the next run.
+of removed prompts are kept and ignored. A last line without a newline, left by a killed process, is
+ignored, and cut off by the next run.
 
 A file gets its name when it is whole, the manifest after the shards that it lists, and what they
 replace is deleted after that. So whatever a killed process leaves holds each answer at least once,
-and the first one of an id counts. A shard's name contains the digest of the data, the
-name of the rest a hash of its ids: equal names mean equal content.
+and the first one of an id counts. A shard's name contains the digest of the data, the name of the
+rest a hash of its ids: equal names mean equal content. The manifest has the size and the SHA-256 of
+each file. A file that differs is not trained on, and its prompts are answered again.
 """
 
 from __future__ import annotations
@@ -44,13 +44,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from huggingface_hub import DatasetCard, DatasetCardData
+from huggingface_hub import DatasetCardData
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from draftheads.heads.files import sweep, write_text
 from draftheads.train.data.shards import (
@@ -62,15 +70,25 @@ from draftheads.train.data.shards import (
     rows_of,
     to_batch,
     write_batch,
+    write_error,
 )
 from draftheads.train.data.shards import Record as Record
 
-BY_NUMBER, BY_CONTENT, SHARDED = 1, 2, 3
-"""Formats of a folder: ids are numbers, or hashes; finished, with the shards of the manifest."""
+FORMAT = 3
 MANIFEST = "manifest.json"
 SYNC_SECONDS = 1.0
 """Least time between two waits for the disk."""
-ID = re.compile(rb'\{\s*"id":\s*(?:"([^"\\]+)"|([0-9]+))\s*[,}]')
+LOCK_SECONDS = 1800.0
+"""Longest wait for another process that brings answers into shards."""
+ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"\s*[,}]')
+COLUMNS = re.compile(
+    r"(answers-[0-9a-f]{16}-\d{5}-of-\d{5}|rest-[0-9a-f]{16}|part-\d{5}-of-\d{5}-\d{5,})\.arrow"
+)
+LINES = re.compile(r"answers-\d{5,}-of-\d{5,}\.jsonl")
+CARD = "README.md"
+BEGIN, END = "<!-- draftheads: rewritten with the data -->", "<!-- draftheads: end -->"
+"""Marks around the part of the card that is written again when the data change."""
+REPAIR = "copy it again, or run the same `draftheads distill` again, which answers its prompts anew"
 PACKAGES = ("draftheads", "torch", "transformers", "tokenizers")
 SHARD_TOKENS = 1 << 25
 """Tokens of a shard: 128 MB."""
@@ -92,20 +110,82 @@ class Answer:
     follows: bool = False
 
 
+Size = Annotated[int, Field(ge=0)]
+
+
 @dataclass
 class Counts:
     """Summary counts of a folder."""
 
-    done: int = 0  # prompts answered
-    documents: int = 0
-    skipped: int = 0
-    failed: int = 0
-    tokens: int = 0
-    learned_tokens: int = 0
-    turns: int = 0  # answers
-    cut: int = 0  # documents whose last answer ended by length
-    retokenized: int = 0  # answers whose ids were made from text
+    done: Size = 0  # prompts answered
+    documents: Size = 0
+    skipped: Size = 0
+    failed: Size = 0
+    tokens: Size = 0
+    learned_tokens: Size = 0
+    turns: Size = 0  # answers
+    cut: Size = 0  # documents whose last answer ended by length
+    retokenized: Size = 0  # answers whose ids were made from text
     reasons: Counter[str] = field(default_factory=Counter)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Served(_Section):
+    model: str
+    context: Size
+
+
+class _Target(_Section):
+    name: str
+    revision: str | None = None
+    fingerprint: str | None = None
+    dtype: str | None = None
+    server: _Served | None = None
+
+
+class _Prompts(_Section):
+    source: str = ""
+    count: Size
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{12,}$")]  # part of a file's name
+
+
+class _Sampling(_Section):
+    temperature: float | None = None
+    template_args: dict[str, Any] = {}
+
+
+class _File(_Section):
+    name: Annotated[str, Field(pattern=f"^{COLUMNS.pattern}$")]
+    bytes: Size
+    sha256: str | None = None  # None: written before there were checksums
+    largest_token: Size
+
+
+class _Manifest(_Section):
+    """What the code relies on; of other entries only their presence in the file is kept."""
+
+    format: Literal[3]
+    target: _Target
+    sampling: _Sampling
+    prompts: _Prompts
+    complete: bool
+    counts: Counts
+    seed: int | None = None
+    threads: Annotated[int, Field(ge=1)] | None = None
+    text: dict[str, str] = {}
+    digest: str = ""
+    shards: list[_File] = []
+    rest: list[_File] = []
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> _Manifest:
+        given = {"digest", "shards", "rest"} & self.model_fields_set
+        if len(given) not in (0, 3):
+            raise ValueError(f"expected digest, shards and rest, got {' and '.join(given)} alone")
+        return self
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -116,21 +196,26 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
             f"{folder}: expected a distillation folder with {MANIFEST}, found none; "
             "give the folder that `draftheads distill --out` wrote"
         )
+    content = path.read_bytes()
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-        known = manifest["format"] in (BY_NUMBER, BY_CONTENT, SHARDED)
-        range(manifest["prompts"]["count"]), manifest["complete"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        _Manifest.model_validate_json(content)
+        manifest: dict[str, Any] = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
         raise ValueError(
-            f"{path}: expected what `draftheads distill` wrote, got a damaged file; copy the "
-            "folder again, or distill into another one"
+            f"{path}: expected format {FORMAT} as `draftheads distill` writes it, got a damaged "
+            f"file ({' '.join(reason.split())[:120]}); copy the folder again, or distill into "
+            "another one"
         ) from error
-    if not known:
-        raise ValueError(
-            f"{path}: expected format {BY_NUMBER} to {SHARDED}, got {manifest['format']}; "
-            "distill again with this version of draftheads"
-        )
     return manifest
+
+
+def is_finished(manifest: dict[str, Any]) -> bool:
+    """Whether the answers are in the shards that the manifest lists."""
+    return "shards" in manifest
 
 
 def new_manifest(
@@ -140,7 +225,7 @@ def new_manifest(
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
-        "format": BY_CONTENT,
+        "format": FORMAT,
         "target": target,
         "sampling": sampling,
         "prompts": prompts,
@@ -164,47 +249,106 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], dict[str, Any]]:
     incomplete one only logs a warning.
     """
     manifest = read_manifest(folder)
-    if manifest["format"] == SHARDED:
+    if is_finished(manifest):
         return [_shard(Path(folder), entry) for entry in manifest["shards"]], manifest
     batches = _batches(folder)
     order, _ = _order(batches, read_ids(folder, manifest))
     documents, refused, done = _split(batches, order)
-    seen = done + len(refused)
     prompts = manifest["prompts"]["count"]
+    seen = done + len(refused)
     if not manifest["complete"]:
         logger.warning(
             "%s is incomplete: %d of %d prompts (%.0f%%) are done; "
             "run the same `draftheads distill` again to resume, or train on these answers",
-            *(folder, seen, prompts, 100 * seen / prompts),
+            *(folder, seen, prompts, 100 * seen / max(1, prompts)),
         )
-    elif done != manifest["counts"]["done"]:
-        raise _gap(folder, manifest["counts"]["done"], done)
     return [Shard(batch) for batch in _in_order(batches, documents)], manifest
 
 
-def _gap(folder: str | Path, expected: int, got: int) -> ValueError:
-    return ValueError(
-        f"{folder}: expected {expected} answered prompts, got {got}; an answer file is missing or "
-        "cut: copy it again, or distill again to fill the gap"
-    )
-
-
 def _shard(folder: Path, entry: dict[str, Any]) -> Shard:
-    path, size = folder / entry["name"], entry["bytes"]
-    found = path.stat().st_size if path.is_file() else "no file"
-    if found != size:
-        raise ValueError(
-            f"{path}: expected {size} bytes, got {found}; copy it again, or delete it and run the "
-            "same `draftheads distill` again"
+    path = folder / entry["name"]
+    if fault := _size_fault(path, entry):
+        raise _damaged_files({path: fault})
+    return Shard.open(path)
+
+
+def verify(folder: str | Path, manifest: dict[str, Any]) -> None:
+    """Compare the files of a finished folder with size and checksum in its manifest. Raises
+    ValueError naming those that differ. Files without a checksum are named in a warning.
+    """
+    if found := dict(_faults(Path(folder), manifest)):
+        raise _damaged_files(found)
+    if not all(entry.get("sha256") for entry in manifest.get("shards", [])):
+        logger.warning(
+            "%s was written before answers had checksums: its files are compared by size alone",
+            folder,
         )
-    return Shard(read_batch(path))
+
+
+def check(folder: str | Path) -> Counts:
+    """Compare all that a folder says of itself: sizes, checksums, spans, token ids, and the digest
+    of the data. Returns its counts. Raises ValueError for the first thing that differs.
+    """
+    manifest = read_manifest(folder)
+    verify(folder, manifest)
+    shards, _ = open_shards(folder)
+    for shard in shards:
+        if shard.tokens_N.min(initial=0) < 0:
+            raise ValueError(f"{shard.path or folder}: expected token ids, got a negative one")
+    if is_finished(manifest) and (found := digest(shards)) != manifest["digest"]:
+        raise ValueError(
+            f"{folder}: expected data of digest {manifest['digest']}, got {found}; {REPAIR}"
+        )
+    return count(folder, manifest)
+
+
+def set_aside(folder: Path, manifest: dict[str, Any]) -> None:
+    """Rename the damaged files of a finished folder, so that their prompts are answered again."""
+    with _locked(folder):
+        for path, fault in _faults(folder, manifest):
+            if path.is_file():  # another process of this launch may have come first
+                path.rename(path.with_name(f"{path.name}.damaged"))
+                logger.warning("%s: %s; set aside, its prompts are answered again", path, fault)
+
+
+def forget(folder: Path) -> None:
+    """Remove the records of a folder without answers that no living process writes to."""
+    with _locked(folder):
+        for path in [*journals(folder), *columns(folder)]:
+            if path.suffix == ".arrow" or not is_open(path):
+                path.unlink()
+
+
+def _faults(folder: Path, manifest: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    """The files of a finished folder that are not as they were written, and what is wrong."""
+    for entry in (*manifest.get("shards", []), *manifest.get("rest", [])):
+        path, expected = folder / entry["name"], entry.get("sha256")
+        if fault := _size_fault(path, entry):
+            yield path, fault
+        elif expected and (found := _checksum(path)) != expected:
+            yield path, f"expected SHA-256 {expected[:12]}, got {found[:12]}"
+
+
+def _size_fault(path: Path, entry: dict[str, Any]) -> str:
+    found = path.stat().st_size if path.is_file() else "no file"
+    return "" if found == entry["bytes"] else f"expected {entry['bytes']} bytes, got {found}"
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _damaged_files(faults: dict[Path, str]) -> ValueError:
+    listed = "; ".join(f"{path}: {fault}" for path, fault in faults.items())
+    return ValueError(f"{listed}; {REPAIR}")
 
 
 def read_answers(folder: str | Path) -> Iterator[Answer]:
     """Yield the answers of a folder in the order of their prompts; errors as `open_shards`."""
     for shard in open_shards(folder)[0]:
         for number, follows in enumerate(shard.follows_D.tolist()):
-            tokens_T = shard.tokens_N[slice(*shard.bounds_D1[number : number + 2])]
+            tokens_T = shard.read(*shard.bounds_D1[number : number + 2].tolist())
             learn_S2 = shard.learn_S2[slice(*shard.spans_D1[number : number + 2])]
             spans = [(start, end) for start, end in learn_S2.tolist()]
             yield Answer(tokens_T.tolist(), spans, follows)
@@ -212,30 +356,28 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
 
 def count(folder: str | Path, manifest: dict[str, Any]) -> Counts:
     """Summary counts of a folder; those of a finished one are in its manifest."""
-    if manifest["format"] == SHARDED:
-        return Counts(**manifest["counts"] | {"reasons": Counter(manifest["counts"]["reasons"])})
+    if is_finished(manifest):
+        return TypeAdapter(Counts).validate_python(manifest["counts"])
     batches = _batches(folder)
     return _counts(batches, _order(batches, read_ids(folder, manifest))[0])
 
 
 def journals(folder: str | Path) -> list[Path]:
     """The files of lines of a folder."""
-    return sorted(Path(folder).glob("answers-*-of-*.jsonl"))
+    return [path for path in sorted(Path(folder).iterdir()) if LINES.fullmatch(path.name)]
 
 
 def columns(folder: str | Path) -> list[Path]:
     """The files of columns of a folder."""
-    kinds = ("answers", "rest", "part")
-    return [path for kind in kinds for path in sorted(Path(folder).glob(f"{kind}-*.arrow"))]
+    found = [path for path in sorted(Path(folder).iterdir()) if COLUMNS.fullmatch(path.name)]
+    return sorted(found, key=lambda path: path.name.startswith("part-"))
 
 
-def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[str | int]:
+def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[str]:
     """The ids of a folder's prompts, in order."""
     prompts: int = manifest["prompts"]["count"]
-    if manifest["format"] == BY_NUMBER:
-        return range(prompts)
     path = ids_file(folder, manifest)
-    ids = path.read_text().split() if path.is_file() else []
+    ids = path.read_text(errors="replace").split() if path.is_file() else []
     if len(ids) != prompts:
         raise ValueError(
             f"{path}: expected the ids of {prompts} prompts, got {len(ids)}; copy the folder "
@@ -249,7 +391,7 @@ def ids_file(folder: str | Path, manifest: dict[str, Any]) -> Path:
     return Path(folder) / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
 
 
-def answered(folder: str | Path, ids: Sequence[str | int]) -> Array:
+def answered(folder: str | Path, ids: Sequence[str]) -> Array:
     """Indices of the prompts in `ids` that have a record, ascending. Lines are not parsed."""
     names: list[str] = []
     for path in journals(folder):
@@ -260,15 +402,15 @@ def answered(folder: str | Path, ids: Sequence[str | int]) -> Array:
                 start = ID.match(line)  # much faster than parsing the whole line
                 if start is None:
                     raise _damaged(path, number, line)
-                names.append((start[1] or start[2]).decode())
+                names.append(start[1].decode())
     stored = [read_batch(path)["id"] for path in columns(folder)]
     places = _places(pa.chunked_array([*stored, pa.array(names, pa.string())]), ids)
     return np.unique(places[places >= 0])
 
 
-def _places(names: pa.ChunkedArray, ids: Sequence[str | int]) -> Array:
+def _places(names: pa.ChunkedArray, ids: Sequence[str]) -> Array:
     """Index in `ids` of each name, or -1."""
-    known = pa.array([str(name) for name in ids], pa.string())
+    known = pa.array(ids, pa.string())
     found: Array = pc.index_in(names, value_set=known).fill_null(-1).to_numpy()
     return found
 
@@ -300,6 +442,12 @@ def _damaged(path: Path, number: int, line: bytes) -> ValueError:
     )
 
 
+def is_open(path: Path) -> bool:
+    """Whether a living process has this file of lines open to append to it."""
+    with path.open("rb") as file:
+        return not _lock(file.fileno(), fcntl.LOCK_SH)
+
+
 def compact(path: Path) -> None:
     """Move the lines of a file into parts. Killed in between, it leaves them in both."""
     stem = path.stem.replace("answers", "part")
@@ -327,7 +475,7 @@ def _column(batches: Sequence[pa.RecordBatch], name: str) -> pa.ChunkedArray:
     return pa.chunked_array([batch[name] for batch in batches], SCHEMA.field(name).type)
 
 
-def _order(batches: Sequence[pa.RecordBatch], ids: Sequence[str | int]) -> tuple[Array, Array]:
+def _order(batches: Sequence[pa.RecordBatch], ids: Sequence[str]) -> tuple[Array, Array]:
     """(rows in the order of `ids`, rows of other ids), counted over all batches: the first record
     of each id, which is a row and those that follow it.
     """
@@ -403,13 +551,29 @@ def _in_order(batches: Sequence[pa.RecordBatch], order: Array) -> Iterator[pa.Re
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time."""
+    """One process at a time. Raises TimeoutError if another one does not leave."""
     handle = os.open(folder, os.O_RDONLY)
+    until = time.monotonic() + LOCK_SECONDS
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        while not _lock(handle, fcntl.LOCK_EX):
+            if time.monotonic() > until:
+                raise TimeoutError(
+                    f"{folder}: expected other processes to leave it, got one that has held it for "
+                    f"{LOCK_SECONDS / 60:.0f} minutes; end that one, then run the command again"
+                )
+            time.sleep(0.1)
         yield
     finally:
         os.close(handle)
+
+
+def _lock(file: int, kind: int) -> bool:
+    """Whether this process now holds the lock, which ends with the process, however it ends."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def finished(folder: Path, manifest: dict[str, Any]) -> bool:
@@ -418,7 +582,7 @@ def finished(folder: Path, manifest: dict[str, Any]) -> bool:
         return False
     old = read_manifest(folder)
     known, asked = (each["prompts"].get("sha256") for each in (old, manifest))
-    if old["format"] != SHARDED or known != asked:
+    if not is_finished(old) or known != asked:
         return False
     return all((folder / entry["name"]).is_file() for entry in old["shards"])
 
@@ -478,8 +642,8 @@ def store(
         write_batch(path, batch)
         rest.append(_entry(path, Shard(batch)))
     _sync(folder)
-    manifest |= {"format": SHARDED, "digest": name, "shards": entries, "rest": rest}
-    write_text(folder / "README.md", _card(manifest))
+    manifest |= {"digest": name, "shards": entries, "rest": rest}
+    _write_card(folder / CARD, manifest)
     write_manifest(folder, manifest)
 
 
@@ -496,6 +660,7 @@ def _entry(path: Path, shard: Shard) -> dict[str, Any]:
     return {
         "name": path.name,
         "bytes": path.stat().st_size,
+        "sha256": _checksum(path),
         "documents": len(shard.hashes_D),
         "tokens": len(shard.tokens_N),
         "learned_tokens": int(shard.sizes_S.sum()),
@@ -503,35 +668,31 @@ def _entry(path: Path, shard: Shard) -> dict[str, Any]:
     }
 
 
-def _card(manifest: dict[str, Any]) -> str:
-    """What `datasets` and the Hub need to read the shards, and what they hold."""
-    files = {"config_name": "default", "data_files": f"answers-{manifest['digest']}-*.arrow"}
-    data = DatasetCardData(configs=[files], tags=["draftheads"])
+def _write_card(path: Path, manifest: dict[str, Any]) -> None:
+    """Write what `datasets` and the Hub need to read the shards, and what they hold. Of a card that
+    exists only our own part is replaced; a README without it is not ours and stays as it is.
+    """
     counts, name = manifest["counts"], manifest["target"]["name"]
     text = (
-        f"# Answers of {name}\n\n{counts['documents']:,} documents, {counts['tokens']:,} tokens, "
+        f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, "
         f"{counts['learned_tokens']:,} of them written by the model, to train draft heads on. "
         "`learn` holds the half-open spans of `tokens` that the model wrote; manifest.json says "
-        "how they were made.\n"
+        "how they were made."
     )
-    return str(DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
-
-
-def convert(folder: Path) -> Counts:
-    """Bring a complete folder of an earlier format into shards; errors as `open_shards`."""
-    manifest = read_manifest(folder)
-    if not manifest["complete"]:
-        raise ValueError(
-            f"{folder}: expected a complete folder, got one with missing answers; run the same "
-            "`draftheads distill` again, which also converts it"
-        )
-    if manifest["format"] != SHARDED:
-        for path in journals(folder):
-            compact(path)
-        expected = manifest["counts"]["done"]
-        if (found := finish(folder, manifest).done) != expected:
-            raise _gap(folder, expected, found)
-    return finish(folder, manifest)
+    ours, pattern = f"{BEGIN}\n{text}\n{END}", f"answers-{manifest['digest']}-*.arrow"
+    if path.exists():
+        old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        before, begin, rest = old.partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not (begin and end):
+            logger.warning("%s is not a data card of ours: left as it is", path)
+            return
+        before = re.sub(r"answers-[0-9a-f]{16}-\*\.arrow", pattern, before)
+        write_text(path, before + ours + after)
+        return
+    files = {"config_name": "default", "data_files": pattern}
+    data = DatasetCardData(configs=[files], tags=["draftheads"])
+    write_text(path, f"---\n{data.to_yaml()}\n---\n\n# Answers of {name}\n\n{ours}\n")
 
 
 class Journal:
@@ -554,18 +715,15 @@ class Journal:
                 f"--out: expected a folder that can be written, got {folder} ({error.strerror}); "
                 "give another one"
             ) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for other in journals(folder):  # of a launch with another number of processes
-                if not other.name.endswith(f"-of-{world:05d}.jsonl"):
-                    with other.open("rb") as file:
-                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        ours = _lock(self._file.fileno(), fcntl.LOCK_EX)
+        launched = f"-of-{world:05d}.jsonl"
+        others = [path for path in journals(folder) if not path.name.endswith(launched)]
+        if not ours or any(map(is_open, others)):
             self._file.close()
             raise ValueError(
                 f"{folder}: expected to be the only launch that writes to it, found another one; "
                 "wait for it, or give another --out"
-            ) from error
+            )
         self._file.seek(0)
         self._file.truncate(sum(len(line) for line in self._file if line.endswith(b"\n")))
         self._synced = 0.0
@@ -578,9 +736,8 @@ class Journal:
             if time.monotonic() > self._synced + SYNC_SECONDS:
                 os.fsync(self._file.fileno())
                 self._synced = time.monotonic()
-        except OSError as error:  # it does not name the file
-            reason = f"{error.strerror}; free space and run the same command again"
-            raise OSError(error.errno, f"{self._file.name}: {reason}") from error
+        except OSError as error:
+            raise write_error(self._path, error) from error
         if self._file.tell() > JOURNAL_BYTES:
             compact(self._path)
 

@@ -17,42 +17,46 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
-from torch.distributed import Store  # type: ignore[attr-defined]
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from draftheads.heads.files import write_text
 from draftheads.heads.terminal import printable
-from draftheads.infer.accept import Seeded
+from draftheads.infer.accept import LEAST_TEMPERATURE, Seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
 from draftheads.train.data.answers import (
-    BY_NUMBER,
     MANIFEST,
     Counts,
     Journal,
     Record,
     answered,
     columns,
+    count,
     finish,
     finished,
+    forget,
     ids_file,
+    is_open,
     journals,
     new_manifest,
     read_manifest,
+    set_aside,
     write_manifest,
 )
 from draftheads.train.data.conversation import Conversation, Renderer, TextSide, turns_of
 from draftheads.train.data.prompts import Prompt, check_tools, with_tools
 from draftheads.train.data.shards import documents_of
-from draftheads.train.launch import check_environment
+from draftheads.train.launch import PATIENCE, check_environment
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
@@ -61,8 +65,15 @@ MANY_CUT = 0.2
 """Share of documents cut by length above which the report gives advice."""
 WINDOW = 16
 """Batches of prompts that are ordered by length together."""
+PROBE = "It's 1,234.5  \n\tna\u00efve \u6771\u4eac \u041f\u0440\u0438 \U0001f642 def f(x):\n  x**2"
+"""A text that tokenizers divide in many ways."""
+QUESTION = {"role": "user", "content": "Hello"}
+PROBED = 64
+"""Conversations that a chat template is tried on, if it refuses a plain question."""
 MAX_LOST_BATCHES = 3
 """Consecutive batches of prompts without any answer after which the cause is not the prompts."""
+MAX_EMPTY = 8
+"""Consecutive prompts with empty answers alone, after which the server is the cause."""
 UNRECORDED = {"out", "batch_size", "max_batch_tokens", "seed", "source"}
 """Options that the manifest records elsewhere, or not at all."""
 
@@ -77,10 +88,17 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    temperature: float = Field(0.3, ge=0)  # 0 is greedy
+    temperature: float = Field(0.3, ge=0, allow_inf_nan=False)  # 0 is greedy
     top_p: float = Field(1.0, gt=0, le=1)  # probability mass kept; 1 keeps all
     top_k: int = Field(0, ge=0)  # tokens kept; 0 keeps all
     max_new_tokens: int = Field(512, ge=1)  # per answer, end token included
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_greedy_or_sampled(cls, temperature: float) -> float:
+        if 0 < temperature < LEAST_TEMPERATURE:  # logits would overflow
+            raise ValueError(f"expected 0 (greedy) or {LEAST_TEMPERATURE} and more")
+        return temperature
 
 
 class DistillOptions(Sampling):
@@ -132,6 +150,10 @@ class DistillReport:
         if counts.retokenized:
             lines.append(f"{counts.retokenized} answers came as text and were tokenized here")
         return "\n".join(lines + [f"  {number} {why}" for why, number in counts.reasons.items()])
+
+
+class EmptyAnswer(OSError):
+    """A server answered with no text at all."""
 
 
 class Answerer(ABC):
@@ -187,7 +209,7 @@ class LocalAnswerer(Answerer):
         self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
-        limit = sampling.max_new_tokens
+        limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers
         accept = Seeded(sampling.temperature, sampling.top_p, sampling.top_k, limit)
         batch = ContinuousBatch(self._engine, accept, self._rows, self._most_tokens)
         asking: dict[Request, Conversation] = {}
@@ -239,14 +261,18 @@ class Claims:
     """Divides the prompts among the processes of a launch: each claims as many as it can soon
     answer, fewer towards the end, so that all end together.
 
-    Processes without a launcher's address divide them evenly beforehand.
+    Processes without a launcher's address divide them evenly beforehand. Without torchrun's agent
+    the first process serves the claims, so it waits for the others, as long as one of them lives.
+    folder: where each process has a journal open. Raises ConnectionError if a process is gone.
     """
 
-    def __init__(self, total: int, most: int, rank: int, world: int) -> None:
+    def __init__(self, total: int, most: int, rank: int, world: int, folder: Path) -> None:
         self.total, self.most, self.rank, self.world = total, most, rank, world
+        self._folder = folder
         self._store: Store | None = None
         if world > 1 and "MASTER_ADDR" in os.environ:
-            self._store, _, _ = next(rendezvous("env://", rank, world))
+            with self._others_lost():
+                self._store, _, _ = next(rendezvous("env://", rank, world, timeout=PATIENCE))
 
     def __iter__(self) -> Iterator[range]:
         if self._store is None:
@@ -257,18 +283,37 @@ class Claims:
         start = 0
         while start < self.total:
             size = min(self.most, max(1, (self.total - start) // (2 * self.world)))
-            start = self._store.add("claimed", size) - size
+            with self._others_lost():
+                start = self._store.add("claimed", size) - size
             yield range(start, min(start + size, self.total))
 
     def close(self) -> None:
         """Wait for the others, if they claim from this process."""
         if self._store is None:
             return
-        ended = self._store.add("ended", 1)
+        with self._others_lost():
+            ended = self._store.add("ended", 1)
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         while serves and ended < self.world:
             time.sleep(1)
+            living = sum(map(is_open, journals(self._folder))) - 1
             ended = self._store.add("ended", 0)
+            if ended + living < self.world and not living:
+                raise self._lost(f"{ended} that ended their share, the others were killed")
+
+    @contextmanager
+    def _others_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except DistError as error:
+            reason = " ".join(str(error).split())[:120]
+            raise self._lost(f"no connection to process 0 ({reason})") from error
+
+    def _lost(self, found: str) -> ConnectionError:
+        return ConnectionError(
+            f"expected {self.world} processes to share the prompts, got {found}; run the same "
+            "command again to resume"
+        )
 
 
 def until_end(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
@@ -296,8 +341,10 @@ def distill(
     renderer = Renderer(answerer.side, options.template_args)
     if any(with_tools(prompt.messages or ()) for prompt in prompts):
         check_tools(renderer.tokenizer, options.template_args)
+    _check_template(renderer, prompts, answerer.side.name)
     names, sha256 = _identify(prompts)
-    manifest = _begin(answerer.origin(), names, sha256, options)
+    origin = {"target": answerer.origin(), "text": _text_identity(renderer)}
+    manifest = _begin(origin, names, sha256, options)
     missing = set[int]()
     if finished(options.out, manifest):
         counts = finish(options.out, manifest)
@@ -331,7 +378,7 @@ def _answer(
     """
     rank, world = _launched()
     known = set(answered(options.out, names).tolist())
-    claims = Claims(len(prompts), options.batch_size * answerer.window, rank, world)
+    claims = Claims(len(prompts), options.batch_size * answerer.window, rank, world, options.out)
     missing = set[int]()
 
     def conversations(places: range) -> list[Conversation]:
@@ -372,44 +419,81 @@ def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
     return names, together.hexdigest()
 
 
+def _check_template(renderer: Renderer, prompts: Sequence[Prompt], name: str) -> None:
+    """Raises ValueError for a chat template that renders neither a plain question nor any of the
+    first conversations: it is broken, and the prompts are not.
+    """
+    talks = islice((prompt for prompt in prompts if prompt.messages), PROBED)
+    turns = [turns_of(prompt)[0] for prompt in talks]
+    refusal: Exception | None = None
+    for turn in [[QUESTION], *turns] if turns else []:
+        try:
+            renderer.render([turn], [])
+            return
+        except Exception as error:  # templates are programs: they raise what they like
+            refusal = refusal or error
+    if refusal:
+        raise ValueError(
+            f"{name}: expected a chat template that renders conversations, got one that fails for "
+            f"a plain question ({type(refusal).__name__}: {refusal}); mend it in the target's "
+            "folder, or set what it needs with --template-args"
+        ) from refusal
+
+
+def _text_identity(renderer: Renderer) -> dict[str, str]:
+    """What makes token ids of prompts and ends answers, as digests. By what a tokenizer does, not
+    by its files, which other versions of the same library write differently.
+    """
+    tokenizer = renderer.tokenizer
+    template = [tokenizer.chat_template, tokenizer.special_tokens_map]
+    ids = [tokenizer(PROBE)["input_ids"], renderer.encode(PROBE)]
+    words = sorted(tokenizer.get_vocab().items())
+    return {
+        "chat template": _digest(template),
+        "tokenizer": _digest([ids, words]),
+        "end tokens": ", ".join(map(str, sorted(renderer.eos_ids))),
+    }
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:12]
+
+
 def _begin(
     origin: dict[str, Any], names: Sequence[str], sha256: str, options: DistillOptions
 ) -> dict[str, Any]:
     """The manifest of this distillation, after checking that it may write to `options.out`.
 
-    Raises ValueError without prompts, and for a folder of an earlier version, of other options (the
-    message names each difference) or of other prompts only: another --out was meant.
+    origin: the manifest's entries for target and text. Damaged files of a finished folder are set
+    aside. Raises ValueError without prompts, and for a folder of an earlier version, of other
+    options (the message names each difference) or of other prompts only: another --out was meant.
     """
     if not names:
         raise ValueError("prompts: expected at least one, got none; check --prompts")
     out = options.out
     manifest = new_manifest(
-        origin,
+        origin["target"],
         options.model_dump(mode="json", exclude=UNRECORDED),
         {"source": options.source, "count": len(names), "sha256": sha256},
         seed=options.seed,
         batch_size=options.batch_size,
+        text=origin["text"],
     )
     if not (out / MANIFEST).is_file():
         return manifest
     old = read_manifest(out)
-    if old["format"] == BY_NUMBER:
-        raise ValueError(
-            f"{out}: expected a folder to resume, got one made by an earlier version or by "
-            "import-answers; train on it, or distill into another --out"
-        )
     was, now = _settings(old), _settings(manifest)
-    different = [
-        f"{key}: expected {was.get(key)!r}, got {value!r}"
-        for key, value in now.items()
-        if was.get(key) != value
-    ]
-    if different:
+    changed = [key for key, value in now.items() if was.get(key) != value]
+    if changed and not count(out, old).done:
+        forget(out)  # nothing is lost; a template may be mended that refused all prompts
+    elif changed := [key for key in changed if key in was or key not in manifest["text"]]:
+        listed = [f"{key}: expected {was.get(key)!r}, got {now[key]!r}" for key in changed]
         raise ValueError(
             f"{out} was begun with other options (target {old['target']['name']}, prompts "
-            f"{old['prompts']['source'] or 'unnamed'}): {'; '.join(different)}. "
+            f"{old['prompts'].get('source') or 'unnamed'}): {'; '.join(listed)}. "
             "Use another --out, or the same options to resume"
         )
+    set_aside(out, old)
     if old["prompts"]["sha256"] != manifest["prompts"]["sha256"]:
         count_before, kept = old["prompts"]["count"], len(answered(out, names))
         if not kept and any(path.stat().st_size for path in [*journals(out), *columns(out)]):
@@ -432,11 +516,17 @@ def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
         source = f"a server with model {model}, context {context}, target {target['name']}"
     return {
         "answers come from": source,
-        "seed": manifest["seed"],
+        "seed": manifest.get("seed"),
         **manifest["sampling"],
-        "target fingerprint": target["fingerprint"],
-        "target dtype": target["dtype"],
+        "target fingerprint": target.get("fingerprint"),
+        "target dtype": target.get("dtype"),
+        **manifest.get("text", {}),
     }
+
+
+def has_text(row: Conversation) -> bool:
+    """Whether an answer of the conversation is more than an end token."""
+    return any(answer["content"].strip() for answer in row.answers)
 
 
 def _store(
@@ -458,9 +548,9 @@ def _store(
         new = [row for row in conversations if row.prompt.index in missing]
         records = [row.record() | {"id": names[row.prompt.index]} for row in new]
         held += records
-        if error is not None and not any(row.answers for row in conversations):
+        if error is not None and not any(map(has_text, conversations)):
             lost += len(conversations)
-            if lost >= patience:
+            if lost >= (min(patience, MAX_EMPTY) if isinstance(error, EmptyAnswer) else patience):
                 raise error
         else:
             journal.append(held)

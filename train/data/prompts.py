@@ -292,11 +292,11 @@ def _hub_records(
 ) -> Iterator[tuple[str, Any]]:
     """The records of a data set. given: arguments of `datasets.load_dataset`."""
     split = given["split"]
-    failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError, ConnectionError)
-    try:
-        import datasets  # slow, and optional
+    import datasets  # slow, and optional
 
-        failures += (datasets.exceptions.DatasetsError,)
+    failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError, ConnectionError)
+    failures += (datasets.exceptions.DatasetsError,)
+    try:
         rows = datasets.load_dataset(**given, streaming=streaming)
         for number, record in enumerate(rows, start=1):
             yield f"{source} [{split}] record {number}", record
@@ -330,8 +330,8 @@ def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
                     yield f"{path} record {number}", record
         else:
             raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
-    # gzip, codecs and pyarrow do not name the file; pyarrow may be missing
-    except (EOFError, ImportError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as e:
+    # gzip, codecs and pyarrow do not name the file
+    except (EOFError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as e:
         if str(path) in str(e):
             raise
         raise ValueError(

@@ -31,7 +31,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from draftheads.heads.placement import read_config
 from draftheads.heads.terminal import printable
 from draftheads.train.data.conversation import LOSSY, Conversation, Renderer, TextSide
-from draftheads.train.data.distill import Answered, Answerer, Sampling, Seeds, until_end
+from draftheads.train.data.distill import (
+    Answered,
+    Answerer,
+    EmptyAnswer,
+    Sampling,
+    Seeds,
+    has_text,
+    until_end,
+)
 
 CONNECT_SECONDS = 10.0
 BUSY = {408, 425, 429}
@@ -43,6 +51,8 @@ LONGEST_PAUSE, LONGEST_RETRY_AFTER = 60.0, 600.0
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
 URL_SAFE = str.maketrans("+/", "-_")  # base64 of addresses
+VARIANT = re.compile(r"(\.gguf|:latest|[-@]\d{4}-?\d{2}-?\d{2})+$")
+"""What servers and proxies append to the name of a model that stays the same."""
 GIVE_UP = 10
 """Consecutive prompts that a server failed to answer after which it counts as down."""
 
@@ -86,11 +96,13 @@ class Completion(BaseModel):
 
 
 class _Completions(BaseModel):
+    model: str | None = None
     choices: list[Completion] = Field(min_length=1, max_length=1)
 
 
 class _Model(BaseModel):
     id: str
+    root: Any = None  # vLLM: what several names stand for
     max_model_len: Any = None
 
 
@@ -174,7 +186,7 @@ class ServedTarget(Answerer):
                     for server, asked, error in sorted(results, key=lambda each: bool(each[2])):
                         if error is None:
                             work.failed[server] = 0
-                            yield [asked.row], None
+                            yield [asked.row], self._emptiness(server, asked.row)
                         elif work.passed_on(server, asked, error):
                             continue
                         elif isinstance(error, PromptRefused):
@@ -205,6 +217,14 @@ class ServedTarget(Answerer):
             advice = "check the server, then run the same command again to resume"
             return type(error)(f"{server.url}: {error}; {advice}")
         return None
+
+    def _emptiness(self, server: _Server, row: Conversation) -> EmptyAnswer | None:
+        if has_text(row) or not row.answers:
+            return None
+        return EmptyAnswer(
+            f"{server.url}: expected answers with text, got empty ones alone; ask the server for a "
+            "completion by hand, then run the same command again"
+        )
 
     def _request(self, row: Conversation, sampling: Sampling, seed: str) -> dict[str, Any]:
         return {
@@ -351,7 +371,9 @@ class _Server:
                     response = await client.post("/completions", json=request)
                 if (seconds := response.headers.get("retry-after", "")).isdecimal():
                     wait = min(float(seconds), LONGEST_RETRY_AFTER)
-                [completion] = self._read(response, _Completions).choices
+                completions = self._read(response, _Completions)
+                self._check_model(completions.model)
+                [completion] = completions.choices
                 if completion.text is None and completion.token_ids is None:
                     raise ServerFault("expected text or token ids, got neither")
                 if len(completion.token_ids or ()) > request["max_tokens"]:
@@ -369,6 +391,16 @@ class _Server:
                 raise kind(f"{reason}, tried {number} times")
             pause = min(LONGEST_PAUSE, self._options.pause * 2 ** (number - 1))
             await asyncio.sleep(wait + pause * self._random.uniform(0.5, 1.0))
+
+    def _check_model(self, name: str | None) -> None:
+        """Raises ServerError for a completion of another model than asked for. The same name with
+        a path, a date or a file's ending is the same model, and so is another name of its weights.
+        """
+        if name and name not in self._aliases and _bare(name) != _bare(self.model):
+            raise ServerError(
+                f"expected completions of model {self.model!r}, got some of {self._hide(name)!r}; "
+                "serve it under the name that is asked for, or set --server-model"
+            )
 
     def speculates(self) -> bool:
         """Whether this is a vLLM that verifies drafts, as far as its metrics tell."""
@@ -394,6 +426,8 @@ class _Server:
         wanted = self._options.model
         for model in models:
             if model.id == wanted or (wanted is None and len(models) == 1):
+                same = [m for m in models if m.root is not None and m.root == model.root]
+                self._aliases = {model.id, *(other.id for other in same)}
                 return model
         names = self._hide(", ".join(model.id for model in models)) or "none"
         expected = "one model" if wanted is None else f"model {wanted!r}"
@@ -426,6 +460,11 @@ class _Server:
 
     def _hide(self, text: str) -> str:
         return without_secret(printable(text), self._key)
+
+
+def _bare(model: str) -> str:
+    """The name of a model without what proxies add to it."""
+    return VARIANT.sub("", model.rstrip("/").rpartition("/")[2].lower())
 
 
 def _base_url(url: str) -> str:

@@ -17,15 +17,16 @@ Legend: N tokens, D documents, S spans to learn; of a shard.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from draftheads.heads.files import own_name
@@ -62,12 +63,12 @@ def rows_of(record: Record) -> list[Record]:
     refused = {"tokens": [], "learn": [], "turns": 0, "finish": ""}
     rows = []
     for place, document in enumerate(documents_of(record) or [refused]):
-        bounds = list(chain.from_iterable(document["learn"]))
-        if bounds != sorted(bounds) or (bounds and not 0 <= bounds[0] <= bounds[-1]):
-            raise ValueError("spans to learn overlap")
-        if bounds and bounds[-1] > len(document["tokens"]):
-            raise ValueError("spans to learn exceed the tokens")
         tokens = np.asarray(document["tokens"], np.int32)
+        end = 0
+        for start, stop in document["learn"]:
+            if not end <= start <= stop <= len(tokens):
+                raise ValueError("spans to learn overlap or exceed the tokens")
+            end = stop
         row = {"id": str(record["id"]), "tokens": tokens, "follows": place > 0}
         row |= {name: document[name] for name in ("learn", "turns", "finish")}
         rows.append({"reason": None, "retokenized": 0, **row, "hash": content_hash(tokens)})
@@ -95,20 +96,34 @@ def write_batch(path: Path, batch: pa.RecordBatch) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        reason = f"{error.strerror}; free space and run the same command again"
-        raise OSError(error.errno, f"{path}: {reason}") from error
+        raise write_error(path, error) from error
     finally:
         part.unlink(missing_ok=True)
 
 
+def write_error(path: Path, error: OSError) -> OSError:
+    """The error of a file that cannot be written, with the file's name and what to do."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "free space" if is_full else "see that it can be written"
+    return OSError(error.errno, f"{path}: {error.strerror}; {advice}, then run the command again")
+
+
 def read_batch(path: Path) -> pa.RecordBatch:
     """The batch of a file; its pages are read when they are touched, and shared by processes."""
+    return _mapped(path)[0]
+
+
+def _mapped(path: Path) -> tuple[pa.RecordBatch, int]:
+    """The batch of a file, and the address at which the file begins."""
     try:
-        with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
+        content = pa.memory_map(str(path)).read_buffer()
+        with pa.ipc.open_stream(content) as reader:
             batch = reader.read_next_batch()
-            if reader.schema.equals(SCHEMA):
-                return batch
-            found = ", ".join(reader.schema.names)
+        if not batch.schema.equals(SCHEMA):
+            raise pa.ArrowInvalid(", ".join(batch.schema.names))
+        batch.validate(full=True)  # offsets beyond the columns
+        _check_spans(batch)
+        return batch, content.address
     except (OSError, pa.ArrowInvalid, StopIteration) as error:
         found = " ".join(str(error).split()) or "an empty file"
     raise ValueError(
@@ -117,12 +132,41 @@ def read_batch(path: Path) -> pa.RecordBatch:
     )
 
 
-class Shard:
-    """Views of a batch, nothing is copied."""
+def _check_spans(batch: pa.RecordBatch) -> None:
+    """Raises ArrowInvalid for missing values, and for spans to learn that are not ordered,
+    disjoint and inside of their document, which it names.
+    """
+    for name in SCHEMA.names:
+        if name != "reason" and batch[name].null_count:
+            raise pa.ArrowInvalid(f"{name} without a value")
+    pairs = batch["learn"].flatten()
+    if pairs.flatten().null_count or batch["tokens"].flatten().null_count:
+        raise pa.ArrowInvalid("a token or span without a value")
+    if pc.any(pc.not_equal(pc.list_value_length(pairs), 2)).as_py():
+        raise pa.ArrowInvalid("spans that are no pairs")
+    shard = Shard(batch)
+    documents_S = np.repeat(np.arange(len(batch)), np.diff(shard.spans_D1))
+    firsts_S, lasts_S = shard.bounds_D1[documents_S], shard.bounds_D1[documents_S + 1]
+    starts_S, stops_S = shard.starts_S, shard.starts_S + shard.sizes_S
+    earliest_S = np.maximum(firsts_S, np.append(0, stops_S[:-1]))
+    bad_S = (starts_S < earliest_S) | (stops_S < starts_S) | (stops_S > lasts_S)
+    if bad_S.any():
+        span = int(bad_S.argmax())
+        raise pa.ArrowInvalid(
+            f"document {documents_S[span]}: span {shard.learn_S2[span].tolist()} of "
+            f"{lasts_S[span] - firsts_S[span]} tokens"
+        )
 
-    def __init__(self, batch: pa.RecordBatch) -> None:
+
+class Shard:
+    """Views of a batch, nothing is copied. path: of its file, if it has one."""
+
+    def __init__(self, batch: pa.RecordBatch, path: Path | None = None) -> None:
         tokens, learn = batch["tokens"], batch["learn"]
         self.batch = batch
+        self.path = path
+        self._file: pa.OSFile | None = None
+        self._offset = 0
         self.tokens_N: Array = tokens.flatten().to_numpy()
         self.bounds_D1: Array = tokens.offsets.to_numpy() - tokens.offsets[0].as_py()
         self.hashes_D: Array = batch["hash"].to_numpy()
@@ -131,6 +175,33 @@ class Shard:
         """Spans, counted from the start of their document."""
         self.spans_D1: Array = learn.offsets.to_numpy() - learn.offsets[0].as_py()
         """Document d has the spans spans_D1[d] to spans_D1[d + 1]."""
+
+    @classmethod
+    def open(cls, path: Path) -> Shard:
+        """The shard of a file. Raises ValueError if it is damaged."""
+        batch, address = _mapped(path)
+        shard = cls(batch, path)
+        shard._file = pa.OSFile(str(path))
+        values = batch["tokens"].flatten()
+        shard._offset = values.buffers()[1].address + 4 * values.offset - address
+        return shard
+
+    def read(self, start: int, stop: int) -> Array:
+        """int32: the tokens of a span of the shard. Raises ValueError if the file was cut.
+
+        Those of a file are read, not mapped: a run reads them for days, and mapped pages that are
+        cut from their file kill the process with SIGBUS. The system's cache is shared all the same.
+        """
+        if self._file is None:
+            return self.tokens_N[start:stop]
+        content = self._file.read_at(4 * (stop - start), self._offset + 4 * start)
+        if len(content) < 4 * (stop - start):
+            raise ValueError(
+                f"{self.path}: expected the file that was opened, got one that was cut since; copy "
+                "it again, then run the same command again"
+            )
+        tokens_N: Array = np.frombuffer(content, np.int32)
+        return tokens_N
 
     @property
     def starts_S(self) -> Array:

@@ -1,0 +1,423 @@
+"""Whatever becomes of a folder's files, nothing damaged is learned: it is said in one line, and
+distilling again mends it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tiny_chat import llama, options, prompts
+from tiny_training import VOCABULARY, random_answers, tiny_recipe, write_answers, write_target
+
+from draftheads.scripts.cli import main
+from draftheads.train.batches import Documents, Order, Rows, Verification
+from draftheads.train.data import answers, shards
+from draftheads.train.data.answers import check, open_shards, read_answers, read_manifest
+from draftheads.train.data.distill import distill
+from draftheads.train.loop import fit
+from draftheads.train.recipe import load_recipe
+
+COUNT = 40
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Forty documents in some shards."""
+    monkeypatch.setattr(answers, "SHARD_TOKENS", 300)
+    return write_answers(tmp_path / "data", random_answers(COUNT))
+
+
+def shard(folder: Path, number: int = 1) -> Path:
+    return sorted(folder.glob("answers-*.arrow"))[number]
+
+
+def rewrite(path: Path, change: Callable[[pa.RecordBatch], pa.RecordBatch]) -> None:
+    """Change a shard as a faulty tool would: the result is a valid file of columns."""
+    batch = change(shards.read_batch(path))
+    with path.open("wb") as file, pa.ipc.new_stream(file, shards.SCHEMA) as writer:
+        writer.write_batch(batch)
+
+
+def with_column(name: str, value: Any) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
+    """Another value in document 2."""
+
+    def change(batch: pa.RecordBatch) -> pa.RecordBatch:
+        rows = batch.to_pylist()
+        rows[2][name] = value
+        return pa.RecordBatch.from_pylist(rows, schema=shards.SCHEMA)
+
+    return change
+
+
+def shuffled(path: Path) -> None:
+    """Other token ids, all in the vocabulary, in a file of the same size."""
+    content = bytearray(path.read_bytes())
+    tokens = shards.Shard(shards.read_batch(path)).tokens_N.copy()
+    at = bytes(content).index(tokens.tobytes())
+    content[at : at + tokens.nbytes] = np.random.default_rng(0).permutation(tokens).tobytes()
+    path.write_bytes(content)
+
+
+def forget_checksums(folder: Path) -> None:
+    """What the version before checksums wrote."""
+    manifest = read_manifest(folder)
+    for entry in manifest["shards"] + manifest["rest"]:
+        del entry["sha256"]
+    answers.write_manifest(folder, manifest)
+
+
+def trusted(folder: Path) -> None:
+    """Bring sizes up to date, as after damage that keeps them, without checksums."""
+    forget_checksums(folder)
+    manifest = read_manifest(folder)
+    for entry in manifest["shards"]:
+        entry["bytes"] = (folder / entry["name"]).stat().st_size
+    answers.write_manifest(folder, manifest)
+
+
+def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------- checksums
+
+
+@pytest.fixture
+def recipe(folder: Path) -> Path:
+    write_target(folder.parent / "target")
+    values = tiny_recipe(folder.parent, steps=6, tokens_per_step=128, save_every=2)
+    path = folder.parent / "recipe.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_shuffled_tokens_end_training_before_a_checkpoint(
+    folder: Path, recipe: Path, tmp_path: Path
+) -> None:
+    """A shard of equal size whose token ids were shuffled used to be trained on, and resumed as the
+    same data.
+    """
+    shuffled(shard(folder))
+    trained = load_recipe(recipe, [f"run.output={tmp_path / 'run'}"])
+    with pytest.raises(ValueError, match=f"{shard(folder).name}: expected SHA-256") as error:
+        fit(trained)
+    assert "run the same `draftheads distill` again" in one_line(error)
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_a_run_compares_once_and_goes_on_beside_it(
+    folder: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    checksum = answers._checksum
+    monkeypatch.setattr(answers, "_checksum", lambda path: read.append(path) or checksum(path))
+    assert fit(load_recipe(recipe, [f"run.output={tmp_path / 'run'}"])).finished
+    assert sorted(read) == sorted(folder.glob("*.arrow"))
+
+
+def test_a_difference_is_known_before_the_first_save(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    whole = Verification(folder, manifest)
+    whole.wait()
+    assert not whole.failed
+    shuffled(shard(folder))
+    damaged = Verification(folder, manifest)
+    with pytest.raises(ValueError, match="expected SHA-256"):
+        damaged.wait()
+    assert damaged.failed
+
+
+def test_a_folder_from_before_checksums_is_used_and_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = list(read_answers(folder))
+    forget_checksums(folder)
+    with caplog.at_level(logging.WARNING):
+        assert list(read_answers(folder)) == before
+        answers.verify(folder, read_manifest(folder))
+    [line] = caplog.messages
+    assert "was written before answers had checksums: its files are compared by size" in line
+
+
+def test_a_folder_can_be_checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["draftheads", "data-preview", "--check", str(folder)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    counts = read_manifest(folder)["counts"]
+    said = f"{folder}: 40 documents, {counts['tokens']} tokens, {counts['learned_tokens']} to learn"
+    assert not ended.value.code and said in capsys.readouterr().out
+    shuffled(shard(folder, 0))
+    shuffled(shard(folder, 2))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.count("expected SHA-256") == 2
+
+
+def test_checking_finds_what_sizes_cannot(folder: Path) -> None:
+    """In a folder without checksums, too: the digest of the data tells."""
+    forget_checksums(folder)
+    shuffled(shard(folder))
+    with pytest.raises(ValueError, match="expected data of digest [0-9a-f]{16}, got") as error:
+        check(folder)
+    one_line(error)
+
+
+# ---------------------------------------------------------------- what is in a shard
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("learn", [[1, 999]], r"document 2: span \[1, 999\] of \d+ tokens"),
+        ("learn", [[-3, 2]], r"document 2: span \[-3, 2\]"),
+        ("learn", [[1, 3], [2, 4]], r"document 2: span \[2, 4\]"),
+        ("learn", [[3, 4], [1, 2]], r"document 2: span \[1, 2\]"),
+        ("learn", [[3, 2]], r"document 2: span \[3, 2\]"),
+        ("learn", [[1]], "spans that are no pairs"),
+        ("learn", [[1, None]], "a token or span without a value"),
+        ("learn", None, "learn without a value"),
+        ("tokens", None, "tokens without a value"),
+        ("tokens", [1, None, 3], "a token or span without a value"),
+        ("hash", None, "hash without a value"),
+        ("follows", None, "follows without a value"),
+    ],
+)
+def test_spans_and_values_are_checked_when_they_are_read(
+    folder: Path, name: str, value: Any, complaint: str
+) -> None:
+    rewrite(shard(folder), with_column(name, value))
+    trusted(folder)
+    with pytest.raises(ValueError, match=f"{shard(folder).name}: .*{complaint}") as error:
+        Documents.open(folder, VOCABULARY, "tiny")
+    one_line(error)
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**31 - 1])
+def test_token_ids_outside_the_vocabulary_name_shard_and_document(folder: Path, token: int) -> None:
+    before = [answer.tokens for answer in read_answers(folder)]
+    first = len(shards.read_batch(shard(folder, 0)))
+    rewrite(shard(folder), with_column("tokens", [*before[first + 2][:-1], token]))
+    trusted(folder)
+    documents = Documents.open(folder, VOCABULARY, "tiny")
+    rows = Rows(documents, documents.spans, 64, pack=True, seed=0)
+    said = f"{shard(folder).name}: expected token ids from 0 to 96, got {token} in document "
+    said += f"{first + 2};"
+    with pytest.raises(ValueError, match=said) as error:
+        rows.batch(range(len(rows)))
+    one_line(error)
+
+
+def test_offsets_beyond_the_columns_are_refused(folder: Path) -> None:
+    path = shard(folder)
+    batch = shards.read_batch(path)
+    offsets = batch["tokens"].offsets.to_numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    at = bytes(content).index(offsets)
+    content[at + 8 : at + 12] = np.int32(1 << 30).tobytes()
+    path.write_bytes(content)
+    forget_checksums(folder)
+    with pytest.raises(ValueError, match="expected answers as Arrow columns, got a damaged file"):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 900])
+def test_a_shard_that_is_cut_while_a_run_reads_it_is_one_line(folder: Path, kept: int) -> None:
+    """Mapped pages would kill the process with SIGBUS, without a word."""
+    documents = Documents.open(folder, VOCABULARY, "tiny")
+    rows = Rows(documents, documents.spans, 64, pack=True, seed=0)
+    whole = [rows.batch([row]).tokens_BT.tolist() for row in range(len(rows))]
+    os.truncate(shard(folder), kept)
+    with pytest.raises(ValueError, match="expected the file that was opened, got one that was cut"):
+        for row in Order(len(rows), 1, 0).step(0) + list(range(len(rows))):
+            rows.batch([row])
+    assert whole
+
+
+def test_a_shard_that_is_deleted_while_a_run_reads_it_is_still_there_for_it(folder: Path) -> None:
+    documents = Documents.open(folder, VOCABULARY, "tiny")
+    rows = Rows(documents, documents.spans, 64, pack=True, seed=0)
+    before = rows.batch(range(len(rows))).tokens_BT
+    for path in folder.iterdir():
+        path.unlink()
+    assert rows.batch(range(len(rows))).tokens_BT.equal(before)
+
+
+# ---------------------------------------------------------------- distilled again
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return llama()
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [shuffled, cut, emptied, Path.unlink])
+def test_the_prompts_of_a_damaged_shard_are_answered_again(
+    target: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+) -> None:
+    monkeypatch.setattr(answers, "SHARD_TOKENS", 200)
+    distill(target, prompts(14), options(tmp_path / "o"))
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()}
+    held = len(shards.read_batch(shard(tmp_path / "o")))
+    asked: list[int] = []
+    prefill = type(target).prefill
+
+    def counted(self: Any, texts: Any, *more: Any) -> Any:
+        asked.extend(texts)
+        return prefill(self, texts, *more)
+
+    monkeypatch.setattr(type(target), "prefill", counted)
+    path = shard(tmp_path / "o")
+    damage(path)
+    damaged = path.read_bytes() if path.is_file() else None
+    with caplog.at_level(logging.WARNING):
+        assert distill(target, prompts(14), options(tmp_path / "o")).complete
+    assert len(asked) == held and check(tmp_path / "o").done == 14
+    left = {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()}
+    if damaged is not None:
+        assert left.pop(f"{path.name}.damaged") == damaged, "a person may still want it"
+        assert "set aside, its prompts are answered again" in caplog.text
+    assert left == whole
+    asked.clear()
+    assert distill(target, prompts(14), options(tmp_path / "o")).complete and not asked
+
+
+def test_damage_is_found_before_prompts_are_added(target: Any, tmp_path: Path) -> None:
+    distill(target, prompts(5), options(tmp_path / "o"))
+    shuffled(shard(tmp_path / "o", 0))
+    distill(target, prompts(8), options(tmp_path / "o"))
+    distill(target, prompts(8), options(tmp_path / "whole"))
+    assert list(read_answers(tmp_path / "o")) == list(read_answers(tmp_path / "whole"))
+
+
+# ---------------------------------------------------------------- the manifest
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every entry of a JSON value."""
+    if at:
+        yield at
+    if isinstance(value, dict):
+        inside = list(value.items())
+    else:
+        inside = list(enumerate(value)) if isinstance(value, list) else []
+    for key, inner in inside:
+        yield from places(inner, (*at, key))
+
+
+JUNK = (None, "x", "", -1, 1.5, 10**40, True, [], [[]], {}, {"a": 1}, "../x", float("nan"))
+MISSING = object()
+
+
+@pytest.mark.slow
+def test_a_manifest_damaged_anywhere_is_one_line(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every entry is replaced by all kinds of junk, or left out: each reader takes what is there,
+    or raises one line that names the file.
+    """
+    monkeypatch.setattr(answers, "SHARD_TOKENS", 40)
+    out = tmp_path / "o"
+    distill(target, prompts(4), options(out))
+    manifest = json.loads((out / "manifest.json").read_text())
+    files = {path: path.read_bytes() for path in out.iterdir()}
+    readers: list[Callable[[], Any]] = [
+        lambda: list(read_answers(out)),
+        lambda: answers.count(out, read_manifest(out)),
+        lambda: Documents.open(out, 259, "tiny"),
+        lambda: check(out),
+        lambda: distill(target, prompts(4), options(out)),
+    ]
+    refused = 0
+    for at, junk in itertools.product(places(manifest), (*JUNK, MISSING)):
+        damaged = json.loads(json.dumps(manifest))
+        inner = damaged
+        for key in at[:-1]:
+            inner = inner[key]
+        if junk is MISSING:
+            del inner[at[-1]]
+        else:
+            inner[at[-1]] = junk
+        (out / "manifest.json").write_text(json.dumps(damaged))
+        for read in readers:
+            try:
+                read()
+            except ValueError as error:
+                assert "\n" not in str(error)
+                refused += 1
+        for path in set(out.iterdir()) - files.keys():
+            path.unlink()
+        for path, content in files.items():
+            path.write_bytes(content)
+    assert refused > 1000
+
+
+# ---------------------------------------------------------------- what is not ours
+
+
+def test_a_readme_that_is_not_ours_is_kept(
+    target: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "README.md").write_bytes(b"# My project\n\xff")
+    (tmp_path / "part-of-mine.arrow").write_bytes(b"mine")
+    (tmp_path / "answers-to-life-of-all.jsonl").write_bytes(b"42\n")
+    with caplog.at_level(logging.WARNING):
+        assert distill(target, prompts(3), options(tmp_path)).complete
+    assert (tmp_path / "README.md").read_bytes() == b"# My project\n\xff"
+    assert "README.md is not a data card of ours: left as it is" in caplog.text
+    assert (tmp_path / "part-of-mine.arrow").read_bytes() == b"mine"
+    assert (tmp_path / "answers-to-life-of-all.jsonl").read_bytes() == b"42\n"
+
+
+def test_a_card_that_was_edited_is_kept_when_prompts_are_added(target: Any, tmp_path: Path) -> None:
+    path = tmp_path / "o" / "README.md"
+    distill(target, prompts(3), options(tmp_path / "o"))
+    card = path.read_text()
+    assert "3 documents" in card
+    edited = card.replace("tags:", "license: cc0-1.0\ntags:").replace("# Answers", "# My answers")
+    path.write_text(edited + "\nAsk me.\n")
+    distill(target, prompts(5), options(tmp_path / "o"))
+    digest = read_manifest(tmp_path / "o")["digest"]
+    after = path.read_text()
+    assert "license: cc0-1.0" in after and "# My answers" in after and after.endswith("Ask me.\n")
+    assert "5 documents" in after and "3 documents" not in after
+    assert f"data_files: answers-{digest}-*.arrow" in after
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_out_without_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["draftheads", "distill", "--target", "t", "--prompts", "p", "--out", name]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and "expected a folder, got an empty name" in line
+    assert not list(tmp_path.iterdir())
