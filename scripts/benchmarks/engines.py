@@ -65,6 +65,7 @@ class Job:
     new_tokens: int = 64
     tree: dict[str, int] | None = None
     slots: int = 1
+    eos: Sequence[int] = ()  # the target's end tokens, for engines that do not know them
 
     @property
     def plain(self) -> Job:
@@ -149,12 +150,12 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
     python = place if engine in OWN_PYTHON else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "job.json", Path(folder) / "out.json"
-        target = Target.load(job.target, dtype="float32")
         if job.method in CONVERTED.get(engine, ()):
+            target = Target.load(job.target, dtype="float32")
             job = replace(job, head=str(converted(job.head, Path(folder) / "head", engine, target)))
         elif job.head and Path(job.head).is_dir():  # engines know no run folders
             job = replace(job, head=str(open_head(job.head).path))
-        given.write_text(json.dumps({**asdict(job), "eos": list(target.eos_ids)}))
+        given.write_text(json.dumps(asdict(job)))
         # -P: without this folder, where scripts have the names of the engines' packages.
         command = [python, "-P", str(RUNS / f"{engine}.py"), str(given), str(made)]
         found = subprocess.run(
@@ -232,6 +233,7 @@ def main() -> None:
                 continue
             for folder in options.head:
                 job = Job(options.target, prompts, folder, method(folder))
+                job = replace(job, eos=list(target.eos_ids))
                 job = replace(job, draft_tokens=options.draft_tokens, new_tokens=options.new_tokens)
                 if engine != "llamacpp" and job.method in ("dspark", "dflash"):
                     whole = open_head(folder).read()[0].depth  # its blocks end with its chain

@@ -8,6 +8,8 @@ makes one, on Linux for its CPUs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from real_engines import place_of
 
@@ -40,7 +42,7 @@ HEADS: dict[str, tuple[str, ...]] = {
 @pytest.fixture(scope="module")
 def plain(demo_target) -> Job:
     prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), None, 20)
-    return Job(str(demo_target.name), prompts)
+    return Job(str(demo_target.name), prompts, eos=list(demo_target.eos_ids))
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -49,7 +51,7 @@ def test_a_trained_head(name, trained, plain, demo_target):
     kind, count = method(str(folder)), 3
     if kind != "eagle3":  # slots see each other, so a block is whole
         count = open_head(folder).read()[0].depth
-    job = Job(plain.target, plain.prompts, str(folder), kind, count)
+    job = replace(plain, head=str(folder), method=kind, draft_tokens=count)
     mine, found = ours(job, demo_target), theirs("mlx", PLACE, job)
     print(f"\n{name}: {mine.drafts} / {found.drafts}, {mine.accepted} / {found.accepted}")
     assert found.answers == mine.answers == ours(plain, demo_target).answers
