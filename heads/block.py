@@ -54,6 +54,7 @@ from draftheads.heads.layers import (
     check_embeddings,
     check_features,
     draft_index,
+    project,
     refresh,
     token_map,
 )
@@ -138,10 +139,10 @@ class Conditioning(nn.Module):
         """What the states of all slots bring to their codes, (B, K, 0 or r or 3 r)."""
         if self.kind == "gated":
             weight = self.gate_proj.weight[:, : states_BKD.shape[-1]]
-            return F.linear(states_BKD, weight, self.gate_proj.bias)
+            return project(states_BKD, weight, self.gate_proj.bias)
         if self.kind == "rnn":
             weight = self.joint_proj.weight[:, -states_BKD.shape[-1] :]
-            return F.linear(states_BKD, weight, self.joint_proj.bias)
+            return project(states_BKD, weight, self.joint_proj.bias)
         return states_BKD[..., :0]
 
     def step(
@@ -154,14 +155,13 @@ class Conditioning(nn.Module):
         code_BFr: Tensor = self.markov_w1(tokens_BF)
         rank = code_BFr.shape[-1]
         if self.kind == "gated":
-            gate_BFr = F.linear(code_BFr, self.gate_proj.weight[:, -rank:]) + given_BFX
+            gate_BFr = project(code_BFr, self.gate_proj.weight[:, -rank:]) + given_BFX
             return gate_BFr.sigmoid() * code_BFr, None
         if self.kind == "rnn":
             weight = self.joint_proj.weight
-            joint = F.linear(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
+            joint = project(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
             if carried_BFr is not None:
-                state_Brr = weight[:, :rank].T.expand(len(joint), -1, -1)
-                joint = torch.baddbmm(joint, carried_BFr, state_Brr)
+                joint = joint + project(carried_BFr, weight[:, :rank])
             gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
             gate_BFr, candidate_BFr = gate_BFr.sigmoid(), candidate_BFr.tanh()
             if carried_BFr is None:
@@ -390,8 +390,9 @@ class BlockHead(Vocabulary, DraftHead):
 
     def context(self, features_BTD: Tensor) -> Tensor:
         """What all layers read of the target's features, (B, T, D)."""
-        context_BTD: Tensor = self.hidden_norm(self.fc(features_BTD.to(self.fc.weight.dtype)))
-        return context_BTD
+        features_PX = features_BTD.flatten(0, 1).to(self.fc.weight.dtype)  # as `project`
+        context_PD: Tensor = self.hidden_norm(self.fc(features_PX))
+        return context_PD.unflatten(0, features_BTD.shape[:2])
 
     def block(self, anchors_BN: Tensor, target: Target) -> Tensor:
         """The input (B, N x slots, D) of the blocks of anchors with these tokens."""
@@ -656,7 +657,7 @@ class BlockDrafter:
         x_BSD = head.block(roots_B[:, None], self.target)
         states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
         states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
-        base_BKv = F.linear(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
+        base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
         given_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
         builder.start()
         tokens_BF, carried_BFr = roots_B[:, None], None
