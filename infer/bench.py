@@ -583,7 +583,8 @@ def _why_not_comparable(target: Target, rule: Acceptance) -> str | None:
     if target.dtype != torch.float32:
         return (
             f"lossless: n/a in {str(target.dtype).removeprefix('torch.')}, where a tree of tokens "
-            "rounds differently from a single token and near-ties change; compare in float32."
+            "rounds differently from a single token and near-ties change; compare with "
+            "--dtype float32."
         )
     return None
 

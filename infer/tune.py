@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median
-from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -51,6 +50,7 @@ from draftheads.infer.costs import (
     steps_of,
 )
 from draftheads.infer.engine import NoDraft, Speculator, Statistics
+from draftheads.infer.precision import fair_clock
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Draft nodes whose verification is timed."""
@@ -196,9 +196,7 @@ class Track:
         ]
         if options.compile:
             self.compile(candidates, prompts[0])
-        alone = self.target.device.type == "cpu" and torch.get_num_threads() == 1
-        clock = thread_time if alone else perf_counter
-        return race(candidates, prompts, settings, self.console, clock)
+        return race(candidates, prompts, settings, self.console, fair_clock(self.target.device))
 
     def compile(self, candidates: Sequence[Candidate], prompt: BenchPrompt) -> None:
         """Decode once with each, and say how long it took. Raises ValueError if one is not compiled
