@@ -68,7 +68,7 @@ from draftheads.heads.losses import (
 )
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import extended, joined, per_query_head
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import NODES, DynamicTree, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 
 TRAINING = ("labels", "loss", "weighting", "decay_tokens", "anchors")
@@ -269,7 +269,7 @@ class BlockHead(Vocabulary, DraftHead):
         for name in (*TRAINING, "confidence_threshold"):
             setattr(self, name, choices.get(name) or getattr(self, name))
         if choices.get("top_k"):
-            self.tree = DynamicTree(choices.get("nodes", 59), self.depth, choices["top_k"])
+            self.tree = DynamicTree(choices.get("nodes", NODES), self.depth, choices["top_k"])
         if ids_v is not None:
             self.fill_vocabulary(ids_v)
         if self.design.own_lm_head:

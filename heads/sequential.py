@@ -51,7 +51,7 @@ from draftheads.heads.layers import (
 from draftheads.heads.medusa import MedusaDesign, MedusaHead, States
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import RowMemory
-from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import NODES, DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 
 KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -89,7 +89,7 @@ class SequentialHead(MedusaHead):
         head = kind(MedusaDesign.of(target, choices), choices.get("rank"), prefix)
         head.prepare(target, choices)
         if choices.get("top_k"):
-            head.tree = DynamicTree(choices.get("nodes", 59), head.depth, choices["top_k"])
+            head.tree = DynamicTree(choices.get("nodes", NODES), head.depth, choices["top_k"])
         return head
 
     def config(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class BenchOptions:
     max_new_tokens: int = 128
     sampling: Acceptance = field(default_factory=Greedy)
     repetitions: int = 1  # runs per prompt and candidate
-    nodes: Sequence[int] = ()  # draft nodes to cut each head's own tree to; empty: the whole tree
+    nodes: Sequence[int] = ()  # draft nodes of each head's own tree, resized; empty: as it is
     seed: int = 0  # of sampling and of the bootstrap
     resamples: int = 5000  # of the bootstrap
     compile: bool = False  # every candidate once more, compiled
@@ -305,8 +305,8 @@ def _candidates(
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         trees = {name: tree}
         if tree is None and isinstance(drafts, DrafterSource):
-            sizes = sorted({min(nodes, drafts.tree.draft_nodes) for nodes in options.nodes})
-            cut: dict[str, Tree | None] = {f"{name}@{n}": drafts.tree.head(n) for n in sizes}
+            sizes = sorted({min(nodes, drafts.tree.largest) for nodes in options.nodes})
+            cut: dict[str, Tree | None] = {f"{name}@{n}": drafts.tree.resized(n) for n in sizes}
             trees = cut or {name: drafts.tree}
         for label, shape in trees.items():
             nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own

@@ -87,12 +87,20 @@ class Tuned:
         """Decoding without drafts."""
         return next(each for each in self.trials if each.tree == NONE)
 
+    @property
+    def drafted(self) -> Trial | None:
+        """The fastest one with drafts."""
+        trials = [each for each in self.trials if each.tree.draft_nodes]
+        return max(trials, key=lambda each: each.measured, default=None)
+
     def facts(self) -> dict[str, Any]:
         """What a head's config.json records of the search."""
         return {
             "machine": machine_line(self.machine),
             **self.settings,
             "costs": self.costs.to_json(),
+            "tokens_per_step": self.best.tau,
+            "break_even_tokens_per_step": self.costs.break_even(self.best.tree),
             "predicted_tokens_per_second": self.best.predicted,
             "measured_tokens_per_second": self.best.measured,
             "previous_tokens_per_second": self.trials[0].measured,

@@ -582,7 +582,7 @@ def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | Non
             raise ValueError("--tree and --nodes: expected drafts, got none; pass --head, too")
         return None
     shape = parse_tree(tree) if tree else drafts.tree
-    return shape.head(nodes) if nodes else shape
+    return shape.resized(nodes) if nodes else shape
 
 
 def publish(

@@ -210,7 +210,7 @@ def print_tuned(found: Tuned) -> None:
     compiled = ", both compiled" * found.settings["compile"]
     gain = f"{best.measured / found.plain.measured:.2f} times plain decoding{compiled}"
     if tree.nodes == 1:
-        gain = "speculation does not pay here: the head will decode without drafts"
+        gain = why_no_drafts(found)
     kept = "the present tree stays" if best is found.trials[0] else "a new tree"
     console.print(f"{kept}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}")
     console.print(
@@ -218,6 +218,22 @@ def print_tuned(found: Tuned) -> None:
         "not fitted to. gain: over the present tree, with a 95 % interval over prompts.\n"
         f"machine: {machine_line(found.machine)}.",
         style="dim",
+    )
+
+
+def why_no_drafts(found: Tuned) -> str:
+    """Why the tree is one without drafts, and what to do about it."""
+    best = found.drafted
+    if best is None:
+        return "the head decodes without drafts"
+    break_even = found.costs.break_even(best.tree)
+    other = "" if found.machine["dtype"] == "bfloat16" else "--dtype bfloat16, "
+    return (
+        "the head will decode without drafts. Why: the fastest tree with drafts, of "
+        f"{best.tree.draft_nodes} nodes, brings τ {best.tau:.2f}, and a step with it costs "
+        f"{break_even:.2f} plain ones (break-even τ); {best.measured / found.plain.measured:.2f} "
+        f"times plain decoding. Next: train longer or on texts like these prompts (see draftheads "
+        f"doctor), {other}--compile, or tune on the machine that will decode"
     )
 
 
