@@ -1,4 +1,5 @@
-"""The faster dtype on this CPU, by a few matrix products at a target's shape before it is loaded.
+"""What dtypes and draft nodes cost on this CPU, by a few matrix products at a target's shape before
+it is loaded.
 
 Some CPUs multiply bfloat16 several times as fast as float32 and others more slowly, so no fixed
 rule is right. What learns or writes data keeps a fixed one: its results must not depend on timing.
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-NODES = 8
-"""Draft nodes of the step that is measured beside a plain one."""
+from draftheads.heads.tree import NODES
+
 LARGEST = 1 << 25
 """Numbers that are multiplied: more than caches hold."""
 ROUNDS, SECONDS = 5, 1.5
@@ -28,15 +29,31 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast the checkpoint's own dtype is."""
+    """Seconds of the products of one token and of a step with drafts, for each dtype that the
+    target may be loaded in: float32, and the checkpoint's own.
+    """
 
-    own: str
-    gain: float  # seconds in float32 over those in it
+    seconds: Mapping[str, tuple[float, float]]
+
+    @property
+    def own(self) -> str:
+        """The checkpoint's own dtype."""
+        return [*self.seconds][-1]
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast the checkpoint's own dtype is."""
+        return sum(self.seconds["float32"]) / sum(self.seconds[self.own])
 
     @property
     def dtype(self) -> str:
         """The dtype to load the target in."""
         return self.own if self.gain > FASTER else "float32"
+
+    def break_even(self, dtype: str) -> float:
+        """Tokens per step at which drafts pay if drafting them costs nothing."""
+        plain, drafted = self.seconds[dtype]
+        return drafted / plain
 
     def __str__(self) -> str:
         if self.dtype == "float32":
@@ -56,24 +73,32 @@ def fair_clock(device: torch.device) -> Callable[[], float]:
     return thread_time if alone else perf_counter
 
 
-def measured_pace(config: PretrainedConfig) -> Pace | None:
-    """Multiply in float32 and in the checkpoint's own dtype, 1 token and 1 + NODES, in turns and
-    for at most two seconds. None for a checkpoint in float32 or quantised, which has no choice.
-    """
-    text = config.get_text_config(decoder=True)
-    own = text.dtype or config.dtype
-    if own not in HALVES or getattr(config, "quantization_config", None):
-        return None
-    weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, own)}
-    best = dict.fromkeys(weights, float("inf"))
+def has_choice(config: PretrainedConfig) -> bool:
+    """Whether the checkpoint is in a half precision; one in float32 or quantised has no choice."""
+    is_half = own_dtype(config) in HALVES
+    return is_half and not getattr(config, "quantization_config", None)
+
+
+def own_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    """The dtype that a checkpoint records."""
+    dtype: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
+    return dtype
+
+
+def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> Pace:
+    """Multiply 1 token and 1 + nodes, in turns and for at most two seconds."""
+    text, dtypes = config.get_text_config(decoder=True), [torch.float32]
+    if has_choice(config):
+        dtypes.append(own_dtype(config) or torch.float32)
+    weights = {dtype: matrices(text, dtype) for dtype in dtypes}
+    best = dict.fromkeys(weights, (float("inf"), float("inf")))
     began = perf_counter()
     for number in range(ROUNDS):
         if number and (perf_counter() - began) * (number + 1) / number > SECONDS:
             break
-        for dtype, seconds in pass_seconds(weights).items():
-            best[dtype] = min(best[dtype], seconds)
-    name = str(own).removeprefix("torch.")
-    return Pace(name, best[torch.float32] / best[own])
+        for dtype, (plain, drafted) in pass_seconds(weights, nodes).items():
+            best[dtype] = min(best[dtype][0], plain), min(best[dtype][1], drafted)
+    return Pace({str(dtype).removeprefix("torch."): each for dtype, each in best.items()})
 
 
 def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor]:
@@ -94,13 +119,18 @@ def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def pass_seconds(weights: Mapping[torch.dtype, Sequence[Tensor]]) -> dict[torch.dtype, float]:
-    """Seconds of all products in each dtype, of 1 token and of 1 + NODES."""
-    clock, seconds = fair_clock(torch.device("cpu")), dict[torch.dtype, float]()
-    for dtype, chosen in weights.items():
+def pass_seconds(
+    weights: Mapping[torch.dtype, Sequence[Tensor]], nodes: int
+) -> dict[torch.dtype, tuple[float, float]]:
+    """Seconds of all products in each dtype, of 1 token and of 1 + nodes."""
+    clock = fair_clock(torch.device("cpu"))
+
+    def seconds(chosen: Sequence[Tensor], tokens: int) -> float:
         began = clock()
-        for tokens in (1, 1 + NODES):
-            for weight in chosen:
-                torch.nn.functional.linear(weight.new_ones(tokens, weight.shape[1]), weight)
-        seconds[dtype] = clock() - began
-    return seconds
+        for weight in chosen:
+            torch.nn.functional.linear(weight.new_ones(tokens, weight.shape[1]), weight)
+        return clock() - began
+
+    return {
+        dtype: (seconds(chosen, 1), seconds(chosen, 1 + nodes)) for dtype, chosen in weights.items()
+    }

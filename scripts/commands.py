@@ -125,12 +125,13 @@ def load_fast_target(
 def faster_dtype(name: str, revision: str | None) -> str:
     """The faster dtype for a target on this CPU; says so where there is a choice."""
     from draftheads.heads.placement import check_path, read_config
-    from draftheads.infer.precision import measured_pace
+    from draftheads.infer.precision import has_choice, measured_pace
 
     check_path(name)
-    pace = measured_pace(read_config(name, revision))
-    if pace is None:
+    config = read_config(name, revision)
+    if not has_choice(config):
         return "auto"
+    pace = measured_pace(config)
     print(pace, file=sys.stderr, flush=True)
     return pace.dtype
 

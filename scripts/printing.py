@@ -23,6 +23,8 @@ from draftheads.train.data.prompts import Prompt, check_source
 from draftheads.train.plan import Plan
 
 LEARNED, ENDING, REST = "green", "bold reverse green", "dim"
+ORDINARY = 2.0
+"""Tokens per step that most trained heads reach."""
 FREQUENT = 12
 """Learned tokens listed in the summary."""
 VOCABULARIES = (1024, 4096, 8192, 32768)
@@ -157,6 +159,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     if work.note:
         console.print(f"       {work.note}")
     console.print(_time(plan))
+    if plan.break_even:
+        console.print(_break_even(plan))
     if text := remedy(plan):
         console.print(text, style="bold red")
 
@@ -219,6 +223,18 @@ def print_tuned(found: Tuned) -> None:
         f"machine: {machine_line(found.machine)}.",
         style="dim",
     )
+
+
+def _break_even(plan: Plan) -> str:
+    nodes, dtypes = plan.recipe.head.nodes, plan.break_even
+    costs = " and ".join(f"{tau:.1f} in {dtype}" for dtype, tau in dtypes.items())
+    line = (
+        f"use    verifying {nodes} draft nodes costs {costs} plain tokens on this CPU: heads with "
+        "fewer tokens per step (τ) make decoding slower here"
+    )
+    if min(dtypes.values()) > ORDINARY:
+        line += "; set a smaller head.nodes, train a head of larger τ, or decode on a faster device"
+    return line
 
 
 def why_no_drafts(found: Tuned) -> str:

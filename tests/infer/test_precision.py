@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from draftheads.heads.hub import save_head
 from draftheads.infer import precision
 from draftheads.infer.engine import Speculator
-from draftheads.infer.precision import LARGEST, NODES, matrices, measured_pace
+from draftheads.infer.precision import LARGEST, has_choice, matrices, measured_pace
 
 BFLOAT16 = "bfloat16"
 
@@ -35,9 +35,10 @@ def pace(monkeypatch):
     asked: list[torch.dtype] = []
 
     def of(float32: float, other: float) -> list[torch.dtype]:
-        def seconds(weights):
+        def seconds(weights, nodes):
             asked.extend(weights)
-            return dict(zip(weights, (float32, other), strict=True))
+            each = zip(weights, (float32, other), strict=False)
+            return {dtype: (total / 4, 3 * total / 4) for dtype, total in each}
 
         monkeypatch.setattr(precision, "pass_seconds", seconds)
         return asked
@@ -69,25 +70,27 @@ def test_the_faster_dtype_is_chosen_and_named(pace, other, dtype, line):
     found = measured_pace(config())
     assert (found.dtype, set(asked)) == (dtype, {torch.float32, torch.bfloat16})
     assert str(found).startswith(line) and "\n" not in str(found)
+    assert found.break_even("float32") == pytest.approx(3.0)
 
 
-def test_a_checkpoint_in_float32_or_quantised_has_no_choice(pace):
-    asked = pace(1.0, 0.1)
-    assert measured_pace(config(torch.float32)) is None and measured_pace(config(None)) is None
+def test_a_checkpoint_in_float32_or_quantised_has_no_choice():
     quantised = config()
     quantised.quantization_config = {"quant_method": "fp8"}
-    assert measured_pace(quantised) is None and asked == []
+    for each in (config(torch.float32), config(None), quantised):
+        assert not has_choice(each)
+        assert [*measured_pace(each).seconds] == ["float32"]
+    assert has_choice(config())
 
 
 def test_products_are_those_of_the_target_and_few():
     """In both dtypes, of one token and of a step with drafts."""
-    found = precision.pass_seconds({torch.float32: matrices(config(), torch.float32)})
-    assert found[torch.float32] > 0
+    found = precision.pass_seconds({torch.float32: matrices(config(), torch.float32)}, 8)
+    assert len(found[torch.float32]) == 2
     shapes = {tuple(weight.shape) for weight in matrices(config(), torch.bfloat16)}
     assert shapes == {(96, 64), (64, 96), (64, 64)}
     large = config(hidden_size=1024, intermediate_size=4096, num_hidden_layers=1000)
     total = sum(weight.numel() for weight in matrices(large, torch.bfloat16))
-    assert LARGEST <= total < 1.2 * LARGEST and NODES == 8
+    assert LARGEST <= total < 1.2 * LARGEST
     assert measured_pace(config()).gain > 0  # as it is
 
 
