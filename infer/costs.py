@@ -25,6 +25,8 @@ from draftheads.infer.bench import Run, Runs
 from draftheads.infer.engine import Step
 
 FINALISTS, SPREAD = 4, 1.5
+ORDINARY = 2.0
+"""Tokens per step of any trained head."""
 NONE = StaticTree(())
 """The tree of decoding without drafts."""
 

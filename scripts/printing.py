@@ -15,6 +15,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.bench import describe_machine, machine_line
 from draftheads.infer.conversation import printable
+from draftheads.infer.costs import ORDINARY
 from draftheads.infer.text import TextStream
 from draftheads.infer.tune import Tuned
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
@@ -23,8 +24,6 @@ from draftheads.train.data.prompts import Prompt, check_source
 from draftheads.train.plan import Plan
 
 LEARNED, ENDING, REST = "green", "bold reverse green", "dim"
-ORDINARY = 2.0
-"""Tokens per step that most trained heads reach."""
 FREQUENT = 12
 """Learned tokens listed in the summary."""
 VOCABULARIES = (1024, 4096, 8192, 32768)
