@@ -97,6 +97,7 @@ class Tuned:
         """What a head's config.json records of the search."""
         return {
             "machine": machine_line(self.machine),
+            "dtype": self.machine["dtype"],
             **self.settings,
             "costs": self.costs.to_json(),
             "tokens_per_step": self.best.tau,
