@@ -392,7 +392,7 @@ class BlockHead(Vocabulary, DraftHead):
         """What all layers read of the target's features, (B, T, D)."""
         features_PX = features_BTD.flatten(0, 1).to(self.fc.weight.dtype)  # as `project`
         context_PD: Tensor = self.hidden_norm(self.fc(features_PX))
-        return context_PD.unflatten(0, features_BTD.shape[:2])
+        return context_PD.view(*features_BTD.shape[:2], -1)
 
     def block(self, anchors_BN: Tensor, target: Target) -> Tensor:
         """The input (B, N x slots, D) of the blocks of anchors with these tokens."""

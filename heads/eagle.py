@@ -362,7 +362,7 @@ class Eagle3Head(Vocabulary, AutoregressiveHead):
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             features_BQD = torch.cat(normed, dim=-1)
         fused_PH: Tensor = self.fc(features_BQD.flatten(0, 1))  # as `project`, for slices
-        return fused_PH.unflatten(0, features_BQD.shape[:2])
+        return fused_PH.view(*features_BQD.shape[:2], -1)
 
     def advance(
         self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]

@@ -154,7 +154,8 @@ def project(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     For states that are a slice, `F.linear` makes a batched product with the weight, which a CPU
     copies for every row: in bfloat16 that takes seconds for the lm_head of a large vocabulary.
     """
-    return F.linear(states.flatten(0, -2), weight, bias).unflatten(0, states.shape[:-1])
+    products = F.linear(states.flatten(0, -2), weight, bias)
+    return products.view(*states.shape[:-1], len(weight))
 
 
 def linear(layers: nn.ModuleList, number: int) -> nn.Linear:

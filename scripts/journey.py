@@ -48,8 +48,9 @@ def load_drafts(
 def _adaptive(option: NamedDrafts, loaded: DrafterSource, target: Target) -> Adaptive:
     """Raises ValueError unless this is a tuned head; warns if it was tuned in another dtype."""
     facts = option.folders[0].facts if isinstance(loaded, DraftHead) else {}
-    tuned = facts.get("tuned")
-    costs = tuned.get("costs") if isinstance(tuned, dict) else None
+    found = facts.get("tuned")
+    tuned: dict[str, Any] = found if isinstance(found, dict) else {}
+    costs = tuned.get("costs")
     if costs is None:
         raise ValueError(
             f"--adaptive: expected a head with measured costs, got {option.name}; run draftheads "

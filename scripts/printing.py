@@ -226,10 +226,10 @@ def print_tuned(found: Tuned) -> None:
 
 def _break_even(plan: Plan) -> str:
     nodes, dtypes = plan.recipe.head.nodes, plan.break_even
-    costs = " and ".join(f"{tau:.1f} in {dtype}" for dtype, tau in dtypes.items())
+    costs = " and ".join(f"{tau:.1f} plain tokens in {dtype}" for dtype, tau in dtypes.items())
     line = (
-        f"use    verifying {nodes} draft nodes costs {costs} plain tokens on this CPU: heads with "
-        "fewer tokens per step (τ) make decoding slower here"
+        f"use    verifying {nodes} draft nodes costs {costs} on this CPU: heads of fewer tokens "
+        "per step (τ) make decoding slower here"
     )
     if min(dtypes.values()) > ORDINARY:
         line += "; set a smaller head.nodes, train a head of larger τ, or decode on a faster device"
