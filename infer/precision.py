@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from time import perf_counter, thread_time
 
 import torch
@@ -73,24 +72,19 @@ def fair_clock(device: torch.device) -> Callable[[], float]:
     return thread_time if alone else perf_counter
 
 
-def has_choice(config: PretrainedConfig) -> bool:
-    """Whether the checkpoint is in a half precision; one in float32 or quantised has no choice."""
-    is_half = own_dtype(config) in HALVES
-    return is_half and not getattr(config, "quantization_config", None)
-
-
-def own_dtype(config: PretrainedConfig) -> torch.dtype | None:
-    """The dtype that a checkpoint records."""
-    dtype: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
-    return dtype
+def own_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The half precision that a checkpoint is in; float32 for others, and for quantised ones, whose
+    dtype is no choice.
+    """
+    dtype = config.get_text_config(decoder=True).dtype or config.dtype
+    is_quantised = getattr(config, "quantization_config", None)
+    return dtype if dtype in HALVES and not is_quantised else torch.float32
 
 
 def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> Pace:
     """Multiply 1 token and 1 + nodes, in turns and for at most two seconds."""
-    text, dtypes = config.get_text_config(decoder=True), [torch.float32]
-    if has_choice(config):
-        dtypes.append(own_dtype(config) or torch.float32)
-    weights = {dtype: matrices(text, dtype) for dtype in dtypes}
+    text = config.get_text_config(decoder=True)
+    weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, own_dtype(config))}
     best = dict.fromkeys(weights, (float("inf"), float("inf")))
     began = perf_counter()
     for number in range(ROUNDS):
@@ -102,20 +96,16 @@ def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> Pace:
 
 
 def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor]:
-    """Matrices (rows, width) of the shapes in a target's layers, of up to LARGEST numbers in all.
+    """Matrices (rows, width) as in a target's layers, of at most LARGEST numbers in all.
 
     Each is memory of its own, written once, so that it is read as weights are.
     """
     width: int = config.hidden_size
     inner: int = getattr(config, "intermediate_size", None) or 4 * width
-    shapes = [(inner, width), (width, inner), (width, width)]
-    most = min(LARGEST, config.num_hidden_layers * sum(rows * size for rows, size in shapes))
-    chosen: list[Tensor] = []
-    for shape in cycle(shapes):
-        chosen.append(torch.ones(shape, dtype=dtype))
-        if sum(weight.numel() for weight in chosen) >= most:
-            return chosen
-    raise AssertionError("a cycle does not end")
+    inner = min(inner, LARGEST // (2 * width))
+    layers = min(config.num_hidden_layers, LARGEST // (2 * width * inner))
+    shapes = [(inner, width), (width, inner)] * layers
+    return [torch.ones(shape, dtype=dtype) for shape in shapes]
 
 
 @torch.inference_mode()

@@ -124,12 +124,14 @@ def load_fast_target(
 
 def faster_dtype(name: str, revision: str | None) -> str:
     """The faster dtype for a target on this CPU; says so where there is a choice."""
+    import torch
+
     from draftheads.heads.placement import check_path, read_config
-    from draftheads.infer.precision import has_choice, measured_pace
+    from draftheads.infer.precision import measured_pace, own_dtype
 
     check_path(name)
     config = read_config(name, revision)
-    if not has_choice(config):
+    if own_dtype(config) == torch.float32:
         return "auto"
     pace = measured_pace(config)
     print(pace, file=sys.stderr, flush=True)
