@@ -54,6 +54,7 @@ from draftheads.heads.layers import (
     check_embeddings,
     check_features,
     draft_index,
+    project,
     refresh,
     token_map,
 )
@@ -67,7 +68,7 @@ from draftheads.heads.losses import (
 )
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import extended, joined, per_query_head
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import NODES, DynamicTree, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 
 TRAINING = ("labels", "loss", "weighting", "decay_tokens", "anchors")
@@ -138,10 +139,10 @@ class Conditioning(nn.Module):
         """What the states of all slots bring to their codes, (B, K, 0 or r or 3 r)."""
         if self.kind == "gated":
             weight = self.gate_proj.weight[:, : states_BKD.shape[-1]]
-            return F.linear(states_BKD, weight, self.gate_proj.bias)
+            return project(states_BKD, weight, self.gate_proj.bias)
         if self.kind == "rnn":
             weight = self.joint_proj.weight[:, -states_BKD.shape[-1] :]
-            return F.linear(states_BKD, weight, self.joint_proj.bias)
+            return project(states_BKD, weight, self.joint_proj.bias)
         return states_BKD[..., :0]
 
     def step(
@@ -154,14 +155,13 @@ class Conditioning(nn.Module):
         code_BFr: Tensor = self.markov_w1(tokens_BF)
         rank = code_BFr.shape[-1]
         if self.kind == "gated":
-            gate_BFr = F.linear(code_BFr, self.gate_proj.weight[:, -rank:]) + given_BFX
+            gate_BFr = project(code_BFr, self.gate_proj.weight[:, -rank:]) + given_BFX
             return gate_BFr.sigmoid() * code_BFr, None
         if self.kind == "rnn":
             weight = self.joint_proj.weight
-            joint = F.linear(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
+            joint = project(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
             if carried_BFr is not None:
-                state_Brr = weight[:, :rank].T.expand(len(joint), -1, -1)
-                joint = torch.baddbmm(joint, carried_BFr, state_Brr)
+                joint = joint + project(carried_BFr, weight[:, :rank])
             gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
             gate_BFr, candidate_BFr = gate_BFr.sigmoid(), candidate_BFr.tanh()
             if carried_BFr is None:
@@ -269,7 +269,7 @@ class BlockHead(Vocabulary, DraftHead):
         for name in (*TRAINING, "confidence_threshold"):
             setattr(self, name, choices.get(name) or getattr(self, name))
         if choices.get("top_k"):
-            self.tree = DynamicTree(choices.get("nodes", 59), self.depth, choices["top_k"])
+            self.tree = DynamicTree(choices.get("nodes", NODES), self.depth, choices["top_k"])
         if ids_v is not None:
             self.fill_vocabulary(ids_v)
         if self.design.own_lm_head:
@@ -390,8 +390,9 @@ class BlockHead(Vocabulary, DraftHead):
 
     def context(self, features_BTD: Tensor) -> Tensor:
         """What all layers read of the target's features, (B, T, D)."""
-        context_BTD: Tensor = self.hidden_norm(self.fc(features_BTD.to(self.fc.weight.dtype)))
-        return context_BTD
+        features_PX = features_BTD.flatten(0, 1).to(self.fc.weight.dtype)  # as `project`
+        context_PD: Tensor = self.hidden_norm(self.fc(features_PX))
+        return context_PD.view(*features_BTD.shape[:2], -1)
 
     def block(self, anchors_BN: Tensor, target: Target) -> Tensor:
         """The input (B, N x slots, D) of the blocks of anchors with these tokens."""
@@ -656,7 +657,7 @@ class BlockDrafter:
         x_BSD = head.block(roots_B[:, None], self.target)
         states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
         states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
-        base_BKv = F.linear(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
+        base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
         given_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
         builder.start()
         tokens_BF, carried_BFr = roots_B[:, None], None

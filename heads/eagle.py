@@ -37,6 +37,7 @@ from draftheads.heads.layers import (
     check_embeddings,
     check_features,
     draft_index,
+    project,
     refresh,
     token_map,
 )
@@ -368,8 +369,8 @@ class Eagle3Head(Vocabulary, AutoregressiveHead):
             parts = features_BQD.chunk(len(self.fc_norm), dim=-1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             features_BQD = torch.cat(normed, dim=-1)
-        fused_BQH: Tensor = self.fc(features_BQD)
-        return fused_BQH
+        fused_PH: Tensor = self.fc(features_BQD.flatten(0, 1))  # as `project`, for slices
+        return fused_PH.view(*features_BQD.shape[:2], -1)
 
     def advance(
         self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
@@ -468,4 +469,4 @@ class EagleDrafter:
 
     def _logits(self, hidden_BFH: Tensor) -> Tensor:
         states_BFD = self.head.states(hidden_BFH).to(self.weight_vD.dtype)
-        return F.linear(states_BFD, self.weight_vD).float()
+        return project(states_BFD, self.weight_vD).float()

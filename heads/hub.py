@@ -48,7 +48,7 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target
-from draftheads.heads.tree import Tree, tree_from_json
+from draftheads.heads.tree import DynamicTree, StaticTree, Tree, tree_from_json
 
 HEADS: dict[str, type[DraftHead]] = {
     kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head, BlockHead)
@@ -91,7 +91,7 @@ def write_head(
         "target": about_target(target),
         "feature_layers": list(head.feature_layers),
         "adapter": target.adapter.facts() if target.adapter else None,
-        "tree": head.tree.to_json(),
+        **tree_facts(head.tree),
         "training": training or {},
         "measured": measured or [],
     }
@@ -102,6 +102,21 @@ def write_head(
     write_remote_code(folder)
     if target.adapter:
         target.adapter.save(folder / ADAPTER, target.name)
+
+
+def tree_facts(tree: Tree) -> dict[str, Any]:
+    """What a head records of its tree: of a fixed one also the paths of larger ones, in order."""
+    if isinstance(tree, DynamicTree):
+        return {"tree": tree.to_json()}
+    return {"tree": tree.to_json(), "tree_order": [list(path) for path in tree.order]}
+
+
+def recorded_tree(facts: dict[str, Any]) -> Tree:
+    """The tree of a head's metadata. Raises ValueError for anything else."""
+    tree, order = tree_from_json(facts["tree"]), tree_from_json(facts.get("tree_order") or [])
+    if isinstance(tree, StaticTree) and isinstance(order, StaticTree):
+        return tree.ordered(order)
+    return tree
 
 
 def head_config(head: DraftHead, dtype: torch.dtype, facts: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +223,7 @@ class HeadFolder:
             stored.check(head.state_dict())
             stored.check_finite()
             if stored.facts.get("tree") is not None:  # [] is a tree without drafts
-                head.tree = tree_from_json(stored.facts["tree"])
+                head.tree = recorded_tree(stored.facts)
                 head.check_tree(head.tree)
         return head, stored
 

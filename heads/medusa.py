@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
@@ -29,6 +28,7 @@ from draftheads.heads.layers import (
     StackedHeads,
     check_ids,
     draft_index,
+    project,
     refresh,
     token_map,
 )
@@ -219,7 +219,7 @@ class MedusaHead(DraftHead):
             return stack.unembed(x_KBD)
         if not self.own_lm_head:  # one product, so that the large matrix is read once
             weight_vD = self.unembed_weights(target)[0]
-            return F.linear(x_KBD.to(weight_vD.dtype), weight_vD)
+            return project(x_KBD.to(weight_vD.dtype), weight_vD)
         heads = zip(self.lm_heads, x_KBD, strict=False)
         return torch.stack([lm_head(hidden_BD) for lm_head, hidden_BD in heads])
 

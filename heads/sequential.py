@@ -45,12 +45,13 @@ from draftheads.heads.layers import (
     Rope,
     check_embeddings,
     linear,
+    project,
     refresh,
 )
 from draftheads.heads.medusa import MedusaDesign, MedusaHead, States
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import RowMemory
-from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import NODES, DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 
 KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -88,7 +89,7 @@ class SequentialHead(MedusaHead):
         head = kind(MedusaDesign.of(target, choices), choices.get("rank"), prefix)
         head.prepare(target, choices)
         if choices.get("top_k"):
-            head.tree = DynamicTree(choices.get("nodes", 59), head.depth, choices["top_k"])
+            head.tree = DynamicTree(choices.get("nodes", NODES), head.depth, choices["top_k"])
         return head
 
     def config(self) -> dict[str, Any]:
@@ -376,7 +377,7 @@ class LowRankDrafter(SequentialDrafter):
         super().__init__(head, target, tree)
         self.head, self.stack, self.products = head, head.stacked(), head.products(target)
         carries = head.carry.parameters() if isinstance(head, RecurrentHead) else ()
-        self.carries_rr = [carry_rr.T for carry_rr in carries]
+        self.carries_rr = list(carries)
 
     def propose(self, committed: Committed) -> TokenTree:
         inputs_BD, roots_B = self.start(committed)
@@ -403,7 +404,7 @@ class LowRankDrafter(SequentialDrafter):
             if not builder.add(self._logits(index, given_B1X[index], codes_BFr)):
                 break
             if self.carries_rr:
-                carried_BFr = codes_BFr @ self.carries_rr[index]
+                carried_BFr = project(codes_BFr, self.carries_rr[index])
                 if index:  # nodes of the first level share their parent
                     carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
             tokens_BF = builder.tokens_BF
@@ -411,11 +412,13 @@ class LowRankDrafter(SequentialDrafter):
 
     def _logits(self, index: int, given_B1X: Tensor, codes_BFr: Tensor) -> Tensor:
         if self.products.logits_rv is not None:
-            up_Brv = self.products.logits_rv[index].expand(len(codes_BFr), -1, -1)
-            return torch.baddbmm(given_B1X, codes_BFr, up_Brv).float()
+            up_rv = self.products.logits_rv[index]
+            if len(codes_BFr) == 1:  # the usual case, without a pass of its own for the sum
+                return torch.addmm(given_B1X[0], codes_BFr[0], up_rv)[None].float()
+            return (given_B1X + project(codes_BFr, up_rv.T)).float()
         states_BFD = given_B1X + self.head.up[index](codes_BFr)
         weight_vD = self.weights_vD[index]
-        return F.linear(states_BFD.to(weight_vD.dtype), weight_vD).float()
+        return project(states_BFD.to(weight_vD.dtype), weight_vD).float()
 
 
 class HydraDrafter(SequentialDrafter):
@@ -433,7 +436,7 @@ class HydraDrafter(SequentialDrafter):
             paths_BFE = torch.cat([paths_BFE, embedded_BFD], dim=2)
             states_BFD, weight_vD = head.blocks[index](paths_BFE), self.weights_vD[index]
             bias_v = head.biases[index] if head.own_lm_head else None
-            logits_BFv = F.linear(states_BFD.to(weight_vD.dtype), weight_vD, bias_v).float()
+            logits_BFv = project(states_BFD.to(weight_vD.dtype), weight_vD, bias_v).float()
             if not builder.add(logits_BFv):
                 break
             paths_BFE = gather_nodes(paths_BFE, builder.parents_BF)

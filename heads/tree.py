@@ -23,6 +23,12 @@ from torch import Tensor
 Path = tuple[int, ...]
 """Ranks from the root to a node. (0, 2): the best token of depth 1, then the third best."""
 
+NODES = 8
+"""Draft nodes of a new head's tree. On CPUs, where it was measured, larger ones are seldom faster:
+60 nodes cost 3.6 plain steps of a model of 0.6B in bfloat16, 8 nodes 1.3 (docs/tuning.md).
+"""
+ORDERED = 64
+"""Paths that are known of a fixed tree, from which larger ones are cut."""
 MOST_NODES = 4096
 """Larger trees never pay off, and their attention masks would take gigabytes."""
 
@@ -91,6 +97,8 @@ class StaticTree:
     """
 
     paths: tuple[Path, ...]
+    more: tuple[Path, ...] = field(default=(), compare=False, repr=False)
+    """The next most useful paths, none of which is drafted: `resized` may add them."""
 
     def __post_init__(self) -> None:
         paths = tuple(tuple(map(int, path)) for path in self.paths)
@@ -139,9 +147,10 @@ class StaticTree:
 
     @classmethod
     def unfitted(cls, depth: int) -> StaticTree:
-        """The 16 most probable nodes for a head of which nothing is known yet."""
+        """The most probable nodes for a head of which nothing is known yet."""
         chances = [0.6**power for power in range(1, depth + 10)]
-        return cls.best_first([chances[k : k + 10] for k in range(depth)], 16)
+        order = cls.best_first([chances[k : k + 10] for k in range(depth)], ORDERED)
+        return order.resized(NODES)
 
     @classmethod
     def most_frequent(cls, ranks_MK: Tensor, nodes: int) -> StaticTree:
@@ -152,12 +161,30 @@ class StaticTree:
         kept.
         """
         counts = _path_counts(ranks_MK)
-        best = sorted(counts, key=lambda path: (-counts[path], _by_depth(path)))[:nodes]
-        return cls(tuple(best))
+        best = sorted(counts, key=lambda path: (-counts[path], _by_depth(path)))
+        return cls(tuple(best[: max(nodes, ORDERED)])).resized(nodes)
 
     def head(self, nodes: int) -> StaticTree:
         """The first `nodes` paths."""
         return StaticTree(self.paths[:nodes])
+
+    def resized(self, nodes: int) -> StaticTree:
+        """The `nodes` most useful paths that are known, drafted or not."""
+        return StaticTree(self.order[:nodes], self.order[nodes:])
+
+    def ordered(self, order: StaticTree) -> StaticTree:
+        """This tree, to which `resized` may add the paths of another one."""
+        return StaticTree(self.paths, tuple(p for p in order.order if p not in self.paths))
+
+    @property
+    def order(self) -> tuple[Path, ...]:
+        """All paths that are known, from most to least useful."""
+        return self.paths + self.more
+
+    @property
+    def largest(self) -> int:
+        """Draft nodes of the largest tree that `resized` makes."""
+        return len(self.order)
 
     def fitted(self, ranks_MK: Tensor, nodes: int) -> StaticTree:
         """`most_frequent`, or this tree if no first draft token was right."""
@@ -215,18 +242,17 @@ class DynamicTree:
     ValueError if there are fewer candidates than that.
     """
 
-    draft_nodes: int = 59
-    depth: int = 8
-    top_k: int = 10
+    draft_nodes: int = NODES
+    depth: int = 5
+    top_k: int = 4
 
     def __post_init__(self) -> None:
         if min(self.draft_nodes, self.depth, self.top_k) < 1:
             raise ValueError(f"{self}: expected 1 or more of each")
         _check_size(max(self.draft_nodes, self.depth, self.top_k))
-        candidates = self.top_k + (self.depth - 1) * self.top_k**2
-        if self.draft_nodes > candidates:
+        if self.draft_nodes > self.largest:
             raise ValueError(
-                f"a dynamic tree of depth {self.depth} and top_k {self.top_k} has {candidates} "
+                f"a dynamic tree of depth {self.depth} and top_k {self.top_k} has {self.largest} "
                 f"candidates, got {self.draft_nodes} draft nodes; use fewer, or raise top_k"
             )
 
@@ -237,6 +263,15 @@ class DynamicTree:
     def nodes(self) -> int:
         """Tokens verified per step, root included."""
         return self.draft_nodes + 1
+
+    @property
+    def largest(self) -> int:
+        """Draft nodes of the largest tree that `resized` makes: the candidates of the search."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    def resized(self, nodes: int) -> DynamicTree:
+        """The same search with fewer or more nodes."""
+        return DynamicTree(min(nodes, self.largest), self.depth, self.top_k).head(nodes)
 
     def head(self, nodes: int) -> DynamicTree:
         """The same search with fewer nodes, which limit depth and top_k too."""

@@ -47,7 +47,7 @@ class Adaptive:
     def drafter(self, target: Target, tree: Tree | None = None) -> AdaptiveDrafter:
         """A new drafter, for one generation."""
         tree = tree or self.tree
-        worth = self.costs.step_seconds(tree) / self.costs.verify_seconds(0)
+        worth = self.costs.break_even(tree)
         return AdaptiveDrafter(self.drafts.drafter(target, tree), worth)
 
 

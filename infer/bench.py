@@ -63,7 +63,7 @@ class BenchOptions:
     max_new_tokens: int = 128
     sampling: Acceptance = field(default_factory=Greedy)
     repetitions: int = 1  # runs per prompt and candidate
-    nodes: Sequence[int] = ()  # draft nodes to cut each head's own tree to; empty: the whole tree
+    nodes: Sequence[int] = ()  # draft nodes of each head's own tree, resized; empty: as it is
     seed: int = 0  # of sampling and of the bootstrap
     resamples: int = 5000  # of the bootstrap
     compile: bool = False  # every candidate once more, compiled
@@ -306,8 +306,8 @@ def _candidates(
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         trees = {name: tree}
         if tree is None and isinstance(drafts, DrafterSource):
-            sizes = sorted({min(nodes, drafts.tree.draft_nodes) for nodes in options.nodes})
-            cut: dict[str, Tree | None] = {f"{name}@{n}": drafts.tree.head(n) for n in sizes}
+            sizes = sorted({min(nodes, drafts.tree.largest) for nodes in options.nodes})
+            cut: dict[str, Tree | None] = {f"{name}@{n}": drafts.tree.resized(n) for n in sizes}
             trees = cut or {name: drafts.tree}
         for label, shape in trees.items():
             nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own
@@ -584,7 +584,8 @@ def _why_not_comparable(target: Target, rule: Acceptance) -> str | None:
     if target.dtype != torch.float32:
         return (
             f"lossless: n/a in {str(target.dtype).removeprefix('torch.')}, where a tree of tokens "
-            "rounds differently from a single token and near-ties change; compare in float32."
+            "rounds differently from a single token and near-ties change; compare with "
+            "--dtype float32."
         )
     return None
 

@@ -9,6 +9,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +20,12 @@ from draftheads.infer.bench import (
     BASELINES,
     COMPILED,
     GENERATE,
+    PLAIN,
     BenchReport,
     Result,
     machine_line,
 )
+from draftheads.infer.costs import too_slow
 
 FACTS = ["nodes", "lossless", "tokens_per_step", "acceptance_by_depth", "speedup", "speedup_ci95"]
 FACTS += ["speedup_over_best", "tokens_per_second", "baseline_tokens_per_second"]
@@ -160,7 +163,30 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
         for row in grid.rows:
             table.add_row(*row, style="bold red" if "NO" in row else None)
         console.print(table, "")
-    console.print("\n".join(footnotes(report)), style="dim", markup=False, highlight=False)
+    slow = too_slow_notes(report)
+    for note in slow:
+        console.print(note, style="yellow", markup=False, highlight=False)
+    notes = footnotes(report)[len(slow) :]
+    console.print("\n".join(notes), style="dim", markup=False, highlight=False)
+
+
+def too_slow_notes(report: BenchReport) -> list[str]:
+    """A line for each head whose fastest tree is slower than this engine without drafts."""
+    dtype = getattr(torch, report.machine["dtype"])
+    notes = []
+    for result in fastest(report):
+        name = COMPILED.format(PLAIN) if result.name.endswith(COMPILED.format("")) else PLAIN
+        plain = report.result(name)
+        if result.steps and result.tokens_per_second < plain.tokens_per_second:
+            break_even = step_seconds(result) / step_seconds(plain)
+            if line := too_slow(result.tokens_per_step, break_even, dtype):
+                notes.append(f"{result.name}: {line}")
+    return notes
+
+
+def step_seconds(result: Result) -> float:
+    """A mean step."""
+    return result.draft_seconds + result.verify_seconds
 
 
 def footnotes(report: BenchReport) -> list[str]:
@@ -195,7 +221,8 @@ def footnotes(report: BenchReport) -> list[str]:
             "compiled: by torch.compile, before the measurement (generate: with a static cache); a "
             "step is one function, whose time is under verify."
         )
-    return [*notes, f"machine: {machine_line(report.machine)}.", f"command: {settings['command']}"]
+    notes += [f"machine: {machine_line(report.machine)}.", f"command: {settings['command']}"]
+    return [*too_slow_notes(report), *notes]
 
 
 COLOURS = ("#2f6fb0", "#d9822b", "#3a9a5b", "#a23b72", "#7a5fb5", "#6b6b2f")

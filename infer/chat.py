@@ -32,12 +32,15 @@ from draftheads.infer.chat_screen import (
     tree_drawing,
 )
 from draftheads.infer.conversation import Answer, History
+from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Session, Speculator, Statistics
 from draftheads.infer.text import TextStream, encode_prompt
 
 LEGEND = "green: draft tokens that the target accepted; plain: the target's own tokens"
 TRIAL_SECONDS, TRIAL_STEPS = 1.5, 48
 """How long the plain model is measured at most."""
+JUDGED_STEPS = 32
+"""Steps after which the chat says that drafts do not pay."""
 COMMANDS = {
     "/system": ("[TEXT]", "show or set the system prompt; the conversation stays"),
     "/reset": ("", "forget the conversation"),
@@ -171,6 +174,7 @@ class _Conversation:
         self.history = History(speculator.target, options.system, options.max_new_tokens)
         self.session, self.total, self.answers = Session(), Answer(finish="total"), 0
         self.prompt_tokens = self.reused = 0
+        self.is_warned = not speculator.tree.draft_nodes
         self.is_rich = console.is_interactive and not options.is_plain
         self.without_drafts = Speculator(speculator.target, compile=speculator.compile)
         self.plain = plain_seconds(self.without_drafts) if self.is_rich else 0.0
@@ -196,6 +200,17 @@ class _Conversation:
         rule = self.options.sampling
         if not rule.lossless:
             self.note(f"{type(rule).__name__} acceptance is lossy: it changes the answers.")
+
+    def _warn_if_slow(self) -> None:
+        """Say once that drafts cost more than they bring, when enough steps show it."""
+        total = Statistics.of(self.total.steps)
+        if self.is_warned or not self.plain or total.steps < JUDGED_STEPS:
+            return
+        seconds = (total.draft_seconds + total.verify_seconds) / total.steps
+        dtype = self.speculator.target.dtype
+        if line := too_slow(total.tokens_per_step, seconds / self.plain, dtype):
+            self.note(f"Drafts are {line}.")
+            self.is_warned = True
 
     def take(self, line: str) -> Answer:
         """Run a command or answer a question; returns the answer, an empty one without."""
@@ -245,6 +260,7 @@ class _Conversation:
         self.history.add(question, answer.text)
         self.answers += 1
         self.total.steps += answer.steps
+        self._warn_if_slow()
         self.total.seconds += answer.seconds
         self.prompt_tokens += len(prompt)
         self.reused += self.session.reused

@@ -25,6 +25,8 @@ from draftheads.infer.bench import Run, Runs
 from draftheads.infer.engine import Step
 
 FINALISTS, SPREAD = 4, 1.5
+ORDINARY = 2.0
+"""Tokens per step of any trained head."""
 NONE = StaticTree(())
 """The tree of decoding without drafts."""
 
@@ -50,6 +52,10 @@ class Costs:
         draft = sum(map(mul, self.draft, (1, *work(tree)))) if tree.draft_nodes else 0.0
         return self.verify_seconds(tree.draft_nodes) + max(draft, 0.0)
 
+    def break_even(self, tree: Tree) -> float:
+        """Tokens per step at which decoding with this tree is as fast as without drafts."""
+        return self.step_seconds(tree) / self.verify_seconds(0)
+
     def to_json(self) -> dict[str, Any]:
         """The input of `from_json`, as JSON keeps it."""
         verify = {str(nodes): seconds for nodes, seconds in self.verify.items()}
@@ -72,6 +78,17 @@ class Costs:
                 f"tuned.costs: expected what draftheads tune wrote, got {value!r:.60}; tune again"
             )
         return costs
+
+
+def too_slow(tau: float, break_even: float, dtype: torch.dtype) -> str:
+    """One line for drafts that cost more than they bring, with the next step; "" if they pay."""
+    if tau >= break_even:
+        return ""
+    other = "" if dtype == torch.bfloat16 else ", --dtype bfloat16"
+    return (
+        f"slower than without drafts: a step costs {break_even:.2f} plain ones (break-even τ) and "
+        f"brings τ {tau:.2f}; try fewer --nodes{other}, draftheads tune, or --adaptive after it"
+    )
 
 
 def work(tree: Tree) -> tuple[int, int, int]:
@@ -185,7 +202,7 @@ def search(
     found: dict[StaticTree, Trial] = {}
     for order in orders:
         for depth in range(1, order.depth + 1):
-            family = StaticTree(tuple(path for path in order.paths if len(path) <= depth))
+            family = StaticTree(tuple(path for path in order.order if len(path) <= depth))
             places = [_places(family, ranks_TK) for ranks_TK in texts]
             for size in range(1, min(nodes, family.draft_nodes) + 1):
                 tree = family.head(size)

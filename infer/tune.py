@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median
-from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ from draftheads.infer.costs import (
     steps_of,
 )
 from draftheads.infer.engine import NoDraft, Speculator, Statistics
+from draftheads.infer.precision import fair_clock
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Draft nodes whose verification is timed."""
@@ -88,12 +88,21 @@ class Tuned:
         """Decoding without drafts."""
         return next(each for each in self.trials if each.tree == NONE)
 
+    @property
+    def drafted(self) -> Trial | None:
+        """The fastest one with drafts."""
+        trials = [each for each in self.trials if each.tree.draft_nodes]
+        return max(trials, key=lambda each: each.measured, default=None)
+
     def facts(self) -> dict[str, Any]:
         """What a head's config.json records of the search."""
         return {
             "machine": machine_line(self.machine),
+            "dtype": self.machine["dtype"],
             **self.settings,
             "costs": self.costs.to_json(),
+            "tokens_per_step": self.best.tau,
+            "break_even_tokens_per_step": self.costs.break_even(self.best.tree),
             "predicted_tokens_per_second": self.best.predicted,
             "measured_tokens_per_second": self.best.measured,
             "previous_tokens_per_second": self.trials[0].measured,
@@ -197,9 +206,7 @@ class Track:
         ]
         if options.compile:
             self.compile(candidates, prompts[0])
-        alone = self.target.device.type == "cpu" and torch.get_num_threads() == 1
-        clock = thread_time if alone else perf_counter
-        return race(candidates, prompts, settings, self.console, clock)
+        return race(candidates, prompts, settings, self.console, fair_clock(self.target.device))
 
     def compile(self, candidates: Sequence[Candidate], prompt: BenchPrompt) -> None:
         """Decode once with each, and say how long it took. Raises ValueError if one is not compiled

@@ -66,6 +66,8 @@ KeyVariable = Annotated[str | None, Option(help="environment variable with the s
 Recipe = Annotated[Path, Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")]
 Overrides = Annotated[list[str] | None, Argument(help="key.path=value ...")]
 Json = Annotated[Path | None, Option("--json", help="write the figures here")]
+Place = tuple[str, str | None, int | None]
+"""dtype, device and threads"""
 TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for one head;
 default: the heads' own; repeatable"""
 Trees = Annotated[list[str] | None, Option(help=TREES)]
@@ -100,6 +102,40 @@ def load_target(
     adapter = shared_adapter(heads)
     target = Target.load(name, dtype=dtype, device=device, revision=revision)
     return target.attach(adapter) if adapter else target
+
+
+def load_fast_target(
+    name: str, place: Place, revision: str | None = None, heads: Sequence[HeadFolder] = ()
+) -> Target:
+    """`load_target`, with threads chosen, and on a CPU with dtype "auto" as the faster one by a
+    measurement. Not for what learns or writes data: its results would depend on timing.
+    """
+    import torch
+
+    dtype, device, threads = place
+    on_cpu = (device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu"
+    set_threads(threads)
+    if on_cpu and dtype == "auto" and not name.endswith(".gguf"):
+        dtype = faster_dtype(name, revision)
+    target = load_target(name, dtype, device, revision, heads)
+    choose_threads(threads, target)
+    return target
+
+
+def faster_dtype(name: str, revision: str | None) -> str:
+    """The faster dtype for a target on this CPU; says so where there is a choice."""
+    import torch
+
+    from draftheads.heads.placement import check_path, read_config
+    from draftheads.infer.precision import measured_pace, own_dtype
+
+    check_path(name)
+    config = read_config(name, revision)
+    if own_dtype(config) == torch.float32:
+        return "auto"
+    pace = measured_pace(config)
+    print(pace, file=sys.stderr, flush=True)
+    return pace.dtype
 
 
 def rule(
@@ -367,8 +403,7 @@ def bench(
     check_outputs([json_out, markdown], head if card else [], plot)
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
-    model = load_target(target, dtype, device, revision, folders)
-    choose_threads(threads, model)
+    model = load_fast_target(target, (dtype, device, threads), revision, folders)
     sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
     loaded = load_drafts(drafts, model, sampling, adaptive)
     settings: dict[str, Any] = {"seed": seed, "compile": compile, "batch": batch}
@@ -426,8 +461,7 @@ def tune(
     if head is None:
         if target is None:
             raise ValueError("expected --target or --head to tune for, got neither; pass one")
-        model = load_target(target, dtype, device, revision)
-        choose_threads(threads, model)
+        model = load_fast_target(target, (dtype, device, threads), revision)
         curve = verify_curve(model, context, options)
         print_curve(model, context, curve)
         figures = {"context": context, "verify": curve}
@@ -436,8 +470,7 @@ def tune(
             raise ValueError("expected --prompts to tune the head on, got none; pass a file")
         folder = open_head(head)
         name, commit = (target, revision) if target else folder.target
-        model = load_target(name, dtype, device, commit, [folder])
-        choose_threads(threads, model)
+        model = load_fast_target(name, (dtype, device, threads), commit, [folder])
         ids = opening_ids(model, prompts, prompt_words, limit)
         found = run(model, folder.load(model), ids, options, others=[folder.trained_tree])
         print_tuned(found)
@@ -549,19 +582,18 @@ def open_engine(
     target: str | None,
     sampling: Acceptance,
     adaptive: bool,
-    place: tuple[str, str | None, int | None],
+    place: Place,
 ) -> tuple[Target, DrafterSource | None]:
-    """Load a target and what --head names, if anything. place: dtype, device and threads."""
+    """Load a target and what --head names, if anything."""
     from draftheads.infer.drafters import named_drafts
     from draftheads.scripts.journey import load_drafts
 
     if head is None and target is None:
         raise ValueError("expected --head or --target, got neither; pass one")
-    dtype, device, threads = place
     drafts = named_drafts(head) if head else None
     name, revision = (target, None) if target or drafts is None else drafts.target
-    model = load_target(name or "", dtype, device, revision, drafts.folders if drafts else ())
-    choose_threads(threads, model)
+    folders = drafts.folders if drafts else ()
+    model = load_fast_target(name or "", place, revision, folders)
     if drafts is None:
         return model, None
     *_, drafter = load_drafts({"": drafts}, model, sampling, adaptive).values()
@@ -577,7 +609,7 @@ def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | Non
             raise ValueError("--tree and --nodes: expected drafts, got none; pass --head, too")
         return None
     shape = parse_tree(tree) if tree else drafts.tree
-    return shape.head(nodes) if nodes else shape
+    return shape.resized(nodes) if nodes else shape
 
 
 def publish(

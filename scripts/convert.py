@@ -13,7 +13,15 @@ from draftheads.heads.files import staged
 from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
 from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
-from draftheads.heads.hub import CARD, FORMAT, about_target, head_config, open_head, save_head
+from draftheads.heads.hub import (
+    CARD,
+    FORMAT,
+    about_target,
+    head_config,
+    open_head,
+    save_head,
+    tree_facts,
+)
 from draftheads.heads.placement import read_config
 from draftheads.heads.target import Target
 
@@ -42,7 +50,7 @@ def converted(
         "training": {},
         "measured": [],
         **stored.facts,
-        "tree": head.tree.to_json(),
+        **tree_facts(head.tree),
         "format": FORMAT,
         "kind": head.kind,
         "target": about_target(target) if target else recorded,

@@ -67,7 +67,7 @@ def demo(out: Path) -> BenchReport:
     best = max(report.heads, key=lambda result: result.speedup)
     kind = best.name.partition("@")[0]
     with _stage(console, f"6 of 6: chat - with {best.name}; accepted draft tokens are coloured"):
-        tree = heads[kind].tree.head(best.nodes or heads[kind].tree.draft_nodes)
+        tree = heads[kind].tree.resized(best.nodes or heads[kind].tree.draft_nodes)
         sample_chat(Speculator(target, heads[kind], tree=tree), QUESTIONS, console=console)
     nodes = f" --nodes {best.nodes}" if best.nodes else ""
     console.print(

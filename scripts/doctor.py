@@ -105,11 +105,17 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
         f"{diagnosis.predicted:.2f} predicted for the best fixed tree of {evidence.nodes} draft "
         f"nodes{recorded}"
     )
+    if diagnosis.break_even and evidence.head.tree.draft_nodes:
+        console.print(
+            f"a step costs {diagnosis.break_even:.2f} plain ones here (break-even τ): "
+            f"{diagnosis.measured / diagnosis.break_even:.2f} times the speed without drafts"
+        )
     if not diagnosis.findings:
-        console.print("healthy: nothing found that costs tokens", style="green")
+        console.print("healthy: nothing found that costs tokens or time", style="green")
     for number, finding in enumerate([*diagnosis.findings, *diagnosis.remarks], start=1):
         if number <= len(diagnosis.findings):
-            title = f"{number}. {finding.check}: explains {finding.explains:.2f} tokens per step"
+            verb = "lacks" if finding.check == "speed" else "explains"
+            title = f"{number}. {finding.check}: {verb} {finding.explains:.2f} tokens per step"
             console.print(title, style="bold red")
         else:
             console.print(f"also seen, at no cost: {finding.check}", style="yellow")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice, zip_longest
@@ -40,19 +41,28 @@ def load_drafts(
     for name, option in drafts.items():
         loaded[name] = drawing(option.load(target), rule)
         if adaptive:
-            loaded[f"{name} adaptive"] = _adaptive(option, loaded[name])
+            loaded[f"{name} adaptive"] = _adaptive(option, loaded[name], target)
     return loaded
 
 
-def _adaptive(option: NamedDrafts, loaded: DrafterSource) -> Adaptive:
-    """Raises ValueError unless this is a tuned head."""
+def _adaptive(option: NamedDrafts, loaded: DrafterSource, target: Target) -> Adaptive:
+    """Raises ValueError unless this is a tuned head; warns if it was tuned in another dtype."""
     facts = option.folders[0].facts if isinstance(loaded, DraftHead) else {}
-    tuned = facts.get("tuned")
-    costs = tuned.get("costs") if isinstance(tuned, dict) else None
+    found = facts.get("tuned")
+    tuned: dict[str, Any] = found if isinstance(found, dict) else {}
+    costs = tuned.get("costs")
     if costs is None:
         raise ValueError(
             f"--adaptive: expected a head with measured costs, got {option.name}; run draftheads "
             "tune --head HEAD --prompts PROMPTS first"
+        )
+    now = str(target.dtype).removeprefix("torch.")
+    then = tuned.get("dtype", now)
+    if then != now:
+        warnings.warn(
+            f"--adaptive: expected a target in {then}, in which the steps of {option.name} were "
+            f"timed, got {now}; drafts may pause where they pay: use --dtype {then}, or tune again",
+            stacklevel=2,
         )
     return Adaptive(loaded, Costs.from_json(costs))
 

@@ -15,6 +15,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.bench import describe_machine, machine_line
+from draftheads.infer.costs import ORDINARY
 from draftheads.infer.text import TextStream
 from draftheads.infer.tune import Tuned
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
@@ -157,6 +158,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     if work.note:
         console.print(f"       {work.note}")
     console.print(_time(plan))
+    if plan.break_even:
+        console.print(_break_even(plan))
     if text := remedy(plan):
         console.print(text, style="bold red")
 
@@ -210,7 +213,7 @@ def print_tuned(found: Tuned) -> None:
     compiled = ", both compiled" * found.settings["compile"]
     gain = f"{best.measured / found.plain.measured:.2f} times plain decoding{compiled}"
     if tree.nodes == 1:
-        gain = "speculation does not pay here: the head will decode without drafts"
+        gain = why_no_drafts(found)
     kept = "the present tree stays" if best is found.trials[0] else "a new tree"
     console.print(f"{kept}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}")
     console.print(
@@ -218,6 +221,34 @@ def print_tuned(found: Tuned) -> None:
         "not fitted to. gain: over the present tree, with a 95 % interval over prompts.\n"
         f"machine: {machine_line(found.machine)}.",
         style="dim",
+    )
+
+
+def _break_even(plan: Plan) -> str:
+    nodes, dtypes = plan.recipe.head.nodes, plan.break_even
+    costs = " and ".join(f"{tau:.1f} plain tokens in {dtype}" for dtype, tau in dtypes.items())
+    line = (
+        f"use    verifying {nodes} draft nodes costs {costs} on this CPU: heads of fewer tokens "
+        "per step (τ) make decoding slower here"
+    )
+    if min(dtypes.values()) > ORDINARY:
+        line += "; set a smaller head.nodes, train a head of larger τ, or decode on a faster device"
+    return line
+
+
+def why_no_drafts(found: Tuned) -> str:
+    """Why the tree is one without drafts, and what to do about it."""
+    best = found.drafted
+    if best is None:
+        return "the head decodes without drafts"
+    break_even = found.costs.break_even(best.tree)
+    other = "" if found.machine["dtype"] == "bfloat16" else "--dtype bfloat16, "
+    return (
+        "the head will decode without drafts. Why: the fastest tree with drafts, of "
+        f"{best.tree.draft_nodes} nodes, brings τ {best.tau:.2f}, and a step with it costs "
+        f"{break_even:.2f} plain ones (break-even τ); {best.measured / found.plain.measured:.2f} "
+        f"times plain decoding. Next: train longer or on texts like these prompts (see draftheads "
+        f"doctor), {other}--compile, or tune on the machine that will decode"
     )
 
 

@@ -30,6 +30,7 @@ from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Acceptance
+from draftheads.infer.costs import ORDINARY, typical
 from draftheads.infer.engine import Speculator
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
@@ -44,8 +45,8 @@ BLOCK = 16
 """Neighbouring positions are correlated, so standard errors come from means of this many."""
 SURE = 4.0
 """Standard errors that make a difference significant; with this many checks, two are too few."""
-ORDINARY = 2.0
-"""Tokens per step of any trained head; expected where training recorded nothing."""
+TIMED = 4
+"""Answers that are decoded again to compare steps with and without drafts."""
 WORTH = 0.05
 """Tokens per step below which nobody would notice a finding."""
 MANY_UNKNOWN = 0.1
@@ -83,12 +84,13 @@ class Variant(NamedTuple):
 @dataclass(frozen=True)
 class Decoded:
     """Decoded answers. accepted: draft tokens accepted in each step. tokens_per_step: with the
-    target's own token, without prefill.
+    target's own token, without prefill. seconds: of each step.
     """
 
     answers: list[Answer]
     accepted: Tensor
     tokens_per_step: float
+    seconds: list[float]
 
 
 @dataclass(eq=False)
@@ -123,6 +125,18 @@ class Evidence:
     def decoded(self) -> Decoded:
         """Greedy decoding with the head's own tree."""
         return self.decode(self.openings)
+
+    @cached_property
+    def break_even(self) -> float:
+        """What a step with the head's tree costs over one without drafts, here and now: as many
+        tokens per step make decoding as fast as without. 0 if that cannot be told.
+        """
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for answer in self.decoded.answers[:TIMED]:
+            opening = answer.tokens[: answer.learn[0][0]]
+            for drafts, each in seconds.items():
+                each += self.decode([opening], drafts=drafts).seconds
+        return typical(seconds[True]) / typical(seconds[False]) if all(seconds.values()) else 0.0
 
     @cached_property
     def decoded_rows(self) -> Rows:
@@ -222,7 +236,13 @@ class Evidence:
                 ranks.append(variant.head.token_ranks(batch, features_BTD, self.target).cpu())
         return [torch.cat(ranks) for ranks in found]
 
-    def decode(self, openings: Sequence[Sequence[int]], rule: Acceptance | None = None) -> Decoded:
+    def decode(
+        self,
+        openings: Sequence[Sequence[int]],
+        rule: Acceptance | None = None,
+        *,
+        drafts: bool = True,
+    ) -> Decoded:
         """Answer the openings. Raises ValueError when none leaves room in the context."""
         context = self.target.context
         room = [opening for opening in openings if len(opening) + 2 <= context]
@@ -231,18 +251,20 @@ class Evidence:
                 f"expected an opening shorter than the context of {self.target.name} ({context} "
                 f"tokens), got {len(openings)} longer ones; pass other --prompts"
             )
-        answers, accepted, tokens = [], [], 0
-        engine = Speculator(self.target, self.head)
+        answers, accepted, seconds, tokens = [], [], list[float](), 0
+        engine = Speculator(self.target, self.head if drafts else None)
         for opening in room:
             limit, new = min(self.new_tokens, context - len(opening)), []
             for step in engine.generate(opening, sampling=rule, max_new_tokens=limit):
                 new += step.tokens
                 if step.accepted >= 0:  # not the prefill
                     accepted.append(step.accepted)
+                    seconds.append(step.draft_seconds + step.verify_seconds)
                     tokens += len(step.tokens)
             span = (len(opening), len(opening) + len(new))
             answers.append(Answer([*opening, *new], [span]))
-        return Decoded(answers, torch.tensor(accepted), tokens / max(1, len(accepted)))
+        tokens_per_step = tokens / max(1, len(accepted))
+        return Decoded(answers, torch.tensor(accepted), tokens_per_step, seconds)
 
 
 def batches(rows: Rows) -> Iterator[Batch]:
@@ -645,6 +667,39 @@ def fallen_short(evidence: Evidence) -> Finding | None:
     )
 
 
+def undertrained(evidence: Evidence) -> Finding | None:
+    """A head as bad as training recorded, but worse than any that was trained for long enough."""
+    training, hits_M = evidence.training, runs(evidence.observed_MK)
+    if evidence.missing or evidence.predicted >= ORDINARY or not is_above(-hits_M, 1 - ORDINARY):
+        return None
+    steps, tokens = training.get("steps"), training.get("tokens")
+    so_far = f" ({steps:,} steps over {tokens:,} tokens so far)" if steps and tokens else ""
+    return Finding(
+        "undertrained",
+        ORDINARY - evidence.predicted,
+        f"{evidence.predicted:.2f} tokens per step predicted for the best tree of {evidence.nodes} "
+        "draft nodes",
+        f"{ORDINARY:.1f} or more",
+        f"train longer{so_far}, on more of the target's answers, until the held-out loss stops "
+        "falling",
+    )
+
+
+def slower_than_plain(evidence: Evidence) -> Finding | None:
+    """Steps that cost more than their tokens are worth."""
+    found, break_even = evidence.decoded, evidence.break_even
+    if not evidence.head.tree.draft_nodes or not is_above(-found.accepted.float(), 1 - break_even):
+        return None
+    return Finding(
+        "speed",
+        break_even - found.tokens_per_step,
+        f"slower than without drafts: a step costs {break_even:.2f} plain ones here and brings "
+        f"{found.tokens_per_step:.2f} tokens",
+        "more tokens per step than a step costs (break-even τ)",
+        "run draftheads tune for a tree that pays here, try --dtype bfloat16, or train further",
+    )
+
+
 CHECKS = (
     unfit_weights,
     little_data,
@@ -658,17 +713,20 @@ CHECKS = (
     small_vocabulary,
     other_use,
     fallen_short,
+    undertrained,
+    slower_than_plain,
 )
-SKIPPED = (other_reading, other_use, fallen_short)
+SKIPPED = (other_reading, other_use, fallen_short, undertrained)
 """Checks that fail because of other faults, too: skipped once something was found."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """findings: the one that explains most first; remarks: findings too small to notice.
+    """findings: the one that explains most first, and speed, which the others lower, last; remarks:
+    findings too small to notice.
 
     Tokens per step: measured (greedy decoding), predicted (for the best fixed tree), expected (the
-    prediction that training recorded).
+    prediction that training recorded), break_even (that are as fast as no drafts).
     """
 
     findings: list[Finding]
@@ -676,6 +734,7 @@ class Diagnosis:
     measured: float
     predicted: float
     expected: float | None
+    break_even: float
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -686,12 +745,12 @@ def diagnose(evidence: Evidence) -> Diagnosis:
             continue
         if finding := check(evidence):
             found.append(finding)
-    found.sort(key=lambda finding: -finding.explains)
-    worth = [finding for finding in found if finding.explains >= WORTH]
+    found.sort(key=lambda finding: (finding.check == "speed", -finding.explains))
     return Diagnosis(
-        findings=worth,
-        remarks=found[len(worth) :],
+        findings=[finding for finding in found if finding.explains >= WORTH],
+        remarks=[finding for finding in found if finding.explains < WORTH],
         measured=evidence.decoded.tokens_per_step,
         predicted=evidence.predicted,
         expected=evidence.training.get("predicted_tokens_per_step"),
+        break_even=evidence.break_even,
     )

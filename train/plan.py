@@ -36,6 +36,7 @@ from draftheads.heads.hub import HEADS
 from draftheads.heads.placement import check_path, check_placement, read_config, reading
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
+from draftheads.infer.precision import Pace, measured_pace
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading
 from draftheads.train.data.answers import MANIFEST, is_finished, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
@@ -342,6 +343,7 @@ class Plan:
     work: Workload
     trial: Trial | None
     reason: str
+    pace: Pace | None = None  # of decoding, on a CPU
 
     @cached_property
     def memory(self) -> dict[str, int | None]:
@@ -427,6 +429,12 @@ class Plan:
             found["total"] = load + work.steps * found["step"] + work.saves * trial.save
         return found
 
+    @property
+    def break_even(self) -> dict[str, float]:
+        """For each dtype, tokens per step at which the head's tree pays on this CPU, at least."""
+        pace = self.pace
+        return {dtype: pace.break_even(dtype) for dtype in pace.seconds} if pace else {}
+
     def to_json(self) -> dict[str, Any]:
         """All figures."""
         shapes, work = self.shapes, self.work
@@ -447,6 +455,7 @@ class Plan:
             "memory": {**self.memory, "total": self.peak, "limit": self.limit},
             "disk": self.disk,
             "time": self.time or None,
+            "break_even": self.break_even,
             "probed": [self.trial.layers] if self.trial else [],
             "reason": self.reason,
             "recipe": self.recipe.model_dump(mode="json"),
@@ -482,13 +491,15 @@ def make_plan(
     batch = min(recipe.data.rows_per_batch, work.rows_per_step // processes)
     data = recipe.data.model_copy(update={"rows_per_batch": batch})
     recipe = recipe.model_copy(update={"data": data})
-    trial, reason = None, "--no-probe was given"
+    trial, reason, pace = None, "--no-probe was given", None
     if probe:
+        if _device() == "cpu":
+            pace = measured_pace(shapes.target.model.config, recipe.head.nodes)
         try:
             trial, reason = try_steps(recipe, shapes, work, clock), ""
         except RuntimeError as error:
             reason = str(error)
-    return Plan(recipe, processes, engine, shapes, work, trial, reason)
+    return Plan(recipe, processes, engine, shapes, work, trial, reason, pace)
 
 
 def _device() -> str:

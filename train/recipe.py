@@ -27,7 +27,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from draftheads.heads.card import flat
-from draftheads.heads.tree import DynamicTree
+from draftheads.heads.tree import NODES, DynamicTree
 
 logger = logging.getLogger("draftheads")
 
@@ -88,7 +88,9 @@ class MedusaChoices(Section):
     labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
     decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of depth k")
     vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
-    nodes: int = Field(63, ge=1, le=MOST_NODES, description="draft tokens in the calibrated tree")
+    nodes: int = Field(
+        NODES, ge=1, le=MOST_NODES, description="draft tokens in the calibrated tree"
+    )
 
 
 class LayerSizes(Section):
@@ -150,9 +152,9 @@ class DecoderChoices(LayerSizes):
     layers: int = Field(1, ge=1, le=8, description="decoder layers")
     sliding_window: int | None = Field(None, ge=1, description="attention window; null: all tokens")
     decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of step k, normalised")
-    nodes: int = Field(59, ge=1, le=MOST_NODES, description="draft tokens in the dynamic tree")
-    depth: int = Field(8, ge=1, le=32, description="depth of the tree = tokens drafted ahead")
-    top_k: int = Field(10, ge=1, description="nodes expanded per level, children per node")
+    nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the dynamic tree")
+    depth: int = Field(5, ge=1, le=32, description="depth of the tree = tokens drafted ahead")
+    top_k: int = Field(4, ge=1, description="nodes expanded per level, children per node")
 
     @model_validator(mode="after")
     def _check_tree(self) -> DecoderChoices:
@@ -257,7 +259,7 @@ class BlockChoices(LayerSizes):
     )
     decay_tokens: float = Field(4.0, gt=0, description="decay: token k weighs exp(-k/decay_tokens)")
     anchors: int = Field(64, ge=1, description="random blocks per row and step")
-    nodes: int = Field(59, ge=1, le=MOST_NODES, description="draft tokens in the tree")
+    nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the tree")
     top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
 
     @field_validator("mask", mode="before")

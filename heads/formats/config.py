@@ -51,7 +51,7 @@ KEYS: list[tuple[Any, str]] = [
     (list[Rank] | None, "eos_ids"),
     (list[Layer] | None, "eagle_aux_hidden_state_layer_ids layer_ids feature_layers"),
     (Annotated[list[Layer], Field(min_length=1)] | None, LAYER_IDS),
-    (list[list[Rank]] | dict[str, Any] | None, "tree"),
+    (list[list[Rank]] | dict[str, Any] | None, "tree tree_order"),
     (dict[str, Any], "draftheads target training"),
     (list[dict[str, Any]], "measured"),
 ]

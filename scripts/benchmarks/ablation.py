@@ -150,9 +150,9 @@ class Meter:
         ]
 
     def _rows(self, head: DraftHead, rule: Acceptance) -> list[dict[str, Any]]:
-        sizes = sorted({min(nodes, head.tree.draft_nodes) for nodes in self.options.nodes})
+        sizes = sorted({min(nodes, head.tree.largest) for nodes in self.options.nodes})
         candidates = [
-            Candidate(str(n), n, Speculator(self.target, head, tree=head.tree.head(n)), rule)
+            Candidate(str(n), n, Speculator(self.target, head, tree=head.tree.resized(n)), rule)
             for n in sizes
         ]
         options = replace(self.options, sampling=rule)

@@ -3,8 +3,18 @@
     python scripts/benchmarks/draft_time.py --hidden 4096 --vocab 128256 --layers 32 \\
         --nodes 60 --depth 4 --device cuda --dtype bfloat16 [--kinds medusa eagle3] [--json OUT]
 
-Weights are random and no target verifies: a drafter is given random tokens and features, and makes
-a tree of them. Heads that fit in memory together (`--together-gb`) are timed in turns.
+Weights are random: a drafter is given random tokens and features, and makes a tree of them. Heads
+that fit in memory together (`--together-gb`) are timed in turns.
+
+With `--verify` the target has all its layers and verifies each tree. The report then says what a
+whole step costs over a plain one, by the same clock: as many tokens per step must a head bring to
+be worth its while. The shape of Qwen3-0.6B, in both precisions:
+
+    for dtype in float32 bfloat16; do
+        python scripts/benchmarks/draft_time.py --hidden 1024 --vocab 151936 --layers 28 \\
+            --intermediate 3072 --heads 16 --kv-heads 8 --nodes 8 --depth 5 --rank 256 \\
+            --threads 1 --clock cpu --repetitions 5 --warmup 1 --verify --dtype $dtype
+    done
 
 Legend: B batch, A newly committed tokens, D feature width, V vocabulary, v draft vocabulary.
 """
@@ -81,16 +91,21 @@ GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 
 @dataclass(frozen=True)
 class Setup:
-    """The choices of one run. hidden, vocab, layers: the target's; attention heads and the MLP are
-    in Llama 3's proportions. nodes, depth: of all trees. top_k: of the dynamic ones. draft_vocab:
-    tokens that the heads can draft, 0: all. rank: of conditioning, 0: the kind's default.
-    context: committed tokens before the first tree; accepted: before each further one. clock: as in
-    `step_trial`. together_gb: heads that take no more are timed in turns.
+    """The choices of one run. hidden, vocab, layers, intermediate, heads, kv_heads: the target's,
+    the last three by default in Llama 3's proportions. verify: by a target of all these layers.
+    nodes, depth: of all trees. top_k: of the dynamic ones. draft_vocab: tokens that the heads can
+    draft, 0: all. rank: of conditioning, 0: the kind's default. context: committed tokens before
+    the first tree; accepted: before each further one. clock: as in `step_trial`. together_gb: heads
+    that take no more are timed in turns.
     """
 
     hidden: int = 512
     vocab: int = 8192
     layers: int = 16
+    intermediate: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    verify: bool = False
     nodes: int = 60
     depth: int = 4
     top_k: int = 10
@@ -120,13 +135,14 @@ def create_target(setup: Setup, *, layers: int = 1) -> Target:
     drafters need: embeddings, lm_head, and the sizes of its layers, as many as it says it has.
     """
     head_dim = 128 if setup.hidden >= 1024 else 64
-    heads = max(1, setup.hidden // head_dim)
+    heads = setup.heads or max(1, setup.hidden // head_dim)
     config = LlamaConfig(
         hidden_size=setup.hidden,
-        intermediate_size=setup.hidden * 7 // 2,
+        intermediate_size=setup.intermediate or setup.hidden * 7 // 2,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 4),
+        num_key_value_heads=setup.kv_heads or max(1, heads // 4),
+        head_dim=head_dim,
         vocab_size=setup.vocab,
         max_position_embeddings=1 << 17,
         tie_word_embeddings=False,
@@ -266,15 +282,21 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 Entry = tuple[str, str]
 """A kind and a tree."""
+PLAIN: Entry = ("plain", "none")
+STEP_NOTE = (
+    "verify, plain: the target's forward over the tree, and over one token. c: a step with drafts "
+    "over a plain one, the tokens per step at which drafts begin to pay."
+)
 
 
 def measure(setup: Setup, kinds: Sequence[str] = DEFAULT_KINDS) -> dict[str, Any]:
     """Time every kind; the numbers of the report, ready for JSON. Times are in seconds."""
-    target = create_target(setup)
+    target = create_target(setup, layers=setup.layers if setup.verify else 1)
+    steps = Steps(target, setup) if setup.verify else None
     weights: dict[str, int] = {}
     rows = []
     for trials in _groups(setup, kinds, target, weights):
-        rows += _rows(trials, setup)  # in a function: no variable here may keep a head
+        rows += _rows(trials, setup, steps)  # in a function: no variable here may keep a head
     return {
         "machine": describe_machine(target),
         "setup": asdict(setup),
@@ -305,31 +327,64 @@ def _groups(
             held = 0
 
 
-def timed(trials: dict[Entry, Trial], setup: Setup) -> dict[Entry, list[float]]:
-    """Seconds of each draft, after a warm-up, one trial after another in every round."""
-    seconds: dict[Entry, list[float]] = {entry: [] for entry in trials}
+class Steps:
+    """The target's part of decoding steps, after one random text."""
+
+    def __init__(self, target: Target, setup: Setup) -> None:
+        self.target = target
+        self.cache = target.new_cache(1, setup.context + 2 * setup.nodes)
+        text = torch.randint(setup.vocab, (setup.context,)).tolist()
+        with torch.inference_mode():
+            target.prefill([text], self.cache, ())
+        token_11 = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+        self.plain = TokenTree(token_11, StaticTree(()).topology(target.device))
+
+    @torch.inference_mode()
+    def verify(self, tree: TokenTree, layers: Sequence[int]) -> None:
+        """One forward pass; nothing is kept, so that all steps come after the same text."""
+        self.target.verify(tree, self.cache, layers)
+
+
+def timed(
+    trials: dict[Entry, Trial], setup: Setup, steps: Steps | None = None
+) -> dict[Entry, list[tuple[float, float]]]:
+    """Seconds of each draft and of its verification, after a warm-up, one trial after another in
+    every round; with `steps` also of PLAIN ones.
+    """
+    seconds: dict[Entry, list[tuple[float, float]]] = {entry: [] for entry in trials}
     now = CLOCKS[setup.clock]
+    if steps:
+        seconds[PLAIN] = []
     for number in range(setup.warmup + setup.repetitions):
-        for entry, trial in trials.items():
-            committed = trial.commit(setup.accepted)
-            _wait(trial.target)
+        for entry in seconds:
+            trial, tree = trials.get(entry), steps.plain if steps else None
+            committed = trial.commit(setup.accepted) if trial else None
+            _wait()
             began = now()
-            trial.draft(committed)
-            _wait(trial.target)
+            if trial and committed:
+                tree = trial.draft(committed)
+            _wait()
+            drafted = now()
+            if steps and tree:
+                steps.verify(tree, trial.drafter.feature_layers if trial else ())
+            _wait()
             if number >= setup.warmup:
-                seconds[entry].append(now() - began)
+                seconds[entry].append((drafted - began, now() - drafted))
     return seconds
 
 
-def _wait(target: Target) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
-def _rows(trials: dict[Entry, Trial], setup: Setup) -> list[dict[str, Any]]:
-    seconds, rows = timed(trials, setup), []
+def _rows(trials: dict[Entry, Trial], setup: Setup, steps: Steps | None) -> list[dict[str, Any]]:
+    seconds, rows = timed(trials, setup, steps), []
+    plain = [sum(each) for each in seconds.pop(PLAIN, [])]
     for (kind, tree), trial in trials.items():
-        low, median, high = statistics.quantiles(seconds[kind, tree], n=4, method="inclusive")
+        drafts, verifications = zip(*seconds[kind, tree], strict=True)
+        low, median, high = statistics.quantiles(drafts, n=4, method="inclusive")
+        verified = statistics.median(verifications)
         rows.append(
             {
                 "kind": kind,
@@ -338,6 +393,9 @@ def _rows(trials: dict[Entry, Trial], setup: Setup) -> list[dict[str, Any]]:
                 "quartiles": [low, high],
                 "repetitions": setup.repetitions,
                 "bytes_read": trial.bytes_read,
+                "verify_seconds": verified if steps else None,
+                "plain_seconds": statistics.median(plain) if steps else None,
+                "cost": (median + verified) / statistics.median(plain) if steps else None,
             }
         )
     return rows
@@ -354,22 +412,34 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
     made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     made.add_column("kind", min_width=16)
     made.add_column("tree")
-    for name in ("ms", "quartiles", "weights MB", "read MB", "GB/s"):
+    shown = _step_columns if setup["verify"] else _draft_columns
+    for name in shown(report, report["drafts"][0]):
         made.add_column(name, justify="right", no_wrap=True)
     for row in report["drafts"]:
-        low, high = row["quartiles"]
-        made.add_row(
-            row["kind"],
-            row["tree"],
-            f"{row['seconds'] * 1e3:.2f}",
-            f"{low * 1e3:.2f}-{high * 1e3:.2f}",
-            f"{report['weight_bytes'][row['kind']] / 1e6:.1f}",
-            f"{row['bytes_read'] / 1e6:.1f}",
-            f"{row['bytes_read'] / row['seconds'] / 1e9:.1f}",
-        )
+        made.add_row(row["kind"], row["tree"], *shown(report, row).values())
     console.print(made)
     for note in _notes(report):
         console.print(note, style="dim", markup=False, highlight=False)
+
+
+def _draft_columns(report: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
+    low, high = row["quartiles"]
+    return {
+        "ms": f"{row['seconds'] * 1e3:.2f}",
+        "quartiles": f"{low * 1e3:.2f}-{high * 1e3:.2f}",
+        "weights MB": f"{report['weight_bytes'][row['kind']] / 1e6:.1f}",
+        "read MB": f"{row['bytes_read'] / 1e6:.1f}",
+        "GB/s": f"{row['bytes_read'] / row['seconds'] / 1e9:.1f}",
+    }
+
+
+def _step_columns(report: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "draft ms": f"{row['seconds'] * 1e3:.1f}",
+        "verify ms": f"{row['verify_seconds'] * 1e3:.1f}",
+        "plain ms": f"{row['plain_seconds'] * 1e3:.1f}",
+        "c": f"{row['cost']:.2f}",
+    }
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
@@ -380,6 +450,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
         f"{setup['clock']} time, Python's share in it.",
         "weights: the head's own. read: weights and what is kept of them, once for each time that "
         "an operator reads them; GB/s: read by time.",
+        *([STEP_NOTE] if setup["verify"] else []),
         f"machine: {machine_line(report['machine'])}.",
     ]
 
@@ -388,10 +459,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for field in fields(Setup):
-        kind = type(field.default)
-        parser.add_argument(
-            option(field.name), type=kind, default=field.default, help="%(default)s"
-        )
+        name, default = option(field.name), field.default
+        if isinstance(default, bool):
+            parser.add_argument(name, action="store_true")
+        else:
+            parser.add_argument(name, type=type(default), default=default, help="%(default)s")
     parser.add_argument("--kinds", nargs="+", default=list(DEFAULT_KINDS), choices=list(KINDS))
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers here")
     chosen = parser.parse_args(argv)

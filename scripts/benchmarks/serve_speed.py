@@ -81,7 +81,7 @@ def main(
     torch.set_num_threads(threads)
     model = Target.load(target)
     drafts = open_head(head).load(model)
-    engine = Speculator(model, drafts, tree=drafts.tree.head(nodes))
+    engine = Speculator(model, drafts, tree=drafts.tree.resized(nodes))
     lines = Path(prompts).read_text().splitlines()[:count]
     ids = []
     for line in lines:

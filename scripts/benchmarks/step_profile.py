@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for name, head in sources.items():
         engines[f"{name}@{chosen.nodes}"] = lambda compile, head=head: Speculator(
-            target, head, tree=head.tree.head(chosen.nodes), compile=compile
+            target, head, tree=head.tree.resized(chosen.nodes), compile=compile
         )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("step, microseconds")

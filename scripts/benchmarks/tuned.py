@@ -30,7 +30,7 @@ COLUMNS = "chain 4", "chain 7", "4", "16", "60"
 def by_hand(own: Tree, depth: int) -> list[Tree]:
     """The trees of `COLUMNS`, as deep as a head drafts."""
     chains: list[Tree] = [StaticTree.from_widths([1] * min(length, depth)) for length in (4, 7)]
-    return [*chains, *(own.head(nodes) for nodes in (4, 16, 60))]
+    return [*chains, *(own.resized(nodes) for nodes in (4, 16, 60))]
 
 
 def row(target: Target, folder: HeadFolder, ids: list[list[int]], found: dict[str, Any]) -> str:

@@ -53,6 +53,22 @@ def test_every_kind_drafts_the_trees_that_it_fills(target, kind):
         assert depth == TINY.depth if name == "fixed" else 1 <= depth <= TINY.depth
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whole_steps_are_timed_beside_plain_ones(tmp_path, capsys, dtype):
+    """Each tree is verified by all layers of the target; c is its step over a plain one."""
+    out = tmp_path / "steps.json"
+    shape = ["--layers", "3", "--intermediate", "96", "--heads", "2", "--kv-heads", "1"]
+    kinds = ["--kinds", "medusa", "block-rnn-2", "eagle3", "--dtype", dtype]
+    main([*CHOICES, *QUICK, *shape, *kinds, "--verify", "--clock", "cpu", "--json", str(out)])
+    rows = json.loads(out.read_text())["drafts"]
+    assert [row["kind"] for row in rows] == ["medusa", *["block-rnn-2"] * 2, *["eagle3"] * 2]
+    for row in rows:
+        step = row["seconds"] + row["verify_seconds"]
+        assert row["cost"] == pytest.approx(step / row["plain_seconds"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "verify ms" in printed and "tokens per step at which drafts begin to pay" in printed
+
+
 def test_all_weights_are_drawn_and_a_draft_vocabulary_is_kept(target):
     setup = replace(TINY, draft_vocab=13, rank=5)
     for kind in KINDS:

@@ -114,6 +114,21 @@ def test_an_adaptive_head_is_a_candidate_of_its_own(run, target, heads):  # noqa
     assert [row["name"] for row in rows] == ["medusa", "medusa adaptive"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_costs_of_another_dtype_are_named(run, target, heads, monkeypatch, dtype):  # noqa: F811
+    """A step with drafts may cost half as many plain ones in another dtype."""
+    costs = Costs({0: 1.0, 4: 2.0}).to_json()
+    facts = {"machine": "", "dtype": "float32", "costs": costs}
+    record_tuned(heads / "medusa", StaticTree.from_widths((2, 1)), facts)
+    monkeypatch.setattr("sys.stdin", StringIO(""))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        commands.chat(str(heads / "medusa"), str(target), adaptive=True, dtype=dtype)
+    lines = [str(each.message) for each in said if "--adaptive" in str(each.message)]
+    assert len(lines) == (dtype == "bfloat16")
+    assert all("expected a target in float32" in line and "tune again" in line for line in lines)
+
+
 @pytest.mark.parametrize("head", ["medusa", "medusa+ngram", "ngram"])
 def test_what_was_not_tuned_cannot_tell_whether_it_pays(run, target, heads, head):  # noqa: F811
     named = head if head == "ngram" else heads / head

@@ -51,6 +51,6 @@ def test_a_target_alone_and_then_its_head(run, target, folder, tmp_path):  # noq
     recorded = json.loads((folder / "config.json").read_text())["draftheads"]
     assert recorded["tuned"]["measured_tokens_per_second"] == best["measured"]
     assert recorded["tree"] == best["tree"]["paths"]
-    assert len(recorded["tuned"]["trained_tree"]) == 16
+    assert len(recorded["tuned"]["trained_tree"]) == 8
     if recorded["tree"]:
         assert load_head(folder, target=llama()).tree == tree_from_json(recorded["tree"])

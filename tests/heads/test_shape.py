@@ -7,8 +7,16 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
-from draftheads.heads.tree import DynamicTree, StaticTree, parse_tree, tree_from_json
+from draftheads.heads.tree import (
+    NODES,
+    ORDERED,
+    DynamicTree,
+    StaticTree,
+    parse_tree,
+    tree_from_json,
+)
 
 TREES = [
     StaticTree.from_widths((4, 2, 1)),
@@ -26,8 +34,8 @@ def test_trees_survive_json(tree):
 
 def test_dynamic_trees_from_the_command_line():
     assert parse_tree("nodes=16,depth=5,top_k=4") == DynamicTree(16, 5, 4)
-    assert parse_tree("nodes=16") == DynamicTree(16, 8, 10)
-    assert parse_tree("top_k=4, nodes=16") == DynamicTree(16, 8, 4)
+    assert parse_tree("nodes=16") == DynamicTree(16) == DynamicTree(16, 5, 4)
+    assert parse_tree("top_k=4, nodes=16") == DynamicTree(16, 5, 4)
     assert parse_tree(str(DynamicTree(16, 5, 4))) == DynamicTree(16, 5, 4)
 
 
@@ -81,6 +89,29 @@ def test_every_smaller_tree_of_a_search_exists():
         sizes = [tree.head(nodes).draft_nodes for nodes in range(1, tree.draft_nodes + 3)]
         assert sizes == [*range(1, tree.draft_nodes + 1), tree.draft_nodes, tree.draft_nodes]
     assert DynamicTree(59, 8, 10).head(3) == DynamicTree(3, 3, 3)
+
+
+def test_every_size_is_cut_from_the_paths_that_are_known():
+    """A new head drafts few nodes; `resized` finds the larger trees, too, in order of use."""
+    for order in (StaticTree.unfitted(5), StaticTree.most_frequent(torch.randint(6, (500, 4)), 8)):
+        assert (order.draft_nodes, order.largest) == (NODES, ORDERED) == (8, 64)
+        for nodes in (1, 8, 9, 64):
+            tree = order.resized(nodes)
+            assert tree == StaticTree(order.order[:nodes]) and tree.order == order.order
+        assert order.resized(99) == order.resized(64)
+        assert order.head(99) == order, "`head` only cuts"
+    tuned = StaticTree(((1,), (0,)))
+    assert tuned.ordered(StaticTree(((0,), (0, 0), (1,), (0, 1)))).order == (
+        *((1,), (0,)),
+        *((0, 0), (0, 1)),
+    )
+
+
+def test_a_search_grows_up_to_its_candidates():
+    assert DynamicTree(8, 5, 4).resized(60) == DynamicTree(60, 5, 4)
+    assert DynamicTree(8, 5, 4).resized(99) == DynamicTree(68, 5, 4)
+    assert DynamicTree(60, 5, 4).resized(3) == DynamicTree(3, 3, 3)
+    assert DynamicTree(4, 4, 1).resized(60) == DynamicTree(4, 4, 1), "a chain"
 
 
 def test_the_tree_of_the_root_alone():

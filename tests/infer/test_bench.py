@@ -42,6 +42,7 @@ from draftheads.infer.bench_report import (
     measured_facts,
     plot,
     print_report,
+    too_slow_notes,
     tree_spots,
     write_json,
     write_markdown,
@@ -138,9 +139,11 @@ def test_json_has_every_field_with_its_type(report, tmp_path):
 
 
 def test_tree_sizes_are_cut_from_the_heads_own_tree(report):
-    """99 nodes are more than the tree of 16 has; a drafter from a function keeps its own tree."""
+    """Its default is 8, and 99 are more than the 64 that it knows; a drafter from a function keeps
+    its own tree.
+    """
     sizes = [(row.name, row.nodes) for row in report.heads]
-    assert sizes == [("medusa@2", 2), ("medusa@8", 8), ("medusa@16", 16), ("oracle", 4)]
+    assert sizes == [("medusa@2", 2), ("medusa@8", 8), ("medusa@64", 64), ("oracle", 4)]
 
 
 def test_tokens_and_steps_are_counted(report, prompts):
@@ -477,7 +480,7 @@ def test_the_table_and_its_footnotes_name_what_they_count(report):
     print_report(report, Console(file=out, width=160))
     for text in (
         "best γ",
-        "medusa@16",
+        "medusa@64",
         "generate",
         "category",
         "CPU",
@@ -486,6 +489,38 @@ def test_the_table_and_its_footnotes_name_what_they_count(report):
         "token for token",
     ):
         assert text in out.getvalue()
+
+
+def test_a_head_whose_steps_cost_more_than_they_bring_is_named(report, tmp_path):
+    """By its fastest tree, with the next step; one that pays is not."""
+    plain = replace(report.plain, draft_seconds=0.0, verify_seconds=0.01, tokens_per_second=100.0)
+    oracle = replace(report.result("oracle"), tokens_per_second=300.0)
+    sizes = [
+        replace(
+            report.result(f"medusa@{nodes}"),
+            tokens_per_step=2.0,
+            draft_seconds=0.01,
+            verify_seconds=0.01 * nodes,
+            tokens_per_second=100 / nodes,
+            speedup=1 / nodes,
+        )
+        for nodes in (2, 8)
+    ]
+    slow = replace(report, plain=plain, heads=[*sizes, oracle])
+    line = (
+        "medusa@2: slower than without drafts: a step costs 3.00 plain ones (break-even τ) and "
+        "brings τ 2.00; try fewer --nodes, --dtype bfloat16, draftheads tune"
+    )
+    [note] = too_slow_notes(slow)
+    assert note.startswith(line)
+    out = StringIO()
+    print_report(slow, Console(file=out, width=400))
+    write_markdown(slow, tmp_path / "bench.md")
+    assert out.getvalue().count(line) == (tmp_path / "bench.md").read_text().count(line) == 1
+    halved = replace(slow, machine={**slow.machine, "dtype": "bfloat16"})
+    assert "--dtype" not in too_slow_notes(halved)[0]
+    faster = replace(sizes[0], tokens_per_second=120.0, tokens_per_step=3.6)
+    assert too_slow_notes(replace(slow, heads=[faster, oracle])) == []
 
 
 def test_markdown_has_the_tables(report, tmp_path):

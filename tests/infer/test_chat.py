@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -139,6 +141,27 @@ def test_a_terminal_gets_markdown_with_accepted_drafts_in_green(target):
     assert "**bold**" in talk(Scripted(target, steps), "Hi", options=options), (
         "a pipe gets it as is"
     )
+
+
+def test_drafts_that_cost_more_than_they_bring_are_named_once(target, monkeypatch):
+    """After enough steps on a terminal, where the plain model is measured."""
+    module = import_module("draftheads.infer.chat")  # its package exports a function of that name
+    monkeypatch.setattr(module, "plain_seconds", lambda engine: 0.01)
+
+    def answer(seconds: float) -> list[Step]:
+        steps = [says(target, "ab", 1) for _ in range(module.JUDGED_STEPS)]
+        steps = [replace(step, verify_seconds=seconds) for step in steps]
+        return [says(target, "a"), *steps, says(target, "end", 0, "stop")]
+
+    def chatted(seconds: float, **choices: Any) -> str:
+        engine = Scripted(target, answer(seconds), answer(seconds))
+        engine.tree = StaticTree.from_widths([1, 1])
+        return " ".join(talk(engine, "Hi", "Yo", width=200, **choices).split())
+
+    slow = chatted(0.03, colour=1)
+    assert slow.count("Drafts are slower than without drafts") == 1
+    assert "a step costs 2.91 plain ones (break-even τ) and brings τ 2.03; try fewer" in slow
+    assert "break-even" not in chatted(0.015, colour=1)
 
 
 def test_reset_forgets_the_turns_and_keeps_the_system_prompt(target):

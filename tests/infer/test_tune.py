@@ -17,7 +17,7 @@ from tiny_targets import CONTEXT, greedy, some_prompts, tiny_target
 from draftheads.heads.hub import load_head, record_tuned, save_head
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
-from draftheads.infer.bench import Run, fitting_prompts, race
+from draftheads.infer.bench import Run, describe_machine, fitting_prompts, race
 from draftheads.infer.costs import (
     NONE,
     Costs,
@@ -31,6 +31,7 @@ from draftheads.infer.costs import (
 from draftheads.infer.engine import Step
 from draftheads.infer.tune import (
     Track,
+    Tuned,
     TuneOptions,
     cost_trees,
     fastest,
@@ -38,6 +39,7 @@ from draftheads.infer.tune import (
     tune,
     verify_curve,
 )
+from draftheads.scripts.printing import print_tuned
 
 OPTIONS = TuneOptions(max_new_tokens=12, repetitions=1, nodes=8)
 FREE = (0.0, 0.0, 0.0, 0.0)
@@ -258,6 +260,33 @@ def test_a_race_compares_with_the_present_tree_and_scales_predictions_by_plain_d
     assert fastest(trials).tree == faster
 
 
+def test_a_tree_of_no_nodes_is_explained(capsys, monkeypatch):
+    """What the best tree with drafts brings, what it costs, and the next step."""
+    monkeypatch.setenv("COLUMNS", "300")
+    none = Trial(NONE, 1.0, 100.0, tau=1.0, measured=100.0)
+    drafted = replace(trial(4, 60.0, 0.5), tau=1.5)
+    costs = Costs({0: 0.01, 4: 0.02, 8: 0.03}, (0.005, 0.0, 0.0, 0.0))
+    machine = describe_machine(tiny_target())
+    found = Tuned(machine, {"compile": False}, costs, [drafted, none], none)
+    print_tuned(found)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "a new tree: 0 draft nodes" in printed and "decode without drafts" in printed
+    assert "of 4 nodes, brings τ 1.50, and a step with it costs 2.50 plain ones" in printed
+    assert "0.60 times plain decoding. Next: train longer" in printed and "--dtype bf" in printed
+    assert found.facts()["break_even_tokens_per_step"] == 1.0
+
+
+def test_a_tree_that_pays_is_not_explained(capsys):
+    costs = Costs({0: 0.01, 4: 0.011}, (0.0, 0.0, 0.0, 0.0))
+    none, drafted = replace(trial(1, 50.0, 0.5), tree=NONE), replace(trial(4, 90.0, 1.0), tau=2.0)
+    machine = describe_machine(tiny_target())
+    found = Tuned(machine, {"compile": False}, costs, [drafted, none], drafted)
+    print_tuned(found)
+    assert "Why" not in capsys.readouterr().out
+    assert found.facts()["break_even_tokens_per_step"] == pytest.approx(1.1)
+    assert found.facts()["tokens_per_step"] == 2.0
+
+
 def test_finalists_differ_in_size():
     found = [trial(nodes, 100.0 - abs(nodes - 9), 1.0) for nodes in range(1, 40)]
     sizes = [each.tree.nodes for each in finalists(found)]
@@ -353,6 +382,31 @@ def test_every_command_uses_the_tree_that_is_written(tmp_path):
     recorded = json.loads((folder / "config.json").read_text())["draftheads"]["tuned"]
     assert recorded == {"machine": "this one", "trained_tree": trained.to_json()}
     assert "2 draft nodes" in (folder / "README.md").read_text()
+
+
+def test_larger_trees_than_the_written_one_are_found_again(tmp_path):
+    """After saving and after tuning, in the order of training; a head of an earlier version has
+    its own tree alone.
+    """
+    target = tiny_target()
+    head = random_head("medusa", target)
+    order = head.tree.order
+    assert head.tree.draft_nodes == 8 < len(order) == 64
+    folder = save_head(head, tmp_path / "head", target=target)
+    loaded = load_head(folder, target=target).tree
+    assert loaded == head.tree and loaded.order == order
+    record_tuned(folder, StaticTree.from_widths((1, 1)), {"machine": "this one"})
+    tuned = load_head(folder, target=target).tree
+    assert tuned == StaticTree.from_widths((1, 1)) and set(tuned.order) == set(order)
+    config = json.loads((folder / "config.json").read_text())
+    for damaged in ([[0, 0]], [["x"]], 3):
+        config["draftheads"]["tree_order"] = damaged
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="tree"):
+            load_head(folder, target=target)
+    del config["draftheads"]["tree_order"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_head(folder, target=target).tree.order == ((0,), (0, 0))
 
 
 def test_a_head_without_drafts_decodes_plainly_and_says_so(tmp_path):

@@ -23,11 +23,12 @@ from tiny_training import write_answers
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.hub import save_head
+from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.scripts import cli
 from draftheads.train.data.answers import Answer
+from draftheads.train.doctor import Evidence
 from draftheads.train.evaluate import calibrate
 
 pytestmark = pytest.mark.slow
@@ -130,6 +131,9 @@ def good(bench) -> dict[str, Path]:
 def examine(bench, tmp_path, monkeypatch, capsys):
     """Type the command; gives (exit code, what --json wrote, what was printed)."""
 
+    # how fast this machine is belongs to tests of their own
+    monkeypatch.setattr(Evidence, "break_even", 1.0)
+
     def typed(head: Path, *options: object, **changed: object) -> tuple[int, Any, str]:
         out = tmp_path / "found.json"
         words = {"--target": bench.folder / "target", "--head": head, "--json": out}
@@ -152,6 +156,36 @@ def test_a_healthy_head_is_called_healthy(examine, good, kind):
     assert found["findings"] == [], printed
     assert code == 0 and found["healthy"] and "healthy" in printed
     assert found["measured"] > 3
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_a_head_slower_than_none_is_not_healthy(examine, good, monkeypatch, kind):
+    """However right its drafts are: the verdict counts what a step costs."""
+    monkeypatch.setattr(Evidence, "break_even", 9.0)
+    code, found, printed = examine(good[kind], **{"max-new-tokens": 48})
+    assert code == 1 and not found["healthy"] and found["break_even"] == 9.0
+    assert [finding["check"] for finding in found["findings"]] == ["speed"]
+    assert "1. speed: lacks" in printed and "slower than without drafts" in printed
+    assert "a step costs 9.00 plain ones" in printed and "draftheads tune" in printed
+
+
+def test_what_a_step_costs_is_measured(bench, good):
+    target = bench.target
+    head = load_head(good["medusa"], target=target)
+    evidence = Evidence(target, head, {}, [[5, 6, 7], [8, 9]], new_tokens=24)
+    assert evidence.break_even > 0.0
+    assert len(evidence.decoded.seconds) == len(evidence.decoded.accepted)
+    plain = evidence.decode(evidence.openings, drafts=False)
+    assert plain.tokens_per_step == 1.0 and plain.answers == evidence.decoded.answers
+
+
+def test_a_head_that_training_left_too_early_is_not_healthy(examine, bench, tmp_path):
+    """Although it is as good as training recorded."""
+    drafts = by_heart(bench, "medusa", updates=12, depth=2, nodes=4)
+    code, found, printed = examine(save(bench, drafts, tmp_path / "head"))
+    assert found["expected"] < 2.0, found["expected"]
+    assert code == 1 and [each["check"] for each in found["findings"]] == ["undertrained"], printed
+    assert "train longer" in printed
 
 
 def first(result: tuple[int, Any, str]) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny_targets import CONFIGS
 from tiny_training import (
@@ -26,8 +29,9 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 
 from draftheads.heads.hub import HEADS
 from draftheads.heads.target import Target
+from draftheads.infer.precision import Pace
 from draftheads.scripts import cli
-from draftheads.scripts.printing import remedy
+from draftheads.scripts.printing import print_plan, remedy
 from draftheads.train import plan as planning
 from draftheads.train.batches import Documents
 from draftheads.train.data.answers import Answer
@@ -297,3 +301,30 @@ def test_a_plan_touches_no_output(made, tmp_path, kind):
     values = tiny_recipe(made, kind, output=str(tmp_path / "run"))
     make_plan(recipe_of(values), probe=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_drafts_must_bring_is_said_before_training(made, monkeypatch):
+    """A verification of the head's tree, by products at the target's shape, on a CPU alone."""
+    asked = []
+
+    def measured(config, nodes):
+        asked.append((config.hidden_size, nodes))
+        return Pace({"float32": (1.0, 3.0), "bfloat16": (1.0, 2.5)})
+
+    for name, found in (("measured_pace", measured), ("try_steps", lambda *_: None)):
+        monkeypatch.setattr(planning, name, found)
+    monkeypatch.setattr(planning, "_device", lambda: "cpu")
+    recipe = recipe_of(tiny_recipe(made))
+    plan = make_plan(recipe)
+    assert asked == [(plan.shapes.target.hidden_size, recipe.head.nodes)]
+    assert plan.to_json()["break_even"] == {"float32": 3.0, "bfloat16": 2.5}
+
+    def said(plan: planning.Plan) -> str:
+        print_plan(plan, Console(file=(out := StringIO()), width=400))
+        return out.getvalue()
+
+    line = "draft nodes costs 3.0 plain tokens in float32 and 2.5 plain tokens in bfloat16 on this"
+    assert line in said(plan) and "set a smaller head.nodes" in said(plan)
+    cheap = replace(plan, pace=Pace({"float32": (1.0, 1.5)}))
+    assert "costs 1.5 plain tokens" in said(cheap) and "smaller head.nodes" not in said(cheap)
+    assert "draft nodes costs" not in said(make_plan(recipe, probe=False)) and len(asked) == 1

@@ -1,0 +1,137 @@
+"""The promise: on a CPU, commands that show or measure speed load a target in the faster of float32
+and its checkpoint's own dtype, by a short measurement, and say so; whatever learns or writes data
+keeps a fixed dtype, so that no result depends on timing.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import questions, run  # noqa: F401
+from tiny_chat import llama
+from tiny_heads import new_head
+from transformers import LlamaConfig
+
+from draftheads.heads.hub import save_head
+from draftheads.infer import precision
+from draftheads.infer.engine import Speculator
+from draftheads.infer.precision import LARGEST, matrices, measured_pace, own_dtype
+
+BFLOAT16 = "bfloat16"
+
+
+def config(dtype: torch.dtype | None = torch.bfloat16, **options: int) -> LlamaConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, **options}
+    return LlamaConfig(num_attention_heads=4, dtype=dtype, **sizes)
+
+
+@pytest.fixture
+def pace(monkeypatch):
+    """Sets the seconds of each dtype; gives the dtypes that were measured."""
+    asked: list[torch.dtype] = []
+
+    def of(float32: float, other: float) -> list[torch.dtype]:
+        def seconds(weights, nodes):
+            asked.extend(weights)
+            each = zip(weights, (float32, other), strict=False)
+            return {dtype: (total / 4, 3 * total / 4) for dtype, total in each}
+
+        monkeypatch.setattr(precision, "pass_seconds", seconds)
+        return asked
+
+    return of
+
+
+@pytest.fixture
+def stored(tmp_path) -> tuple[Path, Path]:
+    """A chat target whose checkpoint is in bfloat16, and a head for it."""
+    tiny, folder = llama(), tmp_path / "target"
+    head = save_head(new_head("medusa", tiny, depth=2), tmp_path / "head", target=tiny)
+    tiny.model.to(torch.bfloat16).save_pretrained(folder)
+    tiny.tokenizer.save_pretrained(folder)
+    return folder, head
+
+
+@pytest.mark.parametrize(
+    "other, dtype, line",
+    [
+        (0.5, BFLOAT16, "bfloat16: measured 2.0x faster than float32 here; --dtype float32 for"),
+        (0.95, "float32", "float32: bfloat16 measured 1.1x as fast here; --dtype bfloat16"),
+        (2.0, "float32", "float32: bfloat16 measured 0.5x as fast here; --dtype bfloat16"),
+    ],
+)
+def test_the_faster_dtype_is_chosen_and_named(pace, other, dtype, line):
+    """What is hardly faster is not worth another rounding."""
+    asked = pace(1.0, other)
+    found = measured_pace(config())
+    assert (found.dtype, set(asked)) == (dtype, {torch.float32, torch.bfloat16})
+    assert str(found).startswith(line) and "\n" not in str(found)
+    assert found.break_even("float32") == pytest.approx(3.0)
+
+
+def test_a_checkpoint_in_float32_or_quantised_has_no_choice():
+    quantised = config()
+    quantised.quantization_config = {"quant_method": "fp8"}
+    for each in (config(torch.float32), config(None), quantised):
+        assert own_dtype(each) == torch.float32
+        assert [*measured_pace(each).seconds] == ["float32"]
+    assert own_dtype(config()) == torch.bfloat16
+
+
+def test_products_are_those_of_the_target_and_few():
+    """In both dtypes, of one token and of a step with drafts."""
+    found = precision.pass_seconds({torch.float32: matrices(config(), torch.float32)}, 8)
+    assert len(found[torch.float32]) == 2
+    shapes = {tuple(weight.shape) for weight in matrices(config(), torch.bfloat16)}
+    assert shapes == {(96, 64), (64, 96)}
+    for width, inner in ((1024, 3072), (8192, 28672)):
+        large = config(hidden_size=width, intermediate_size=inner, num_hidden_layers=99)
+        total = sum(weight.numel() for weight in matrices(large, torch.bfloat16))
+        assert 0.8 * LARGEST < total <= LARGEST
+    assert measured_pace(config()).gain > 0  # as it is
+
+
+def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, monkeypatch):  # noqa: F811
+    pace(1.0, 0.4)
+    target, head = stored
+    prompts = questions(tmp_path, 4)
+    seen: list[torch.dtype] = []
+    module = import_module("draftheads.infer.chat")  # its package exports a function of that name
+    monkeypatch.setattr(module, "chat", lambda engine, _: seen.append(engine.target.dtype))
+    assert run("chat", "--target", target)[0] == 0
+    assert run("chat", "--target", target, "--dtype", "float32")[0] == 0
+    assert seen == [torch.bfloat16, torch.float32]
+    few = ["--max-new-tokens", 4, "--repetitions", 1, "--limit", 2]
+    figures = tmp_path / "bench.json"
+    command = ["bench", "--target", target, "--head", head, "--prompts", prompts, *few]
+    code, out, _ = run(*command, "--json", figures)
+    report = json.loads(figures.read_text())
+    assert code == 0 and report["machine"]["dtype"] == BFLOAT16
+    assert report["plain"]["lossless"] is None and "--dtype float32" in " ".join(out.split())
+
+
+def test_commands_that_write_data_never_measure(pace, stored, run, tmp_path):  # noqa: F811
+    asked = pace(1.0, 0.1)
+    target, head = stored
+    prompts = questions(tmp_path, 2)
+    few = ["--max-new-tokens", 4]
+    out = tmp_path / "answers"
+    assert run("distill", "--target", target, "--prompts", prompts, "--out", out, *few)[0] == 0
+    assert run("doctor", "--target", target, "--head", head, "--prompts", prompts, *few)[0] < 2
+    assert json.loads((out / "manifest.json").read_text())["target"]["dtype"] == "float32"
+    assert asked == []
+
+
+def test_the_measured_dtype_decodes(stored):
+    """A head loaded with a target in bfloat16 drafts in it."""
+    from draftheads.heads.hub import load_head
+    from draftheads.heads.target import Target
+
+    target = Target.load(stored[0], dtype=BFLOAT16)
+    head = load_head(stored[1], target=target)
+    steps = list(Speculator(target, head).generate([5, 6, 7], max_new_tokens=8))
+    assert next(head.parameters()).dtype == torch.bfloat16 and steps
