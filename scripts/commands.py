@@ -514,7 +514,7 @@ def serve(
     shape = chosen_tree(drafter, tree, nodes)
     speculator = Speculator(model, drafter, tree=shape, compile=compile)
     announce(speculator.compile)
-    name = name or Path(model.name).expanduser().absolute().name
+    name = name or Path(os.path.expanduser(model.name)).absolute().name
     defaults: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     limits: dict[str, Any] = {"slots": slots, "waiting": queue, "timeout": timeout}
     run(speculator, ServerOptions(name, key, **defaults, **limits), host, port)
