@@ -126,7 +126,7 @@ def check_path(path: str) -> None:
         raise FileNotFoundError(
             f"expected a target, got the empty name {path!r}; pass a model folder or a Hub id"
         )
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
     if local.is_file() and path.endswith(".gguf"):
         return
     is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1

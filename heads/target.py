@@ -8,6 +8,7 @@ a text.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class Target:
         model, known = load_model(
             path, dtype=dtype, device=device, revision=revision, placement=placement, bits=bits
         )
-        local, tokenizer = Path(path).expanduser(), None
+        local, tokenizer = Path(os.path.expanduser(path)), None
         if not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*")):
             with reading(path):
                 place, file = location(path)

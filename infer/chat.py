@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import signal
 import sys
 import threading
@@ -193,7 +194,7 @@ class _Conversation:
         if not self.history.has_template:
             self.note("No chat template: each line is continued on its own, nothing is remembered.")
         self._warn()
-        if self.options.show_accepted and self.console.is_terminal:
+        if nodes and self.options.show_accepted and self.console.is_terminal:
             self.note(LEGEND)
 
     def _warn(self) -> None:
@@ -307,11 +308,11 @@ class _Conversation:
         return answer
 
     def _save(self, name: str) -> None:
-        self.history.save(Path(name).expanduser())
+        self.history.save(Path(os.path.expanduser(name)))
         self.note(f"Saved: {len(self.history.messages) // 2} turns in {name}")
 
     def _load(self, name: str) -> None:
-        self.history.load(Path(name).expanduser())
+        self.history.load(Path(os.path.expanduser(name)))
         self.note(f"Loaded: {len(self.history.messages) // 2} turns from {name}")
 
     def _set(self, text: str) -> None:

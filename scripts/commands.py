@@ -573,8 +573,8 @@ def serve(
     shape = chosen_tree(drafter, tree, nodes)
     speculator = Speculator(model, drafter, tree=shape, compile=compile)
     announce(speculator.compile)
-    options = replace(options, name=name or Path(model.name).expanduser().absolute().name)
-    run(speculator, options, host, port)
+    name = name or Path(os.path.expanduser(model.name)).absolute().name
+    run(speculator, replace(options, name=name), host, port)
 
 
 def open_engine(

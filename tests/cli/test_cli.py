@@ -489,6 +489,21 @@ def test_a_part_of_a_name_that_is_empty_is_refused(run, head, target, monkeypatc
     assert code == 2 and "expected a" in error and "got the empty name ''; pass a" in error
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "chat --target ~nobody-of-that-name/x",
+        "data-preview PROMPTS --target ~nobody-of-that-name/x",
+        "chat --head ~nobody-of-that-name/x",
+        "distill --target ~nobody-of-that-name/x --prompts PROMPTS --out o",
+    ],
+)
+def test_the_home_of_an_unknown_user_is_one_line(run, line, tmp_path):
+    """`Path.expanduser` raises RuntimeError for it."""
+    code, _, errors = run(*line.replace("PROMPTS", str(questions(tmp_path))).split())
+    assert code == 2 and len(errors) == 1 and "~nobody-of-that-name/x" in errors[0]
+
+
 @pytest.mark.parametrize("value", [" ", ""])
 def test_the_library_refuses_empty_names(value, monkeypatch, tmp_path):
     save_head(MedusaHead.create(llama()), tmp_path, target=llama())

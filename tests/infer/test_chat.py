@@ -211,6 +211,8 @@ def test_commands_and_lines_that_are_none(target):
         ("/save", "expected /save FILE, got '/save'"),
         ("/load nothing.json", "No such file"),
         ("/save no/such/folder.json", "No such file"),
+        ("/save ~nobody-of-that-name/x", "No such file or directory"),
+        ("/load ~nobody-of-that-name/x", "No such file or directory"),
         ("/set temprature 1", "expected one of temperature, top_p"),
         ("/set temperature hot", "temperature: expected a number, got 'hot'"),
         *(

@@ -12,6 +12,7 @@ Tool calls and results of a prompt are context; the target answers after the las
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class TextSide:
     @classmethod
     def load(cls, name: str, revision: str | None = None) -> TextSide:
         """Read from a folder or a Hub id. Raises ValueError if no tokenizer is found."""
-        folder = Path(name).expanduser()
+        folder = Path(os.path.expanduser(name))
         path = str(folder) if folder.exists() else name
         try:
             place, file = location(path)
