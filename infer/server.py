@@ -36,6 +36,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -44,7 +45,7 @@ from draftheads.infer.protocol import (
     Request,
 )
 from draftheads.infer.scheduler import Closing, Job, QueueFull, Scheduler
-from draftheads.infer.text import AnswerText, encode_prompt
+from draftheads.infer.text import AnswerText
 
 logger = logging.getLogger("draftheads")
 
@@ -182,7 +183,7 @@ class Service:
             given = [message.plain() for message in request.messages]
         try:
             with self._encoding:
-                return self._fitting(encode_prompt(target.tokenizer, given))
+                return self._fitting(encode_prompt(target, given))
         except RecursionError as error:
             raise ApiError(400, "the messages are nested too deeply; send flatter ones") from error
         except ValueError as error:

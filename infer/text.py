@@ -1,44 +1,17 @@
-"""Text to token ids and back: prompts, streamed text, stop strings."""
+"""Token ids as text: streamed answers, stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
+if TYPE_CHECKING:
+    pass
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write it for a character whose bytes are incomplete."""
 CONTEXT = 8
 """Previous tokens that affect the decoding of the next one."""
-
-
-def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a plain text, or of a conversation ({"role", "content"} messages) up to the
-    start of the answer.
-
-    Without a chat template, the contents of the messages are joined by line breaks. Raises
-    ValueError for a missing tokenizer, an empty prompt, and what template or tokenizer rejects.
-    """
-    if tokenizer is None:
-        raise ValueError("the target has no tokenizer; pass token ids, or add tokenizer.json")
-    try:  # errors of jinja and tokenizers do not mention the prompt
-        if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
-            ids = tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
-        else:
-            if not isinstance(prompt, str):
-                prompt = "\n".join(message["content"] for message in prompt)
-            ids = tokenizer(prompt)["input_ids"]
-    except (jinja2.TemplateError, TypeError, UnicodeError) as error:
-        raise ValueError(
-            f"expected a prompt that chat template and tokenizer accept, got {prompt!r:.80} "
-            f"({error}); change it"
-        ) from error
-    if not ids:
-        raise ValueError("the prompt is empty; expected some text")
-    return list(ids)
 
 
 class TextStream:
