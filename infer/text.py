@@ -15,10 +15,12 @@ CONTEXT = 8
 
 
 class TextStream:
-    """Decodes a growing list of tokens, and emits text once its characters are complete.
+    """Decodes a growing list of tokens, and emits text once its characters are complete. The pieces
+    joined are the decoded whole, which the decoded steps joined are not: tokenizers drop the space
+    before the first word, and characters may have several tokens.
 
-    after: previous tokens, which decide about the space before the first word. Only the last few
-    tokens are decoded again, so that the cost per token is constant.
+    after: previous tokens, such as the prompt's, which decide about the space before the first
+    word. Only the last few tokens are decoded again, so that the cost per token is constant.
     """
 
     def __init__(
@@ -38,12 +40,23 @@ class TextStream:
         """The rest of the text, incomplete characters included."""
         return self._show(self._held_text())
 
+    def read(self, steps: Iterable[Step]) -> Iterator[str]:
+        """The text of a generation's steps, piece by piece, incomplete characters at its end
+        included.
+        """
+        for step in steps:
+            yield self.feed(step.tokens)
+        yield self.flush()
+
     def _held_text(self) -> str:
-        before = self._tokenizer.decode(self._shown, skip_special_tokens=self._skip)
-        after: str = self._tokenizer.decode(
-            self._shown + self._held, skip_special_tokens=self._skip
+        return self._decoded(self._shown + self._held)[len(self._decoded(self._shown)) :]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        # what is cleaned up depends on text that may not have come yet
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
         )
-        return after[len(before) :]
+        return text
 
     def _show(self, text: str) -> str:
         if text:

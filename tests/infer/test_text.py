@@ -54,6 +54,17 @@ def test_streamed_text_is_the_decoded_text(tokenizer, seed):
     assert "".join(pieces) + stream.flush() == tokenizer.decode(tokens) == TEXT
 
 
+def test_nothing_is_lost_to_a_tokenizer_that_cleans_up_spaces():
+    """It would take back the space in front of a full stop, and with it what comes next."""
+    tokenizer = byte_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    tokens = tokenizer("He said , no . It does n't .")["input_ids"]
+    stream = TextStream(tokenizer)
+    shown = "".join(stream.feed([token]) for token in tokens) + stream.flush()
+    assert shown == "He said , no . It does n't ."
+
+
 def test_text_comes_token_by_token_once_its_characters_are_whole(tokenizer):
     stream, shown = TextStream(tokenizer), []
     for token in tokenizer("ab 👩 c")["input_ids"]:

@@ -155,9 +155,11 @@ class Renderer(PromptRenderer):
                 messages.append(answer)
         return self.text(messages, ask=ask)
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of token ids, special tokens included."""
-        text: str = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        text: str = self.tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
 
     def _encode_after(self, end_id: int, text: str) -> list[int]:
@@ -252,7 +254,7 @@ class Conversation:
         if skipped < len(ids):
             self._learn.append((len(self.tokens) + skipped, len(self.tokens) + len(ids)))
         self.tokens += ids
-        text = self._renderer.tokenizer.decode(ids, skip_special_tokens=True)
+        text = self._renderer.decode(ids, skip_special_tokens=True)
         self.answers.append(message or assistant(text))
 
     def end(self, kind: str, reason: str) -> None:
