@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write it for a character whose bytes are incomplete."""
 CONTEXT = 8
 """Previous tokens that affect the decoding of the next one."""
+
+
+class WithTokens(Protocol):
+    """A `Step`."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """New token ids."""
+        ...
 
 
 class TextStream:
@@ -40,7 +46,7 @@ class TextStream:
         """The rest of the text, incomplete characters included."""
         return self._show(self._held_text())
 
-    def read(self, steps: Iterable[Step]) -> Iterator[str]:
+    def read(self, steps: Iterable[WithTokens]) -> Iterator[str]:
         """The text of a generation's steps, piece by piece, incomplete characters at its end
         included.
         """
