@@ -35,6 +35,7 @@ from draftheads.heads.cache import LongRope, SlotCache, document_lengths
 from draftheads.heads.placement import Bits, Placement, end_ids, load_model, location, reading
 from draftheads.heads.pretrained import (
     ADVICE,
+    TREE_ROOM,
     decoder,
     describe,
     fingerprint,
@@ -44,7 +45,7 @@ from draftheads.heads.pretrained import (
     slot_limit,
     usable_context,
 )
-from draftheads.heads.tree import TokenTree, Topology
+from draftheads.heads.tree import TokenTree, Topology, Tree
 
 PIECE = 8192
 """Training tokens per forward pass of a row, unless a document is longer."""
@@ -239,6 +240,16 @@ class Target:
     def has_long_rope(self) -> bool:
         """Whether RoPE factors depend on the length of a text (LongRoPE)."""
         return bool(self._longrope.limit)
+
+    def check_tree(self, tree: Tree) -> None:
+        """Raise ValueError for a tree with which a text of `context` tokens would exceed the cache
+        slots of a target that attends by slot.
+        """
+        if self._slots is not None and tree.draft_nodes > TREE_ROOM:
+            raise ValueError(
+                f"expected a tree of at most {TREE_ROOM} draft nodes for {self.name}, which "
+                f"attends by cache slot, got {tree.draft_nodes}; use a smaller tree"
+            )
 
     def room(self, length: int) -> int:
         """The number of tokens that a text of `length` tokens may grow by before `recompute`."""
