@@ -268,6 +268,25 @@ def test_rows_that_end_before_steps_are_compiled_take_their_noise_along(noise, r
     assert all(logits == numbers for logits, numbers in noise)
 
 
+def test_a_seed_gives_a_batch_the_same_samples_until_one_of_its_rows_ends(noise):
+    """After that, nothing is drawn for that row without compilation."""
+    target, taken = tiny_target(), []
+    head = random_head("sequential", target)
+    for compile in (False, True):
+        rule = Sampled(0.9)
+        rule.seed(3)
+        engine = Speculator(target, head, tree=TREE, compile=compile)
+        steps = engine.generate_batch(some_prompts(9, 5), sampling=rule, max_new_tokens=NEW)
+        rows: list[list[list[int]]] = []
+        for both in steps:
+            rows.append([step.tokens for step in both if step])
+            if any(step and step.finish for step in both):
+                break
+        taken.append(rows)
+    assert taken[0] == taken[1]
+    assert len(taken[0]) > 4
+
+
 def test_what_cannot_be_recorded_is_compiled_all_the_same(recordings, monkeypatch):
     def broken(step):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")

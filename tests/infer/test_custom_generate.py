@@ -31,6 +31,7 @@ from tiny_targets import (
     random_model,
     random_multimodal,
     some_prompts,
+    tiny_target,
 )
 from transformers import (
     GenerationConfig,
