@@ -47,7 +47,7 @@ from draftheads.heads.formats.table import as_ours, translated
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.sequential import SequentialHead
-from draftheads.heads.target import Target
+from draftheads.heads.target import Target, template_variables
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree, tree_from_json
 
 HEADS: dict[str, type[DraftHead]] = {
@@ -199,6 +199,18 @@ class HeadFolder:
         return tree_from_json(tuned.get("trained_tree", self.facts.get("tree") or []))
 
     @property
+    def template_args(self) -> dict[str, Any] | None:
+        """The variables of the chat template with which the answers were made that the head learned
+        from; None if that is not recorded. Raises ValueError for a damaged record.
+        """
+        data = (self.facts.get("training") or {}).get("data") or {}
+        given = (data.get("sampling") or {}).get("template_args")
+        if given is None:
+            return None
+        with named(self.path / CONFIG):
+            return template_variables(given)
+
+    @property
     def adapter(self) -> Path | None:
         """The adapter that the head was trained with, for `Target.attach`."""
         folder = self.path / ADAPTER
@@ -292,13 +304,14 @@ def load_pair(
     dtype: str = "auto",
     device: str | None = None,
 ) -> tuple[Target, DraftHead]:
-    """The target that a head records, with the adapter that the head was trained with, and the head
-    on it. source, revision: as in `open_head`; dtype, device: as in `Target.load`. Errors: as in
-    `HeadFolder.target` and `HeadFolder.load`.
+    """The target that a head records, with the adapter that the head was trained with and the chat
+    template variables of its data, and the head on it. source, revision: as in `open_head`; dtype,
+    device: as in `Target.load`. Errors: as in `HeadFolder.target` and `HeadFolder.load`.
     """
     folder = open_head(source, revision=revision)
     name, commit = folder.target
     target = Target.load(name, dtype=dtype, device=device, revision=commit)
+    target.template_args = folder.template_args or {}
     if folder.adapter is not None:
         target.attach(folder.adapter)
     return target, folder.load(target)
@@ -317,6 +330,22 @@ def shared_adapter(heads: Sequence[HeadFolder]) -> Path | None:
             "them at a time"
         )
     return heads[0].adapter if heads else None
+
+
+def shared_template_args(heads: Sequence[HeadFolder]) -> dict[str, Any]:
+    """The chat template variables of the data of all these heads, as far as they record them.
+
+    Raises ValueError if they differ: no prompt is right for all of them.
+    """
+    known = [(str(head.path), head.template_args) for head in heads]
+    recorded = [(path, variables) for path, variables in known if variables is not None]
+    if any(variables != recorded[0][1] for _, variables in recorded):
+        got = ", ".join(f"{path}: {json.dumps(variables)}" for path, variables in recorded)
+        raise ValueError(
+            f"expected heads whose data has the same chat template variables, got {got}; use one "
+            "of them at a time, or give --template-args"
+        )
+    return recorded[0][1] if recorded else {}
 
 
 def _adapter_fingerprint(facts: dict[str, Any]) -> str | None:

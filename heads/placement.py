@@ -5,12 +5,15 @@ quantisation.
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,10 +26,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.integrations import deepspeed as zero
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerprint
@@ -41,6 +46,8 @@ OWN_CODE = (
     "which is never run; use a model of a type that transformers has"
 )
 
+NO_WEIGHT = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$|inv_freq$|_scale$")
+"""Ends of the names of buffers in decoder layers, which some checkpoints have."""
 READING = timedelta(hours=6)
 """How long processes wait for the first one to download and read the weights."""
 
@@ -170,9 +177,59 @@ def read_config(path: str, revision: str | None) -> PretrainedConfig:
     return config
 
 
+def read_generation_config(path: str, revision: str | None) -> GenerationConfig | None:
+    """A target's generation_config.json; None if it has none. Raises ValueError for a damaged one,
+    which transformers would pass over, and with it the tokens that end an answer.
+    """
+    place, file = location(path)
+    if file:
+        return None
+    with reading(path):
+        found = cached_file(
+            place,
+            GENERATION_CONFIG_NAME,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    if found is None:
+        return None
+    try:
+        values = json.loads(Path(found).read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"a JSON object was expected, got {values!r:.40}")
+        return GenerationConfig.from_dict(values)
+    except Exception as error:  # a damaged file may raise anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"target {path}: expected a {GENERATION_CONFIG_NAME} that can be read, as it names "
+            f"the end tokens, got a damaged one ({reason}); download it again, or fix the file"
+        ) from error
+
+
+def end_ids(given: Any, name: str, vocabulary: int | None = None) -> tuple[int, ...]:
+    """The tokens that end an answer, from `eos_token_id` of the config of target `name`: an id, a
+    list of ids or None. Raises ValueError for anything else, and for ids beyond the vocabulary.
+    """
+    ids = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    wrong = [each for each in ids if type(each) is not int or not 0 <= each < (vocabulary or inf)]
+    if wrong:
+        known = f"from 0 to {vocabulary - 1}" if vocabulary else "from 0 on"
+        raise ValueError(
+            f"target {name}: eos_token_id: expected token ids {known}, got {wrong[0]!r}; correct "
+            f"it in {GENERATION_CONFIG_NAME} or config.json"
+        )
+    return tuple(ids)
+
+
 def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel:
-    """Raises ValueError where tensors are missing or of other shapes than the config says."""
+    """Raises ValueError where tensors are missing, have other shapes than the config says, or have
+    no place in the decoder layers.
+    """
     config = read_config(path, revision)
+    generation = read_generation_config(path, revision)
+    if generation is not None:
+        end_ids(generation.eos_token_id, path)
     place, file = location(path)
     with reading(path):
         model: PreTrainedModel
@@ -187,14 +244,41 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
             **options,
         )
     wrong = [f"{name} {tuple(got)}" for name, got, _ in found["mismatched_keys"]]
-    for names, fault in ((found["missing_keys"], "none"), (wrong, "other shapes")):
+    left_out = layer_weights(model, found["unexpected_keys"])
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    for names, fault in (
+        (found["missing_keys"], f"none for {len(found['missing_keys'])} of them"),
+        (wrong, f"other shapes for {len(wrong)} of them"),
+        (left_out, f"{len(left_out)} for which its {layers} decoder layers have no place"),
+    ):
         if names:
             some = ", ".join(sorted(names)[:3])
             raise ValueError(
-                f"target {path}: expected the weights of a {type(model).__name__}, got {fault} for "
-                f"{len(names)} of them ({some}); download it again, or fix its config.json"
+                f"target {path}: expected the weights of a {type(model).__name__}, got {fault} "
+                f"({some}); download it again, or fix its config.json"
             )
     return model
+
+
+def layer_weights(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """Those of these names, of tensors without a place in the model, that are weights of decoder
+    layers: of more layers than the config has, or of parts of a layer that it switches off. Layers
+    for multi-token prediction, which follow the decoder's, and buffers are none.
+    """
+    if not names:
+        return []
+    layers, text = decoder_layers(model), model.config.get_text_config(decoder=True)
+    [place] = [name for name, module in model.named_modules() if module is layers]
+    base = f"{model.base_model_prefix}."  # checkpoints of the decoder alone leave it out
+    rest = re.escape(place.removeprefix(base))
+    pattern = re.compile(rf"(?:{re.escape(base)})?{rest}\.(\d+)\.(.+)")
+    extra = range(len(layers), len(layers) + (getattr(text, "num_nextn_predict_layers", 0) or 0))
+    parsed = [(name, pattern.fullmatch(name)) for name in names]
+    return [
+        name
+        for name, match in parsed
+        if match and int(match[1]) not in extra and not NO_WEIGHT.search(match[2])
+    ]
 
 
 @contextmanager

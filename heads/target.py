@@ -23,7 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, PreTrainedModel, masking_utils
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    masking_utils,
+)
 
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
@@ -31,6 +36,7 @@ from draftheads.heads.cache import LongRope, SlotCache, document_lengths
 from draftheads.heads.placement import (
     Bits,
     Placement,
+    end_ids,
     load_model,
     location,
     read_config,
@@ -38,6 +44,7 @@ from draftheads.heads.placement import (
 )
 from draftheads.heads.pretrained import (
     ADVICE,
+    TREE_ROOM,
     decoder,
     describe,
     fingerprint,
@@ -47,12 +54,14 @@ from draftheads.heads.pretrained import (
     slot_limit,
     usable_context,
 )
-from draftheads.heads.tree import TokenTree, Topology
+from draftheads.heads.tree import TokenTree, Topology, Tree
 
 PIECE = 8192
 """Training tokens per forward pass of a row, unless a document is longer."""
 ASKED = "find_packed_sequence_indices"
 """The function of transformers that asks the device whether rows hold several documents."""
+TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
+"""Parameters of `apply_chat_template` that may be given as variables of the template."""
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward pass, which bounds the (T, S) mask of a long prompt."""
 
@@ -78,6 +87,10 @@ class Target:
     """Changes to its matrices, if heads were trained together with it (Medusa-2)."""
     saved_dtype: str | None = None
     """The dtype of its checkpoint, in which engines serve it; None: not loaded from one."""
+    template_args: dict[str, Any]
+    """Variables of its chat template for all prompts, such as {"enable_thinking": False}: those
+    with which the answers were made that its heads learned from.
+    """
 
     def __init__(
         self,
@@ -100,9 +113,8 @@ class Target:
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self._slots, self.context = slot_limit(self.config), usable_context(model)
-        eos = model.generation_config.eos_token_id
-        eos_ids = [eos] if isinstance(eos, int) else eos or []
-        self.eos_ids: tuple[int, ...] = tuple(eos_ids)
+        self.eos_ids = end_ids(model.generation_config.eos_token_id, self.name, self.vocab_size)
+        self.template_args = {}
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = Masks(model)
         self._longrope = LongRope(model)
@@ -263,6 +275,16 @@ class Target:
     def has_long_rope(self) -> bool:
         """Whether RoPE factors depend on the length of a text (LongRoPE)."""
         return bool(self._longrope.limit)
+
+    def check_tree(self, tree: Tree) -> None:
+        """Raise ValueError for a tree with which a text of `context` tokens would exceed the cache
+        slots of a target that attends by slot.
+        """
+        if self._slots is not None and tree.draft_nodes > TREE_ROOM:
+            raise ValueError(
+                f"expected a tree of at most {TREE_ROOM} draft nodes for {self.name}, which "
+                f"attends by cache slot, got {tree.draft_nodes}; use a smaller tree"
+            )
 
     def room(self, length: int) -> int:
         """The number of tokens that a text of `length` tokens may grow by before `recompute`."""
@@ -438,6 +460,25 @@ class Target:
         """For an lm_head that is on another device than the features."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight.to(self.device)
+
+
+def template_variables(given: Any) -> dict[str, Any]:
+    """The same, as `Target.template_args`. Raises ValueError unless these are variables of a chat
+    template, by name, without those that rendering sets itself.
+    """
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"expected a JSON object, got {given!r:.80}; write it as in "
+            '{"enable_thinking": false}'
+        )
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    taken = sorted(given.keys() & {"messages", *own} - TEMPLATE_OPTIONS)
+    if taken:
+        raise ValueError(
+            f"expected variables of the chat template, got {', '.join(taken)}, which is always "
+            "set; leave it out"
+        )
+    return given
 
 
 class Masks:

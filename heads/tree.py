@@ -29,8 +29,14 @@ NODES = 8
 """
 ORDERED = 64
 """Paths that are known of a fixed tree, from which larger ones are cut."""
-MOST_NODES = 4096
-"""Larger trees never pay off, and their attention masks would take gigabytes."""
+MOST_NODES = 1024
+"""Larger trees never pay off, and their masks take minutes to make: a head of somebody else may ask
+for one.
+"""
+MOST_DEPTH = 128
+"""Likewise: some heads run once per level."""
+MOST_CANDIDATES = 1 << 16
+"""Likewise, of a search."""
 
 
 @dataclass(eq=False)
@@ -93,7 +99,7 @@ class StaticTree:
 
     Paths are ordered from most to least useful, so that `head` returns a good smaller tree. If a
     path precedes its parent, all paths are sorted by depth. Raises ValueError for duplicate or
-    orphaned paths and for more than MOST_NODES.
+    orphaned paths and for more than MOST_NODES or MOST_DEPTH.
     """
 
     paths: tuple[Path, ...]
@@ -101,8 +107,8 @@ class StaticTree:
     """The next most useful paths, none of which is drafted: `resized` may add them."""
 
     def __post_init__(self) -> None:
+        _check_size(len(self.paths), max(map(len, self.paths), default=0))
         paths = tuple(tuple(map(int, path)) for path in self.paths)
-        _check_size(len(paths))
         place = {path: number for number, path in enumerate(paths)}
         if len(place) != len(paths):
             raise ValueError("expected distinct tree paths, got one twice; remove the duplicate")
@@ -122,7 +128,7 @@ class StaticTree:
         """The full expansion <k_1, k_2, ...>: nodes at depth d - 1 have their k_d best children."""
         if min(widths, default=1) < 1:
             raise ValueError(f"tree widths {list(widths)}: expected 1 or more at each depth")
-        _check_size(sum(accumulate(widths, mul)))
+        _check_size(sum(accumulate(widths, mul)), len(widths))
         paths: list[Path] = []
         for depth in range(1, len(widths) + 1):
             paths += product(*map(range, widths[:depth]))
@@ -249,7 +255,12 @@ class DynamicTree:
     def __post_init__(self) -> None:
         if min(self.draft_nodes, self.depth, self.top_k) < 1:
             raise ValueError(f"{self}: expected 1 or more of each")
-        _check_size(max(self.draft_nodes, self.depth, self.top_k))
+        _check_size(max(self.draft_nodes, self.top_k), self.depth)
+        if self.largest > MOST_CANDIDATES:
+            raise ValueError(
+                f"{self}: expected a search among at most {MOST_CANDIDATES} candidates, got "
+                f"{self.largest}; lower depth or top_k"
+            )
         if self.draft_nodes > self.largest:
             raise ValueError(
                 f"a dynamic tree of depth {self.depth} and top_k {self.top_k} has {self.largest} "
@@ -345,9 +356,11 @@ def _are_ints(value: Any) -> bool:
     return isinstance(value, list) and all(type(number) is int for number in value)
 
 
-def _check_size(nodes: int) -> None:
+def _check_size(nodes: int, depth: int) -> None:
     if nodes > MOST_NODES:
         raise ValueError(f"expected a tree of at most {MOST_NODES} draft nodes, got {nodes}")
+    if depth > MOST_DEPTH:
+        raise ValueError(f"expected a tree of at most {MOST_DEPTH} levels, got {depth}")
 
 
 def _path_counts(ranks_MK: Tensor) -> Counter[Path]:

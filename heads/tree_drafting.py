@@ -247,8 +247,11 @@ class DraftCache:
             memory.visible_B1QS = visible_BQS[:, None]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows alone."""
-        self.cache.select(rows)
+        """Keep these rows alone. Before the first pairs, whose rows the cache is made for, there
+        are none to remove.
+        """
+        if self.memories:
+            self.cache.select(rows)
 
     def join(self, other: DraftCache, places: Sequence[int]) -> None:
         """See `SlotCache.join`."""

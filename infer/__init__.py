@@ -12,6 +12,8 @@ from draftheads.infer.draft_sampling import SpeculativeSampling
 from draftheads.infer.drafters import Merged, NGram
 from draftheads.infer.engine import Session, Speculator, Statistics, Step
 from draftheads.infer.generate import speculative
+from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.text import TextStream
 
 __all__ = [
     "Adaptive",
@@ -30,8 +32,10 @@ __all__ = [
     "Speculator",
     "Statistics",
     "Step",
+    "TextStream",
     "Typical",
     "bench",
     "chat",
+    "encode_prompt",
     "speculative",
 ]

@@ -10,8 +10,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -50,37 +51,54 @@ class Accepted:
         return counts, all(node == count - 1 for node, count in zip(last, counts, strict=True))
 
 
+@dataclass
+class Source:
+    """Where random numbers come from."""
+
+    seed: int | None = None  # None: from torch's global stream
+    generator: torch.Generator | None = None
+
+    def on(self, device: torch.device) -> torch.Generator:
+        """The generator, begun on its first device."""
+        if self.generator is None:
+            self.generator = torch.Generator(device)
+            seed = int(torch.randint(1 << 62, ())) if self.seed is None else self.seed
+            self.generator.manual_seed(seed)
+        return self.generator
+
+
 class RandomStream:
     """Random draws on the logits' device, seeded by `seed` or by torch's global stream."""
 
-    def __init__(self) -> None:
-        self._seed: int | None = None
-        self._generator: torch.Generator | None = None
+    def __init__(self, source: Source | None = None) -> None:
+        self._source = source or Source()
         self._weights: Tensor | None = None  # of the newest draw
         self._is_filled = False
 
     def seed(self, seed: int) -> None:
-        """Restart the stream."""
-        self._seed, self._generator = seed, None
+        """Restart the stream, and those of all its branches."""
+        self._source.seed, self._source.generator = seed, None
+
+    def branch(self) -> RandomStream:
+        """Further draws from the same numbers, in turns, which leave the newest draw here alone."""
+        return RandomStream(self._source)
 
     def draw(self, logits: Tensor) -> Tensor:
         """One token per row without a device sync: argmax p / e with e ~ Exp(1)."""
         if self._weights is None or not self._is_filled:
-            if self._generator is None:
-                self._generator = torch.Generator(logits.device)
-                seed = int(torch.randint(1 << 62, ())) if self._seed is None else self._seed
-                self._generator.manual_seed(seed)
             self._weights = torch.empty_like(logits, dtype=torch.float32)
-            self._weights.exponential_(generator=self._generator)
+            self._weights.exponential_(generator=self._source.on(logits.device))
         return (torch.softmax(logits.float(), dim=-1) / self._weights).argmax(-1)
 
     @contextmanager
-    def filled(self) -> Iterator[None]:
+    def filled(self, rows: int) -> Iterator[None]:
         """A context whose draw uses numbers made now, as a compiled function cannot make them. Its
-        shape must be that of the draw before.
+        shape must be that of the draw before, but for the number of rows.
         """
         if self._weights is not None:
-            self._weights.exponential_(generator=self._generator)
+            if len(self._weights) != rows:
+                self._weights = self._weights.new_empty(rows, *self._weights.shape[1:])
+            self._weights.exponential_(generator=self._source.on(self._weights.device))
         self._is_filled = True
         try:  # what cannot be compiled draws again
             yield
@@ -121,6 +139,12 @@ class Acceptance(ABC):
     def seed(self, seed: int) -> None:
         """Restart the random stream, which greedy rules never use."""
         self.random.seed(seed)
+
+    def branch(self) -> Self:
+        """The same rule for one generation, whose draws others that use the rule leave alone."""
+        branch = copy(self)
+        object.__setattr__(branch, "random", self.random.branch())
+        return branch
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ from draftheads.infer.chat_screen import (
 from draftheads.infer.conversation import Answer, History
 from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Session, Speculator, Statistics
-from draftheads.infer.text import TextStream, encode_prompt
+from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.text import TextStream
 
 LEGEND = "green: draft tokens that the target accepted; plain: the target's own tokens"
 TRIAL_SECONDS, TRIAL_STEPS = 1.5, 48
@@ -153,7 +154,7 @@ def interruptible() -> Iterator[threading.Event]:
 def plain_seconds(engine: Speculator) -> float:
     """Seconds per token of an engine without drafts: the median over a few dozen steps."""
     target, steps = engine.target, list[float]()
-    prompt = encode_prompt(target.tokenizer, [{"role": "user", "content": "Hello"}])
+    prompt = encode_prompt(target, [{"role": "user", "content": "Hello"}])
     limit = min(TRIAL_STEPS, target.context - len(prompt))
     if engine.compile:
         list(engine.generate(prompt, max_new_tokens=min(limit, 8)))

@@ -131,7 +131,7 @@ class FixedSteps:
             _fix(self.drafts.cache, self.room, bucket)
         running_B = torch.tensor(running, device=self.target.device)
         given = committed.tokens_BA, committed.features_BAD, committed.count_B, running_B
-        with self.accept.random.filled():
+        with self.accept.random.filled(len(running)):
             tokens_BA, features_BAD, count_B = self._step(given)
         read = torch.cat([tokens_BA, count_B[:, None]], dim=1).tolist()
         counts = [row.pop() for row in read]

@@ -12,7 +12,8 @@ from draftheads.heads.files import write_text
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import printable
 from draftheads.infer.engine import Statistics, Step
-from draftheads.infer.text import TextStream, encode_prompt
+from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.text import TextStream
 
 RESERVE = 256
 """New tokens that the history leaves room for, at most a quarter of the context."""
@@ -176,7 +177,7 @@ class History:
 
     def _encode(self, messages: Sequence[Message], question: str) -> list[int]:
         if not self.has_template:
-            return encode_prompt(self.target.tokenizer, question)
+            return encode_prompt(self.target, question)
         head = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": question}
-        return encode_prompt(self.target.tokenizer, [*head, *messages, asked])
+        return encode_prompt(self.target, [*head, *messages, asked])

@@ -105,12 +105,13 @@ class Session:
     next one computes only what differs from it.
 
     reused: tokens of the newest prompt that were not computed again. length: tokens that both have,
-    and may be cut back to. Another engine starts anew. An interrupted generation leaves what its
-    complete steps computed.
+    and may be cut back to. generations: how many have begun with it; the newest one alone may go
+    on. Another engine starts anew. An interrupted generation leaves what its complete steps
+    computed.
     """
 
     def __init__(self) -> None:
-        self.reused = self.length = 0
+        self.reused = self.length = self.generations = 0
         self._owner: Speculator | None = None
         self._text: list[int] = []
 
@@ -125,6 +126,7 @@ class Session:
 
     def resume(self, owner: Speculator, prompt: Sequence[int]) -> tuple[SlotCache, Drafter] | None:
         """The caches, cut back to what they share with a prompt; None if that is nothing."""
+        self.generations += 1
         self.reused = self.shared(prompt) if owner is self._owner else 0
         self.length = self.reused
         if not self.reused:
@@ -139,6 +141,14 @@ class Session:
         self._owner, self._text = owner, text
         self._cache, self._drafter = cache, drafter
 
+    def check(self, generation: int) -> None:
+        """Raise ValueError unless this generation is the newest one."""
+        if generation != self.generations:
+            raise ValueError(
+                "expected the session of a generation for it alone, got it used by another one, "
+                "which replaced its text; end a generation before the next, or give each a Session"
+            )
+
     def note(self, length: int) -> None:
         """Both caches have the first `length` tokens of the text."""
         self.length = length
@@ -150,7 +160,8 @@ class Speculator:
     drafts: a DraftHead or another source of drafters, or a function that returns a new Drafter for
     each generation, or None. tree: overrides the source's own tree. compile: let torch compile all
     steps but the first (see `compiled`), once for each batch size and rule; where it cannot, a
-    warning says why.
+    warning says why. Raises ValueError for a tree that head or target cannot take, and TypeError
+    for drafts that are none.
     """
 
     def __init__(
@@ -170,12 +181,19 @@ class Speculator:
         if isinstance(drafts, DrafterSource):
             self.tree: Tree = tree or drafts.tree
             drafts.check_tree(self.tree)
+            target.check_tree(self.tree)
             self.new_drafter: Callable[[], Drafter] = lambda: drafts.drafter(target, self.tree)
             if self.tree.nodes == 1:
                 self.new_drafter = NoDraft
-        else:
+        elif drafts is None or callable(drafts):
             self.tree = tree or StaticTree(())
+            target.check_tree(self.tree)
             self.new_drafter = drafts or NoDraft
+        else:
+            raise TypeError(
+                f"expected draft heads, another source of drafters or None, got {drafts!r:.80}; "
+                "load_head and load_pair load heads by name"
+            )
 
     def generate(
         self,
@@ -260,9 +278,11 @@ class Decoding:
     """
 
     def __init__(self, engine: Speculator, accept: Acceptance) -> None:
-        self.engine, self.target, self.accept = engine, engine.target, accept
+        self.engine, self.target = engine, engine.target
+        self.accept = accept.branch()  # another generation with this rule may run meanwhile
         self.rows: list[Row] = []  # those in the caches
         self.session: Session | None = None
+        self._generation = 0  # its number in the session
         self._fixed: FixedSteps | None = None
 
     def begin(
@@ -319,6 +339,7 @@ class Decoding:
         target, prompts = self.target, [list(row.text) for row in rows]
         self.rows, self.session = list(rows), session
         held = session.resume(self.engine, prompts[0]) if session is not None else None
+        self._generation = session.generations if session is not None else 0
         if session is not None and held is not None:
             self.cache, self.drafter = held
             prompts = [prompts[0][session.reused - 1 :]]
@@ -357,6 +378,8 @@ class Decoding:
 
     def step(self) -> dict[Row, Step]:
         """One forward pass of the target. Returns the steps of the rows that were running."""
+        if self.session is not None:
+            self.session.check(self._generation)
         start, text = self.engine.clock(), self.rows[0].text
         drafted, nodes, known = start, self.engine.tree.nodes, len(text)
         if self._fixed is not None:

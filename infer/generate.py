@@ -75,7 +75,8 @@ class SpeculativeDecoding:
     distribution. tokenizer: for `stop_strings`, because transformers does not pass its own on.
     compile: as of `Speculator`.
 
-    Calls raise ValueError for options of `generate` that cannot be honoured exactly.
+    Raises TypeError for a head that is none. Calls raise ValueError for options of `generate` that
+    cannot be honoured exactly.
     """
 
     head: DrafterSource | str | Path
@@ -85,6 +86,13 @@ class SpeculativeDecoding:
     tokenizer: Any = None
     compile: bool = False
     speculator: Speculator | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.head, DrafterSource | str | Path) or self.head == "":
+            raise TypeError(
+                "expected draft heads, another source of drafters or the name of such, got "
+                f"{self.head!r:.80}; give a head folder, a Hub id or a loaded head"
+            )
 
     def __call__(
         self,

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from draftheads.heads.target import Target
+from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.protocol import (
     MOST_CHOICES,
     ApiError,
@@ -21,7 +22,6 @@ from draftheads.infer.protocol import (
     R,
     parsed,
 )
-from draftheads.infer.text import encode_prompt
 
 LARGE, MOST_LARGE = 1 << 18, 4
 """Bytes from which a body is large, and large ones that are held at a time. The others wait."""
@@ -92,7 +92,7 @@ class Reader:
             else:
                 self._refuse_long(prompt)
             with self._turn:
-                return self._fitting(encode_prompt(self.target.tokenizer, prompt))
+                return self._fitting(encode_prompt(self.target, prompt))
         except RecursionError as error:
             raise ApiError(400, "the messages are nested too deeply; send flatter ones") from error
         except ValueError as error:

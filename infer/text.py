@@ -1,11 +1,9 @@
-"""Text to token ids and back: prompts, streamed text, stop strings."""
+"""Token ids as text: streamed answers, stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
-
-import jinja2
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write it for a character whose bytes are incomplete."""
@@ -13,39 +11,22 @@ CONTEXT = 8
 """Previous tokens that affect the decoding of the next one."""
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a plain text, or of a conversation ({"role", "content"} messages) up to the
-    start of the answer.
+class WithTokens(Protocol):
+    """A `Step`."""
 
-    Without a chat template, the contents of the messages are joined by line breaks. Raises
-    ValueError for a missing tokenizer, an empty prompt, and what template or tokenizer rejects.
-    """
-    if tokenizer is None:
-        raise ValueError("the target has no tokenizer; pass token ids, or add tokenizer.json")
-    try:  # errors of jinja and tokenizers do not mention the prompt
-        if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
-            ids = tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
-        else:
-            if not isinstance(prompt, str):
-                prompt = "\n".join(message["content"] for message in prompt)
-            ids = tokenizer(prompt)["input_ids"]
-    except (jinja2.TemplateError, TypeError, UnicodeError) as error:
-        raise ValueError(
-            f"expected a prompt that chat template and tokenizer accept, got {prompt!r:.80} "
-            f"({error}); change it"
-        ) from error
-    if not ids:
-        raise ValueError("the prompt is empty; expected some text")
-    return list(ids)
+    @property
+    def tokens(self) -> list[int]:
+        """New token ids."""
+        ...
 
 
 class TextStream:
-    """Decodes a growing list of tokens, and emits text once its characters are complete.
+    """Decodes a growing list of tokens, and emits text once its characters are complete. The pieces
+    joined are the decoded whole, which the decoded steps joined are not: tokenizers drop the space
+    before the first word, and characters may have several tokens.
 
-    after: previous tokens, which decide about the space before the first word. Only the last few
-    tokens are decoded again, so that the cost per token is constant.
+    after: previous tokens, such as the prompt's, which decide about the space before the first
+    word. Only the last few tokens are decoded again, so that the cost per token is constant.
     """
 
     def __init__(
@@ -65,12 +46,23 @@ class TextStream:
         """The rest of the text, incomplete characters included."""
         return self._show(self._held_text())
 
+    def read(self, steps: Iterable[WithTokens]) -> Iterator[str]:
+        """The text of a generation's steps, piece by piece, incomplete characters at its end
+        included.
+        """
+        for step in steps:
+            yield self.feed(step.tokens)
+        yield self.flush()
+
     def _held_text(self) -> str:
-        before = self._tokenizer.decode(self._shown, skip_special_tokens=self._skip)
-        after: str = self._tokenizer.decode(
-            self._shown + self._held, skip_special_tokens=self._skip
+        return self._decoded(self._shown + self._held)[len(self._decoded(self._shown)) :]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        # what is cleaned up depends on text that may not have come yet
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
         )
-        return after[len(before) :]
+        return text
 
     def _show(self, text: str) -> str:
         if text:

@@ -44,6 +44,10 @@ Limit = Annotated[int | None, Option(min=1, help="use only the first N prompts o
 Split = Annotated[str | None, Option(help="of a Hub data set; default: the set's own, else train")]
 Streaming = Annotated[bool | None, Option(help="do not store a Hub data set; default: --limit")]
 TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
+MaybeTemplateArgs = Annotated[
+    str | None,
+    Option("--template-args", help="chat template variables, as JSON; default: the head's data's"),
+]
 Tools = Annotated[Keep, Option(help="tool calls and results in conversations")]
 Reasoning = Annotated[Keep, Option(help="<think> ... </think> of the answers")]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option()]
@@ -79,14 +83,16 @@ def load_target(
     device: str | None,
     revision: str | None = None,
     heads: Sequence[HeadFolder] = (),
+    template_args: str | None = None,
 ) -> Target:
-    """Load the target, with the adapter that `heads` were trained with, if any. Raises ValueError
-    for a device that this machine does not have.
+    """Load the target, with the adapter that `heads` were trained with, if any, and the chat
+    template variables of their data, or those of --template-args. Raises ValueError for a device
+    that this machine does not have.
     """
     import torch
     import transformers
 
-    from draftheads.heads.hub import shared_adapter
+    from draftheads.heads.hub import shared_adapter, shared_template_args
     from draftheads.heads.target import Target
 
     if device is not None:
@@ -100,12 +106,20 @@ def load_target(
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     adapter = shared_adapter(heads)
+    given = None if template_args is None else parsed_template_args(template_args)
+    if given is None:
+        given = shared_template_args(heads)
     target = Target.load(name, dtype=dtype, device=device, revision=revision)
+    target.template_args = given
     return target.attach(adapter) if adapter else target
 
 
 def load_fast_target(
-    name: str, place: Place, revision: str | None = None, heads: Sequence[HeadFolder] = ()
+    name: str,
+    place: Place,
+    revision: str | None = None,
+    heads: Sequence[HeadFolder] = (),
+    template_args: str | None = None,
 ) -> Target:
     """`load_target`, with threads chosen, and on a CPU with dtype "auto" as the faster one by a
     measurement. Not for what learns or writes data: its results would depend on timing.
@@ -117,7 +131,7 @@ def load_fast_target(
     set_threads(threads)
     if on_cpu and dtype == "auto" and not name.endswith(".gguf"):
         dtype = faster_dtype(name, revision)
-    target = load_target(name, dtype, device, revision, heads)
+    target = load_target(name, dtype, device, revision, heads, template_args)
     choose_threads(threads, target)
     return target
 
@@ -166,26 +180,18 @@ def rule(
     return rule
 
 
-def template_variables(text: str) -> dict[str, Any]:
-    """The value of --template-args. Raises ValueError unless it is a JSON object without the
-    variables that are always set.
-    """
+def parsed_template_args(text: str) -> dict[str, Any]:
+    """The value of --template-args. Raises ValueError as `template_variables`."""
+    from draftheads.heads.target import template_variables
+
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # json's message names no option
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"--template-args: expected a JSON object, got {text[:80]!r}; write it as in "
-            '{"enable_thinking": false}'
-        )
-    taken = {"conversation", "messages", "tokenize", "add_generation_prompt"}.intersection(value)
-    if taken:
-        raise ValueError(
-            f"--template-args: expected variables of the chat template, got {', '.join(taken)}, "
-            "which is always set; leave it out"
-        )
-    return value
+        value = text
+    try:
+        return template_variables(value)
+    except ValueError as error:
+        raise ValueError(f"--template-args: {error}") from error
 
 
 def announce(compile: bool) -> None:
@@ -280,7 +286,7 @@ def distill(
     chosen |= {"out": out, "source": prompts, "max_new_tokens": max_new_tokens}
     chosen |= {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens}
     chosen |= {"max_turns": max_turns, "reasoning": reasoning}
-    options = DistillOptions(**chosen, template_args=template_variables(template_args))
+    options = DistillOptions(**chosen, template_args=parsed_template_args(template_args))
     reading: dict[str, Any] = {"prompt_words": prompt_words, "skip_empty": skip_empty}
     found = iter_prompts(prompts, hub=Hub(split, streaming), limit=limit, tools=tools, **reading)
     texts = StoredPrompts(found)
@@ -386,6 +392,7 @@ def bench(
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
     adaptive: IsAdaptive = False,
     compile: Compile = False,
+    template_args: MaybeTemplateArgs = None,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -403,7 +410,8 @@ def bench(
     check_outputs([json_out, markdown], head if card else [], plot)
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
-    model = load_fast_target(target, (dtype, device, threads), revision, folders)
+    place = (dtype, device, threads)
+    model = load_fast_target(target, place, revision, folders, template_args)
     sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
     loaded = load_drafts(drafts, model, sampling, adaptive)
     settings: dict[str, Any] = {"seed": seed, "compile": compile, "batch": batch}
@@ -438,6 +446,7 @@ def tune(
     dry_run: Annotated[bool, Option("--dry-run", help="print only; keep the head's tree")] = False,
     json_out: Json = None,
     compile: Compile = False,
+    template_args: MaybeTemplateArgs = None,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -470,7 +479,8 @@ def tune(
             raise ValueError("expected --prompts to tune the head on, got none; pass a file")
         folder = open_head(head)
         name, commit = (target, revision) if target else folder.target
-        model = load_fast_target(name, (dtype, device, threads), commit, [folder])
+        place = (dtype, device, threads)
+        model = load_fast_target(name, place, commit, [folder], template_args)
         ids = opening_ids(model, prompts, prompt_words, limit)
         found = run(model, folder.load(model), ids, options, others=[folder.trained_tree])
         print_tuned(found)
@@ -497,6 +507,7 @@ def chat(
     plain: Annotated[bool, Option("--plain", help="plain text, as in a pipe")] = False,
     adaptive: IsAdaptive = False,
     compile: Compile = False,
+    template_args: MaybeTemplateArgs = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
@@ -508,7 +519,8 @@ def chat(
     from draftheads.infer.engine import Speculator
 
     sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
-    model, drafter = open_engine(head, target, sampling, adaptive, (dtype, device, threads))
+    place = (dtype, device, threads)
+    model, drafter = open_engine(head, target, sampling, adaptive, place, template_args)
     shape = chosen_tree(drafter, tree, nodes)
     speculator = Speculator(model, drafter, tree=shape, compile=compile)
     announce(speculator.compile)
@@ -538,6 +550,7 @@ def serve(
     tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
     adaptive: IsAdaptive = False,
     compile: Compile = False,
+    template_args: MaybeTemplateArgs = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
@@ -569,7 +582,8 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()),
         root_path=root_path.rstrip("/"),
     )
-    model, drafter = open_engine(head, target, sampling, adaptive, (dtype, device, threads))
+    place = (dtype, device, threads)
+    model, drafter = open_engine(head, target, sampling, adaptive, place, template_args)
     shape = chosen_tree(drafter, tree, nodes)
     speculator = Speculator(model, drafter, tree=shape, compile=compile)
     announce(speculator.compile)
@@ -583,6 +597,7 @@ def open_engine(
     sampling: Acceptance,
     adaptive: bool,
     place: Place,
+    template_args: str | None,
 ) -> tuple[Target, DrafterSource | None]:
     """Load a target and what --head names, if anything."""
     from draftheads.infer.drafters import named_drafts
@@ -592,8 +607,8 @@ def open_engine(
         raise ValueError("expected --head or --target, got neither; pass one")
     drafts = named_drafts(head) if head else None
     name, revision = (target, None) if target or drafts is None else drafts.target
-    folders = drafts.folders if drafts else ()
-    model = load_fast_target(name or "", place, revision, folders)
+    folders = drafts.folders if drafts else []
+    model = load_fast_target(name or "", place, revision, folders, template_args)
     if drafts is None:
         return model, None
     *_, drafter = load_drafts({"": drafts}, model, sampling, adaptive).values()
@@ -668,7 +683,7 @@ def data_preview(
     if (Path(path) / MANIFEST).is_file():
         show_answers(Path(path), side, pen, count, out)
         return
-    renderer = Renderer(side, template_variables(template_args))
+    renderer = Renderer(side, parsed_template_args(template_args))
     prompts = read_prompts(path, hub=Hub(split), limit=max(count, 1), tools=tools)
     if any(with_tools(prompt.messages or ()) for prompt in prompts):
         check_tools(side.tokenizer, renderer.template_args)
@@ -707,7 +722,7 @@ def import_answers(
     from draftheads.train.data.prompts import Hub, check_tools, read_conversations, with_tools
 
     side = TextSide.load(target)
-    arguments = template_variables(template_args)
+    arguments = parsed_template_args(template_args)
     found = read_conversations(
         conversations, hub=Hub(split, streaming), limit=limit, tools=tools, reasoning=reasoning
     )

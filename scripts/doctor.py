@@ -33,6 +33,7 @@ def doctor(
     max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64,
     temperature: commands.Temperature = 0.0,
     json_out: commands.Json = None,
+    template_args: commands.MaybeTemplateArgs = None,
     dtype: commands.Dtype = "auto",
     device: commands.Device = None,
     threads: commands.Threads = None,
@@ -48,7 +49,7 @@ def doctor(
     from draftheads.train.doctor import Evidence, diagnose, openings_of, unseen
 
     folder = open_head(head)
-    model = commands.load_target(target, dtype, device, heads=[folder])
+    model = commands.load_target(target, dtype, device, None, [folder], template_args)
     choose_threads(threads, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding with a price

@@ -22,7 +22,8 @@ from draftheads.infer.costs import Costs
 from draftheads.infer.draft_model import DraftModel, EarlyExit, drawing
 from draftheads.infer.drafters import NamedDrafts, NGram
 from draftheads.infer.engine import Baseline, DrafterSource
-from draftheads.infer.text import encode_prompt
+from draftheads.infer.prompt import encode_prompt
+from draftheads.train.data.conversation import turns_of
 from draftheads.train.data.prompts import Prompt, read_prompts
 
 LOOKUP_TOKENS = 10
@@ -87,14 +88,11 @@ def openings(
             by_category[prompt.category].append(prompt)
         turns = chain.from_iterable(zip_longest(*by_category.values()))
         prompts = list(islice(filter(None, turns), limit))
-    return [_opening(target, each) for each in prompts], [each.category for each in prompts]
-
-
-def _opening(target: Target, prompt: Prompt) -> list[int]:
-    if prompt.messages is None:
-        return encode_prompt(target.tokenizer, prompt.text or "")
-    first = [message["role"] for message in prompt.messages].index("user")
-    return encode_prompt(target.tokenizer, prompt.messages[: first + 1])
+    ids = [
+        encode_prompt(target, turns_of(prompt)[0] if prompt.text is None else prompt.text)
+        for prompt in prompts
+    ]
+    return ids, [prompt.category for prompt in prompts]
 
 
 def contestants(

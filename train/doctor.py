@@ -32,6 +32,7 @@ from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.costs import ORDINARY, typical
 from draftheads.infer.engine import Speculator
+from draftheads.infer.prompt import encode_prompt
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.shards import Array
@@ -500,16 +501,12 @@ def other_target(evidence: Evidence) -> Finding | None:
 
 
 def other_template(evidence: Evidence) -> Finding | None:
-    """Prompts of the data that differ from what the target's tokenizer makes now."""
+    """Prompts of the data that differ from what a chat with the target has now."""
     documents, tokenizer = evidence.documents, evidence.target.tokenizer
     if documents is None or tokenizer is None:
         return None
-    now = tokenizer.decode(tokenizer(SENTINEL)["input_ids"])
-    if tokenizer.chat_template:
-        variables = evidence.manifest.get("sampling", {}).get("template_args") or {}
-        variables |= {"add_generation_prompt": True, "tokenize": False}
-        message = {"role": "user", "content": SENTINEL}
-        now = tokenizer.apply_chat_template([message], **variables)
+    asked = [{"role": "user", "content": SENTINEL}]
+    now = tokenizer.decode(encode_prompt(evidence.target, asked))
     before, _, after = now.partition(SENTINEL)
     before = before.rstrip(" ")
     openings = openings_of(documents, documents.spans[:PROMPTS])

@@ -27,7 +27,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from draftheads.heads.card import flat
-from draftheads.heads.tree import NODES, DynamicTree
+from draftheads.heads.tree import MOST_NODES, NODES, DynamicTree
 
 logger = logging.getLogger("draftheads")
 
@@ -47,7 +47,6 @@ WIDEST = 2**18
 MOST_HEADS = 2**12
 """Attention heads of a layer, and the width of one."""
 MOST_RANKS = 2**15
-MOST_NODES = 2**12 - 1
 """Nodes of a tree that a head's config.json may record."""
 
 

@@ -131,7 +131,11 @@ def _different_tokens(about: dict[str, Any], tokens: list[str]) -> tuple[list[st
     place, file = location(str(about.get("name")))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            place, revision=about.get("revision"), local_files_only=True, **file
+            place,
+            revision=about.get("revision"),
+            local_files_only=True,
+            trust_remote_code=False,
+            **file,
         )
     except (OSError, ValueError, KeyError):  # not here, or of a kind that needs other packages
         return [], []

@@ -16,7 +16,7 @@ from draftheads.heads.hub import record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.costs import Costs
-from draftheads.infer.text import encode_prompt
+from draftheads.infer.prompt import encode_prompt
 from draftheads.scripts import commands
 from draftheads.scripts.journey import openings
 
@@ -148,7 +148,7 @@ def test_prompts_are_taken_evenly_from_all_categories(tmp_path):
     ids, categories = openings(tiny, str(path), None, 6)
     assert categories == ["writing", "qa", "rag", "writing", "qa", "writing"]
     one = [{"role": "user", "content": "question 5"}]
-    assert ids[1] == encode_prompt(tiny.tokenizer, one)
+    assert ids[1] == encode_prompt(tiny, one)
     assert openings(tiny, str(path), None, 99)[1].count("writing") == 5
 
 

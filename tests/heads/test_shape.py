@@ -68,8 +68,27 @@ def test_what_no_tree_was_written_as_is_refused(value):
 
 @pytest.mark.parametrize("text", ["1000,1000,1000,1000", "5000", "nodes=99999,depth=99,top_k=400"])
 def test_trees_that_no_machine_would_verify_are_refused_at_once(text):
-    with pytest.raises(ValueError, match="at most 4096 draft nodes, got"):
+    with pytest.raises(ValueError, match="at most 1024 draft nodes, got"):
         parse_tree(text)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ([[0] * depth for depth in range(1, 200)], "at most 128 levels, got 199"),
+        ([[rank] for rank in range(4095)], "at most 1024 draft nodes, got 4095"),
+        ({"draft_nodes": 4095, "depth": 8, "top_k": 60}, "at most 1024 draft nodes, got 4095"),
+        ({"draft_nodes": 8, "depth": 1000, "top_k": 8}, "at most 128 levels, got 1000"),
+        (
+            {"draft_nodes": 8, "depth": 100, "top_k": 1000},
+            "at most 65536 candidates, got 99001000; lower depth or top_k",
+        ),
+    ],
+)
+def test_trees_that_no_machine_would_draft_are_refused_where_heads_are_read(tree, message):
+    """A published head may ask for one: it loaded, and drafted for minutes."""
+    with pytest.raises(ValueError, match=message):
+        tree_from_json(tree)
 
 
 @pytest.mark.parametrize("limits", [(0, 5, 4), (16, 0, 4), (16, 5, 0)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_heads import Oracle, decode
+from tiny_heads import Oracle, decode, random_head
 from tiny_targets import (
     CONFIGS,
     MASKLESS,
@@ -29,6 +29,7 @@ from transformers import (
 
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
+from draftheads.infer.engine import Speculator
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -317,6 +318,20 @@ def test_where_a_model_counts_slots_texts_end_before_that(name):
     huge = StaticTree.from_widths((16, 8))
     with pytest.raises(ValueError, match=f"into {SLOTS} cache slots .* use a smaller tree"):
         decode(target, lambda: Oracle(huge, longer, vocab_size=VOCABULARY), prompts)
+
+
+def test_where_a_model_counts_slots_a_tree_that_would_not_fit_is_refused_at_once():
+    """It was noticed in the middle of an answer, where text and tree met the last slot."""
+    with pytest.warns(UserWarning, match="limited to"):
+        target = Target(counting_model("doge"), name="doge")
+    head = random_head("medusa", target, depth=2)
+    huge, largest = (StaticTree.from_widths(widths) for widths in ((5, 12), (4, 15)))
+    assert (huge.draft_nodes, largest.draft_nodes) == (65, 64)
+    with pytest.raises(ValueError, match="at most 64 draft nodes for doge, .* got 65; use a sm"):
+        Speculator(target, head, tree=huge)
+    prompt = some_prompts(target.context - 12)[0]
+    truth = greedy(target, prompt, 12)
+    assert decode(target, head, [prompt], tree=largest, max_new_tokens=12)[0] == [truth]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from draftheads.infer.chat import COMMANDS, ChatOptions, chat, sample_chat
 from draftheads.infer.conversation import Answer, History, printable
 from draftheads.infer.drafters import NGram
 from draftheads.infer.engine import Speculator, Step
-from draftheads.infer.text import encode_prompt
+from draftheads.infer.prompt import encode_prompt
 
 REFUSES_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}"
@@ -103,7 +103,7 @@ def test_answers_are_printed_and_remembered(target):
 
 
 def test_a_real_answer_is_the_decoded_output(target):
-    prompt = encode_prompt(target.tokenizer, [{"role": "user", "content": "Hi"}])
+    prompt = encode_prompt(target, [{"role": "user", "content": "Hi"}])
     steps = Speculator(target).generate(prompt, max_new_tokens=30)
     tokens = [token for step in steps for token in step.tokens]
     text = printable(target.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -480,7 +480,7 @@ def test_a_message_that_cannot_fit_is_refused_and_nothing_is_forgotten(target):
 
 
 def test_a_message_that_barely_fits_gets_the_room_that_is_left(target):
-    around = len(encode_prompt(target.tokenizer, [{"role": "user", "content": ""}]))
+    around = len(encode_prompt(target, [{"role": "user", "content": ""}]))
     speculator = Scripted(target, done(target, "Y"))
     talk(speculator, "z" * (target.context - around - 3), options=ChatOptions(max_new_tokens=50))
     assert speculator.limits == [3]

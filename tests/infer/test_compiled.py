@@ -23,7 +23,7 @@ from draftheads.heads.base import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
-from draftheads.infer.accept import Greedy, Sampled, Typical
+from draftheads.infer.accept import Greedy, RandomStream, Sampled, Typical
 from draftheads.infer.bench import BenchOptions, bench
 from draftheads.infer.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters import Merged, NGram
@@ -220,6 +220,71 @@ def test_recorded_steps_draw_anew(recordings):
         outputs.append(written(speculator, prompts, sampling=rule))
     assert outputs[0] == outputs[1]
     assert max(recordings) >= 2
+
+
+@pytest.fixture
+def noise(monkeypatch) -> list[tuple[torch.Size, torch.Size]]:
+    """The shapes of the logits and of the noise, for each draw of fixed steps, run as they are."""
+    draws: list[tuple[torch.Size, torch.Size]] = []
+    draw = RandomStream.draw
+
+    def noted(stream, logits):
+        chosen = draw(stream, logits)
+        draws.append((logits.shape, stream._weights.shape))
+        return chosen
+
+    monkeypatch.setattr(RandomStream, "draw", noted)
+    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+    return draws
+
+
+@pytest.mark.parametrize("rule", [Sampled(0.9), Typical()], ids=repr)
+def test_generations_that_share_a_rule_each_have_noise_of_their_own(noise, rule):
+    """One of them used what the other had drawn: a single vector for all nodes of its tree, which
+    is not the target's law.
+    """
+    target = tiny_target()
+    engine = Speculator(target, random_head("sequential", target), tree=TREE, compile=True)
+    first, second = some_prompts(9, 6)
+    options = {"sampling": rule, "max_new_tokens": 30}
+    one, two = engine.generate(first, **options), engine.generate(second, **options)
+    next(one), next(one)  # the prompt and the step before the compiled ones
+    while next(two, None) and next(one, None):
+        pass
+    assert all(logits == numbers for logits, numbers in noise)
+    assert len(noise) > 12
+
+
+@pytest.mark.parametrize("rule", [Sampled(0.9), Typical()], ids=repr)
+def test_rows_that_end_before_steps_are_compiled_take_their_noise_along(noise, rule):
+    target = Target(random_model("llama"))
+    target.eos_ids = tuple(range(3, 9))
+    head = random_head("sequential", target)
+    for seed in range(8):
+        rule.seed(seed)
+        engine = Speculator(target, head, tree=TREE, compile=True)
+        rows = written(engine, some_prompts(9, 6, 4, seed=seed), sampling=rule)
+        assert all(row[-1] in target.eos_ids or len(row) == NEW for row in rows)
+    assert all(logits == numbers for logits, numbers in noise)
+
+
+def test_a_seed_gives_a_batch_the_same_samples_until_one_of_its_rows_ends(noise):
+    """After that, nothing is drawn for that row without compilation."""
+    target, taken = tiny_target(), []
+    head = random_head("sequential", target)
+    for compile in (False, True):
+        rule = Sampled(0.9)
+        rule.seed(3)
+        engine = Speculator(target, head, tree=TREE, compile=compile)
+        steps = engine.generate_batch(some_prompts(9, 5), sampling=rule, max_new_tokens=NEW)
+        rows: list[list[list[int]]] = []
+        for both in steps:
+            rows.append([step.tokens for step in both if step])
+            if any(step and step.finish for step in both):
+                break
+        taken.append(rows)
+    assert taken[0] == taken[1]
+    assert len(taken[0]) > 4
 
 
 def test_what_cannot_be_recorded_is_compiled_all_the_same(recordings, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_heads import EACH, random_head
-from tiny_targets import some_prompts, tiny_target
+from tiny_targets import random_model, some_prompts, tiny_target
 
 from draftheads.heads.cache import SlotLayer
 from draftheads.heads.target import Target
@@ -79,6 +79,22 @@ def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperatur
     each = [alone(engine, rule(temperature), request) for request in asked]
     assert [ids for ids, _ in each] == plain
     assert batch.row_steps == sum(steps for _, steps in each)
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("places", [(2, 0, 1, 3), (0, 2, 1, 3, 4), (0, 1, 2)])
+def test_rows_that_end_at_their_first_token_leave_before_anything_is_drafted(name, places):
+    """`distill --head` died of it, at every launch again: two such rows were enough."""
+    target = Target(random_model("llama"))
+    asked = [Request(ids, 9) for ids in some_prompts(4, 7, 5, 1, 6)]
+    plain = [alone(Speculator(target), rule(0.0), request)[0] for request in asked]
+    target.eos_ids = (plain[0][0], plain[1][0])
+    running = [place for place in places if place not in (0, 1)]
+    assert not {plain[place][0] for place in running} & set(target.eos_ids)
+    asked = [asked[place] for place in places]
+    expected = [alone(Speculator(target), rule(0.0), request)[0] for request in asked]
+    engine = Speculator(target, random_head(name, target))
+    assert run(ContinuousBatch(engine, rule(0.0), len(asked)), asked) == expected
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt-oss"])

@@ -31,6 +31,7 @@ from tiny_targets import (
     random_model,
     random_multimodal,
     some_prompts,
+    tiny_target,
 )
 from transformers import (
     GenerationConfig,
@@ -49,6 +50,7 @@ from draftheads.heads.hub import HEADS, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Processed, Sampled, Typical
+from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import speculative
 from draftheads.scripts.publish import prepare, publish
 
@@ -456,6 +458,18 @@ def test_an_assistant_is_refused_though_transformers_hides_it():
             torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False,
             assistant_model=random_model("llama"), custom_generate=speculative(head),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("head", [3, None, "", [], b"out/heads"])
+def test_what_is_no_head_is_refused_in_one_line_before_it_is_used(head):
+    with pytest.raises(TypeError, match="expected draft heads, .* got .*; give a head folder"):
+        speculative(head)
+
+
+@pytest.mark.parametrize("drafts", [3, "out/heads", []])
+def test_an_engine_refuses_what_drafts_nothing_before_it_is_used(drafts):
+    with pytest.raises(TypeError, match="expected draft heads, .*; load_head and load_pair"):
+        Speculator(tiny_target(), drafts)
 
 
 def test_a_head_of_another_size_is_refused():

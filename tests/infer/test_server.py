@@ -18,8 +18,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Sampled
 from draftheads.infer.engine import Speculator
+from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.server import ServerOptions, create_app
-from draftheads.infer.text import encode_prompt
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -59,7 +59,7 @@ def tokens(engine: Speculator, prompt: list[int], count: int = 20, **options: An
 
 
 def hello(engine: Speculator) -> list[int]:
-    return encode_prompt(engine.target.tokenizer, HELLO)
+    return encode_prompt(engine.target, HELLO)
 
 
 def decoded(engine: Speculator, ids: list[int]) -> str:
@@ -166,7 +166,7 @@ def test_the_next_turn_reuses_the_last(client, engine):
     first = ask(client, messages=messages).json()
     messages += [first["choices"][0]["message"], {"role": "user", "content": "Why?"}]
     usage = ask(client, messages=messages).json()["usage"]
-    prompt = encode_prompt(engine.target.tokenizer, messages[:1])
+    prompt = encode_prompt(engine.target, messages[:1])
     assert usage["prompt_tokens_details"]["cached_tokens"] >= len(prompt)
 
 

@@ -167,6 +167,25 @@ def test_another_engine_starts_anew():
         assert [t for step in steps for t in step.tokens] == greedy(target, prompt, NEW)
 
 
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_two_live_generations_cannot_share_a_session(name):
+    """The first one went on with other tokens, in silence."""
+    target, session = tiny_target(), Session()
+    engine = Speculator(target, random_head(name, target))
+    first, second = some_prompts(9, 12)
+    one = engine.generate(first, max_new_tokens=NEW, session=session)
+    two = engine.generate(second, max_new_tokens=NEW, session=session)
+    next(one), next(one)
+    written = next(two).tokens
+    with pytest.raises(ValueError, match="session of a generation for it alone, .* a Session"):
+        next(one)
+    written += [token for step in two for token in step.tokens]
+    assert written == greedy(target, second, NEW)
+    again = steps_of(engine, [*second, *written, 4], 99, session=session)
+    assert session.reused > len(second)
+    assert shown(again) == shown(steps_of(engine, [*second, *written, 4], 99))
+
+
 def test_sampling_draws_what_it_drew_without_a_session():
     target, session = tiny_target(), Session()
     engine = Speculator(target, random_head("sequential", target))

@@ -181,3 +181,33 @@ def test_end_token_that_the_tokenizer_adds_is_left_out() -> None:
         conversation = Conversation(Prompt(0, text=text), Renderer(target, {}), CONTEXT)
         assert conversation.ask()
         assert target.tokenizer.decode(conversation.tokens) == "<s>" + text
+
+
+def saved(folder: Path, target: Target, generation: str | None) -> Path:
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(generation)
+    return folder
+
+
+@pytest.mark.parametrize("generation", ['{"eos_token_id": [258, 9]}', '{"eos_token_id": 9}', None])
+def test_a_tokenizer_alone_has_the_end_tokens_of_its_target(tmp_path: Path, generation: Any):
+    folder = saved(tmp_path, llama(), generation)
+    assert TextSide.load(str(folder)).eos_ids == Target.load(folder).eos_ids != ()
+
+
+@pytest.mark.parametrize(
+    "generation", ["{", "[]", '{"eos_token_id": ["a"]}', '{"eos_token_id": -1}']
+)
+def test_damaged_end_tokens_are_refused_alike_with_and_without_weights(
+    tmp_path: Path, generation: str
+):
+    folder = saved(tmp_path, llama(), generation)
+    faults = []
+    for load in (TextSide.load, Target.load):
+        with pytest.raises(ValueError, match=f"^target {folder}: .*generation_config.json") as one:
+            load(str(folder))
+        faults.append(str(one.value))
+    assert faults[0] == faults[1] and "\n" not in faults[0]

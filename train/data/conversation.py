@@ -18,18 +18,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
-from draftheads.heads.placement import ASKS_FOR_CODE, OWN_CODE, location
+from draftheads.heads.placement import (
+    ASKS_FOR_CODE,
+    OWN_CODE,
+    end_ids,
+    location,
+    read_config,
+    read_generation_config,
+)
+from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.text import REPLACEMENT
 from draftheads.train.data.answers import Record
 from draftheads.train.data.prompts import Message, Prompt
-
-if TYPE_CHECKING:
-    from draftheads.heads.target import Target
 
 OPEN, CLOSE = "<think>", "</think>"
 PLACEHOLDER = "DRAFTHEADS-ANSWER-PLACEHOLDER"
@@ -60,7 +65,6 @@ class TextSide:
             tokenizer = AutoTokenizer.from_pretrained(
                 place, revision=revision, trust_remote_code=False, **file
             )
-            eos_ids = _eos_ids(path, revision) or [tokenizer.eos_token_id]
         except Exception as error:  # a damaged file raises errors of many types
             if ASKS_FOR_CODE in str(error):
                 raise ValueError(f"target {name}: {OWN_CODE}") from error
@@ -69,51 +73,30 @@ class TextSide:
                 f"{name}: expected a target's folder or Hub id with a tokenizer, found none that "
                 f"can be read ({reason}); give one with --target, or download it again"
             ) from error
-        return cls(name, tokenizer, tuple(one for one in eos_ids if one is not None), revision)
+        eos = _eos_token_id(path, revision)
+        eos_ids = end_ids(tokenizer.eos_token_id if eos in (None, []) else eos, name)
+        return cls(name, tokenizer, eos_ids, revision)
 
 
-def _eos_ids(path: str, revision: str | None) -> list[int]:
-    place, file = location(path)
-    for config in (AutoConfig,) if file else (GenerationConfig, AutoConfig):
-        try:
-            found = config.from_pretrained(
-                place, revision=revision, trust_remote_code=False, **file
-            ).eos_token_id
-        except (OSError, ValueError, AttributeError):  # the folder may only have a tokenizer
-            if (Path(path) / "generation_config.json").is_file():
-                raise  # other end tokens would be learned without it
-            continue
-        if found is not None:
-            return list(found) if isinstance(found, list) else [found]
-    return []
+def _eos_token_id(path: str, revision: str | None) -> Any:
+    """That of generation_config.json, else of config.json; None if neither has one."""
+    generation = read_generation_config(path, revision)
+    if generation is not None and generation.eos_token_id is not None:
+        return generation.eos_token_id
+    try:
+        return getattr(read_config(path, revision), "eos_token_id", None)
+    except (OSError, ValueError):
+        if generation is not None:
+            raise  # other end tokens would be learned without it
+        return None  # the folder may only have a tokenizer
 
 
-class Renderer:
-    """Turns messages into token ids for one target.
-
-    Without a chat template the contents of messages are joined by newlines. template_args: extra
-    variables of the template, such as {"enable_thinking": False}.
-    """
-
-    def __init__(self, side: Target | TextSide, template_args: dict[str, Any]) -> None:
-        if side.tokenizer is None:
-            raise ValueError(
-                f"{side.name}: expected a tokenizer next to the model, found none; "
-                "put tokenizer.json and tokenizer_config.json into its folder"
-            )
-        self.tokenizer = side.tokenizer
-        self.eos_ids = side.eos_ids
-        self.template_args = template_args
+class Renderer(PromptRenderer):
+    """Also renders what comes between the answers of a conversation, and answers given as text."""
 
     def opening(self, prompt: Prompt, turn: Turn) -> list[int]:
         """Token ids of a prompt's first turn, ready for the target's answer."""
-        text = self.render([turn], []) if prompt.text is None else prompt.text
-        if prompt.text is None and self.tokenizer.chat_template:
-            return self.encode(text)
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
-        bare = self.encode(text)
-        closed = bare and ids[:-1][-len(bare) :] == bare and ids[-1] in self.eos_ids
-        return ids[:-1] if closed else ids  # some tokenizers append an end token to every text
+        return self.prompt_ids(turn if prompt.text is None else prompt.text)
 
     def between(
         self, turns: Sequence[Turn], answers: Sequence[Message], first: int, lead: str, last_id: int
@@ -177,23 +160,13 @@ class Renderer:
             messages += turn
             if answer is not None:
                 messages.append(answer)
-        if not self.tokenizer.chat_template:
-            return "\n".join(message["content"] for message in messages)
-        try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=ask, **self.template_args
-            )
-        except TypeError as error:  # raised by templates that loop over the tools they expect
-            raise TemplateError(str(error)) from error
-        return rendered
+        return self.text(messages, ask=ask)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of token ids, special tokens included."""
-        text: str = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        text: str = self.tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
 
     def _encode_after(self, end_id: int, text: str) -> list[int]:
@@ -288,7 +261,7 @@ class Conversation:
         if skipped < len(ids):
             self._learn.append((len(self.tokens) + skipped, len(self.tokens) + len(ids)))
         self.tokens += ids
-        text = self._renderer.tokenizer.decode(ids, skip_special_tokens=True)
+        text = self._renderer.decode(ids, skip_special_tokens=True)
         self.answers.append(message or assistant(text))
 
     def end(self, kind: str, reason: str) -> None:
