@@ -110,7 +110,7 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
     if not HUB_ID.fullmatch(repo_id):
         raise ValueError(f"repository {repo_id!r}: expected user/name in letters, digits and ._-")
     folder = open_head(source)
-    if "tree" not in folder.facts or "target" not in folder.facts:
+    if folder.facts.get("tree") is None or "target" not in folder.facts:
         raise ValueError(
             f"{folder.path / CONFIG}: expected a head in this project's own layout; draftheads "
             "convert SRC DST --to draftheads writes one"

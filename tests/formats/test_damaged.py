@@ -383,13 +383,13 @@ ADAPTERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "pointer": ("adapter_model.safetensors", lambda f: f.write_bytes(POINTER), "git-lfs"),
     "empty": ("adapter_model.safetensors", lambda f: f.write_bytes(b""), "got 0 bytes"),
     "fewer": ("adapter_model.safetensors", without_one, "missing tensors ['base_model"),
-    "wider": ("adapter_model.safetensors", wider, "PEFT cannot load this one"),
+    "wider": ("adapter_model.safetensors", wider, "expected matrices of rank 2"),
     "no-json": ("adapter_config.json", lambda f: f.write_text("{"), "got invalid JSON"),
-    "no-type": ("adapter_config.json", lambda f: f.write_text("{}"), "PEFT cannot load"),
+    "no-type": ("adapter_config.json", lambda f: f.write_text("{}"), "None as peft_type"),
     "rank": (
         "adapter_config.json",
         lambda f: f.write_text(f.read_text().replace('"r": 2', '"r": "x"')),
-        "PEFT cannot load this one",
+        "got 'x' as r (",
     ),
     "gone": ("adapter_config.json", lambda f: f.unlink(), "got at most one"),
 }
@@ -403,5 +403,5 @@ def test_a_damaged_adapter_is_named(joint, tmp_path, name):
     spoil(folder / "adapter" / file)
     line = outcome(lambda: load_pair(folder), folder / "adapter")
     assert reason in line
-    if name not in ("wider", "fewer", "no-type", "rank"):  # what the target must be there for
+    if name != "fewer":  # what the target must be there for
         assert "adapter" in outcome(lambda: prepare(folder, "me/heads"), folder)
