@@ -865,7 +865,7 @@ def test_no_part_of_a_key_that_a_server_quotes_is_shown(echo: str) -> None:
     quoted = shown.removeprefix("wrong key <").removesuffix("> for llama-3")
     assert "***" in quoted
     rims = quoted.split("***")
-    assert all(len(rim) < 10 for rim in rims), "at most what stands around it, as `Bearer `"
+    assert all(len(rim) < 11 for rim in rims), "at most `Bearer ` in base64, which stands before it"
 
 
 @pytest.mark.parametrize(("key", "size"), [("", 9), ("ab", 2), ("EMPTY", 4), ("hunter2hunter", 6)])
