@@ -421,3 +421,31 @@ def test_out_without_a_name_is_refused(
     [line] = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and "expected a folder, got an empty name" in line
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- what stands in the way
+
+
+def test_a_process_that_holds_a_folder_for_ever_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "LOCK_SECONDS", 0.2)
+    with answers._locked(folder), pytest.raises(TimeoutError, match="got one that has held it"):
+        answers.set_aside(folder, read_manifest(folder))
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(28, "; free space, then run"), (13, "; see that it can be written, then run")],
+)
+def test_advice_follows_the_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    batch = shards.read_batch(shard(folder))
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match=f"new.arrow: {os.strerror(number)}{advice}") as error:
+        shards.write_batch(folder / "new.arrow", batch)
+    assert error.value.errno == number and not (folder / "new.arrow").exists()

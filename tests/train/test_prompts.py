@@ -25,6 +25,7 @@ from draftheads.train.data.prompts import (
     read_conversations,
     read_prompts,
 )
+from draftheads.train.entry import mistakes_in_one_line
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")
@@ -292,14 +293,19 @@ def test_a_misspelt_file_is_not_looked_up_on_the_hub(monkeypatch: Any, tmp_path:
     for name in ("ok.jsnl", "ok.json.gz", "./ok.jsn"):
         with pytest.raises(ValueError, match=r"found none; did you mean ok\.jsonl\?$"):
             read_prompts(name)
-    with pytest.raises(ValueError, match="import of datasets"):
+    with pytest.raises(ImportError, match="import of datasets"):
         read_prompts("okay")
 
 
-def test_reading_the_hub_without_datasets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_hub_without_datasets_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """About the package: the name of the data set may be right."""
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"owner/name .*: expected .* got: import of datasets"):
+    with pytest.raises(SystemExit) as ended, mistakes_in_one_line():
         read_prompts("owner/name")
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.endswith("; pip install 'draftheads[train]'")
 
 
 def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
