@@ -249,7 +249,7 @@ class DynamicTree:
     """
 
     draft_nodes: int = NODES
-    depth: int = 5
+    depth: int = 8
     top_k: int = 4
 
     def __post_init__(self) -> None:

@@ -152,7 +152,7 @@ class DecoderChoices(LayerSizes):
     sliding_window: int | None = Field(None, ge=1, description="attention window; null: all tokens")
     decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of step k, normalised")
     nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the dynamic tree")
-    depth: int = Field(5, ge=1, le=32, description="depth of the tree = tokens drafted ahead")
+    depth: int = Field(8, ge=1, le=32, description="depth of the tree = tokens drafted ahead")
     top_k: int = Field(4, ge=1, description="nodes expanded per level, children per node")
 
     @model_validator(mode="after")

@@ -34,8 +34,8 @@ def test_trees_survive_json(tree):
 
 def test_dynamic_trees_from_the_command_line():
     assert parse_tree("nodes=16,depth=5,top_k=4") == DynamicTree(16, 5, 4)
-    assert parse_tree("nodes=16") == DynamicTree(16) == DynamicTree(16, 5, 4)
-    assert parse_tree("top_k=4, nodes=16") == DynamicTree(16, 5, 4)
+    assert parse_tree("nodes=16") == DynamicTree(16) == DynamicTree(16, 8, 4)
+    assert parse_tree("top_k=4, nodes=16") == DynamicTree(16, 8, 4)
     assert parse_tree(str(DynamicTree(16, 5, 4))) == DynamicTree(16, 5, 4)
 
 
