@@ -85,6 +85,8 @@ MOST_MESSAGES, MOST_PARTS = 1024, 64
 MOST_CHOICES = 128
 """Prompts x n."""
 MOST_LOGPROBS = 20
+MOST_BRACKETS = 1 << 17
+"""Of a body. A million lists take Python seconds, in which no other thread runs."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
@@ -174,6 +176,8 @@ class Request(BaseModel):
 def parsed(kind: type[R], body: bytes) -> R:
     """A request of this kind. Raises ApiError."""
     try:
+        if body.count(b"[") + body.count(b"{") > MOST_BRACKETS:
+            raise ApiError(400, f"expected at most {MOST_BRACKETS} brackets, got more; send fewer")
         given = json.loads(body.decode("utf-8-sig"))
         if not isinstance(given, dict):
             raise ApiError(400, f"expected a JSON object, got {_shown(given)}; send {{...}}")

@@ -23,12 +23,14 @@ def test_options_reach_the_server(run, target, served, monkeypatch):  # noqa: F8
     monkeypatch.setenv("MY_KEY", "s3cret")
     command = ["serve", "--target", target, "--head", "ngram", "--nodes", 3, "--port", 0]
     settings = ["--api-key-env", "MY_KEY", "--temperature", 0.5, "--slots", 2, "--queue", 7]
+    settings += ["--allowed-host", "a.b", "--allowed-host", "*.c", "--root-path", "/model/"]
     assert run(*command, *settings, "--timeout", 9)[0] == 0
     [(engine, options, host, port)] = served
     assert isinstance(engine, Speculator)
     assert (engine.tree.draft_nodes, host, port) == (3, "127.0.0.1", 0)
     assert (options.name, options.key, options.temperature) == (target.name, "s3cret", 0.5)
     assert (options.slots, options.waiting, options.timeout) == (2, 7, 9)
+    assert (options.allowed_hosts, options.root_path) == (("a.b", "*.c"), "/model")
 
 
 def test_without_heads_the_plain_model_is_served(run, target, served):  # noqa: F811
@@ -42,6 +44,9 @@ def test_mistakes_are_one_line(run, target, monkeypatch):  # noqa: F811
     failed(run("serve", "--target", target, "--api-key-env", "NO_SUCH"), "environment variable")
     failed(run("serve", "--target", target, "--temperature", -1), "--temperature")
     failed(run("serve", "--target", target, "--host", "256.1.1.1"), "expected a free address")
+    wrong = "https://model.example.com"
+    failed(run("serve", "--target", target, "--allowed-host", wrong), "leave out https://")
+    failed(run("serve", "--target", target, "--root-path", "model"), "expected a path such as /m")
     monkeypatch.delitem(sys.modules, "draftheads.infer.server")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     failed(run("serve", "--target", target), "fastapi", "pip install")

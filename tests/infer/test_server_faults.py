@@ -131,8 +131,9 @@ def test_bodies_that_are_wrong(client, body, status, usual_recursion):
         (b"[1, 2, 3]", "expected a JSON object, got [1, 2, ...]; send {...}"),
         (b'{"a": "\xff"}', "got other bytes than UTF-8 from byte 7 on; encode it as UTF-8"),
         (DEEP, "got one nested too deeply; flatten it"),
+        (b'{"prompt": [%s]}' % (b"[1]," * 200_000), "at most 131072 brackets, got more"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_bodies_that_are_no_json_are_told_so_in_our_words(client, body, said, usual_recursion):
     headers = {"Content-Type": "application/json"}
