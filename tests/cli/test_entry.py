@@ -119,6 +119,31 @@ def test_a_signal_before_the_first_step_ends_with_130(path, monkeypatch, capsys,
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
+def test_tests_of_signals_pass_in_the_background():
+    """A script's background job inherits that Ctrl-C is ignored, nohup's that hang-ups are."""
+
+    def ignore() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    chosen = [
+        "-k",
+        "signal_before or ctrl_c_stops_the_answer",
+        __file__,
+        "tests/infer/test_chat.py",
+    ]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "", *chosen],
+        cwd=ROOT,
+        preexec_fn=ignore,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
 LAUNCHES = {
     "script": [str(ROOT / "train" / "medusa.py"), "RECIPE"],
     "train": ["-m", "draftheads.scripts.cli", "train", "RECIPE"],

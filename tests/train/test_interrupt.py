@@ -261,7 +261,10 @@ def test_every_digit_of_a_state_is_under_its_seal(whole, tmp_path):
     digits = [place for place, letter in enumerate(text) if letter.isdigit()]
     assert len(digits) > 100
     for place in digits:
-        path.write_text(f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}")
+        flipped = f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}"
+        if json.loads(flipped) == json.loads(text):  # the 17th digit of a float
+            continue
+        path.write_text(flipped)
         with pytest.raises(ValueError, match=r"state\.json (is missing or damaged|has format 4,)"):
             checkpoint.read_state(step)
     path.write_text(text)

@@ -15,7 +15,7 @@ from tiny_training import run
 from typer.testing import CliRunner
 
 from draftheads.scripts.cli import app
-from draftheads.train.progress import CURVES, REPORT, read_metrics, write_report
+from draftheads.train.progress import CURVES, REPORT, duration, read_metrics, write_report
 
 pytestmark = pytest.mark.slow
 
@@ -135,3 +135,19 @@ def test_heads_that_learn_fewer_depths_than_they_draft_get_their_report(made, tm
     assert [len(line["heldout_top1"]) for line in lines if "heldout_top1" in line] == [3]
     assert (tmp_path / "run" / CURVES).read_bytes().startswith(PNG)
     assert CliRunner().invoke(app, ["report", str(tmp_path / "run")]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"),
+        (0.834, "0.83 s"),
+        (42.4, "42 s"),
+        (59.7, "1 min 0 s"),
+        (185.0, "3 min 5 s"),
+        (3599.6, "1 h 0 min"),
+        (96_000.0, "26 h 40 min"),
+    ],
+)
+def test_a_time_is_said_in_units_that_fit(seconds, text):
+    assert duration(seconds) == text
