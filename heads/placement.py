@@ -229,7 +229,8 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
     config = read_config(path, revision)
     generation = read_generation_config(path, revision)
     if generation is not None:
-        end_ids(generation.eos_token_id, path)
+        vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+        end_ids(generation.eos_token_id, path, vocabulary)
     place, file = location(path)
     with reading(path):
         model: PreTrainedModel

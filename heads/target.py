@@ -113,7 +113,7 @@ class Target:
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self._slots, self.context = slot_limit(self.config), usable_context(model)
-        self.eos_ids = end_ids(model.generation_config.eos_token_id, self.name, self.vocab_size)
+        self.eos_ids = end_ids(model.generation_config.eos_token_id, self.name)
         self.template_args = {}
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = Masks(model)

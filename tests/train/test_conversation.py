@@ -210,4 +210,6 @@ def test_damaged_end_tokens_are_refused_alike_with_and_without_weights(
         with pytest.raises(ValueError, match=f"^target {folder}: .*generation_config.json") as one:
             load(str(folder))
         faults.append(str(one.value))
-    assert faults[0] == faults[1] and "\n" not in faults[0]
+    known = f"token ids from 0 to {llama().vocab_size - 1}"  # weights say how many there are
+    assert faults[0] == faults[1].replace(known, "token ids from 0 on")
+    assert "\n" not in faults[0]
