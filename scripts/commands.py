@@ -560,14 +560,10 @@ def serve(
     --temperature, --top-p and --top-k are for requests that do not say.
     """
     from draftheads.infer.engine import Speculator
+    from draftheads.infer.server import ServerOptions
+    from draftheads.infer.server import serve as run
     from draftheads.train.data.server import secret
 
-    try:
-        from draftheads.infer.server import ServerOptions
-        from draftheads.infer.server import serve as run
-    except ModuleNotFoundError as error:
-        needed = "pip install fastapi uvicorn prometheus_client"
-        raise ValueError(f"serve: expected its packages, got: {error}; {needed}") from error
     key = secret(api_key_env) if api_key_env else None
     sampling = rule(temperature, top_p, top_k, False, 0)
     options = ServerOptions(

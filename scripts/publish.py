@@ -36,7 +36,7 @@ PLACES = re.compile(
 HOST = re.compile(r"://(?:[^/@]*@)?((\[[^]]*\]|[^/:?#]+)(?::\d+)?)")
 """The host of a URL, with and without its port."""
 FACTS = """
-format kind feature_layers target adapter tree tuned training measured
+format kind feature_layers target adapter tree tree_order tuned training measured
 name revision fingerprint architecture layers quantisation dtype eos_ids
 rank alpha modules parameters drift
 steps tokens seconds loss predicted_tokens_per_step heldout_top1 heldout_top5 decoding recipe data
