@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from draftheads.train.recipe import Kind
 
 INTERRUPTED = 130
+LONGEST_LINE = 800
+"""Characters of an error line: it may quote what was given."""
 LESS_MEMORY = (
     "give it less at a time: fewer or shorter rows, prompts or answers, or a smaller model"
 )
@@ -127,7 +129,16 @@ def _print_mistake(error: Exception) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """An error message without line breaks; of several by pydantic, the first."""
+    """An error message without line breaks, and without the middle of a very long one."""
+    line = _message(error)
+    if len(line) <= LONGEST_LINE:
+        return line
+    half = LONGEST_LINE // 2
+    return f"{line[:half]} ... {line[-half:]}"  # what is expected, and what to do
+
+
+def _message(error: Exception) -> str:
+    """In one line; of several by pydantic, the first."""
     if isinstance(error, ImportError) and error.name:  # without one the message says all
         return f"expected an installed package, got: {error}; {installation(error)}"
     from pydantic import ValidationError

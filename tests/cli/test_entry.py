@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from draftheads.scripts.cli import app
 from draftheads.train import eagle, loop, medusa
-from draftheads.train.entry import mistakes_in_one_line
+from draftheads.train.entry import mistakes_in_one_line, one_line
 from draftheads.train.loop import Outcome
 from draftheads.train.recipe import Recipe
 
@@ -243,3 +243,10 @@ def test_a_command_without_its_extra_is_one_line(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     [line] = done.stderr.splitlines()
     assert done.returncode == 2 and line.endswith("pip install 'draftheads[train]'")
+
+
+def test_a_very_long_value_is_cut_out_of_its_error_line():
+    """Its beginning says what was expected, its end what to do."""
+    line = one_line(ValueError(f"--out: expected a folder, got {'a' * 5000}; choose another one"))
+    assert line.startswith("--out: expected a folder, got aaa") and len(line) < 1000
+    assert line.endswith("aaa; choose another one")
