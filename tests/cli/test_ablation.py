@@ -237,11 +237,11 @@ def test_an_interrupted_ablation_goes_on(recipe, tmp_path, monkeypatch):
 
 
 def test_a_run_that_fails_does_not_stop_the_others(recipe, tmp_path):
-    grid = ["--vary", "optim.lr=1e30,1e-3", "--vary", "head.depth=1"]
+    grid = ["--vary", "optim.lr=1e12,1e-3", "--vary", "head.depth=1"]
     main(arguments(recipe, tmp_path, *grid))
     report = report_of(tmp_path)
     assert [run["name"] for run in report["runs"]] == ["optim.lr=1e-3,depth=1"]
-    assert "not finite" in report["skipped"]["optim.lr=1e30,depth=1"]
+    assert "not finite" in report["skipped"]["optim.lr=1e12,depth=1"]
 
 
 def test_mistakes_are_explained(recipe, finished, tmp_path):

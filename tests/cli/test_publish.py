@@ -386,7 +386,7 @@ def test_an_adapter_brings_no_foreign_settings_and_no_linked_file(hub, adapted, 
     assert code == 2 and "got a link to" in errors[0]
 
 
-@pytest.mark.parametrize("licence", ["apache2", "Apache-2.0", "GPL", ""])
+@pytest.mark.parametrize("licence", ["apache2", "Apache-2.0", "GPL"])
 def test_an_unknown_licence_is_refused_before_anything_is_sent(hub, folder, run, licence):
     """This promise and its test went with the list of licences, as the Hub itself refuses some; it
     does so after the repository was made.

@@ -236,7 +236,7 @@ def test_a_seed_repeats_the_output():
 
 @pytest.mark.parametrize("rule", [Sampled, Typical])
 def test_temperature_zero_points_to_greedy(rule):
-    with pytest.raises(ValueError, match=r"use Greedy\(\)"):
+    with pytest.raises(ValueError, match="the rule Greedy in Python"):
         rule(temperature=0.0)
 
 
