@@ -34,7 +34,11 @@ ENGINES = {
     "tgi": "text-generation-inference",
     "gguf": "llama.cpp",
     "openvino": "OpenVINO GenAI (2026.4)",
+    "mlx": "mlx-vlm (0.7.10), for targets whose caches it can roll back",
+    "trtllm": "TensorRT-LLM's PyTorch backend (read in its source, not run)",
 }
+CONVERTED_ALONE = {"mlx", "trtllm"}
+"""Engines that a card names only where the folder was converted for them."""
 SERVES = {"vllm": "speculators"}
 """Engine -> a layout that is not named after it and that it reads, too."""
 CHAIN = 3
@@ -63,7 +67,11 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
     shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
     known = is_hub_id(target)
-    engines = [each for each in ENGINES if to in ("draftheads", each, SERVES.get(each))]
+    engines = [
+        each
+        for each in ENGINES
+        if to in (each, SERVES.get(each)) or (to == "draftheads" and each not in CONVERTED_ALONE)
+    ]
     data = ModelCardData(
         library_name="draftheads",
         pipeline_tag="text-generation",
@@ -114,6 +122,8 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
         "sglang": is_bare,
         "tgi": True,
         "openvino": True,
+        "mlx": True,
+        "trtllm": True,
         "gguf": False,  # it always is, for a file of the target
     }[to]
     name = config["draftheads"]["target"].get("name")

@@ -148,7 +148,7 @@ def faster_dtype(name: str, revision: str | None) -> str:
     if own_dtype(config) == torch.float32:
         return "auto"
     pace = measured_pace(config)
-    print(pace, file=sys.stderr, flush=True)
+    say(pace, sys.stderr)
     return pace.dtype
 
 
@@ -691,7 +691,7 @@ def check_answers(folder: Path) -> None:
     from draftheads.train.data.answers import check
 
     counts = check(folder)
-    print(
+    say(
         f"{folder}: {counts.documents:,} documents, {counts.tokens:,} tokens, "
         f"{counts.learned_tokens:,} to learn; all as they were written"
     )

@@ -222,7 +222,7 @@ def _complete(saved: Saved, recipe: Recipe, accelerator: Accelerator) -> None:
 
 def _report(recipe: Recipe, accelerator: Accelerator) -> None:
     if recipe.eval.report and accelerator.is_main_process:
-        print(f"report: {write_report(recipe.run.output)}")
+        main_process_log(accelerator)(f"report: {write_report(recipe.run.output)}")
 
 
 def _less_memory(recipe: Recipe) -> str:

@@ -624,6 +624,7 @@ CONVERTED = [(name, to) for name, to in POSSIBLE if to != "draftheads"]
 COMMANDS = {
     "vllm": "vllm serve", "sglang": "sglang.launch_server", "openvino": "optimum-cli",
     "tgi": "text-generation-launcher", "speculators": "vllm serve",
+    "mlx": "mlx_vlm.generate", "trtllm": "tensorrt_llm",
 }  # fmt: skip
 
 
