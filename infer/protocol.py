@@ -217,7 +217,7 @@ def _refuse_unsupported(kind: type[Request], given: dict[str, Any]) -> None:
 
 def _in_one_line(error: ValidationError) -> ApiError:
     """The fault that says most: of a union's alternatives, one of the right type."""
-    faults = error.errors(include_url=False, include_input=False, include_context=False)
+    faults = error.errors(include_url=False, include_context=False)
 
     def rank(fault: Any) -> tuple[bool, int]:
         return fault["type"].endswith(("_type", "_parsing")), -len(fault["loc"])
@@ -225,8 +225,19 @@ def _in_one_line(error: ValidationError) -> ApiError:
     fault = min(faults, key=rank)
     parts = [str(part)[:64] for part in fault["loc"] if part != "str"]
     place = ".".join(part for part in parts if part.replace("_", "").isalnum())
-    message = fault["msg"].removeprefix("Value error, ")
+    message = _message(fault)
     return ApiError(400, f"{place}: {message}" if place else message, None, place or None)
+
+
+def _message(fault: Any) -> str:
+    """What was expected and what was got, of one of pydantic's errors."""
+    if fault["type"] == "missing":
+        return "expected a value, got none"
+    said = fault["msg"].removeprefix("Value error, ")
+    if not said.startswith("Input should be "):
+        return str(said)
+    expected = said.removeprefix("Input should be ").partition(", got ")[0]
+    return f"expected {expected.partition(', unable')[0]}, got {_shown(fault['input'])}"
 
 
 class CompletionRequest(Request):

@@ -211,15 +211,6 @@ def test_a_run_folder_stands_for_its_best_or_newest_step(tmp_path):
     assert open_head(tmp_path).path.resolve().name == "step-000020"
 
 
-def test_an_empty_name_is_no_head(tmp_path, monkeypatch):
-    """It read the head in the working directory."""
-    save_head(trained(), tmp_path, target=tiny_target())
-    monkeypatch.chdir(tmp_path)
-    assert open_head(".").path.is_dir()
-    with pytest.raises(FileNotFoundError, match="expected a folder or a Hub id .*, got an empty"):
-        open_head("")
-
-
 def test_missing_heads_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such folder, and not a Hub id"):
         load_head(tmp_path / "nowhere")

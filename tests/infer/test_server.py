@@ -236,7 +236,9 @@ def test_parts_of_text_are_one_text(client):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": -1}, "max_tokens", "expected greater than or equal to 1, got -1"),
+        ({"max_tokens": "x"}, "max_tokens", "expected a valid integer, got 'x'"),
+        ({"messages": None}, "messages", "expected a valid list, got None"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
         ({"n": 129}, "n", "less than or equal to 128"),
