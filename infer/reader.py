@@ -80,9 +80,9 @@ class Reader:
         if choices > self.most_choices:
             said = f"expected at most {self.most_choices} answers (prompts x n), got {choices}"
             raise ApiError(400, f"{said}; send several requests", None, "n")
-        return request, [self._encoded(prompt) for prompt in prompts]
+        return request, [self.encoded(prompt) for prompt in prompts]
 
-    def _encoded(self, prompt: Any) -> list[int]:
+    def encoded(self, prompt: Any) -> list[int]:
         """Token ids of a text, a chat or token ids. Raises ApiError."""
         if isinstance(prompt, list):
             return self._fitting(prompt)

@@ -108,9 +108,8 @@ def test_the_readmes_example_prints_what_the_target_wrote(head, capsys):
 def test_the_cards_examples_print_what_the_target_wrote(head, capsys):
     folder, target = head
     prompt, text = written(target)
-    ours, *transformers = python_blocks(
-        (folder / "README.md").read_text().replace(HERE, str(folder))
-    )
+    card = (folder / "README.md").read_text().replace(HERE, str(folder))
+    ours, *transformers = python_blocks(card.replace("TARGET_FOLDER", str(target.name)))
     exec(ours, {})
     assert capsys.readouterr().out == text
     exec("\n".join(transformers), {})

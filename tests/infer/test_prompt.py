@@ -21,10 +21,9 @@ from draftheads.heads import load_pair, save_head
 from draftheads.heads.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.infer.conversation import History
-from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
 from draftheads.infer.protocol import ChatRequest, CompletionRequest
-from draftheads.infer.server import ServerOptions, Service
+from draftheads.infer.reader import Reader
 from draftheads.scripts import commands
 from draftheads.scripts.cli import app
 from draftheads.scripts.journey import opening_ids
@@ -79,18 +78,17 @@ def everywhere(target: Target, prompt: Prompt, folder: Path) -> dict[str, list[i
     record = {"text": prompt.text} if prompt.text else {"messages": prompt.messages}
     file = folder / "prompts.jsonl"
     file.write_text(json.dumps(record))
-    service = Service(Speculator(target), ServerOptions("tiny"))
     if prompt.messages is None:
         question, system = prompt.text or "", None
-        request: Any = CompletionRequest(prompt=question)
+        [asked] = CompletionRequest(prompt=question).prompts
     else:
         system, question = (message["content"] for message in prompt.messages)
-        request = ChatRequest(messages=list(prompt.messages))
+        asked = ChatRequest(messages=list(prompt.messages))
     return {
         "distill": conversation.tokens,
         "bench, tune, doctor": opening_ids(target, str(file), None, None)[0],
         "chat": History(target, system, None).prompt(question)[0],
-        "serve": service._encoded(request),
+        "serve": Reader(target, "tiny", 1).encoded(asked),
         "Python": encode_prompt(target, prompt.text or list(prompt.messages or ())),
     }
 
