@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -262,9 +263,10 @@ def test_every_digit_of_a_state_is_under_its_seal(whole, tmp_path):
     assert len(digits) > 100
     for place in digits:
         flipped = f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}"
-        if json.loads(flipped) == json.loads(text):  # the 17th digit of a float
-            continue
         path.write_text(flipped)
+        with suppress(ValueError):
+            if json.loads(flipped) == json.loads(text):  # the 17th digit of a float
+                continue
         with pytest.raises(ValueError, match=r"state\.json (is missing or damaged|has format 4,)"):
             checkpoint.read_state(step)
     path.write_text(text)
