@@ -230,20 +230,10 @@ def local_answerer(
     return LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
 
 
-def folder(name: str) -> Path:
-    """The value of --out: a name that is not empty, which would be the working directory."""
-    if not name.strip():
-        raise typer.BadParameter("expected a folder, got an empty name")
-    return Path(name)
-
-
-OUT = "folder to write; an unfinished one is resumed"
-
-
 def distill(
     target: TargetName,
     prompts: Prompts,
-    out: Annotated[Path, Option(parser=folder, metavar="FOLDER", help=OUT)],
+    out: Annotated[Path, Option(help="folder to write; an unfinished one is resumed")],
     temperature: Temperature = 0.3,
     top_p: TopP = 1.0,
     top_k: TopK = 0,

@@ -419,7 +419,7 @@ def test_out_without_a_name_is_refused(
     with pytest.raises(SystemExit) as ended:
         main()
     [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and "expected a folder, got an empty name" in line
+    assert ended.value.code == 2 and "--out: expected a value, got an empty one" in line
     assert not list(tmp_path.iterdir())
 
 

@@ -232,7 +232,7 @@ def test_messages_that_the_template_refuses_are_skipped_with_its_reason(tmp_path
     [
         ("{% for tool in tools %}{{ tool }}{% endfor %}" + TEMPLATE, "is not iterable"),
         ("{% for m in messages %}", "TemplateSyntaxError: Unexpected end of template"),
-        ("{{ 1 / 0 }}" + TEMPLATE, "ZeroDivisionError"),
+        ("{{ 1 / 0 }}" + TEMPLATE, "division by zero"),
         ("{{ raise_exception('not today') }}", "TemplateError: not today"),
     ],
 )
