@@ -690,7 +690,7 @@ def check_answers(folder: Path) -> None:
 def import_answers(
     conversations: Annotated[str, Argument(help="a file, folder or Hub data set with answers")],
     target: TargetName,
-    out: Annotated[Path, Option(parser=folder, metavar="FOLDER", help="new folder to write")],
+    out: Annotated[Path, Option(help="new folder to write")],
     tools: Tools = "keep",
     reasoning: Reasoning = "keep",
     limit: Limit = None,
