@@ -233,6 +233,8 @@ def _message(fault: Any) -> str:
     """What was expected and what was got, of one of pydantic's errors."""
     if fault["type"] == "missing":
         return "expected a value, got none"
+    if fault["type"] == "extra_forbidden":
+        return "not supported; leave it out"
     said = fault["msg"].removeprefix("Value error, ")
     if not said.startswith("Input should be "):
         return str(said)
