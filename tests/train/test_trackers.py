@@ -245,7 +245,7 @@ def test_a_skipped_step_has_no_numbers_to_draw(made, tmp_path, monkeypatch):
         "accelerate.Accelerator.log", lambda self, values, step: logged.append(step)
     )
     output = tmp_path / "run"
-    assert run(made, output, "optim.lr=1e30", "run.max_skipped=2") == 2
+    assert run(made, output, "optim.lr=8e12", "head.layers=4", "run.max_skipped=2") == 2
     skipped = [line["step"] for line in read_metrics(output) if "skipped" in line]
     assert skipped
     assert not set(skipped) & set(logged)

@@ -233,7 +233,17 @@ def test_only_the_head_is_trained(made, tmp_path, monkeypatch, capsys, kind):
 
 
 def test_a_loss_that_is_not_finite_is_skipped_then_fatal(made, tmp_path, capsys):
-    assert run(made, tmp_path / "run", "optim.lr=1e30", "optim.warmup=0", "run.steps=20") == 2
+    assert (
+        run(
+            made,
+            tmp_path / "run",
+            "optim.lr=8e12",
+            "head.layers=4",
+            "optim.warmup=0",
+            "run.steps=20",
+        )
+        == 2
+    )
     captured = capsys.readouterr()
     assert captured.out.count("skipped: loss") == 3
     assert "not finite in 3 steps" in captured.err
