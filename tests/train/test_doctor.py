@@ -211,10 +211,6 @@ def features_a_layer_low(config, tensors) -> None:
     plant_layers(config, [0, 1])
 
 
-def not_a_number(config, tensors) -> None:
-    tensors["midlayer.mlp.down_proj.weight"][3, 5] = torch.nan
-
-
 def a_matrix_left_at_zero(config, tensors) -> None:
     tensors["fc.weight"].zero_()
 
@@ -237,7 +233,6 @@ def read_as_dflash(config, tensors) -> None:
 IN_THE_FOLDER = [
     ("eagle3", features_swapped, "features", "set draftheads.feature_layers there"),
     ("eagle3", features_a_layer_low, "features", "set draftheads.feature_layers there"),
-    ("eagle3", not_a_number, "weights", "use an earlier checkpoint"),
     ("eagle3", a_matrix_left_at_zero, "weights", "use an earlier checkpoint"),
     ("block", ids_of_another_format, "features", "set target_layer_ids there to [-1, 0]"),
     ("block", another_mask, "mask", "set mask_token_id there to 256"),
