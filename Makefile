@@ -1,6 +1,6 @@
 # make demo      set-up, then distill + train + bench + a sample chat on the embedded target (CPU, no network)
 # make test      set-up, then the default tests (three minutes)
-# make test-all  set-up, then the whole test suite (twelve to sixteen minutes)
+# make test-all  set-up, then the whole test suite (sixteen to twenty-two minutes)
 # make check     set-up, then lint, types and the whole test suite
 VENV ?= .venv
 PYTHON ?= python3
