@@ -47,7 +47,7 @@ WIDEST = 2**18
 MOST_HEADS = 2**12
 """Attention heads of a layer, and the width of one."""
 MOST_RANKS = 2**15
-"""Nodes of a tree that a head's config.json may record."""
+"""Rank of a product of two thin matrices."""
 
 
 class Section(BaseModel):
