@@ -67,11 +67,6 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
     shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
     known = is_hub_id(target)
-    engines = [
-        each
-        for each in ENGINES
-        if to in (each, SERVES.get(each)) or (to == "draftheads" and each not in CONVERTED_ALONE)
-    ]
     data = ModelCardData(
         library_name="draftheads",
         pipeline_tag="text-generation",
@@ -94,7 +89,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         adapter=_two_columns(flat(facts.get("adapter") or {})),
         here=HERE,
         install=install_command(),
-        engines=[_engine(each, config, to) for each in engines if kind in WRITERS[each]],
+        engines=[_engine(each, config, to) for each in _engines(to) if kind in WRITERS[each]],
         llamacpp=" ".join(["", *server_options(kind, facts["target"].get("eos_ids") or [])]),
         window=config.get("sliding_window"),
         chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
@@ -108,6 +103,15 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
             MEASURED, [[row.get(key, "") for key in MEASURED] for row in facts.get("measured", [])]
         ),
     )
+
+
+def _engines(to: str) -> list[str]:
+    """The engines that read a folder of this layout; those that read ours after a conversion, too,
+    but for those of which every card would say no more.
+    """
+    if to == "draftheads":
+        return [engine for engine in ENGINES if engine not in CONVERTED_ALONE]
+    return [engine for engine in ENGINES if to in (engine, SERVES.get(engine))]
 
 
 def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Accepted:
 
 
 @dataclass
-class Source:
+class RandomSource:
     """Where random numbers come from."""
 
     seed: int | None = None  # None: from torch's global stream
@@ -70,8 +70,8 @@ class Source:
 class RandomStream:
     """Random draws on the logits' device, seeded by `seed` or by torch's global stream."""
 
-    def __init__(self, source: Source | None = None) -> None:
-        self._source = source or Source()
+    def __init__(self, source: RandomSource | None = None) -> None:
+        self._source = source or RandomSource()
         self._weights: Tensor | None = None  # of the newest draw
         self._is_filled = False
 

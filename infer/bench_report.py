@@ -55,7 +55,7 @@ def write_markdown(report: BenchReport, path: str | Path) -> None:
         ruled = [grid.columns, ["---"] * grid.texts + ["---:"] * (len(grid.columns) - grid.texts)]
         lines = [f"| {' | '.join(row)} |" for row in [*ruled, *grid.rows]]
         parts.append("\n".join(lines))
-    parts.append("\n".join(f"- {note}" for note in footnotes(report)))
+    parts.append("\n".join(f"- {note}" for note in [*too_slow_notes(report), *footnotes(report)]))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_text(Path(path), "\n\n".join(parts) + "\n")
 
@@ -163,11 +163,9 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
         for row in grid.rows:
             table.add_row(*row, style="bold red" if "NO" in row else None)
         console.print(table, "")
-    slow = too_slow_notes(report)
-    for note in slow:
+    for note in too_slow_notes(report):
         console.print(note, style="yellow", markup=False, highlight=False)
-    notes = footnotes(report)[len(slow) :]
-    console.print("\n".join(notes), style="dim", markup=False, highlight=False)
+    console.print("\n".join(footnotes(report)), style="dim", markup=False, highlight=False)
 
 
 def too_slow_notes(report: BenchReport) -> list[str]:
@@ -221,8 +219,7 @@ def footnotes(report: BenchReport) -> list[str]:
             "compiled: by torch.compile, before the measurement (generate: with a static cache); a "
             "step is one function, whose time is under verify."
         )
-    notes += [f"machine: {machine_line(report.machine)}.", f"command: {settings['command']}"]
-    return [*too_slow_notes(report), *notes]
+    return [*notes, f"machine: {machine_line(report.machine)}.", f"command: {settings['command']}"]
 
 
 COLOURS = ("#2f6fb0", "#d9822b", "#3a9a5b", "#a23b72", "#7a5fb5", "#6b6b2f")

@@ -13,6 +13,7 @@ Legend: B batch, T tokens.
 from __future__ import annotations
 
 import inspect
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -143,7 +144,7 @@ class SpeculativeDecoding:
         if self.speculator is None or self.speculator.target.model is not model:
             target, drafts = Target(model), self.head
             if isinstance(drafts, Path):  # never the name of another drafter
-                drafts = str(drafts.expanduser().absolute())
+                drafts = os.path.abspath(os.path.expanduser(drafts))
             if isinstance(drafts, str):
                 drafts = named_drafts(drafts).load(target)
             elif isinstance(drafts, DraftHead):

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from jinja2.exceptions import TemplateError
 
+from draftheads.heads.target import Target
+
 EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 """What the expressions of a chat template may raise, besides jinja's own errors."""
 
@@ -27,15 +29,6 @@ class TextSource(Protocol):
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
-        ...
-
-
-class DecodedTarget(TextSource, Protocol):
-    """A target, with the variables of its chat template that its prompts have by default."""
-
-    @property
-    def template_args(self) -> dict[str, Any]:
-        """As of `PromptRenderer`."""
         ...
 
 
@@ -94,7 +87,7 @@ class PromptRenderer:
 
 
 def encode_prompt(
-    target: DecodedTarget,
+    target: Target,
     prompt: str | Sequence[Mapping[str, Any]],
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:

@@ -90,7 +90,7 @@ MOST_BRACKETS = 1 << 17
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
-Choices = Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)
+SeveralPrompts = Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)]
 R = TypeVar("R", bound="Request")
@@ -245,7 +245,12 @@ def _message(fault: Any) -> str:
 class CompletionRequest(Request):
     """Continue texts or token ids."""
 
-    prompt: Text | TokenIds | Annotated[list[Text], Choices] | Annotated[list[TokenIds], Choices]
+    prompt: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], SeveralPrompts]
+        | Annotated[list[TokenIds], SeveralPrompts]
+    )
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool | None = False
 

@@ -484,7 +484,6 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "owned_by": "draftheads",
         "max_model_len": service.target.context,
         "drafts": f"{nodes} draft nodes" if nodes else "",
-        "draftheads": {"drafts": nodes > 0},
     }
 
     @app.post("/v1/chat/completions", responses=responses, openapi_extra=body_of(ChatRequest))

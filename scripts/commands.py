@@ -106,11 +106,12 @@ def load_target(
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     adapter = shared_adapter(heads)
-    given = None if template_args is None else parsed_template_args(template_args)
-    if given is None:
-        given = shared_template_args(heads)
+    if template_args is None:
+        variables = shared_template_args(heads)
+    else:
+        variables = parsed_template_args(template_args)
     target = Target.load(name, dtype=dtype, device=device, revision=revision)
-    target.template_args = given
+    target.template_args = variables
     return target.attach(adapter) if adapter else target
 
 

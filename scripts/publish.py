@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
             "convert SRC DST --to draftheads writes one"
         )
     has_adapter = bool(folder.facts.get("adapter") or folder.adapter)
-    is_downloaded = not Path(source).expanduser().is_dir()  # as links into the Hub's cache
+    is_downloaded = not Path(os.path.expanduser(source)).is_dir()  # as links into the Hub's cache
     root = folder.path.parents[1] if is_downloaded else folder.path
     own = {
         name: own_file(folder.path / name, root)

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from draftheads.train.faults import LostProcessError, OutOfMemoryError, memory_errors
-from draftheads.train.signals import handling, hang_up
+from draftheads.train.signals import HANG_UPS, handling, hang_up
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
@@ -103,7 +103,7 @@ def mistakes_in_one_line(*, resumes: bool = True) -> Iterator[None]:
         _print(f"interrupted by {by}{advice}", sys.stderr)
         sys.exit(INTERRUPTED)
 
-    with handling(end, signal.SIGTERM), handling(hang_up, signal.SIGHUP):
+    with handling(end, signal.SIGTERM), handling(hang_up, *HANG_UPS):
         try:
             with memory_errors(LESS_MEMORY):
                 yield

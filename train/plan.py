@@ -38,7 +38,7 @@ from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
 from draftheads.infer.precision import Pace, measured_pace
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading
-from draftheads.train.data.answers import MANIFEST, is_finished, new_manifest, store_batch
+from draftheads.train.data.answers import MANIFEST, has_shards, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe, load_recipe
@@ -157,7 +157,7 @@ class Workload:
             found = load_data(recipe, target, log=lambda line: None)
             self.rows = len(found.train)
             self.data = BYTES_PER_DOCUMENT * len(found.documents)
-            if not is_finished(found.manifest):
+            if not has_shards(found.manifest):
                 self.data += 4 * found.documents.size
             self.heldout = min(HELDOUT_TOKENS, sum(found.heldout.sizes))
             self.sizes = list(zip(found.train.sizes, found.train.learned, strict=True))

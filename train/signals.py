@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANG_UPS = tuple(number for number in signal.Signals if number.name == "SIGHUP")
+"""SIGHUP, which Windows does not have."""
+REQUESTS = (signal.SIGINT, signal.SIGTERM, *HANG_UPS)
 """Ctrl-C, a request by another program, and the end of the terminal or of the ssh connection."""
 PARTING = 0.5
 """Seconds in which `| tee`, which the same hang-up reaches, ends after this process was told."""
@@ -26,7 +28,7 @@ def handling(handler: Handler, *numbers: int) -> Iterator[None]:
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
+        if number in HANG_UPS:
             _leave_lost_outputs()
         handler(number, frame)
 

@@ -457,7 +457,7 @@ async function describe() {
   const response = await fetch("v1/models", { headers: headers() }).catch(() => null);
   const model = response?.ok ? (await response.json()).data[0] : null;
   byId("model").textContent = model ? `${model.id}${model.drafts ? `, ${model.drafts}` : ""}` : "";
-  const hasDrafts = model?.draftheads?.drafts ?? model?.drafts !== "";
+  const hasDrafts = model?.drafts !== "";
   for (const node of document.querySelectorAll(".drafting")) node.hidden = !hasDrafts;
   byId("plain").hidden = hasDrafts;
   if (!hasDrafts) document.querySelector("[name=mode][value=chat]").checked = true;

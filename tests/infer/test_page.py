@@ -625,7 +625,7 @@ def test_a_server_without_drafts_offers_no_race(page):
     assert answered(page).locator(".text").inner_text() == "Hello."
 
 
-@pytest.mark.parametrize("model", [{"id": "a"}, {"id": "a", "draftheads": {"drafts": True}}])
+@pytest.mark.parametrize("model", [{"id": "a"}, {"id": "a", "drafts": "8 draft nodes"}])
 def test_other_servers_and_those_with_drafts_race(page, model):
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
     page.reload()

@@ -70,7 +70,7 @@ def answer_all(
 ) -> answers.Counts:
     """Distill with two processes, or resume. written: gets what was appended."""
     manifest = read_manifest(folder)
-    if not answers.is_finished(manifest):
+    if not answers.has_shards(manifest):
         known = answers.answered(folder, [record["id"] for record in records]).tolist()
         missing = [n for n in range(len(records)) if n not in known]
         for rank in (1, 0):

@@ -436,7 +436,7 @@ def test_a_process_that_holds_a_folder_for_ever_is_named(
 
 @pytest.mark.parametrize(
     ("number", "advice"),
-    [(28, "; free space, then run"), (13, "; see that it can be written, then run")],
+    [(28, "; free space there, then run"), (13, "; make it writable, then run")],
 )
 def test_advice_follows_the_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str

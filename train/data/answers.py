@@ -213,8 +213,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def is_finished(manifest: dict[str, Any]) -> bool:
-    """Whether the answers are in the shards that the manifest lists."""
+def has_shards(manifest: dict[str, Any]) -> bool:
+    """Whether the answers are in shards, which the manifest lists: the folder is finished."""
     return "shards" in manifest
 
 
@@ -249,7 +249,7 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], dict[str, Any]]:
     incomplete one only logs a warning.
     """
     manifest = read_manifest(folder)
-    if is_finished(manifest):
+    if has_shards(manifest):
         return [_shard(Path(folder), entry) for entry in manifest["shards"]], manifest
     batches = _batches(folder)
     order, _ = _order(batches, read_ids(folder, manifest))
@@ -295,7 +295,7 @@ def check(folder: str | Path) -> Counts:
     for shard in shards:
         if shard.tokens_N.min(initial=0) < 0:
             raise ValueError(f"{shard.path or folder}: expected token ids, got a negative one")
-    if is_finished(manifest) and (found := digest(shards)) != manifest["digest"]:
+    if has_shards(manifest) and (found := digest(shards)) != manifest["digest"]:
         raise ValueError(
             f"{folder}: expected data of digest {manifest['digest']}, got {found}; {REPAIR}"
         )
@@ -356,7 +356,7 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
 
 def count(folder: str | Path, manifest: dict[str, Any]) -> Counts:
     """Summary counts of a folder; those of a finished one are in its manifest."""
-    if is_finished(manifest):
+    if has_shards(manifest):
         return TypeAdapter(Counts).validate_python(manifest["counts"])
     batches = _batches(folder)
     return _counts(batches, _order(batches, read_ids(folder, manifest))[0])
@@ -582,7 +582,7 @@ def finished(folder: Path, manifest: dict[str, Any]) -> bool:
         return False
     old = read_manifest(folder)
     known, asked = (each["prompts"].get("sha256") for each in (old, manifest))
-    if not is_finished(old) or known != asked:
+    if not has_shards(old) or known != asked:
         return False
     return all((folder / entry["name"]).is_file() for entry in old["shards"])
 

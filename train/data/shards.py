@@ -17,7 +17,6 @@ Legend: N tokens, D documents, S spans to learn; of a shard.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -29,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from draftheads.heads.files import own_name
+from draftheads.heads.files import own_name, remedy
 
 Record = dict[str, Any]
 Array = NDArray[Any]
@@ -103,9 +102,8 @@ def write_batch(path: Path, batch: pa.RecordBatch) -> None:
 
 def write_error(path: Path, error: OSError) -> OSError:
     """The error of a file that cannot be written, with the file's name and what to do."""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    advice = "free space" if is_full else "see that it can be written"
-    return OSError(error.errno, f"{path}: {error.strerror}; {advice}, then run the command again")
+    advice = f"{remedy(error)}, then run the command again"
+    return OSError(error.errno, f"{path}: {error.strerror}; {advice}")
 
 
 def read_batch(path: Path) -> pa.RecordBatch:
