@@ -38,7 +38,17 @@ KINDS = {
     "eagle": {},
     "block": {},
 }
-READERS = ("draftheads", "vllm", "sglang", "tgi", "speculators")
+READERS = (
+    "draftheads",
+    "vllm",
+    "sglang",
+    "tgi",
+    "trtllm",
+    "speculators",
+    "gguf",
+    "openvino",
+    "mlx",
+)
 STEPS, NEW_TOKENS = 20, 48
 PROMPTS = ("What does os.path.join do?", "Show me json.dumps.", "How do I sort a list?")
 
@@ -49,7 +59,7 @@ def record(kinds: list[str]) -> dict[str, Any]:
     data = Path("data")
     distill = ["--prompts", str(ROOT / "recipes/demo-prompts.jsonl"), "--limit", "200"]
     _draftheads("distill", "--target", TARGET, "--out", data, "--max-new-tokens", "64", *distill)
-    answers = [json.loads(line) for file in data.glob("*.jsonl") for line in file.open()]
+    answers = list(_find("train.data.answers:read_answers")(data))
     made: dict[str, Any] = {"distill": _digest(sorted(map(_content, answers)))}
     for kind in kinds:
         made[kind] = _head(kind)
@@ -57,10 +67,9 @@ def record(kinds: list[str]) -> dict[str, Any]:
     return made
 
 
-def _content(answer: dict[str, Any]) -> str:
+def _content(answer: Any) -> str:
     """The parts of an answer that training reads, however else it is stored."""
-    kept = {key: answer[key] for key in ("tokens", "learn", "spans") if key in answer}
-    return json.dumps(kept, sort_keys=True)
+    return json.dumps([answer.tokens, answer.learn])
 
 
 def _head(kind: str) -> dict[str, Any]:
