@@ -4,7 +4,7 @@ from draftheads.heads.base import Committed, Drafter, DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head, EagleHead
-from draftheads.heads.hub import HEADS, load_head, load_pair, save_head
+from draftheads.heads.formats.hub import HEADS, load_head, load_pair, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftheads.heads.formats.config import read_json
-from draftheads.heads.formats.stored import check_finite, opened
+from draftheads.heads.files import read_json
 from draftheads.heads.pretrained import decoder_layers, hash_tensor, same_weights
+from draftheads.heads.tensors import check_finite, opened
 
 if TYPE_CHECKING:  # slow to import, and rarely needed
     from peft import PeftModel

@@ -39,9 +39,6 @@ from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places, packed
-from draftheads.heads.formats.block import feature_layers, flat, layer_ids
-from draftheads.heads.formats.config import needed
-from draftheads.heads.formats.stored import count_of, matrix
 from draftheads.heads.layers import (
     Angles,
     Cached,
@@ -50,13 +47,10 @@ from draftheads.heads.layers import (
     Memory,
     RMSNorm,
     Rope,
-    Vocabulary,
     check_embeddings,
     check_features,
-    draft_index,
     project,
     refresh,
-    token_map,
 )
 from draftheads.heads.losses import (
     DPace,
@@ -67,9 +61,11 @@ from draftheads.heads.losses import (
     linear_cross_entropy,
 )
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import extended, joined, per_query_head
 from draftheads.heads.tree import NODES, DynamicTree, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
+from draftheads.heads.vocabulary import Vocabulary, draft_index, token_map
 
 TRAINING = ("labels", "loss", "weighting", "decay_tokens", "anchors")
 """Choices of a recipe for training."""
@@ -350,7 +346,7 @@ class BlockHead(Vocabulary, DraftHead):
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
         """Layers, ranks and vocabularies of the tensors; slots, features and RoPE of the config."""
-        config = flat(config)
+        config = {**config, **(config.get("dflash_config") or {})}
         size, ids, from_anchor = needed(
             config, "block_size", "target_layer_ids", "sample_from_anchor"
         )
@@ -725,3 +721,15 @@ def mask_token(target: Target, choice: str | int) -> int | None:
     added = tokenizer.get_added_vocab()
     spare = [id for token, id in added.items() if any(part in token.lower() for part in RESERVED)]
     return min((id for id in spare if id < rows), default=None)
+
+
+def layer_ids(features: Iterable[int]) -> list[int]:
+    """`target_layer_ids` count the outputs of layers, and -1 are the embeddings; our features, and
+    `eagle_aux_hidden_state_layer_ids`, are indices into the hidden states.
+    """
+    return [index - 1 for index in features]
+
+
+def feature_layers(ids: Iterable[int]) -> tuple[int, ...]:
+    """The inverse of `layer_ids`."""
+    return tuple(id + 1 for id in ids)

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch
-from draftheads.heads.formats.config import needed
-from draftheads.heads.formats.stored import count_of, matrix
 from draftheads.heads.layers import (
     Angles,
     DecoderLayer,
@@ -33,19 +31,18 @@ from draftheads.heads.layers import (
     Memory,
     RMSNorm,
     Rope,
-    Vocabulary,
     check_embeddings,
     check_features,
-    draft_index,
     project,
     refresh,
-    token_map,
 )
 from draftheads.heads.losses import Objective, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import Unrolled, unroll
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, grow, tree_builder
+from draftheads.heads.vocabulary import Vocabulary, draft_index, token_map
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 """Keys of config.json, which engines know by these names."""

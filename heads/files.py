@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -109,3 +111,21 @@ def _is_running(process: int) -> bool:
     except PermissionError:  # another user's
         pass
     return True
+
+
+CONFIG = "config.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file with one JSON object. Raises ValueError for any other content."""
+    try:
+        value = json.loads(path.read_text("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # no message names the file
+        raise ValueError(
+            f"{path}: expected a JSON object, got invalid JSON ({error}); get the folder again"
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{path}: expected a JSON object, got {str(value)[:60]!r}; get the folder again"
+        )
+    return value

@@ -20,21 +20,12 @@ from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
-from draftheads.heads.formats.config import needed
-from draftheads.heads.formats.stored import count_of, integers, matrix
-from draftheads.heads.layers import (
-    Cached,
-    ResidualBlock,
-    StackedHeads,
-    check_ids,
-    draft_index,
-    project,
-    refresh,
-    token_map,
-)
+from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project, refresh
 from draftheads.heads.losses import LowRank, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import count_of, integers, matrix, needed
 from draftheads.heads.tree import StaticTree, TokenTree, Tree, check_fits
+from draftheads.heads.vocabulary import check_ids, draft_index, token_map
 
 STACK_BYTES = 1 << 26
 """Smaller heads are stacked for drafting, whose cost is then the number of kernels."""

@@ -32,8 +32,6 @@ from torch import Tensor, nn
 
 from draftheads.heads.base import Committed, Drafter
 from draftheads.heads.batch import Batch, at_places
-from draftheads.heads.formats.config import needed
-from draftheads.heads.formats.stored import matrix
 from draftheads.heads.layers import (
     Angles,
     Cached,
@@ -50,6 +48,7 @@ from draftheads.heads.layers import (
 )
 from draftheads.heads.medusa import MedusaDesign, MedusaHead, States
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import matrix, needed
 from draftheads.heads.training_time_test import RowMemory
 from draftheads.heads.tree import NODES, DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder

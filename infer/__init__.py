@@ -1,41 +1,40 @@
-"""Decoding with draft heads and other drafters: decoding loop, acceptance rules, benchmark, chat,
-custom_generate.
+"""Decoding with draft heads and other drafters: the loop and its acceptance rules. Around them:
+`drafters` (what else can draft), `measure` (how fast is it?), `chat`, `serve`, and `generate` (for
+transformers' own `generate`).
+
+Names are imported when they are used, so that decoding never loads what only a benchmark needs.
 """
 
-from draftheads.infer.accept import Greedy, Sampled, Typical
-from draftheads.infer.adaptive import Adaptive
-from draftheads.infer.bench import BenchOptions, BenchReport, bench
-from draftheads.infer.chat import ChatOptions, chat
-from draftheads.infer.costs import Costs
-from draftheads.infer.draft_model import DraftModel, EarlyExit
-from draftheads.infer.draft_sampling import SpeculativeSampling
-from draftheads.infer.drafters import Merged, NGram
-from draftheads.infer.engine import Session, Speculator, Statistics, Step
-from draftheads.infer.generate import speculative
-from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.text import TextStream
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "Adaptive",
-    "BenchOptions",
-    "BenchReport",
-    "ChatOptions",
-    "Costs",
-    "DraftModel",
-    "EarlyExit",
-    "Greedy",
-    "Merged",
-    "NGram",
-    "Sampled",
-    "Session",
-    "SpeculativeSampling",
-    "Speculator",
-    "Statistics",
-    "Step",
-    "TextStream",
-    "Typical",
-    "bench",
-    "chat",
-    "encode_prompt",
-    "speculative",
-]
+PUBLIC = {
+    "Adaptive": "drafters.adaptive",
+    "BenchOptions": "race",
+    "BenchReport": "measure.bench",
+    "ChatOptions": "chat.repl",
+    "Costs": "measure.costs",
+    "DraftModel": "drafters.draft_model",
+    "EarlyExit": "drafters.draft_model",
+    "Greedy": "accept",
+    "Merged": "drafters.merged",
+    "NGram": "drafters.ngram",
+    "Sampled": "accept",
+    "Session": "engine",
+    "SpeculativeSampling": "drafters.draft_sampling",
+    "Speculator": "engine",
+    "Statistics": "engine",
+    "Step": "engine",
+    "TextStream": "text",
+    "Typical": "accept",
+    "bench": "measure.bench",
+    "encode_prompt": "prompt",
+    "speculative": "generate",
+}
+__all__ = list(PUBLIC)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from time import perf_counter
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
-from transformers import CompileConfig, GenerationConfig
 
 from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
-from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical, commit
+from draftheads.infer.accept import Acceptance, Greedy, commit
 from draftheads.infer.compiled import Advance, FixedSteps, compiled, draft_cache, why_not
 from draftheads.infer.text import StopStrings
 
@@ -578,80 +576,3 @@ class NoDraft:
 
     def rewind(self, length: int) -> None:
         """Nothing to forget."""
-
-
-class Baseline:
-    """transformers' own `generate`: with its default cache the baseline of every speedup, and the
-    reference output. compile: with its static cache, and compiled. options: further arguments of
-    `generate`.
-    """
-
-    def __init__(self, target: Target, *, compile: bool = False, **options: Any) -> None:
-        self.target, self.compile, self.options = target, compile, options
-
-    def generate(
-        self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
-    ) -> Iterator[Step]:
-        """Continue one prompt like `Speculator.generate`, all in one Step."""
-        batch = self.generate_batch([prompt], sampling=sampling, max_new_tokens=max_new_tokens)
-        return filter(None, chain.from_iterable(batch))
-
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
-    ) -> Iterator[list[Step | None]]:
-        """Continue prompts of any lengths, padded on the left, all in one Step per row.
-
-        `Typical` becomes plain sampling at its temperature. Raises ValueError for a rule that
-        `generate` has no equivalent of.
-        """
-        if isinstance(sampling, Typical):
-            sampling = Sampled(sampling.temperature)
-        if not isinstance(sampling, Greedy | Sampled):
-            raise ValueError(
-                f"expected Greedy, Sampled or Typical, got {type(sampling).__name__}; `generate` "
-                "has no equivalent of it to compare with"
-            )
-        eos = list(self.target.eos_ids)
-        config = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=eos or None,
-            pad_token_id=eos[0] if eos else 0,
-        )
-        if isinstance(sampling, Sampled):
-            config.do_sample = True
-            config.temperature = float(sampling.temperature)
-            config.top_p = float(sampling.top_p)
-            config.top_k = sampling.top_k  # generate's default is 50
-        if self.compile:
-            config.cache_implementation = "static"
-            config.compile_config = CompileConfig(mode=None, fullgraph=False)
-            config.compile_config._compile_all_devices = True  # the CPU, too
-        width, pad = max(map(len, prompts)), config.pad_token_id
-        padding = [width - len(prompt) for prompt in prompts]
-        tokens = [[pad] * n + list(prompt) for n, prompt in zip(padding, prompts, strict=True)]
-        mask = [[0] * n + [1] * (width - n) for n in padding]
-        out_BT = self.target.model.generate(
-            torch.tensor(tokens, device=self.target.device),
-            attention_mask=torch.tensor(mask, device=self.target.device),
-            generation_config=config,
-            **self.options,
-        )
-        rows = out_BT[:, width:].tolist()
-        ends = [next((i for i, t in enumerate(row, 1) if t in eos), len(row)) for row in rows]
-        yield [Step(row[:end], -1, None, 0.0, 0.0) for row, end in zip(rows, ends, strict=True)]
-
-
-@contextmanager
-def without_defaults(target: Target) -> Iterator[None]:
-    """Hide the model's generation_config, which `generate` merges into any config it is given.
-
-    With a repetition penalty or suppressed tokens from there, `generate` would not follow the
-    target's plain distribution, which draft heads reproduce.
-    """
-    own = target.model.generation_config
-    target.model.generation_config = GenerationConfig()
-    try:  # the caller's target is restored even after Ctrl-C
-        yield
-    finally:
-        target.model.generation_config = own

@@ -37,11 +37,11 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import WEIGHTS, check_target, open_head
+from draftheads.heads.formats.hub import WEIGHTS, check_target, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, Processed, check_temperature
-from draftheads.infer.drafters import named_drafts
+from draftheads.infer.drafters.named import named_drafts
 from draftheads.infer.engine import DrafterSource, Speculator, Step
 
 SAMPLING = ("Temperature", "TopH", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from draftheads.train.entry import choose_threads, say, set_threads
+from draftheads.infer.threads import choose_threads, set_threads
+from draftheads.train.entry import say
 
 if TYPE_CHECKING:
-    from draftheads.heads.hub import HeadFolder
+    from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target import Target
     from draftheads.heads.tree import Tree
     from draftheads.infer.accept import Acceptance
@@ -92,7 +93,7 @@ def load_target(
     import torch
     import transformers
 
-    from draftheads.heads.hub import shared_adapter, shared_template_args
+    from draftheads.heads.formats.hub import shared_adapter, shared_template_args
     from draftheads.heads.target import Target
 
     if device is not None:
@@ -142,7 +143,7 @@ def faster_dtype(name: str, revision: str | None) -> str:
     import torch
 
     from draftheads.heads.placement import check_path, read_config
-    from draftheads.infer.precision import measured_pace, own_dtype
+    from draftheads.infer.measure.precision import measured_pace, own_dtype
 
     check_path(name)
     config = read_config(name, revision)
@@ -163,7 +164,7 @@ def rule(
 ) -> Acceptance:
     """The acceptance rule that these options request."""
     from draftheads.infer.accept import Greedy, Sampled, Typical
-    from draftheads.infer.draft_sampling import SpeculativeSampling
+    from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
 
     rule: Acceptance = Greedy()
     if lenience is not None:
@@ -222,7 +223,7 @@ def local_answerer(
     target: Target, head: str | None, tree: str | None, options: DistillOptions
 ) -> Answerer:
     """A target in this process that answers, with or without heads."""
-    from draftheads.heads.hub import load_head
+    from draftheads.heads.formats.hub import load_head
     from draftheads.infer.engine import Speculator
     from draftheads.train.data.distill import LocalAnswerer
 
@@ -391,11 +392,11 @@ def bench(
     seed: Seed = 0,
 ) -> None:
     """Measure heads and other drafters against `generate` and this engine without drafts."""
-    from draftheads.heads.hub import record_measured
-    from draftheads.infer import bench_report as reports
-    from draftheads.infer.bench import BenchOptions
-    from draftheads.infer.bench import bench as run
-    from draftheads.infer.drafters import open_drafts
+    from draftheads.heads.formats.hub import record_measured
+    from draftheads.infer.drafters.named import open_drafts
+    from draftheads.infer.measure import report as reports
+    from draftheads.infer.measure.bench import bench as run
+    from draftheads.infer.race import BenchOptions
     from draftheads.scripts.journey import check_outputs, contestants, load_drafts, openings
 
     check_outputs([json_out, markdown], head if card else [], plot)
@@ -448,9 +449,9 @@ def tune(
 
     Without --head: how many tokens per step would heads need to pay here?
     """
-    from draftheads.heads.hub import open_head, record_tuned
-    from draftheads.infer.tune import TuneOptions, verify_curve
-    from draftheads.infer.tune import tune as run
+    from draftheads.heads.formats.hub import open_head, record_tuned
+    from draftheads.infer.measure.tune import TuneOptions, verify_curve
+    from draftheads.infer.measure.tune import tune as run
     from draftheads.scripts.journey import check_outputs, opening_ids
     from draftheads.scripts.printing import print_curve, print_tuned
 
@@ -505,8 +506,8 @@ def chat(
     seed: Seed = 0,
 ) -> None:
     """Chat with the target, sped up by a head or another drafter."""
-    from draftheads.infer.chat import ChatOptions
-    from draftheads.infer.chat import chat as run
+    from draftheads.infer.chat.repl import ChatOptions
+    from draftheads.infer.chat.repl import chat as run
     from draftheads.infer.engine import Speculator
 
     sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
@@ -551,8 +552,8 @@ def serve(
     --temperature, --top-p and --top-k are for requests that do not say.
     """
     from draftheads.infer.engine import Speculator
-    from draftheads.infer.server import ServerOptions
-    from draftheads.infer.server import serve as run
+    from draftheads.infer.serve.app import ServerOptions
+    from draftheads.infer.serve.app import serve as run
     from draftheads.train.data.server import secret
 
     key = secret(api_key_env) if api_key_env else None
@@ -587,7 +588,7 @@ def open_engine(
     template_args: str | None,
 ) -> tuple[Target, DrafterSource | None]:
     """Load a target and what --head names, if anything."""
-    from draftheads.infer.drafters import named_drafts
+    from draftheads.infer.drafters.named import named_drafts
     from draftheads.scripts.journey import load_drafts
 
     if head is None and target is None:

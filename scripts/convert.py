@@ -8,12 +8,9 @@ from pathlib import Path
 
 import torch
 
-from draftheads.heads.card import render_card, write_remote_code
 from draftheads.heads.files import staged
-from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
-from draftheads.heads.formats.stored import Stored, named
-from draftheads.heads.formats.table import written
-from draftheads.heads.hub import (
+from draftheads.heads.formats.card import render_card, write_remote_code
+from draftheads.heads.formats.hub import (
     CARD,
     FORMAT,
     about_target,
@@ -22,6 +19,9 @@ from draftheads.heads.hub import (
     save_head,
     tree_facts,
 )
+from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
+from draftheads.heads.formats.stored import Stored, named
+from draftheads.heads.formats.table import written
 from draftheads.heads.placement import read_config
 from draftheads.heads.target import Target
 

@@ -14,17 +14,19 @@ from rich.console import Console
 from rich.text import Text
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import load_head
+from draftheads.heads.formats.hub import load_head
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole
-from draftheads.infer.bench import BenchOptions, BenchReport, bench
-from draftheads.infer.bench_report import print_report, write_json
-from draftheads.infer.chat import sample_chat
+from draftheads.infer.chat.repl import sample_chat
 from draftheads.infer.engine import Speculator
+from draftheads.infer.measure.bench import BenchReport, bench
+from draftheads.infer.measure.report import print_report, write_json
+from draftheads.infer.race import BenchOptions
+from draftheads.infer.threads import choose_threads
 from draftheads.scripts.journey import opening_ids
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
-from draftheads.train.entry import INTERRUPTED, choose_threads
+from draftheads.train.entry import INTERRUPTED
 from draftheads.train.loop import fit
 from draftheads.train.recipe import load_recipe
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
+from draftheads.infer.threads import choose_threads
 from draftheads.scripts import commands
-from draftheads.train.entry import choose_threads
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
@@ -44,7 +44,7 @@ def doctor(
     Exit code 0: healthy. 1: something was found.
     """
     from draftheads.heads.files import write_text
-    from draftheads.heads.hub import open_head
+    from draftheads.heads.formats.hub import open_head
     from draftheads.scripts.journey import opening_ids
     from draftheads.train.doctor import Evidence, diagnose, openings_of, unseen
 

@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import open_head
+from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import parse_tree
 from draftheads.infer.accept import Acceptance, Greedy
-from draftheads.infer.adaptive import Adaptive
-from draftheads.infer.bench import BenchOptions, Entry
-from draftheads.infer.bench_report import new_figure
-from draftheads.infer.costs import Costs
-from draftheads.infer.draft_model import DraftModel, EarlyExit, drawing
-from draftheads.infer.drafters import NamedDrafts, NGram
-from draftheads.infer.engine import Baseline, DrafterSource
+from draftheads.infer.drafters.adaptive import Adaptive
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
+from draftheads.infer.drafters.named import NamedDrafts
+from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.engine import DrafterSource
+from draftheads.infer.measure.baseline import Baseline
+from draftheads.infer.measure.bench import Entry
+from draftheads.infer.measure.costs import Costs
+from draftheads.infer.measure.report import new_figure
 from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.race import BenchOptions
 from draftheads.train.data.conversation import turns_of
 from draftheads.train.data.prompts import Prompt, read_prompts
 

@@ -14,10 +14,10 @@ from rich.text import Text
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
-from draftheads.infer.bench import describe_machine, machine_line
-from draftheads.infer.costs import ORDINARY
+from draftheads.infer.measure.costs import ORDINARY
+from draftheads.infer.measure.tune import Tuned
+from draftheads.infer.race import describe_machine, machine_line
 from draftheads.infer.text import TextStream
-from draftheads.infer.tune import Tuned
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
 from draftheads.train.data.conversation import Conversation, Renderer, TextSide
 from draftheads.train.data.prompts import Prompt, check_source

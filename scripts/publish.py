@@ -24,10 +24,10 @@ from huggingface_hub.hf_api import ModelInfo
 
 from draftheads.heads import adapter
 from draftheads.heads.base import DraftHead
-from draftheads.heads.card import HERE, HUB_ID, REMOTE_CODE, is_hub_id, render_card
+from draftheads.heads.formats.card import HERE, HUB_ID, REMOTE_CODE, is_hub_id, render_card
+from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head_config, open_head
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import as_ours
-from draftheads.heads.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head_config, open_head
 from draftheads.train.recipe import HEAD_MODELS, recipe_keys
 
 PLACES = re.compile(

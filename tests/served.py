@@ -13,7 +13,7 @@ import uvicorn
 from tiny_chat import END, llama
 
 from draftheads.infer.engine import Speculator, Step
-from draftheads.infer.server import ServerOptions, Service, TimedProtocol, create_app
+from draftheads.infer.serve.app import ServerOptions, Service, TimedProtocol, create_app
 
 
 class Complaints(logging.Handler):

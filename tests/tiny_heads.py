@@ -13,7 +13,7 @@ from tiny_targets import greedy
 
 from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder

@@ -28,14 +28,7 @@ import torch
 
 from draftheads.heads.batch import Batch
 from draftheads.train.data.answers import REPAIR, Answer, open_shards, verify
-from draftheads.train.data.shards import (
-    Array,
-    Shard,
-    bounds_of,
-    content_hash,
-    digest,
-    to_batch,
-)
+from draftheads.train.data.shards import Array, Shard, bounds_of, content_hash, digest, to_batch
 
 OPEN_ROWS = 64
 """Rows that packing keeps open: first fit among them is linear and fills rows to about 99 %."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.files import nearest, remedy, staged
-from draftheads.heads.hub import CARD, CONFIG, read_config, step_folders, write_head
+from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders, write_head
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.launch import agreeing

@@ -30,8 +30,8 @@ from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.costs import ORDINARY, typical
 from draftheads.infer.engine import Speculator
+from draftheads.infer.measure.costs import ORDINARY, typical
 from draftheads.infer.prompt import encode_prompt
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer

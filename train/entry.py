@@ -14,11 +14,9 @@ import os
 import re
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
@@ -26,7 +24,6 @@ from draftheads.train.faults import LostProcessError, OutOfMemoryError, memory_e
 from draftheads.train.signals import HANG_UPS, handling, hang_up
 
 if TYPE_CHECKING:
-    from draftheads.heads.target import Target
     from draftheads.train.recipe import Kind
 
 INTERRUPTED = 130
@@ -65,7 +62,7 @@ def main(argv: Sequence[str] | None = None, *, script: str, kind: Kind) -> int:
 
 def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
     """Train from a recipe; returns 0, or 130 if the run was interrupted and saved."""
-    from draftheads.train.loop import fit  # slow
+    from draftheads.train.loop import fit
     from draftheads.train.recipe import load_recipe
 
     logging.getLogger("draftheads").disabled = not _is_first()
@@ -206,37 +203,3 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def set_threads(threads: int | None) -> None:
-    """Limit torch to `threads` CPU threads."""
-    if threads:
-        import torch
-
-        torch.set_num_threads(threads)
-
-
-def choose_threads(threads: int | None, target: Target, rows: int = 1) -> None:
-    """Use the number of CPU threads that the user has set (`--threads`, OMP_NUM_THREADS). Otherwise
-    a single one, if more speed up forwards of `rows` tokens by less than 15 %: they would only take
-    cores from other processes. Targets whose forward takes 0.2 s or longer keep all threads.
-    """
-    import torch
-
-    set_threads(threads)
-    available = torch.get_num_threads()
-    if threads or available == 1 or "OMP_NUM_THREADS" in os.environ or target.device.type != "cpu":
-        return
-    tokens_B1 = torch.zeros(rows, 1, dtype=torch.long)
-
-    def seconds(count: int) -> float:
-        torch.set_num_threads(count)
-        began = time.perf_counter()
-        target.model(tokens_B1, use_cache=False)
-        return time.perf_counter() - began
-
-    with torch.inference_mode():
-        if seconds(available) >= 0.2:
-            return
-        alone, together = zip(*((seconds(1), seconds(available)) for _ in range(7)), strict=True)
-    torch.set_num_threads(1 if median(alone) < 1.15 * median(together) else available)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
-from draftheads.infer.bench import PLAIN, BenchPrompt, Candidate, Run, timed
 from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.race import PLAIN, BenchPrompt, Candidate, Run, timed
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
 from draftheads.train.features import FeatureSource

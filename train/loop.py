@@ -30,8 +30,8 @@ from torch import Tensor
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.card import flat
-from draftheads.heads.hub import WEIGHTS
+from draftheads.heads.formats.card import flat
+from draftheads.heads.formats.hub import WEIGHTS
 from draftheads.heads.target import Target
 from draftheads.train.batches import Order, Reading, share
 from draftheads.train.checkpoint import (

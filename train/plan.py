@@ -32,11 +32,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
 from draftheads.heads.adapter import Adapter
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.placement import check_path, check_placement, read_config, reading
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
-from draftheads.infer.precision import Pace, measured_pace
+from draftheads.infer.measure.precision import Pace, measured_pace
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading
 from draftheads.train.data.answers import MANIFEST, has_shards, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch

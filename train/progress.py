@@ -27,11 +27,11 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from tqdm import tqdm
 
-from draftheads.heads.card import flat, markdown_table
 from draftheads.heads.files import naming, write_text
-from draftheads.heads.hub import read_config, step_folders
+from draftheads.heads.formats.card import flat, markdown_table
+from draftheads.heads.formats.hub import read_config, step_folders
 from draftheads.heads.terminal import printable
-from draftheads.infer.bench_report import MUTED, new_figure, tidy
+from draftheads.infer.measure.report import MUTED, new_figure, tidy
 from draftheads.train.checkpoint import BEST, STATE, TRAINER, RunState, read_state
 from draftheads.train.evaluate import Evaluation
 from draftheads.train.recipe import Recipe

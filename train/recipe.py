@@ -26,7 +26,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from draftheads.heads.card import flat
+from draftheads.heads.formats.card import flat
 from draftheads.heads.tree import MOST_NODES, NODES, DynamicTree
 
 logger = logging.getLogger("draftheads")

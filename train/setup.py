@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows, Verification, release

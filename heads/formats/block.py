@@ -10,12 +10,11 @@ qwen3_dspark.py and qwen3_dflash.py of vLLM 0.33; models/dspark.py and models/df
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from draftheads.heads.formats.config import needed
+from draftheads.heads.block import feature_layers, layer_ids
 from draftheads.heads.formats.eagle import (
     LAYER,
     NO,
@@ -27,15 +26,9 @@ from draftheads.heads.formats.eagle import (
     unnested,
     with_sections,
 )
-from draftheads.heads.formats.stored import (
-    Stored,
-    check_values,
-    matrix,
-    renamed,
-    require,
-    target_name,
-)
+from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import matrix, needed, require
 
 RENAMES = [
     (r"^model\.", ""),
@@ -70,18 +63,6 @@ OUTSIDE |= {"dflash_config", "has_own_lm_head", "has_embed_tokens"}
 """Our keys that do not describe the layers."""
 ALIGNED = 8
 """Rank of a Markov head of zeros, whose rows are then as long as kernels like them."""
-
-
-def layer_ids(features: Iterable[int]) -> list[int]:
-    """`target_layer_ids` count the outputs of layers, and -1 are the embeddings; our features, and
-    `eagle_aux_hidden_state_layer_ids`, are indices into the hidden states.
-    """
-    return [index - 1 for index in features]
-
-
-def feature_layers(ids: Iterable[int]) -> tuple[int, ...]:
-    """The inverse of `layer_ids`."""
-    return tuple(id + 1 for id in ids)
 
 
 def sectioned(config: dict[str, Any]) -> dict[str, Any]:

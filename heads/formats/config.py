@@ -4,14 +4,14 @@ once, when the file is read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-CONFIG = "config.json"
+from draftheads.heads.files import CONFIG, read_json
+
 Size = Annotated[int, Field(gt=0, lt=1 << 20)]  # a product of three fits in int64
 Count = Annotated[int, Field(gt=0, lt=1 << 31)]
 Nodes = Annotated[int, Field(gt=0, lt=1 << 12)]
@@ -80,28 +80,3 @@ def _faults(config: dict[str, Any], place: str = "") -> Iterator[str]:
                 yield f"{where}: {first['msg']}, got {first['input']!r:.60}"
         if isinstance(value, dict) and key != "training":  # a recipe, which has keys of its own
             yield from _faults(value, f"{place}{key}.")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file with one JSON object. Raises ValueError for any other content."""
-    try:
-        value = json.loads(path.read_text("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # no message names the file
-        raise ValueError(
-            f"{path}: expected a JSON object, got invalid JSON ({error}); get the folder again"
-        ) from error
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{path}: expected a JSON object, got {str(value)[:60]!r}; get the folder again"
-        )
-    return value
-
-
-def needed(config: dict[str, Any], *keys: str) -> list[Any]:
-    """The values of keys that cannot be read from tensor shapes. Raises ValueError naming those
-    missing.
-    """
-    missing = [key for key in keys if config.get(key) is None]
-    if missing:
-        raise ValueError(f"expected {', '.join(missing)} in {CONFIG}, got none")
-    return [config[key] for key in keys]

@@ -17,19 +17,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftheads.heads.eagle import SWITCHES, default_features
-from draftheads.heads.formats.config import needed
-from draftheads.heads.formats.stored import (
-    Stored,
-    check_values,
-    integers,
-    matrix,
-    renamed,
-    require,
-    target_name,
-)
-from draftheads.heads.layers import t2d
+from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import integers, matrix, needed, require
 from draftheads.heads.tree import tree_from_json
+from draftheads.heads.vocabulary import t2d
 
 RENAMES = [
     (r"^model\.", ""),

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from draftheads.heads.block import feature_layers
 from draftheads.heads.files import own_name
-from draftheads.heads.formats.block import feature_layers, flat, to_engine
+from draftheads.heads.formats.block import flat, to_engine
 from draftheads.heads.formats.eagle import AUX_LAYERS
-from draftheads.heads.formats.stored import Renames, Stored, matrix, renamed
+from draftheads.heads.formats.stored import Renames, Stored, renamed
 from draftheads.heads.layers import Rope
 from draftheads.heads.placement import location
+from draftheads.heads.tensors import matrix
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -17,16 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from draftheads.heads.formats.stored import (
-    Stored,
-    check_values,
-    matrix,
-    renamed,
-    require,
-    target_name,
-)
+from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
 from draftheads.heads.layers import LayerShape
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import matrix, require
 
 VLLM = [(r"^medusa_heads?\.", "")]
 NUMBERED = [

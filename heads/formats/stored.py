@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftheads.heads.formats.config import CONFIG, read_json
+from draftheads.heads.files import CONFIG, read_json
+from draftheads.heads.tensors import _damaged, check_finite, opened
 
-Known = TypeVar("Known")
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 
 WEIGHT_FILES = (
@@ -32,7 +31,6 @@ WEIGHT_FILES = (
 """Possible names of the file with the tensors; the first is our own."""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PLACES = (*WEIGHT_FILES, *INDEXES)
-POINTER = b"version https://git-lfs.github.com/spec/"
 INSIDE = "medusa_head."
 """Prefix of heads in one checkpoint with their target (Medusa v1.0)."""
 
@@ -79,20 +77,6 @@ def _form(tensor: Tensor | None) -> str:
         return "none"
     kind = "numbers" if tensor.is_floating_point() else "integers"
     return f"{kind} {tuple(tensor.shape)}"
-
-
-def check_finite(file: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError naming the file and its first tensor with numbers that are not finite."""
-    for name, tensor in tensors:
-        if tensor.numel() and tensor.is_floating_point():
-            whole = (
-                tensor if tensor.element_size() > 1 else tensor.float()
-            )  # torch lacks it for fp8
-            if not torch.stack(whole.aminmax()).isfinite().all():  # in one pass, without a copy
-                raise ValueError(
-                    f"{file}: expected finite numbers, got others in {name}; get the head again, "
-                    "or an earlier checkpoint of its training"
-                )
 
 
 @contextmanager
@@ -169,57 +153,6 @@ def _is_plain(value: Any) -> bool:
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
-@contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """An open safetensors file. Raises ValueError naming it when it is damaged."""
-    try:
-        with safe_open(file, framework="pt") as stored:
-            yield stored
-    except SafetensorError as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, error: Exception) -> ValueError:
-    with file.open("rb") as content:
-        is_pointer = content.read(len(POINTER)) == POINTER
-    got = f"{file.stat().st_size:,} bytes that are damaged, or a pickle that contains code"
-    return ValueError(
-        f"{file}: expected complete weights, got {'a git-lfs pointer' if is_pointer else got} "
-        f"({type(error).__name__}); fetch them with `git lfs pull`, or download the file again"
-    )
-
-
-def count_of(names: Iterable[str], pattern: str) -> int:
-    """The number of different indices in names that begin with `pattern`, which has one group.
-    Not the largest index: one damaged name would then create thousands of layers.
-    """
-    return len({match[1] for name in names if (match := re.match(pattern, name))})
-
-
-def matrix(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """A tensor whose shape determines the head's. Raises ValueError if it is not a matrix."""
-    tensor = tensors.get(name)
-    if tensor is None or tensor.ndim != 2 or not tensor.numel():
-        got = "none" if tensor is None else f"shape {tuple(tensor.shape)}"
-        raise ValueError(f"expected a matrix {name}, got {got}; the file is incomplete")
-    return tensor
-
-
-def integers(tensors: dict[str, Tensor], name: str) -> Tensor | None:
-    """A list of integers or booleans, or None. Raises ValueError for any other tensor."""
-    tensor = tensors.get(name)
-    if tensor is None:
-        return None
-    if tensor.dtype not in (torch.int64, torch.int32, torch.uint8, torch.bool) or (
-        tensor.ndim != 1 or not len(tensor)
-    ):
-        raise ValueError(
-            f"expected {name} as a list of integers, got {tensor.dtype} of shape "
-            f"{tuple(tensor.shape)}; the file does not match its own head"
-        )
-    return tensor
-
-
 def target_name(config: dict[str, Any]) -> str | None:
     """The target that a head's config.json names, in any layout."""
     ours = (config.get("draftheads") or {}).get("target") or {}
@@ -250,13 +183,3 @@ def check_values(config: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) ->
         if config.get(key) not in values:
             known = ", ".join("absent" if value is None else str(value) for value in values)
             raise ValueError(f"expected {key}: {known}; got {config[key]!r:.60}")
-
-
-def require(target: Known | None, reason: str) -> Known:
-    """The target. Raises ValueError, with the reason why it is needed, for None."""
-    if target is None:
-        raise ValueError(
-            f"expected the target ({reason}), got none; pass it: load_head(..., target=target) or "
-            "--target"
-        )
-    return target

@@ -29,10 +29,12 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import open_head
+from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
-from draftheads.infer.bench import (
+from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.measure.bench import summarize
+from draftheads.infer.race import (
     GENERATE,
     PLAIN,
     BenchOptions,
@@ -42,12 +44,11 @@ from draftheads.infer.bench import (
     describe_machine,
     machine_line,
     race,
-    summarize,
 )
-from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.threads import set_threads
 from draftheads.scripts.commands import load_target
 from draftheads.scripts.journey import check_outputs, opening_ids
-from draftheads.train.entry import mistakes_in_one_line, set_threads
+from draftheads.train.entry import mistakes_in_one_line
 from draftheads.train.evaluate import tau_error
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe, load_recipe

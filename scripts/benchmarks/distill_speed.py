@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from draftheads.heads.hub import load_head
+from draftheads.heads.formats.hub import load_head
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
-from draftheads.infer.engine import Speculator, without_defaults
+from draftheads.infer.engine import Speculator
+from draftheads.infer.measure.baseline import without_defaults
 from draftheads.train.data.conversation import Conversation, Renderer
 from draftheads.train.data.prompts import read_prompts
 

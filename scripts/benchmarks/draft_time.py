@@ -43,14 +43,15 @@ from transformers.initialization import no_init_weights
 
 from draftheads.heads.base import Committed, DraftHead
 from draftheads.heads.block import MARKOV_TYPES
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.sequential import CONDITIONINGS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
-from draftheads.infer.bench import describe_machine, machine_line
+from draftheads.infer.race import describe_machine, machine_line
+from draftheads.infer.threads import set_threads
 from draftheads.scripts.benchmarks.step_time import CLOCKS
 from draftheads.scripts.benchmarks.step_trial import option
-from draftheads.train.entry import mistakes_in_one_line, set_threads
+from draftheads.train.entry import mistakes_in_one_line
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {}),

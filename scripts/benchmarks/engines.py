@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.heads.block import BlockHead
-from draftheads.heads.hub import load_head, open_head
+from draftheads.heads.formats.hub import load_head, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree, parse_tree
 from draftheads.infer.engine import Speculator, Statistics, Step

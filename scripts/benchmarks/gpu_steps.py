@@ -28,11 +28,13 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, Tree
 from draftheads.infer.accept import Greedy
-from draftheads.infer.bench import describe_machine, machine_line
-from draftheads.infer.engine import Baseline, Speculator
+from draftheads.infer.engine import Speculator
+from draftheads.infer.measure.baseline import Baseline
+from draftheads.infer.race import describe_machine, machine_line
+from draftheads.infer.threads import set_threads
 from draftheads.scripts.benchmarks import draft_time
 from draftheads.scripts.benchmarks.step_trial import option
-from draftheads.train.entry import mistakes_in_one_line, set_threads
+from draftheads.train.entry import mistakes_in_one_line
 
 GENERATE, PLAIN = "generate", "plain"
 KINDS = {

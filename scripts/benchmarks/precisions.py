@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from draftheads.heads.hub import load_head, open_head
+from draftheads.heads.formats.hub import load_head, open_head
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator, Statistics
 from draftheads.scripts.journey import opening_ids

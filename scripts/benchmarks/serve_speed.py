@@ -22,10 +22,10 @@ import typer
 import uvicorn
 from typer import Option
 
-from draftheads.heads.hub import open_head
+from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator
-from draftheads.infer.server import ServerOptions, TimedProtocol, create_app
+from draftheads.infer.serve.app import ServerOptions, TimedProtocol, create_app
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from draftheads.heads import medusa
-from draftheads.infer.bench import describe_machine, machine_line
+from draftheads.infer.race import describe_machine, machine_line
 from draftheads.scripts.benchmarks.step_time import Clock, table
 from draftheads.scripts.benchmarks.step_trial import (
     KINDS,

@@ -23,10 +23,11 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from draftheads.heads.target import Target
-from draftheads.infer.bench import describe_machine, machine_line
-from draftheads.infer.drafters import open_drafts
+from draftheads.infer.drafters.named import open_drafts
 from draftheads.infer.engine import Speculator
-from draftheads.train.entry import mistakes_in_one_line, set_threads
+from draftheads.infer.race import describe_machine, machine_line
+from draftheads.infer.threads import set_threads
+from draftheads.train.entry import mistakes_in_one_line
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "attention", "mkl", "onednn")
 """Parts of the names of operators that multiply matrices."""

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.profiler import profile
 
-from draftheads.infer.bench import describe_machine, machine_line
+from draftheads.infer.race import describe_machine, machine_line
 from draftheads.scripts.benchmarks.step_trial import (
     KINDS,
     Setup,

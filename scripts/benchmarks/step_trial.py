@@ -22,7 +22,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.layers import DecoderLayer
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target

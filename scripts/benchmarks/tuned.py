@@ -15,14 +15,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftheads.heads.hub import HeadFolder, open_head
+from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree
-from draftheads.infer.bench import fitting_prompts
-from draftheads.infer.costs import NONE, Trial
-from draftheads.infer.tune import Track, TuneOptions
+from draftheads.infer.measure.costs import NONE, Trial
+from draftheads.infer.measure.tune import Track, TuneOptions
+from draftheads.infer.race import fitting_prompts
+from draftheads.infer.threads import set_threads
 from draftheads.scripts.journey import opening_ids
-from draftheads.train.entry import mistakes_in_one_line, set_threads
+from draftheads.train.entry import mistakes_in_one_line
 
 COLUMNS = "chain 4", "chain 7", "4", "16", "60"
 

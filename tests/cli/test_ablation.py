@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from tiny_training import random_answers, tiny_recipe, write_answers, write_target
 
-from draftheads.heads.hub import load_head
+from draftheads.heads.formats.hub import load_head
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Greedy, Sampled
-from draftheads.infer.bench import BenchOptions, bench
 from draftheads.infer.engine import Speculator
+from draftheads.infer.measure.bench import bench
+from draftheads.infer.race import BenchOptions
 from draftheads.scripts.benchmarks import ablation
 from draftheads.scripts.benchmarks.ablation import combinations, main, plan
 from draftheads.train.recipe import load_recipe

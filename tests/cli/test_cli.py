@@ -17,8 +17,8 @@ import yaml
 from tiny_chat import llama
 from tiny_targets import random_model
 
-from draftheads.heads.hub import HEADS as KINDS
-from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.formats.hub import HEADS as KINDS
+from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.scripts import cli

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_chat import llama
 
-from draftheads.heads.hub import save_head
+from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.scripts import cli
 from draftheads.scripts.benchmarks.house import modules

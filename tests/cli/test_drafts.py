@@ -12,10 +12,10 @@ import pytest
 from test_cli import failed, questions, run, target  # noqa: F401
 from tiny_chat import llama
 
-from draftheads.heads.hub import record_tuned, save_head
+from draftheads.heads.formats.hub import record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.costs import Costs
+from draftheads.infer.measure.costs import Costs
 from draftheads.infer.prompt import encode_prompt
 from draftheads.scripts import commands
 from draftheads.scripts.journey import openings

@@ -24,8 +24,8 @@ from tiny_heads import drafts_of, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 from tiny_training import run as run_tiny
 
-from draftheads.heads.card import flat, install_command
-from draftheads.heads.hub import HEADS, load_head, load_pair, open_head, save_head
+from draftheads.heads.formats.card import flat, install_command
+from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.scripts import cli
@@ -713,7 +713,7 @@ def test_no_registry_is_asked_for_a_package_of_our_name(folder, monkeypatch):
     assert "pip install ./draftheads" in (folder / "README.md").read_text()
     metadata = Message()
     metadata["Project-URL"] = "Repository, https://example.org/us/draftheads"
-    monkeypatch.setattr("draftheads.heads.card.metadata", lambda _: metadata)
+    monkeypatch.setattr("draftheads.heads.formats.card.metadata", lambda _: metadata)
     assert install_command() == "pip install git+https://example.org/us/draftheads"
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 from test_cli import failed, run, target  # noqa: F401
 
-from draftheads.infer import server
 from draftheads.infer.engine import Speculator
+from draftheads.infer.serve import app as server
 
 
 @pytest.fixture
@@ -47,6 +47,6 @@ def test_mistakes_are_one_line(run, target, monkeypatch):  # noqa: F811
     wrong = "https://model.example.com"
     failed(run("serve", "--target", target, "--allowed-host", wrong), "leave out https://")
     failed(run("serve", "--target", target, "--root-path", "model"), "expected a path such as /m")
-    monkeypatch.delitem(sys.modules, "draftheads.infer.server")
+    monkeypatch.delitem(sys.modules, "draftheads.infer.serve.app")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     failed(run("serve", "--target", target), "fastapi", "pip install")

@@ -16,10 +16,10 @@ import pytest
 from rich.table import Table
 from tiny_chat import llama
 
-from draftheads.heads.hub import save_head
+from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.terminal import SafeConsole, printable
-from draftheads.infer.chat_screen import MarkdownText
+from draftheads.infer.chat.screen import MarkdownText
 from draftheads.scripts import cli
 from draftheads.scripts.benchmarks.house import modules
 

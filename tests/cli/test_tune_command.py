@@ -9,7 +9,7 @@ import pytest
 from test_cli import failed, questions, run, target  # noqa: F401
 from tiny_chat import llama
 
-from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import tree_from_json
 

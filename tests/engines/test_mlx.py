@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from real_engines import place_of
 
-from draftheads.heads.hub import open_head
+from draftheads.heads.formats.hub import open_head
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
 from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.journey import opening_ids

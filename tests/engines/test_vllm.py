@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from real_engines import place_of
 
-from draftheads.heads.hub import open_head
+from draftheads.heads.formats.hub import open_head
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
 from draftheads.scripts.convert import converted
 from draftheads.scripts.demo import RECIPES

@@ -16,8 +16,8 @@ from tiny_heads import drafts_of
 from tiny_targets import random_model, some_prompts, tiny_target
 from typer.testing import CliRunner
 
+from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.formats.table import WRITERS
-from draftheads.heads.hub import load_head, open_head, save_head
 from draftheads.heads.target import Target
 from draftheads.scripts.cli import app, main
 from draftheads.scripts.convert import converted

@@ -37,13 +37,7 @@ from tiny_targets import tiny_target
 from torch import Tensor
 
 from draftheads.heads import medusa
-from draftheads.heads.hub import (
-    load_head,
-    load_pair,
-    open_head,
-    record_measured,
-    save_head,
-)
+from draftheads.heads.formats.hub import load_head, load_pair, open_head, record_measured, save_head
 from draftheads.heads.target import Target
 from draftheads.scripts.convert import converted
 from draftheads.scripts.journey import check_outputs

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_targets import VOCABULARY, tiny_target
 
-from draftheads.heads.hub import HEADS, load_head, save_head
+from draftheads.heads.formats.hub import HEADS, load_head, save_head
 from draftheads.heads.tree import DynamicTree
 
 ATTENTION = {f"self_attn.{part}_proj.weight" for part in "qkvo"}

@@ -17,11 +17,10 @@ from test_hub import FEW, trained
 from tiny_targets import VOCABULARY, tiny_target
 from torch import Tensor
 
-from draftheads.heads.block import BlockHead
-from draftheads.heads.formats.block import feature_layers, layer_ids
+from draftheads.heads.block import BlockHead, feature_layers, layer_ids
+from draftheads.heads.formats.hub import HEADS, load_head, open_head, save_head
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import translated
-from draftheads.heads.hub import HEADS, load_head, open_head, save_head
 from draftheads.scripts.convert import converted
 
 HEAD = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5, "conditioning": "markov"}

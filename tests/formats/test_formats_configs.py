@@ -17,9 +17,9 @@ import torch
 from emulators_block import block_shapes, confidence_shapes, markov_shapes
 
 from draftheads.heads.formats.block import flat
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import translated
-from draftheads.heads.hub import HEADS
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "draft-configs"
 FILES = sorted(FOLDER.rglob("*.json"))

@@ -28,7 +28,7 @@ from tiny_targets import some_prompts, tiny_target
 
 from draftheads.heads.base import Committed
 from draftheads.heads.batch import Batch
-from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.tree import DynamicTree
 from draftheads.heads.tree_drafting import DynamicTreeBuilder
 from draftheads.scripts.convert import converted

@@ -19,7 +19,7 @@ from tiny_heads import drafts_of
 from tiny_targets import VOCABULARY, some_prompts, tiny_target
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import load_head
+from draftheads.heads.formats.hub import load_head
 
 BLOCK_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_size": 32,

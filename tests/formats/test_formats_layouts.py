@@ -19,7 +19,7 @@ from tiny_targets import VOCABULARY, tiny_target
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import load_head, open_head
+from draftheads.heads.formats.hub import load_head, open_head
 from draftheads.heads.target import Target
 
 BASE = {"base_model_name_or_path": "tiny-llama"}

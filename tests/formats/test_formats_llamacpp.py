@@ -20,8 +20,8 @@ from tiny_chat import llama
 from tiny_heads import random_head
 from tiny_targets import some_prompts, tiny_target
 
+from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.formats.llamacpp import TargetFile
-from draftheads.heads.hub import load_head, save_head
 from draftheads.heads.layers import rotate
 from draftheads.heads.target import Target
 from draftheads.scripts.cli import main

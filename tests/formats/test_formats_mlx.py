@@ -17,7 +17,7 @@ from test_formats_openvino import saved, target
 from test_hub import FEW, SCALED
 from tiny_targets import tiny_target
 
-from draftheads.heads.hub import load_head
+from draftheads.heads.formats.hub import load_head
 from draftheads.scripts.convert import converted
 
 

@@ -19,8 +19,8 @@ from tiny_heads import random_head
 from tiny_targets import CONFIGS, scaled_up
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftheads.heads.card import render_card
-from draftheads.heads.hub import load_head, open_head, save_head
+from draftheads.heads.formats.card import render_card
+from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.target import Target
 from draftheads.scripts.benchmarks.engine_runs.openvino import tell_layers
 from draftheads.scripts.convert import converted

@@ -18,7 +18,7 @@ from test_sequential import DEPTH, drafts_of, plain_drafts, two_texts
 from tiny_targets import VOCABULARY
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftheads.heads.hub import load_head, open_head, save_head
+from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.target import Target
 
 WIDTH, LAYERS = 32, 3

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.hub import HEADS, load_head, load_pair, open_head, shared_adapter
+from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, shared_adapter
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator

@@ -27,7 +27,7 @@ from tiny_targets import VOCABULARY, random_model, tiny_target
 from draftheads.heads.base import RANKS, Committed
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead, mask_token
-from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_heads import Recorder, decode, misread_drafts, overfitted, written_by
 from tiny_training import VOCABULARY, tiny_model
 
-from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.target import Target
 
 PROMPTS = [[32, 22, 86, 87, 72, 5], [55, 0, 38, 81, 26, 6]]  # the answers to these are no loops

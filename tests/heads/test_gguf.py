@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiny_heads import random_head
 
-from draftheads.heads.card import render_card
-from draftheads.heads.hub import load_head, open_head, save_head
+from draftheads.heads.formats.card import render_card
+from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.placement import read_config
 from draftheads.heads.target import Target
 from draftheads.train.data.conversation import TextSide

@@ -17,7 +17,7 @@ from tiny_targets import VOCABULARY, random_model, some_prompts, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import HEADS, load_head, open_head, record_measured, save_head
+from draftheads.heads.formats.hub import HEADS, load_head, open_head, record_measured, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
@@ -196,7 +196,7 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     def full_disk(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("draftheads.heads.hub.render_card", full_disk)
+    monkeypatch.setattr("draftheads.heads.formats.hub.render_card", full_disk)
     with pytest.raises(OSError, match="No space left"):
         save_head(trained(depth=2), tmp_path / "head", target=tiny_target())
     assert [path.name for path in tmp_path.iterdir()] == ["head"]

@@ -33,7 +33,7 @@ from tiny_targets import (
 )
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 

@@ -18,7 +18,7 @@ from tiny_targets import VOCABULARY, tiny_target
 
 from draftheads.heads.base import RANKS, Committed
 from draftheads.heads.batch import Batch
-from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.sequential import CONDITIONINGS, SequentialHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_targets import tiny_target
 
-from draftheads.heads.hub import HEADS, load_head, save_head
+from draftheads.heads.formats.hub import HEADS, load_head, save_head
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree
 from draftheads.heads.tree_drafting import DynamicTreeBuilder, tree_builder
 

@@ -141,7 +141,7 @@ def test_a_long_row_has_the_features_of_a_short_one(name, size, monkeypatch):
 def test_a_version_of_transformers_that_does_not_ask_is_not_told(monkeypatch):
     target, batch = tiny_target(), rows((20, 31), (40,))
     expected = target.features(batch, [-1])
-    monkeypatch.setattr("draftheads.heads.target.ASKED", "renamed")
+    monkeypatch.setattr("draftheads.heads.masks.ASKED", "renamed")
     assert torch.equal(target.features(batch, [-1]), expected)
 
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
 from draftheads.heads.tree_drafting import DynamicTreeBuilder

@@ -15,11 +15,11 @@ from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.base import Committed
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
-from draftheads.infer import adaptive
 from draftheads.infer.accept import Sampled
-from draftheads.infer.adaptive import PAUSES, Adaptive, AdaptiveDrafter
-from draftheads.infer.costs import Costs
-from draftheads.infer.draft_model import DraftModel
+from draftheads.infer.drafters import adaptive
+from draftheads.infer.drafters.adaptive import PAUSES, Adaptive, AdaptiveDrafter
+from draftheads.infer.drafters.draft_model import DraftModel
+from draftheads.infer.measure.costs import Costs
 
 __all__ = ["small_target"]
 

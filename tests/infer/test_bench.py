@@ -21,23 +21,10 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
 from draftheads.infer.accept import Greedy, Processed, Sampled, Typical
-from draftheads.infer.bench import (
-    GENERATE,
-    PLAIN,
-    Analysis,
-    BenchOptions,
-    BenchPrompt,
-    Candidate,
-    Run,
-    batched,
-    bench,
-    speedup_interval,
-    summarize,
-    timed,
-    top2_margin,
-    walltime_factor,
-)
-from draftheads.infer.bench_report import (
+from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.measure.baseline import Baseline, without_defaults
+from draftheads.infer.measure.bench import Analysis, bench, summarize, walltime_factor
+from draftheads.infer.measure.report import (
     footnotes,
     measured_facts,
     plot,
@@ -47,7 +34,18 @@ from draftheads.infer.bench_report import (
     write_json,
     write_markdown,
 )
-from draftheads.infer.engine import Baseline, Speculator, Step, without_defaults
+from draftheads.infer.race import (
+    GENERATE,
+    PLAIN,
+    BenchOptions,
+    BenchPrompt,
+    Candidate,
+    Run,
+    batched,
+    speedup_interval,
+    timed,
+    top2_margin,
+)
 
 NEW = 21  # one token from the prefill and four steps of an oracle of depth 4
 CHAIN = StaticTree.from_widths((1, 1, 1, 1))

@@ -23,11 +23,11 @@ from tiny_heads import random_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.infer import conversation
 from draftheads.infer.accept import Greedy, Sampled, Typical
-from draftheads.infer.chat import COMMANDS, ChatOptions, chat, sample_chat
-from draftheads.infer.conversation import Answer, History, printable
-from draftheads.infer.drafters import NGram
+from draftheads.infer.chat import conversation
+from draftheads.infer.chat.conversation import Answer, History, printable
+from draftheads.infer.chat.repl import COMMANDS, ChatOptions, chat, sample_chat
+from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.prompt import encode_prompt
 
@@ -580,7 +580,7 @@ def test_sample_chat_prints_questions_answers_and_numbers(target):
 PROGRAM = """
 import sys; sys.path.insert(0, 'tests')
 from tiny_chat import llama
-from draftheads.infer.chat import ChatOptions, chat
+from draftheads.infer.chat.repl import ChatOptions, chat
 from draftheads.infer.engine import Speculator
 chat(Speculator(llama(eos=())), ChatOptions(max_new_tokens=5))
 """

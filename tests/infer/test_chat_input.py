@@ -8,7 +8,7 @@ import pytest
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from draftheads.infer.chat_input import history_path, typed_lines
+from draftheads.infer.chat.line_editor import history_path, typed_lines
 
 ALT_ENTER, UP, CTRL_C, CTRL_D = "\x1b\r", "\x1b[A", "\x03", "\x04"
 

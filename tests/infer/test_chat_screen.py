@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from draftheads.heads.tree import DynamicTree, StaticTree
-from draftheads.infer import chat_screen
-from draftheads.infer.chat_screen import Frame, MarkdownScreen, MarkdownText, tree_drawing
+from draftheads.infer.chat import screen as chat_screen
+from draftheads.infer.chat.screen import Frame, MarkdownScreen, MarkdownText, tree_drawing
 
 ANSWER = """\
 # Title

@@ -19,7 +19,7 @@ from tiny_chat import EOS, llama, options, prompts
 from tiny_heads import random_head
 
 from draftheads.infer.engine import Speculator
-from draftheads.infer.server import ServerOptions
+from draftheads.infer.serve.app import ServerOptions
 from draftheads.train.data.answers import read_answers
 from draftheads.train.data.distill import distill
 from draftheads.train.data.server import ServedTarget

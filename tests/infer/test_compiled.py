@@ -24,11 +24,13 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, RandomStream, Sampled, Typical
-from draftheads.infer.bench import BenchOptions, bench
-from draftheads.infer.draft_model import DraftModel, EarlyExit
-from draftheads.infer.drafters import Merged, NGram
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import speculative
+from draftheads.infer.measure.bench import bench
+from draftheads.infer.race import BenchOptions
 
 NEW = 24
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))

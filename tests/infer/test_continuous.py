@@ -15,7 +15,7 @@ from draftheads.heads.cache import SlotLayer
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
-from draftheads.infer.drafters import NGram
+from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Decoding, Row, Speculator
 
 LENGTHS = (1, 9, 3, 30, 2, 14, 5, 1, 40, 7, 21, 4)

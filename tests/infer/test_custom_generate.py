@@ -45,8 +45,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.card import install_command
-from draftheads.heads.hub import HEADS, save_head
+from draftheads.heads.formats.card import install_command
+from draftheads.heads.formats.hub import HEADS, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Processed, Sampled, Typical
@@ -537,7 +537,7 @@ def test_a_folder_by_name(saved, modules_cache):
 def test_a_folder_is_a_head_whatever_its_name(saved, modules_cache, monkeypatch):
     saved.rename(saved.with_name("ngram"))
     monkeypatch.chdir(saved.parent)
-    monkeypatch.delattr("draftheads.infer.drafters.NGram.drafter")
+    monkeypatch.delattr("draftheads.infer.drafters.ngram.NGram.drafter")
     model, asked = random_model("llama"), {**inputs(), **GREEDY}
     named = {"custom_generate": "ngram", "trust_remote_code": True}
     assert torch.equal(model.generate(**asked, **named), model.generate(**asked))

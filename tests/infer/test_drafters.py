@@ -24,9 +24,11 @@ from draftheads.heads.base import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Sampled
-from draftheads.infer.draft_model import DraftModel, EarlyExit, first_layers
-from draftheads.infer.draft_sampling import SampledChain, SpeculativeSampling
-from draftheads.infer.drafters import Merged, NGram, RowTree, stacked
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, first_layers
+from draftheads.infer.drafters.draft_sampling import SampledChain, SpeculativeSampling
+from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.drafters.rows import RowTree, stacked
 from draftheads.infer.engine import Speculator
 
 NEW = 31  # one token from the prefill and six steps of a chain of 4

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftheads.heads import Target, save_head
-from draftheads.heads.card import HERE
+from draftheads.heads.formats.card import HERE
 
 README = Path(__file__).parents[2] / "README.md"
 WORDS = ["▁Once", "▁upon", "▁a", "▁time", "▁there", "▁was", "▁", ",", "Lily"]

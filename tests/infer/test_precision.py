@@ -16,10 +16,10 @@ from tiny_chat import llama
 from tiny_heads import new_head
 from transformers import LlamaConfig
 
-from draftheads.heads.hub import save_head
-from draftheads.infer import precision
+from draftheads.heads.formats.hub import save_head
 from draftheads.infer.engine import Speculator
-from draftheads.infer.precision import LARGEST, matrices, measured_pace, own_dtype
+from draftheads.infer.measure import precision
+from draftheads.infer.measure.precision import LARGEST, matrices, measured_pace, own_dtype
 
 BFLOAT16 = "bfloat16"
 
@@ -128,7 +128,7 @@ def test_commands_that_write_data_never_measure(pace, stored, run, tmp_path):  #
 
 def test_the_measured_dtype_decodes(stored):
     """A head loaded with a target in bfloat16 drafts in it."""
-    from draftheads.heads.hub import load_head
+    from draftheads.heads.formats.hub import load_head
     from draftheads.heads.target import Target
 
     target = Target.load(stored[0], dtype=BFLOAT16)

@@ -18,12 +18,12 @@ from tokenizers import processors
 from typer.testing import CliRunner
 
 from draftheads.heads import load_pair, save_head
-from draftheads.heads.hub import open_head
+from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
-from draftheads.infer.conversation import History
+from draftheads.infer.chat.conversation import History
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
-from draftheads.infer.protocol import ChatRequest, CompletionRequest
-from draftheads.infer.reader import Reader
+from draftheads.infer.serve.protocol import ChatRequest, CompletionRequest
+from draftheads.infer.serve.reader import Reader
 from draftheads.scripts import commands
 from draftheads.scripts.cli import app
 from draftheads.scripts.journey import opening_ids

@@ -15,7 +15,7 @@ from tiny_targets import greedy, some_prompts, tiny_target
 from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.engine import Speculator, Step
-from draftheads.infer.scheduler import Account, Closing, Job, QueueFull, Scheduler
+from draftheads.infer.serve.scheduler import Account, Closing, Job, QueueFull, Scheduler
 
 NEW = 12
 
@@ -88,7 +88,7 @@ def test_turns_are_of_equal_time_and_not_of_equal_number(schedulers, monkeypatch
         gate.wait(5)
         clock[0] += seconds
 
-    monkeypatch.setattr("draftheads.infer.scheduler.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("draftheads.infer.serve.scheduler.perf_counter", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", pass_time)
     scheduler = schedulers(engine, slots=2)
     slow, fast = Asked([1, 1]), Asked([2, 2])
@@ -202,7 +202,7 @@ def test_compiled_steps_are_those_of_the_start_alone(schedulers, monkeypatch):
 
 def test_a_long_prompt_is_read_in_turns(schedulers, monkeypatch):
     """An answer in the making goes on while another prompt is being read."""
-    monkeypatch.setattr("draftheads.infer.scheduler.TURN", 4)
+    monkeypatch.setattr("draftheads.infer.serve.scheduler.TURN", 4)
     target = tiny_target()
     engine = Speculator(target)
     order: list[str] = []
@@ -232,7 +232,7 @@ def test_jobs_of_one_request_share_its_turns(schedulers, monkeypatch):
         gate.wait(5)
         clock[0] += seconds
 
-    monkeypatch.setattr("draftheads.infer.scheduler.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("draftheads.infer.serve.scheduler.perf_counter", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", pass_time)
     scheduler = schedulers(engine, slots=4)
     account = Account()

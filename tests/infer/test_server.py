@@ -19,7 +19,7 @@ from draftheads.heads.target import Target
 from draftheads.infer.accept import Sampled
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.server import ServerOptions, create_app
+from draftheads.infer.serve.app import ServerOptions, create_app
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]

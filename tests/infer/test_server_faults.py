@@ -26,9 +26,9 @@ from huggingface_hub.utils import httpx
 from served import Says, running
 from tiny_chat import llama
 
-from draftheads.infer import protocol, reader
-from draftheads.infer import server as module
-from draftheads.infer.server import ServerOptions, Service
+from draftheads.infer.serve import app as module
+from draftheads.infer.serve import protocol, reader
+from draftheads.infer.serve.app import ServerOptions, Service
 
 CHAT = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}

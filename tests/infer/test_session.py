@@ -17,11 +17,12 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer import compiled
 from draftheads.infer.accept import Sampled
-from draftheads.infer.adaptive import Adaptive
-from draftheads.infer.costs import Costs
-from draftheads.infer.draft_model import DraftModel, EarlyExit
-from draftheads.infer.drafters import Merged, NGram
+from draftheads.infer.drafters.adaptive import Adaptive
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Session, Speculator, Step
+from draftheads.infer.measure.costs import Costs
 
 NEW = 12
 

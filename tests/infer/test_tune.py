@@ -14,11 +14,11 @@ import torch
 from tiny_heads import EACH, decode, random_head
 from tiny_targets import CONTEXT, greedy, some_prompts, tiny_target
 
-from draftheads.heads.hub import load_head, record_tuned, save_head
+from draftheads.heads.formats.hub import load_head, record_tuned, save_head
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
-from draftheads.infer.bench import Run, describe_machine, fitting_prompts, race
-from draftheads.infer.costs import (
+from draftheads.infer.engine import Step
+from draftheads.infer.measure.costs import (
     NONE,
     Costs,
     Trial,
@@ -28,8 +28,7 @@ from draftheads.infer.costs import (
     replayed_steps,
     search,
 )
-from draftheads.infer.engine import Step
-from draftheads.infer.tune import (
+from draftheads.infer.measure.tune import (
     Track,
     Tuned,
     TuneOptions,
@@ -39,6 +38,7 @@ from draftheads.infer.tune import (
     tune,
     verify_curve,
 )
+from draftheads.infer.race import Run, describe_machine, fitting_prompts, race
 from draftheads.scripts.printing import print_tuned
 
 OPTIONS = TuneOptions(max_new_tokens=12, repetitions=1, nodes=8)
@@ -247,7 +247,7 @@ def test_a_race_compares_with_the_present_tree_and_scales_predictions_by_plain_d
             for each in candidates
         }
 
-    monkeypatch.setattr("draftheads.infer.tune.race", race)
+    monkeypatch.setattr("draftheads.infer.measure.tune.race", race)
     target = tiny_target()
     track = Track(target, random_head("medusa", target), OPTIONS, None)
     chosen = [Trial(tree, 1.0, 3.0) for tree in (present, NONE, faster, slower)]
@@ -320,7 +320,7 @@ def test_trees_race_on_prompts_that_neither_costs_nor_trees_were_fitted_to(monke
         raced.append([prompt.number for prompt in prompts])
         return race(candidates, prompts, *rest)
 
-    monkeypatch.setattr("draftheads.infer.tune.race", noted)
+    monkeypatch.setattr("draftheads.infer.measure.tune.race", noted)
     target = tiny_target()
     tune(target, random_head("medusa", target), some_prompts(5, 9, 7, 4), OPTIONS)
     assert raced == [[0, 2], [1, 3]]

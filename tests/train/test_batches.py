@@ -13,13 +13,7 @@ import torch
 from tiny_training import VOCABULARY, random_answers, tiny_target
 
 from draftheads.heads.batch import Batch
-from draftheads.train.batches import (
-    Documents,
-    Order,
-    Reading,
-    Rows,
-    share,
-)
+from draftheads.train.batches import Documents, Order, Reading, Rows, share
 from draftheads.train.data.answers import Answer, new_manifest, read_answers, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 

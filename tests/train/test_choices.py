@@ -12,7 +12,7 @@ from annotated_types import Le
 from minimal_recipe import MINIMAL, error
 
 from draftheads.heads.formats.config import TYPES
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.train.recipe import HEAD_MODELS, Recipe, differences, load_recipe, recipe_keys
 
 RECIPES = Path(__file__).parents[2] / "recipes"

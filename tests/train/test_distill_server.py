@@ -31,12 +31,7 @@ from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import LOSSY, TOO_LONG, Renderer, TextSide
 from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import Prompt
-from draftheads.train.data.server import (
-    ServedTarget,
-    ServerError,
-    ServerOptions,
-    without_secret,
-)
+from draftheads.train.data.server import ServedTarget, ServerError, ServerOptions, without_secret
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from tiny_training import write_answers
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.hub import load_head, save_head
+from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.scripts import cli

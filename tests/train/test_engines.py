@@ -24,7 +24,7 @@ from tiny_training import (
     write_target,
 )
 
-from draftheads.heads.hub import HEADS, load_head
+from draftheads.heads.formats.hub import HEADS, load_head
 from draftheads.train.medusa import main
 from draftheads.train.progress import read_metrics
 

@@ -31,10 +31,10 @@ from tiny_training import (
     write_answers,
 )
 
-from draftheads.heads.hub import HEADS, load_head
+from draftheads.heads.formats.hub import HEADS, load_head
 from draftheads.heads.target import Target
-from draftheads.infer.bench import Run
 from draftheads.infer.engine import Step
+from draftheads.infer.race import Run
 from draftheads.train import loop
 from draftheads.train.checkpoint import read_state
 from draftheads.train.data.answers import Answer

@@ -30,7 +30,7 @@ from tiny_training import (
     tiny_target,
 )
 
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.train import batches, evaluate
 from draftheads.train import features as store_module

@@ -37,7 +37,7 @@ from tiny_training import (
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.files import staged
-from draftheads.heads.hub import open_head, write_head
+from draftheads.heads.formats.hub import open_head, write_head
 from draftheads.heads.target import Target
 from draftheads.scripts.convert import converted, merged
 from draftheads.train import checkpoint, loop

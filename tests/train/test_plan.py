@@ -27,20 +27,16 @@ from tiny_training import (
 )
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
-from draftheads.infer.precision import Pace
+from draftheads.infer.measure.precision import Pace
 from draftheads.scripts import cli
 from draftheads.scripts.printing import print_plan, remedy
 from draftheads.train import plan as planning
 from draftheads.train.batches import Documents
 from draftheads.train.data.answers import Answer
 from draftheads.train.medusa import main
-from draftheads.train.plan import (
-    Shapes,
-    make_plan,
-    write_target,
-)
+from draftheads.train.plan import Shapes, make_plan, write_target
 from draftheads.train.setup import create_head
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from minimal_recipe import MINIMAL, error
 
-from draftheads.heads.hub import HEADS
+from draftheads.heads.formats.hub import HEADS
 from draftheads.train.recipe import differences, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

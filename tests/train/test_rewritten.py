@@ -13,7 +13,7 @@ from local_server import Json, LocalServer
 from tiny_chat import CONTEXT, END, TEMPLATE, llama, options, records
 
 from draftheads.heads.target import Target
-from draftheads.infer.chat import History
+from draftheads.infer.chat.repl import History
 from draftheads.infer.continuous import Request
 from draftheads.scripts.commands import data_preview
 from draftheads.train.data.answers import read_answers, read_manifest

@@ -23,7 +23,7 @@ from tiny_training import (
 )
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hub import HEADS, load_head
+from draftheads.heads.formats.hub import HEADS, load_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Speculator

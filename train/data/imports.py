@@ -18,13 +18,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.train.data.answers import (
-    MANIFEST,
-    Counts,
-    Record,
-    new_manifest,
-    store_batch,
-)
+from draftheads.train.data.answers import MANIFEST, Counts, Record, new_manifest, store_batch
 from draftheads.train.data.conversation import (
     CLOSE,
     LOSSY,

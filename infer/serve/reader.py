@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 
 from draftheads.heads.target import Target
 from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.protocol import (
+from draftheads.infer.serve.protocol import (
     MOST_CHOICES,
     ApiError,
     ChatRequest,

@@ -38,9 +38,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from draftheads.heads.terminal import printable
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.engine import Speculator, Step
-from draftheads.infer.hosts import Hosts
-from draftheads.infer.logprobs import Scored, TokenScore, TokenTexts
-from draftheads.infer.protocol import (
+from draftheads.infer.serve.hosts import Hosts
+from draftheads.infer.serve.logprobs import Scored, TokenScore, TokenTexts
+from draftheads.infer.serve.protocol import (
     ApiError,
     ChatRequest,
     Choice,
@@ -51,8 +51,8 @@ from draftheads.infer.protocol import (
     Request,
     StreamOptions,
 )
-from draftheads.infer.reader import Gone, Reader
-from draftheads.infer.scheduler import Account, Closing, Job, QueueFull, Scheduler
+from draftheads.infer.serve.reader import Gone, Reader
+from draftheads.infer.serve.scheduler import Account, Closing, Job, QueueFull, Scheduler
 from draftheads.infer.text import AnswerText
 
 logger = logging.getLogger("draftheads")

@@ -26,7 +26,20 @@ from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Greedy
-from draftheads.infer.bench import (
+from draftheads.infer.compiled import why_not
+from draftheads.infer.engine import NoDraft, Speculator, Statistics
+from draftheads.infer.measure.costs import (
+    NONE,
+    Costs,
+    Trial,
+    finalists,
+    fitted_costs,
+    predict,
+    search,
+    steps_of,
+)
+from draftheads.infer.measure.precision import fair_clock
+from draftheads.infer.race import (
     BenchOptions,
     BenchPrompt,
     Candidate,
@@ -39,19 +52,6 @@ from draftheads.infer.bench import (
     speedup_interval,
     timed,
 )
-from draftheads.infer.compiled import why_not
-from draftheads.infer.costs import (
-    NONE,
-    Costs,
-    Trial,
-    finalists,
-    fitted_costs,
-    predict,
-    search,
-    steps_of,
-)
-from draftheads.infer.engine import NoDraft, Speculator, Statistics
-from draftheads.infer.precision import fair_clock
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Draft nodes whose verification is timed."""

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from draftheads.heads.base import Committed, Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree, Tree
-from draftheads.infer.costs import Costs
 from draftheads.infer.engine import DrafterSource, NoDraft
+from draftheads.infer.measure.costs import Costs
 
 NEWEST = 1 / 8
 """Weight of the newest step in the mean of tokens per step."""

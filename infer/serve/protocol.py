@@ -26,7 +26,7 @@ from pydantic import (
 from starlette.exceptions import HTTPException
 
 from draftheads.infer.engine import Step
-from draftheads.infer.logprobs import (
+from draftheads.infer.serve.logprobs import (
     ScoredToken,
     TokenScore,
     TokenTexts,

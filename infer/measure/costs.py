@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
-from draftheads.infer.bench import Run, Runs
 from draftheads.infer.engine import Step
+from draftheads.infer.race import Run, Runs
 
 FINALISTS, SPREAD = 4, 1.5
 ORDINARY = 2.0

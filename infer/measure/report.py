@@ -16,16 +16,9 @@ from rich.table import Table
 
 from draftheads.heads.files import write_text
 from draftheads.heads.terminal import SafeConsole
-from draftheads.infer.bench import (
-    BASELINES,
-    COMPILED,
-    GENERATE,
-    PLAIN,
-    BenchReport,
-    Result,
-    machine_line,
-)
-from draftheads.infer.costs import too_slow
+from draftheads.infer.measure.bench import BASELINES, COMPILED, BenchReport, Result
+from draftheads.infer.measure.costs import too_slow
+from draftheads.infer.race import GENERATE, PLAIN, machine_line
 
 FACTS = ["nodes", "lossless", "tokens_per_step", "acceptance_by_depth", "speedup", "speedup_ci95"]
 FACTS += ["speedup_over_best", "tokens_per_second", "baseline_tokens_per_second"]

@@ -22,7 +22,8 @@ from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled, Typical
-from draftheads.infer.chat_screen import (
+from draftheads.infer.chat.conversation import Answer, History
+from draftheads.infer.chat.screen import (
     NARROW,
     NOTE,
     Frame,
@@ -32,9 +33,8 @@ from draftheads.infer.chat_screen import (
     side_by_side,
     tree_drawing,
 )
-from draftheads.infer.conversation import Answer, History
-from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Session, Speculator, Statistics
+from draftheads.infer.measure.costs import too_slow
 from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.text import TextStream
 
@@ -95,7 +95,7 @@ def chat(
     talk.greet()
     is_typed = read is not None or sys.stdin.isatty()
     if read is None and is_typed and talk.console.is_terminal:
-        from draftheads.infer.chat_input import typed_lines  # a third of a second
+        from draftheads.infer.chat.line_editor import typed_lines
 
         read = typed_lines([*COMMANDS])
     was_stopped = False

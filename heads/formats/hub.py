@@ -28,10 +28,10 @@ from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
 from draftheads.heads.block import BlockHead
-from draftheads.heads.card import HUB_ID, render_card, write_remote_code
 from draftheads.heads.eagle import Eagle3Head, EagleHead
+from draftheads.heads.files import CONFIG as CONFIG
 from draftheads.heads.files import staged, write_text
-from draftheads.heads.formats.config import CONFIG as CONFIG
+from draftheads.heads.formats.card import HUB_ID, render_card, write_remote_code
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.stored import (
     INDEXES,

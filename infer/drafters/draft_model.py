@@ -18,12 +18,13 @@ from torch import Tensor
 
 from draftheads.heads.base import Committed
 from draftheads.heads.cache import ROOM, SlotCache
+from draftheads.heads.masks import Masks
 from draftheads.heads.pretrained import decoder_layers
-from draftheads.heads.target import Masks, Target
+from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.draft_sampling import ChainSampler, SpeculativeSampling
+from draftheads.infer.drafters.draft_sampling import ChainSampler, SpeculativeSampling
 from draftheads.infer.engine import DrafterSource, NoDraft
 
 DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)

@@ -1,0 +1,84 @@
+"""LongRoPE: RoPE factors that change with the length of a text.
+
+Legend: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftheads.heads.cache import SlotCache
+
+
+class LongRope:
+    """RoPE factors of targets (Phi-3 to Phi-4-mini) that change when a text exceeds a limit.
+
+    transformers chooses the factors of a whole forward pass by its greatest position. Our passes
+    may mix rows, chunks and tree nodes on both sides of the limit, so the choice is per token.
+
+    limit: longer texts have long factors; 0 for models without LongRoPE. crossing: the limit, if
+    `generate` then computes the text again; 0 if it keeps what it computed with short factors.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
+        parameters = parameters or {}  # of the model, or for each layer type
+        self.limit = 0
+        for each in (parameters, *parameters.values()):
+            if isinstance(each, dict) and each.get("rope_type") == "longrope":
+                self.limit = each["original_max_position_embeddings"]
+        self.crossing = self.limit if _drops_its_cache(model, self.limit) else 0
+        self._ropes = [
+            module
+            for module in model.modules()
+            if self.limit and "longrope" in str(getattr(module, "rope_type", ""))
+        ]
+
+    @contextmanager
+    def factors(self, lengths_BT: Tensor) -> Iterator[None]:
+        """A context in which each token has the factors of a text of the given length."""
+        limit = self.limit
+
+        def choose(rope: nn.Module, args: Any, kwargs: Any, output: Any) -> tuple[Tensor, ...]:
+            given = inspect.signature(rope.forward).bind(*args, **kwargs).arguments
+            positions_BT = given.pop("position_ids")
+            beyond_B1 = torch.full_like(positions_BT[:, :1], limit)
+            short = rope.forward(position_ids=positions_BT.clamp(max=limit - 1), **given)
+            long = rope.forward(position_ids=torch.cat([positions_BT, beyond_B1], 1), **given)
+            is_long_BT1 = (lengths_BT > limit).to(positions_BT.device)[:, :, None]
+            pairs = zip(long, short, strict=True)
+            return tuple(torch.where(is_long_BT1, a[:, :-1], b) for a, b in pairs)
+
+        with ExitStack() as hooks:
+            for rope in self._ropes:
+                handle = rope.register_forward_hook(choose, with_kwargs=True)
+                hooks.callback(handle.remove)
+            yield
+
+
+def document_lengths(positions_BT: Tensor) -> Tensor:
+    """int64 (B, T): the length of the document of each token in packed rows."""
+    numbers_BT = (positions_BT == 0).cumsum(1)
+    by_document = F.pad(torch.zeros_like(positions_BT), (0, 1))  # at most T documents
+    by_document.scatter_reduce_(1, numbers_BT, positions_BT + 1, "amax")
+    return by_document.gather(1, numbers_BT)
+
+
+def _drops_its_cache(model: PreTrainedModel, limit: int) -> bool:
+    """Whether `generate` computes a text again when it grows beyond the limit."""
+    if not limit:
+        return False
+    cache = SlotCache(1, 1, 1, "cpu")
+    cache.table.set_lengths([limit])
+    prepared = model.prepare_inputs_for_generation(
+        torch.zeros(1, limit + 1, dtype=torch.long), past_key_values=cache, next_sequence_length=1
+    )
+    return prepared.get("past_key_values") is None

@@ -1,0 +1,89 @@
+"""The names of drafters, as --head options give them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftheads.heads.formats.hub import HeadFolder, open_head
+from draftheads.heads.target import Target
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.engine import DrafterSource
+
+MERGED_NGRAM = NGram(longest=4, shortest=4)
+"""Beside a head, only a long repeat is worth the nodes that the head would fill."""
+
+
+@dataclass(frozen=True)
+class NamedDrafts:
+    """What a --head option names; so far, only the config.json of its heads has been read."""
+
+    name: str
+    folders: list[HeadFolder]
+    load: Callable[[Target], DrafterSource]
+
+    @property
+    def target(self) -> tuple[str, str | None]:
+        """Name and revision of the target that its heads record. Raises ValueError if none does."""
+        if not self.folders:
+            raise ValueError(
+                f"--head {self.name} does not say which target it is for; pass --target"
+            )
+        return self.folders[0].target
+
+
+def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
+    """Find what each --head option names, by the shortest names that differ. Raises as `open_head`,
+    and ValueError for an early exit without a number.
+    """
+    drafts = list(map(named_drafts, sources))
+    names = [each.name for each in drafts]
+    names = names if len(set(names)) == len(names) else list(sources)
+    return dict(zip(names, drafts, strict=True))
+
+
+def named_drafts(source: str) -> NamedDrafts:
+    """Find what one --head option names; + joins parts, unless it belongs to the name of a folder.
+    Raises as `open_drafts`.
+    """
+    if os.path.isdir(os.path.expanduser(source)) or "+" not in source:
+        return _part(source, NGram())
+    parts = [_part(text, MERGED_NGRAM) for text in source.split("+")]
+    return NamedDrafts(
+        "+".join(part.name for part in parts),
+        [folder for part in parts for folder in part.folders],
+        lambda target: Merged([part.load(target) for part in parts]),
+    )
+
+
+def _part(text: str, ngram: NGram) -> NamedDrafts:
+    kind, _, value = text.partition(":")
+    if text == "ngram":
+        return NamedDrafts(text, [], lambda _: ngram)
+    if kind == "model":
+        return NamedDrafts(
+            f"model:{Path(value).name}", [], lambda target: _draft_model(value, target)
+        )
+    if kind == "early-exit":
+        if not value.isdecimal():
+            raise ValueError(
+                f"head {text}: expected a number of layers, as in early-exit:4, got {value!r}"
+            )
+        return NamedDrafts(text, [], lambda target: _checked(EarlyExit(int(value)), target))
+    folder = open_head(text)
+    return NamedDrafts(Path(text).name, [folder], folder.load)
+
+
+def _draft_model(path: str, target: Target) -> DrafterSource:
+    dtype = str(target.dtype).removeprefix("torch.")
+    return _checked(DraftModel(Target.load(path, dtype=dtype, device=str(target.device))), target)
+
+
+def _checked(drafts: DrafterSource, target: Target) -> DrafterSource:
+    """The same. Raises ValueError for a target that it cannot draft for."""
+    drafts.drafter(target)
+    return drafts

@@ -1,0 +1,242 @@
+"""Decoding against the clock: candidates decode the same prompts in turns, so that a machine that
+slows down slows all of them alike.
+
+Legend: P units of the bootstrap (prompts, or batches of them), R bootstrap resamples.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import groupby, product
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from draftheads.heads.target import Target
+from draftheads.heads.terminal import SafeConsole
+from draftheads.infer.accept import Acceptance, Greedy
+from draftheads.infer.engine import Step
+
+GENERATE, PLAIN = "generate", "plain"
+"""Candidates of every bench: transformers' own, and this engine without a drafter."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Settings of a bench; each number is at least 1."""
+
+    max_new_tokens: int = 128
+    sampling: Acceptance = field(default_factory=Greedy)
+    repetitions: int = 1  # runs per prompt and candidate
+    nodes: Sequence[int] = ()  # draft nodes of each head's own tree, resized; empty: as it is
+    seed: int = 0  # of sampling and of the bootstrap
+    resamples: int = 5000  # of the bootstrap
+    compile: bool = False  # every candidate once more, compiled
+    batch: int = 1  # prompts decoded together
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """A prompt, its number in the caller's list, and the new tokens that fit after it."""
+
+    number: int
+    prompt: Sequence[int]
+    limit: int
+    category: str | None = None
+
+
+class Engine(Protocol):
+    """What decodes a batch of prompts: a `Speculator`, or transformers' own `generate`."""
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
+    ) -> Iterator[list[Step | None]]:
+        """As `Speculator.generate_batch`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine to time. nodes: draft nodes of its tree, None if that is not fixed."""
+
+    name: str
+    nodes: int | None
+    engine: Engine
+    rule: Acceptance
+
+    def generate(self, batch: Sequence[BenchPrompt]) -> Iterator[list[Step | None]]:
+        """Continue a batch of prompts, each by the new tokens that fit after all of them."""
+        prompts, limit = [each.prompt for each in batch], min(each.limit for each in batch)
+        return self.engine.generate_batch(prompts, sampling=self.rule, max_new_tokens=limit)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed generation. A row of a batch has its share of the batch's times."""
+
+    steps: list[Step]
+    seconds: float
+    cpu_seconds: float = 0.0  # of all threads of this process
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new tokens."""
+        return [token for step in self.steps for token in step.tokens]
+
+
+Runs = Mapping[str, list[list[Run]]]
+"""Name of a candidate -> for each prompt, its repetitions."""
+
+
+def fitting_prompts(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[BenchPrompt]:
+    """The prompts that leave room in the context. Raises ValueError if there are none."""
+    rooms = [min(max_new_tokens, target.context - len(prompt)) for prompt in prompts]
+    numbered = enumerate(zip(prompts, rooms, strict=True))
+    fitting = [BenchPrompt(number, prompt, room) for number, (prompt, room) in numbered if room > 0]
+    if not fitting:
+        raise ValueError(
+            f"expected a prompt shorter than the context of {target.name} ({target.context} "
+            f"tokens), found none among {len(prompts)}; pass shorter prompts"
+        )
+    return fitting
+
+
+def race(
+    candidates: Sequence[Candidate],
+    prompts: Sequence[BenchPrompt],
+    options: BenchOptions,
+    console: Console | None = None,
+    clock: Callable[[], float] = perf_counter,
+) -> Runs:
+    """Warm up, then time every candidate on every batch; the order rotates by one each time.
+
+    Seeds torch's global random stream. console: for the progress bar (default: stderr). clock: of
+    `Run.seconds`.
+    """
+    console = console or SafeConsole(stderr=True)
+    runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
+    units = batched(prompts, options.batch)
+    batches = [[prompts[place] for place in unit] for unit in units]
+    for each, batch in product(candidates, _extremes(batches)):
+        timed(each, batch)
+    for turn in track(
+        range(options.repetitions * len(units)),
+        "decoding",
+        console=console,
+        auto_refresh=False,  # no thread that draws during the measurement
+        transient=True,
+        disable=not console.is_terminal,
+    ):
+        number, first = turn % len(units), turn % len(candidates)
+        for each in (*candidates[first:], *candidates[:first]):
+            torch.manual_seed(options.seed + turn)
+            options.sampling.seed(options.seed + turn)
+            rows = timed(each, batches[number], clock)
+            for place, run in zip(units[number], rows, strict=True):
+                runs[each.name][place].append(run)
+    return runs
+
+
+def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
+    """The places of prompts that are decoded together: up to `size` neighbours of one category."""
+    batches = []
+    for _, same in groupby(range(len(prompts)), key=lambda place: prompts[place].category):
+        places = list(same)
+        batches += [places[first : first + size] for first in range(0, len(places), size)]
+    return batches
+
+
+def _extremes(batches: Sequence[list[BenchPrompt]]) -> list[list[BenchPrompt]]:
+    """The longest and the shortest batch of each size: compiled code may know one length only, and
+    transformers compiles again for a longer cache.
+    """
+    ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
+    longest = {len(batch): batch for batch in ordered}
+    shortest = {len(batch): batch for batch in reversed(ordered)}
+    return [*longest.values(), *shortest.values()]
+
+
+def timed(
+    candidate: Candidate, batch: Sequence[BenchPrompt], clock: Callable[[], float] = perf_counter
+) -> list[Run]:
+    """Time one generation, with Python's garbage collector off, as in `timeit`; one Run per row.
+
+    Token ids end up on the CPU in every step, so no device work is left when the clock is read.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:  # the process needs its collector after an error or Ctrl-C
+        cpu, start = process_time(), clock()
+        steps = list(candidate.generate(batch))
+        shares = (clock() - start) / len(batch), (process_time() - cpu) / len(batch)
+    finally:
+        if was_enabled:
+            gc.enable()
+    return [Run(list(filter(None, row)), *shares) for row in zip(*steps, strict=True)]
+
+
+def top2_margin(target: Target, tokens: Sequence[int]) -> float:
+    """The target's best logit minus its second best after `tokens`."""
+    cache = target.new_cache(1, len(tokens))
+    best = target.prefill([tokens], cache, ()).logits_BNV[0, 0].float().topk(2).values
+    return float(best[0] - best[1])
+
+
+def speedup_interval(ours_P2: Tensor, baseline_P2: Tensor, options: BenchOptions) -> list[float]:
+    """95 % interval [low, high] of the ratio of tokens per second: a paired bootstrap over prompts.
+
+    ours_P2, baseline_P2: float64 tokens and seconds (further columns do not count) of the same
+    prompts, or of batches of them. Each resample draws P
+    prompts with replacement, the same for both sides, and takes the ratio of the sums.
+    """
+    prompts = len(ours_P2)
+    generator = torch.Generator().manual_seed(options.seed)
+    drawn_RP = torch.randint(prompts, (options.resamples, prompts), generator=generator)
+    ours_R2, baseline_R2 = ours_P2[drawn_RP].sum(1), baseline_P2[drawn_RP].sum(1)
+    ratio_R = (ours_R2[:, 0] / ours_R2[:, 1]) / (baseline_R2[:, 0] / baseline_R2[:, 1])
+    bounds = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    interval: list[float] = torch.quantile(ratio_R, bounds).tolist()
+    return interval
+
+
+def describe_machine(target: Target) -> dict[str, Any]:
+    """Hardware and versions that affect the times."""
+    device, cpuinfo = target.device, Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.is_file() else "")
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    return {
+        "cpu": named[1].strip() if named else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "draftheads": version("draftheads"),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    """The output of `describe_machine` in one line."""
+    cpu = f"{machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} torch threads"
+    return (
+        f"{machine['gpu'] or cpu}, {machine['dtype']}, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}, draftheads {machine['draftheads']}, "
+        f"{machine['date'][:10]}"
+    )

@@ -1,0 +1,1 @@
+"""The server: OpenAI's interface, and a page."""
