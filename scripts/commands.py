@@ -344,15 +344,6 @@ def keys() -> None:
         say(f"{key} = {default} [{takes}]\n    {description}")
 
 
-def report(
-    run: Annotated[Path, Argument(help="output folder of a run, e.g. out/demo-medusa")],
-) -> None:
-    """Write a run's report.md and curves again from its metrics and checkpoints."""
-    from draftheads.train.progress import write_report
-
-    say(write_report(run))
-
-
 def demo(
     out: Annotated[Path, Option(help="folder for all outputs of the demo")] = Path("out/demo"),
 ) -> None:

@@ -30,8 +30,8 @@ from torch import Tensor
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.formats.card import flat
 from draftheads.heads.formats.hub import WEIGHTS
+from draftheads.heads.tables import flat
 from draftheads.heads.target import Target
 from draftheads.train.batches import Order, Reading, share
 from draftheads.train.checkpoint import (
@@ -50,7 +50,7 @@ from draftheads.train.evaluate import Evaluator, check_eval
 from draftheads.train.faults import lost_processes, memory_errors
 from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.launch import StopRequest, agreeing, main_process_log, make_accelerator
-from draftheads.train.progress import Progress, check_trackers, write_report
+from draftheads.train.metrics import Progress, check_trackers
 from draftheads.train.recipe import Recipe, differences
 from draftheads.train.setup import (
     Log,
@@ -196,8 +196,6 @@ def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
     if run.state.exhausted and step < steps:
         log(_early_end(run.state))
         steps = step
-    if step == steps:
-        _report(recipe, run.accelerator)
     return Outcome(run.checkpoints.folder(step), step, steps, trained=True, stopped_by=by)
 
 
@@ -214,15 +212,9 @@ def _is_over(state: RunState, recipe: Recipe, log: Log) -> bool:
 
 def _complete(saved: Saved, recipe: Recipe, accelerator: Accelerator) -> None:
     """What a process that was killed after the last checkpoint did not come to: `best`, the removal
-    of old checkpoints and temporary files, the report.
+    of old checkpoints and temporary files.
     """
     Checkpoints(recipe, accelerator, saved.folder, size=0).close()
-    _report(recipe, accelerator)
-
-
-def _report(recipe: Recipe, accelerator: Accelerator) -> None:
-    if recipe.eval.report and accelerator.is_main_process:
-        main_process_log(accelerator)(f"report: {write_report(recipe.run.output)}")
 
 
 def _less_memory(recipe: Recipe) -> str:

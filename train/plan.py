@@ -217,7 +217,7 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str) -> Tri
     sizes = random.Random(0).choices(work.sizes, k=rows)
     values = recipe.model_dump(mode="json")
     values |= {"target_revision": None, "target_placement": "whole", "features": {}}
-    values["eval"] = {"every": 0, "report": False}
+    values["eval"] = {"every": 0}
     values["data"] |= {"pack": False, "heldout": batch / rows, "cache_gb": 1e6 * cached}
     values["run"] |= {"steps": kinds * steps, "save_every": kinds * steps, "epochs": None}
     values["run"] |= {"tokens_per_step": micro * batch * work.length, "trackers": []}

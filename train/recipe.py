@@ -26,7 +26,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from draftheads.heads.formats.card import flat
+from draftheads.heads.tables import flat
 from draftheads.heads.tree import MOST_NODES, NODES, DynamicTree
 
 logger = logging.getLogger("draftheads")
@@ -372,7 +372,6 @@ class EvalChoices(Section):
         "tokens_per_step, or simulated if every: 0",
     )
     patience: int | None = Field(None, ge=1, description="evaluations to wait for improvement")
-    report: bool = Field(True, description="write report.md and its curves at the end")
 
     @model_validator(mode="after")
     def _check_measure(self) -> EvalChoices:

@@ -5,7 +5,6 @@ transformers decodes with the folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.llamacpp import server_options
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import WRITERS, loss
+from draftheads.heads.tables import flat, markdown_table
 from draftheads.heads.tree import DynamicTree, tree_from_json
 
 PAPERS = {
@@ -147,35 +147,8 @@ def _method(config: dict[str, Any]) -> str:
     return "dflash" if "dflash_config" in config else "dspark"
 
 
-def flat(values: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """A nested dict with dotted keys ("data.target.name"), without empty values."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            result |= flat(value, f"{name}{key}.")
-        elif value not in (None, "", []):
-            result[f"{name}{key}"] = value
-    return result
-
-
 def _two_columns(values: dict[str, Any]) -> str:
     return markdown_table(("", ""), values.items())
-
-
-def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table, floats with four significant digits; "" without rows."""
-    lines = [[_cell(value) for value in row] for row in rows]
-    if not lines:
-        return ""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *lines])
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return ", ".join(map(_cell, value))
-    return str(value).replace("|", "\\|")
 
 
 def is_hub_id(name: Any) -> bool:

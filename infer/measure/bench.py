@@ -290,7 +290,7 @@ def _replayed(
     synchronization, and how often each node of a fixed tree is accepted.
     """
     engine, recorder = candidate.engine, Recorder(candidate.rule)
-    if isinstance(engine, Baseline):
+    if not isinstance(engine, Speculator):
         return None, {}
     on_cpu = engine.target.device.type != "cuda"
     has_fixed_tree = isinstance(engine.tree, StaticTree) and engine.tree.nodes > 1

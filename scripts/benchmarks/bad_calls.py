@@ -73,7 +73,7 @@ OVERRIDES = (
 )
 LARGE = 2**20
 """Bytes of a file that is compared by its size and time, not by its content."""
-UNREAD = {"custom_generate", "README.md", ".lock", "report.md", "report.png", "step-000001"}
+UNREAD = {"custom_generate", "README.md", ".lock", "step-000001"}
 """Files and folders that few commands read."""
 WORKS = {"serve": b"http://", "demo": b"The target:"}
 """What commands that take long print when they begin; they are ended then."""

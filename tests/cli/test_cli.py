@@ -116,10 +116,6 @@ def test_the_whole_journey(run, target, tmp_path, kind):
     ]
     assert "| 4 |" in (tmp_path / "run" / "best" / "README.md").read_text()
     assert load_head(tmp_path / "run").depth == 2
-    (tmp_path / "run" / "report.md").unlink()
-    assert run("report", tmp_path / "run")[0] == 0
-    assert (tmp_path / "run" / "report.md").is_file()
-    failed(run("report", tmp_path / "data"), "expected a training run")
 
 
 def test_trees_of_the_command_line(run, target, tmp_path):

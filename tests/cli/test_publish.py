@@ -24,8 +24,9 @@ from tiny_heads import drafts_of, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 from tiny_training import run as run_tiny
 
-from draftheads.heads.formats.card import flat, install_command
+from draftheads.heads.formats.card import install_command
 from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, save_head
+from draftheads.heads.tables import flat
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.scripts import cli

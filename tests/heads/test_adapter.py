@@ -30,11 +30,10 @@ from draftheads.infer.engine import Speculator
 from draftheads.scripts.cli import app
 from draftheads.train import engines
 from draftheads.train.batches import Documents, Rows
-from draftheads.train.checkpoint import read_state
 from draftheads.train.data.answers import read_answers
 from draftheads.train.engines import JointLearner, Learner
 from draftheads.train.evaluate import Share, measure_drift
-from draftheads.train.progress import read_metrics, write_report
+from draftheads.train.metrics import read_metrics
 from draftheads.train.recipe import AdapterChoices
 
 JOINT = ["adapter.rank=4", "adapter.lr=0.02", "run.save_every=3"]
@@ -433,10 +432,3 @@ def test_logits_that_are_more_than_a_product_cannot_be_kept(tmp_path, made, caps
     model.save_pretrained(tmp_path / "target")
     assert run(made, tmp_path / "run", "adapter.rank=4", f"target={tmp_path / 'target'}") == 2
     assert "adapter: its divergence cannot be measured" in capsys.readouterr().err
-
-
-def test_the_report_says_how_far_the_target_has_drifted(joint):
-    text = write_report(joint).read_text()
-    drift = read_state(open_head(joint).path).drift
-    assert f"| adapter.agreement | {drift['agreement']:.4g} |" in text
-    assert "| top-1 agreement |" in text

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from launching import ROOT, torchrun
 from placement_worker import random_batch
 from safetensors.torch import load_file, save_file
-from test_launch import ROOT, torchrun
 from tiny_heads import decode, overfitted, written_by
 from tiny_targets import (
     CONFIGS,
@@ -46,7 +46,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.launch import make_accelerator
-from draftheads.train.progress import read_metrics
+from draftheads.train.metrics import read_metrics
 from draftheads.train.setup import load_target
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -88,7 +88,7 @@ def by_two(made, tmp_path_factory) -> Path:
         values["data"]["rows_per_batch"] = 1
         recipes.append(folder / f"{placement}.yaml")
         recipes[-1].write_text(yaml.safe_dump({**values, "target_placement": placement}))
-    worker = str(ROOT / "tests" / "placement_worker.py")
+    worker = str(ROOT / "tests" / "helpers" / "placement_worker.py")
     result = torchrun(worker, str(made / "tied"), str(made / "target"), *map(str, recipes))
     assert result.returncode == 0, result.stderr[-2000:]
     return folder
@@ -401,7 +401,7 @@ def test_missing_weights_are_refused_with_fewer_bits(tmp_path, bits):
 def test_all_processes_refuse_a_broken_sharded_target(tmp_path):
     folder = write_llama(tmp_path / "target", num_hidden_layers=1)
     reconfigured(folder, num_hidden_layers=2)
-    result = torchrun(str(ROOT / "tests" / "broken_worker.py"), str(folder))
+    result = torchrun(str(ROOT / "tests" / "helpers" / "broken_worker.py"), str(folder))
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.count("got none for 9 of them") == 2  # two processes may share a line
 

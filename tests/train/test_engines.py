@@ -26,7 +26,7 @@ from tiny_training import (
 
 from draftheads.heads.formats.hub import HEADS, load_head
 from draftheads.train.medusa import main
-from draftheads.train.progress import read_metrics
+from draftheads.train.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def together(request, alone, tmp_path_factory) -> tuple[str, Path]:
         launch.append(f"--main_process_port={port}")
     recipes = [str(alone / kind / "recipe.yaml") for kind in kinds]
     result = subprocess.run(
-        [sys.executable, "-m", *launch, "tests/engine_worker.py", str(folder), *recipes],
+        [sys.executable, "-m", *launch, "tests/helpers/engine_worker.py", str(folder), *recipes],
         **{"env": environment(more), "cwd": ROOT, "timeout": 300},
         capture_output=True,
         text=True,

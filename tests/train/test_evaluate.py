@@ -48,7 +48,7 @@ from draftheads.train.evaluate import (
     heldout_loss,
 )
 from draftheads.train.features import OnlineFeatures
-from draftheads.train.progress import Progress, read_metrics
+from draftheads.train.metrics import Progress, read_metrics
 from draftheads.train.setup import create_head, load_data
 
 pytestmark = pytest.mark.slow
@@ -215,14 +215,13 @@ def test_best_is_what_the_measure_says(made, tmp_path, monkeypatch, measure, bes
 def test_the_loss_that_picks_the_best_is_of_held_out_documents(made, tmp_path, kind):
     """Not of the last training step: the mean over all learned tokens, without training's noise."""
     output = tmp_path / "run"
-    choices = ["eval.best=loss", "eval.report=true", "run.save_every=2", "run.keep=9"]
+    choices = ["eval.best=loss", "run.save_every=2", "run.keep=9"]
     assert run(made, output, *choices, kind=kind) == 0
     logged = {x["step"]: x["heldout_loss"] for x in read_metrics(output) if "heldout_loss" in x}
     assert sorted(logged) == [2, 4, 6]
     assert {step: read_state(output / f"step-{step:06d}").heldout_loss for step in logged} == logged
     best = min(logged, key=lambda step: logged[step])
     assert (output / "best").resolve().name == f"step-{best:06d}"
-    assert "| held-out loss |" in (output / "report.md").read_text()
     recipe = recipe_of(tiny_recipe(made, kind))
     target = Target.load(made / "target")
     data = load_data(recipe, target, print)
@@ -300,7 +299,7 @@ def test_a_continued_run_goes_on_by_its_own_measure(made, tmp_path, capsys):
     for change in ("eval.best=simulated", "eval.every=0", "eval.new_tokens=5"):
         assert run(made, tmp_path / "run", *DECODING, "run.steps=8", change) == 2
         assert "holds a run with other choices (eval." in capsys.readouterr().err
-    free = ["eval.every=4", "eval.patience=5", "eval.report=true"]
+    free = ["eval.every=4", "eval.patience=5"]
     assert run(made, tmp_path / "run", *DECODING, "run.steps=8", *free) == 0
 
 

@@ -44,7 +44,7 @@ from draftheads.train import checkpoint, loop
 from draftheads.train.checkpoint import Checkpoints
 from draftheads.train.launch import STOP_FILE
 from draftheads.train.medusa import main
-from draftheads.train.progress import Progress, read_metrics
+from draftheads.train.metrics import Progress, read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -484,11 +484,11 @@ def renumbered(output: Path, old: int, new: int) -> None:
 
 def test_steps_are_ordered_by_number_beyond_a_million(made, half):
     renumbered(half, 3, 999_999)
-    assert run(made, half, "run.steps=1000002", "run.save_every=1", "eval.report=true") == 0
+    assert run(made, half, "run.steps=1000002", "run.save_every=1") == 0
     kept = {path.name for path in half.glob("step-*")}
     assert {"step-1000001", "step-1000002"} <= kept
     assert kept <= {"step-999999", "step-1000000", "step-1000001", "step-1000002"}
-    assert "| trained | 1,000,002 of 1,000,002 steps" in (half / "report.md").read_text()
+    assert checkpoint.read_state(half / "step-1000002").step == 1_000_002
     (half / "best").unlink()
     assert open_head(half).path.name == "step-1000002"
     cut(half / "step-1000002" / "model.safetensors")
@@ -589,15 +589,14 @@ def killed_while_deleting(made: Path, output: Path) -> None:
     run(made, output, *ONE_KEPT)
 
 
-ONE_KEPT = ["run.save_every=3", "run.keep=1", "eval.best=loss", "eval.report=true"]
+ONE_KEPT = ["run.save_every=3", "run.keep=1", "eval.best=loss"]
 
 
 @pytest.mark.parametrize("killed", [killed_before_best, killed_while_deleting])
 def test_a_run_killed_after_its_last_checkpoint_is_completed(made, tmp_path, capsys, killed):
-    """By the same command: `best`, the removal of old checkpoints, the report."""
+    """By the same command: `best`, the removal of old checkpoints."""
     output = tmp_path / "run"
     assert run(made, output, *ONE_KEPT, "run.steps=3") == 0
-    (output / "report.md").unlink()
     done = subprocess.run(in_python(killed, made, output), env=OURS, check=False)
     assert done.returncode == -signal.SIGKILL
     assert (output / "step-000006").is_dir()
@@ -605,14 +604,13 @@ def test_a_run_killed_after_its_last_checkpoint_is_completed(made, tmp_path, cap
     capsys.readouterr()
     assert run(made, output, *ONE_KEPT) == 0
     said = capsys.readouterr().out
-    assert f"report: {output}/report.md" in said
     assert f"{output}/step-000006: this run is finished" in said
     losses = {x["step"]: x["heldout_loss"] for x in read_metrics(output) if "heldout_loss" in x}
     best = min(losses, key=lambda step: losses[step])
     assert (output / "best").resolve().name == f"step-{best:06d}"
     assert steps(output) == sorted({f"step-{best:06d}", "step-000006"})
     assert not list(output.glob(".step*"))
-    assert "| trained | 6 of 6 steps |" in (output / "report.md").read_text()
+    assert checkpoint.read_state(output / "step-000006").step == 6
 
 
 @pytest.mark.parametrize("owner", ["gone", "self", "alive", "elsewhere"])
@@ -643,7 +641,7 @@ def test_a_damaged_line_of_metrics_is_passed_over_and_said(made, whole, half, ca
     path = half / "metrics.jsonl"
     first, *others = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([first, line + b"\n", *others]))
-    assert run(made, half, "run.save_every=3", "eval.report=true") == 0
+    assert run(made, half, "run.save_every=3") == 0
     assert f"note: {path}: skipped 1 damaged lines" in capfd.readouterr().out
     lines = [[x["step"] for x in read_metrics(out) if "loss" in x] for out in (whole, half)]
     assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]

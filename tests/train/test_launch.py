@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -14,37 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from launching import ROOT, free_port, launch_environment, torchrun
 from safetensors.torch import load_file, save_file
 from tiny_training import random_answers, tiny_recipe, weights, write_answers
 
 from draftheads.train import launch
 from draftheads.train.launch import check_environment, right_command
 from draftheads.train.medusa import main
-
-ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def launch_environment(*, cpu: bool) -> dict[str, str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return environment | ({"ACCELERATE_USE_CPU": "true"} if cpu else {})
-
-
-def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    return subprocess.run(
-        [sys.executable, *launch, *arguments],
-        env=launch_environment(cpu=cpu),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 @pytest.mark.slow
@@ -91,7 +65,7 @@ def test_processes_that_torchrun_starts_again_go_on(made, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     values = tiny_recipe(made, output=str(tmp_path / "run"), save_every=2)
     recipe.write_text(yaml.safe_dump(values))
-    worker = str(ROOT / "tests" / "restart_worker.py")
+    worker = str(ROOT / "tests" / "helpers" / "restart_worker.py")
     result = torchrun("--max-restarts=1", worker, str(recipe))
     assert result.returncode == 0, result.stderr[-2000:]
     assert "at step 2 of 6" in result.stdout
@@ -106,7 +80,7 @@ def test_a_process_that_dies_is_one_line_of_each_that_is_left(made, tmp_path):
     """The launcher ends them as well: that must not hide why."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"))))
-    result = torchrun(str(ROOT / "tests" / "restart_worker.py"), str(recipe))
+    result = torchrun(str(ROOT / "tests" / "helpers" / "restart_worker.py"), str(recipe))
     assert result.returncode != 0
     ours, _, launchers = result.stderr.partition("failed (exitcode: -9)")
     [line] = [line for line in ours.splitlines() if line.startswith(("error", "interrupted"))]
@@ -178,7 +152,11 @@ def apart(made, tmp_path_factory) -> dict[str, list[list]]:
     ]
     cases = [{"port": free_port(), "arguments": arguments} for arguments in told]
     (folder / "cases.json").write_text(json.dumps(cases[1:] + cases[:1]))
-    worker = [sys.executable, str(ROOT / "tests" / "apart_worker.py"), str(folder / "cases.json")]
+    worker = [
+        sys.executable,
+        str(ROOT / "tests" / "helpers" / "apart_worker.py"),
+        str(folder / "cases.json"),
+    ]
     nodes = [
         subprocess.Popen(
             worker,

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from tiny_training import run, tiny_recipe
 
-from draftheads.train.progress import RECORD, read_metrics
+from draftheads.train.metrics import RECORD, read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ from draftheads.train import loop
 from draftheads.train.checkpoint import load_optimizer_state
 from draftheads.train.engines import learning_rate
 from draftheads.train.loop import fit
-from draftheads.train.progress import Progress, read_metrics
+from draftheads.train.metrics import Progress, read_metrics
 from draftheads.train.recipe import OptimChoices
 
 DRAWN = {"eagle3": "head.noise=0.1", "eagle": "head.noise=0.2", "block": "head.anchors=3"}

@@ -1,5 +1,4 @@
-"""Output of a run: progress bar, metrics.jsonl and trackers during training; report.md and its
-curves at the end. Only the main process writes.
+"""Metrics of a run: progress bar, metrics.jsonl and trackers. Only the main process writes.
 
 A resumed run also resumes in its trackers, whose run ids are in trackers.json. Tested with
 TensorBoard, Weights & Biases, MLflow and trackio; other trackers get a new run per launch.
@@ -20,7 +19,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from pydantic import TypeAdapter
@@ -28,11 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftheads.heads.files import naming, write_text
-from draftheads.heads.formats.card import flat, markdown_table
-from draftheads.heads.formats.hub import read_config, step_folders
 from draftheads.heads.terminal import printable
-from draftheads.infer.measure.report import MUTED, new_figure, tidy
-from draftheads.train.checkpoint import BEST, STATE, TRAINER, RunState, read_state
 from draftheads.train.evaluate import Evaluation
 from draftheads.train.recipe import Recipe
 
@@ -41,7 +35,6 @@ RUN_IDS = {"wandb": "id", "mlflow": "info.run_id", "trackio": "name"}
 """The attribute of a tracker's run by which a later launch resumes it."""
 ERRORS = {"wandb": "wandb.errors:Error", "mlflow": "mlflow.exceptions:MlflowException"}
 """Raised without an account, a server, or the recorded run."""
-REPORT, CURVES = "report.md", "report.png"
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -237,125 +230,3 @@ def _slashed(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = value
     return found
-
-
-def write_report(output: Path) -> Path:
-    """Write a run's report.md and, with matplotlib, its curves; returns the path of report.md.
-
-    Raises ValueError for a folder without checkpoints.
-    """
-    steps = [step for step in step_folders(output) if (step / TRAINER / STATE).is_file()]
-    if not steps:
-        raise ValueError(f"{output}: expected a training run with step-* folders, found none")
-    link = output / BEST
-    state, best = read_state(steps[-1]), read_state(link.resolve() if link.is_dir() else steps[-1])
-    metrics = read_metrics(output)
-    config = read_config(output / f"step-{best.step:06d}")["draftheads"]
-    target = Path(config["target"]["name"])
-    kind = config["kind"].capitalize()
-    title = f"{kind} heads for {target.name if target.is_absolute() else target}"
-    try:
-        _draw(metrics, best.step, title, output / CURVES)
-        picture = f"![curves of this run]({CURVES})"
-    except ImportError as error:  # matplotlib is an extra
-        (output / CURVES).unlink(missing_ok=True)
-        picture = f"No curves: {error}."
-    facts = _facts(state, best, config["training"], config["target"])
-    recipe = yaml.safe_dump(state.recipe.model_dump(mode="json"), sort_keys=False)
-    skipped = [f"* step {x['step']}: {x['skipped']}" for x in metrics if "skipped" in x]
-    name = state.recipe.target
-    sections = [
-        f"# {title}",
-        markdown_table(("", ""), flat(facts).items()),
-        picture,
-        "## Evaluations on held-out documents",
-        _evaluations(metrics, best),
-        "## Skipped steps",
-        "\n".join(skipped) or "None.",
-        "## Use",
-        "```bash\n"
-        f"draftheads bench --target {name} --head {output} --prompts PROMPTS.txt\n"
-        f"draftheads chat --head {output} --target {name}\n"
-        f"draftheads doctor --target {name} --head {output}    # what limits the speedup?\n"
-        f"draftheads publish {output}/{BEST} USER/NAME\n```",
-        "## Recipe",
-        f"```yaml\n{recipe.strip()}\n```",
-    ]
-    write_text(output / REPORT, "\n\n".join(sections) + "\n")
-    return output / REPORT
-
-
-def _facts(state: RunState, best: RunState, training: Line, target: Line) -> Line:
-    steps = f"{state.step:,} of {state.steps:,} steps"
-    if state.step < state.steps:
-        steps += ", ended early by `eval.patience`" if state.exhausted else ", not finished"
-    return {
-        "trained": steps,
-        "tokens": f"{state.tokens:,} in {duration(state.seconds)}",
-        "hardware": training["hardware"],
-        "data": f"{training['data']['documents']:,} documents",
-        "learned tokens": f"{training['data']['learned_tokens']:,}",
-        "target": f"{target['name']}, fingerprint {target['fingerprint']}",
-        "versions": ", ".join(f"{name} {version}" for name, version in state.versions.items()),
-        "best": f"step {best.step:,}, by {state.recipe.measure}",
-        "training loss, best step": best.loss,
-        "training loss, last step": state.loss,
-        **({} if best.heldout_loss is None else {"held-out loss": best.heldout_loss}),
-        "simulated tokens per step": best.tokens_per_step,
-        "decoding": best.measured or {},
-        "adapter": best.drift or {},
-    }
-
-
-def duration(seconds: float) -> str:
-    """A time to read, in two units: 12 s, 3 min 5 s, 26 h 40 min."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if minutes else f"{seconds:.2g} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _evaluations(metrics: Sequence[Line], best: RunState) -> str:
-    titles = ["step", "training loss", "simulated tokens per step", "by decoding", "speedup"]
-    titles += ["top-1 agreement"] if best.drift else []
-    rows, loss = [], "-"
-    for line in metrics:
-        loss = line.get("loss", loss)
-        if "heldout_tokens_per_step" not in line:
-            continue
-        step = f"{line['step']:,}{' (best)' if line['step'] == best.step else ''}"
-        row = [step, loss, line["heldout_tokens_per_step"], "-", "-"]
-        if found := line.get("measured"):
-            tau = f"{found['tokens_per_step']:.2f} ± {found['standard_error']:.2f}"
-            row[-2:] = tau, found["speedup"]
-        if best.drift:
-            row.append(f"{line['drift']['agreement']:.2%}")
-        rows.append(row)
-    return markdown_table(titles, rows)
-
-
-def _draw(metrics: Sequence[Line], best: int, title: str, path: Path) -> None:
-    """Loss and tokens per step as a PNG. best: a step. Raises ImportError without matplotlib."""
-    figure = new_figure(10, 3.6)
-    losses, taus = figure.subplots(1, 2)
-    logged = [line for line in metrics if "loss" in line]
-    evaluated = [line for line in metrics if "heldout_tokens_per_step" in line]
-    decoded = [line for line in evaluated if "measured" in line]
-    losses.plot([x["step"] for x in logged], [x["loss"] for x in logged])
-    simulated = [x["heldout_tokens_per_step"] for x in evaluated]
-    taus.plot([x["step"] for x in evaluated], simulated, marker="o", label="simulated")
-    taus.errorbar(
-        [x["step"] for x in decoded],
-        [x["measured"]["tokens_per_step"] for x in decoded],
-        yerr=[x["measured"]["standard_error"] for x in decoded],
-        label="by decoding, ± standard error",
-        marker="o",
-        capsize=3,
-    )
-    taus.legend(frameon=False)
-    for axes, name in ((losses, "training loss"), (taus, "tokens per step")):
-        axes.axvline(best, color=MUTED, linewidth=1, linestyle=":")
-        axes.set(title=name, xlabel="step (dotted: best)", ylim=(0, None))
-        tidy(axes)
-    figure.suptitle(title)
-    figure.savefig(path, format="png")
