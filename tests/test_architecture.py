@@ -5,8 +5,6 @@ no module hides an installed package.
 from __future__ import annotations
 
 import ast
-import json
-import re
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
@@ -14,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from draftheads.scripts.benchmarks.house import circles, code_tokens, imports, modules
+from draftheads.scripts.benchmarks.house import (
+    circles,
+    code_tokens,
+    complexities,
+    imports,
+    modules,
+    part,
+)
 from draftheads.scripts.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -55,12 +60,6 @@ def functions(tree: ast.AST):
     return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def part(module: str) -> str:
-    """The wing of a module; of the core, its folder."""
-    wings = [wing for wing in WINGS if f"{module}.".startswith(f"{wing}.")]
-    return wings[0] if wings else module.split(".")[0]
-
-
 @pytest.mark.parametrize("name", [*CORE, *WINGS])
 def test_a_part_stays_within_its_tokens(name):
     """A total, so that what is added somewhere is paid for somewhere else."""
@@ -95,20 +94,6 @@ def test_functions_stay_simple(folder):
     over = complexities(ROOT / folder)
     assert len(over) <= COMPLEX[folder], over
     assert all(complexity <= 12 for complexity in over.values()), over
-
-
-def complexities(folder: Path) -> dict[str, int]:
-    """The functions of a folder with a complexity over 10."""
-    options = ["--isolated", "--select", "C901", "--output-format", "json", "--no-cache"]
-    run = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", *options, folder], capture_output=True, text=True
-    )
-    found = [
-        re.match(r"`(.+)` is too complex \((\d+) > 10\)", each["message"])
-        for each in json.loads(run.stdout)
-        if "benchmarks" not in each["filename"]
-    ]
-    return {match[1]: int(match[2]) for match in found if match}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -9,16 +9,63 @@ from __future__ import annotations
 
 import ast
 import io
+import json
+import re
+import subprocess
 import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
 
 FOLDERS = ("heads", "infer", "train", "scripts")
+WINGS = (
+    "heads.formats",
+    "infer.drafters",
+    "infer.measure",
+    "infer.chat",
+    "infer.serve",
+    "infer.generate",
+    "train.data",
+    "train.plan",
+    "train.doctor",
+    "scripts",
+)
+"""Folders and modules around the core, which is all else."""
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.IfExp)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+LONG = 40
+"""Lines of a long function."""
+PARTICIPLES = frozenset(
+    [
+        "given",
+        "found",
+        "made",
+        "kept",
+        "known",
+        "said",
+        "told",
+        "asked",
+        "read",
+        "seen",
+        "taken",
+        "chosen",
+        "written",
+        "left",
+        "done",
+        "held",
+        "named",
+        "shown",
+        "used",
+        "sent",
+        "saved",
+        "loaded",
+        "stored",
+        "drawn",
+    ]
+)
+"""Names that say what was done to a thing, not what it is."""
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -26,6 +73,32 @@ def modules(root: Path) -> dict[str, Path]:
     paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
     packaged = [path for path in paths if "benchmarks" not in path.parts]
     return {".".join(path.relative_to(root).with_suffix("").parts): path for path in packaged}
+
+
+def part(module: str) -> str:
+    """The wing of a module; of the core, its folder."""
+    wings = [wing for wing in WINGS if f"{module}.".startswith(f"{wing}.")]
+    return wings[0] if wings else module.split(".")[0]
+
+
+def complexities(folder: Path, least: int = 10) -> dict[str, int]:
+    """The packaged functions of a folder whose complexity (ruff's C901) is over `least`."""
+    limit = ["--config", f"lint.mccabe.max-complexity={least}"]
+    options = ["--isolated", "--select", "C901", "--output-format", "json", "--no-cache", *limit]
+    run = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", *options, folder], capture_output=True, text=True
+    )
+    messages = [
+        re.match(r"`(.+)` is too complex \((\d+) > ", fault["message"])
+        for fault in json.loads(run.stdout)
+        if "benchmarks" not in fault["filename"]
+    ]
+    return {match[1]: int(match[2]) for match in messages if match}
+
+
+def words(root: Path, pattern: str) -> int:
+    """The words of these documents, as `wc -w` counts them."""
+    return sum(len(page.read_text().split()) for page in root.glob(pattern))
 
 
 def imports(tree: ast.AST, names: set[str]) -> set[str]:
@@ -94,7 +167,8 @@ def measure(root: Path) -> dict[str, str]:
         counts[name.split(".")[0]] += len(source.splitlines())
         tokens = code_tokens(source)
         counts["tokens"] += len(tokens)
-        counts[f"{name.split('.')[0]} tokens"] += len(tokens)
+        counts[f"{part(name)} tokens"] += len(tokens)
+        counts["core tokens"] += len(tokens) * (part(name) not in WINGS)
         counts["code lines"] += len({token.start[0] for token in tokens})
         counts["comments"] += sum(
             token.type == tokenize.COMMENT
@@ -103,6 +177,7 @@ def measure(root: Path) -> dict[str, str]:
         for node in ast.walk(tree):
             if isinstance(node, FUNCTIONS):
                 counts["functions"] += 1
+                counts["long"] += (node.end_lineno or 0) - node.lineno >= LONG
                 if node.name.startswith("_") and not node.name.startswith("__"):
                     private.append(node.name)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -116,16 +191,27 @@ def measure(root: Path) -> dict[str, str]:
             counts["classes"] += isinstance(node, ast.ClassDef)
             counts["branches"] += isinstance(node, BRANCHES)
             counts["conditionals"] += isinstance(node, ast.IfExp)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                counts["tuples"] += isinstance(node.targets[0], ast.Tuple)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                counts["participles"] += node.id in PARTICIPLES
         counts["untyped dicts"] += source.count("dict[str, Any]")
     importers = Counter(other for name in edges for other in edges[name])
     code, lines = counts["code lines"], counts["lines"]
     files = [name for name in paths if not name.endswith("__init__")]
     return {
         "modules": str(len(files)),
-        **{f"lines in {folder}": f"{counts[folder]:,}" for folder in FOLDERS},
         "packaged lines": f"{counts['lines']:,}",
         "code tokens": f"{counts['tokens']:,}",
-        **{f"code tokens in {folder}": f"{counts[f'{folder} tokens']:,}" for folder in FOLDERS},
+        "code tokens of the core": f"{counts['core tokens']:,}",
+        **{f"- {name}": f"{counts[f'{name} tokens']:,}" for name in FOLDERS[:3]},
+        "code tokens of the wings": f"{counts['tokens'] - counts['core tokens']:,}",
+        **{f"- {name}": f"{counts[f'{name} tokens']:,}" for name in WINGS},
+        "functions over complexity 10, 8": ", ".join(
+            str(sum(len(complexities(root / folder, least)) for folder in FOLDERS))
+            for least in (10, 8)
+        ),
+        f"functions over {LONG} lines": str(counts["long"]),
         "classes": str(counts["classes"]),
         "comment lines per code line": f"{counts['comments'] / code:.3f}",
         "private functions, share": f"{len(private) / counts['functions']:.0%}",
@@ -135,9 +221,14 @@ def measure(root: Path) -> dict[str, str]:
             f"{1000 * counts['comprehensions'] / lines:.1f} ({1000 * counts['nested'] / lines:.1f})"
         ),
         "`x if c else y` per 1,000 lines": f"{1000 * counts['conditionals'] / lines:.1f}",
+        "`a, b = x, y` per 1,000 lines": f"{1000 * counts['tuples'] / lines:.1f}",
+        "participles as names per 1,000 lines": f"{1000 * counts['participles'] / lines:.1f}",
         "`dict[str, Any]`": str(counts["untyped dicts"]),
         "modules with one importer": str(sum(importers[name] == 1 for name in files)),
         "imports that close a circle": str(len(circles(edges))),
+        "words of README, docs, ARCHITECTURE": ", ".join(
+            f"{words(root, pattern):,}" for pattern in ("README.md", "docs/*.md", "ARCHITECTURE.md")
+        ),
     }
 
 
