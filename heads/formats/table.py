@@ -82,8 +82,8 @@ REMOVED = {"llamacpp": "gguf", "eagle": "sglang", "specforge": "sglang", "faster
 RISING = "features in another order than the target's layers"
 """Engines gather features on their way through the layers, whatever config.json says."""
 
-GEMMA4 = "Gemma 4's layers"
-"""Engines want them with the embeddings and lm_head, and other keys, than our layout has."""
+GEMMA4 = "Gemma 4's layers, for which engines need DeepSpec's own folder"
+"""Our layout lacks keys, and often the embeddings and lm_head, that engines read of such heads."""
 
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("vllm", "medusa"): ["truncated_vocab_size"],  # vLLM stops at an assertion
