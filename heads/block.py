@@ -16,8 +16,12 @@ logits alone, so it is grown along a tree without another pass (w1, w2: tables o
     rnn       logits + w2 tanh(o); (g, c, o) = joint [s; w1[previous]; h]; next state
               s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), zero at the anchor
 
+The layers are Qwen3's or, in heads that DeepSpec published for Gemma 4, Gemma 4's with full
+attention. Such a head scales its own embeddings by the root of their width, and caps the logits of
+its lm_head before conditioning adds to them.
+
 Sources: DFlash, DSpark (arXiv and github.com/deepseek-ai/DeepSpec, MIT); names of tensors are those
-of DeepSpec's checkpoints.
+of DeepSpec's checkpoints. Gemma 4: deepspec/modeling/dspark/gemma4/modeling.py.
 
 Legend: B batch, T tokens, N anchors of a row, M anchors of a batch, K drafts of a block, Q queries,
 A newly committed tokens, F nodes expanded together, D width of the target, r rank, v draft
@@ -28,7 +32,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Literal, NamedTuple, cast
 
@@ -40,9 +45,12 @@ from torch import Tensor, nn
 from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.layers import (
+    GEMMA4_ROPES,
+    STATIC_ROPES,
     Angles,
     Cached,
     DecoderLayer,
+    Gemma4Layer,
     LayerShape,
     Memory,
     RMSNorm,
@@ -53,10 +61,12 @@ from draftheads.heads.layers import (
     refresh,
 )
 from draftheads.heads.losses import (
+    Capped,
     DPace,
     LowRank,
     Objective,
     Teacher,
+    capped,
     chunked_ranks,
     linear_cross_entropy,
 )
@@ -99,6 +109,7 @@ class BlockDesign:
     draft_vocab_size: int
     own_lm_head: bool
     own_embeddings: bool
+    softcap: float | None = None  # of the logits of lm_head
 
     def __post_init__(self) -> None:
         if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
@@ -207,8 +218,8 @@ class BlockHead(Vocabulary, DraftHead):
         width = shape.hidden_size
         self.fc = nn.Linear(len(design.feature_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, shape.eps)
-        layers = range(design.layers)
-        self.layers = nn.ModuleList(DecoderLayer(shape, qk_norm=True) for _ in layers)
+        new = Gemma4Layer if shape.gemma4 else partial(DecoderLayer, qk_norm=True)
+        self.layers = nn.ModuleList(new(shape) for _ in range(design.layers))
         self.norm = RMSNorm(width, shape.eps)
         if design.mask_token is None:
             self.mask_embedding = nn.Parameter(torch.zeros(width))
@@ -291,6 +302,8 @@ class BlockHead(Vocabulary, DraftHead):
     @property
     def architecture(self) -> str:  # type: ignore[override]
         design = self.design
+        if design.shape.gemma4:
+            return "Gemma4DSparkModel"
         is_dspark = design.sample_from_anchor or design.conditioning or design.confidence
         return "Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"
 
@@ -307,7 +320,11 @@ class BlockHead(Vocabulary, DraftHead):
 
     def unembed_weight(self, target: Target) -> Tensor:
         """The lm_head weight (v, D)."""
-        return self.lm_head.weight if self.design.own_lm_head else target.unembed_weight()
+        if self.design.own_lm_head:
+            return self.lm_head.weight
+        if self.design.shape.gemma4:  # what follows the weight is the head's own
+            return target.lm_head_weight()
+        return target.unembed_weight()
 
     def config(self) -> dict[str, Any]:
         """config.json as DeepSpec's, and with DFlash's own section where the head is DFlash's."""
@@ -317,9 +334,11 @@ class BlockHead(Vocabulary, DraftHead):
             "mask_token_id": design.mask_token,
             "target_layer_ids": layer_ids(self.feature_layers),
         }
+        layers = {"model_type": "qwen3", **design.shape.config()}
+        if design.shape.gemma4:
+            layers |= {"model_type": "gemma4_text", "final_logit_softcapping": design.softcap}
         return {
-            "model_type": "qwen3",
-            **design.shape.config(),
+            **layers,
             "num_hidden_layers": design.layers,
             "num_target_layers": design.target_layers,
             "vocab_size": self.vocab_size,
@@ -352,6 +371,8 @@ class BlockHead(Vocabulary, DraftHead):
         )
         vocab_size, target_layers = needed(config, "vocab_size", "num_target_layers")
         shape = LayerShape.read(config)
+        if config.get("model_type") == "gemma4_text":
+            shape = replace(shape, gemma4=True, k_eq_v=bool(config.get("attention_k_eq_v")))
         conditioning, rank, confidence = None, 0, None
         if "markov_head.markov_w1.weight" in tensors:
             rank, conditioning = matrix(tensors, "markov_head.markov_w1.weight").shape[1], "markov"
@@ -364,7 +385,7 @@ class BlockHead(Vocabulary, DraftHead):
         words, vocab_size = cls.sizes_in(tensors) or (vocab_size, vocab_size)
         design = BlockDesign(
             shape,
-            rope=Rope.read(config, shape.head_dim),
+            rope=Rope.read(config, shape.head_dim, GEMMA4_ROPES if shape.gemma4 else STATIC_ROPES),
             vocab_size=vocab_size,
             target_layers=target_layers,
             layers=max(1, count_of(tensors, r"layers\.(\d+)\.")),
@@ -379,6 +400,7 @@ class BlockHead(Vocabulary, DraftHead):
             draft_vocab_size=words,
             own_lm_head="lm_head.weight" in tensors,
             own_embeddings="embed_tokens.weight" in tensors,
+            softcap=config.get("final_logit_softcapping") or None,
         )
         head = cls(design)
         head.confidence_threshold = config.get("confidence_threshold") or 0.0
@@ -390,14 +412,22 @@ class BlockHead(Vocabulary, DraftHead):
         context_PD: Tensor = self.hidden_norm(self.fc(features_PX))
         return context_PD.view(*features_BTD.shape[:2], -1)
 
+    def embed(self, tokens: Tensor, target: Target) -> Tensor:
+        """Embeddings (..., D) of token ids; the target's are scaled by itself."""
+        if not self.design.own_embeddings:
+            return target.embed(tokens)
+        embedded: Tensor = self.embed_tokens(tokens)
+        if self.design.shape.gemma4:  # in the dtype of the weight, as Gemma 4 rounds it
+            embedded = embedded * embedded.new_full((), math.sqrt(self.hidden_size))
+        return embedded
+
     def block(self, anchors_BN: Tensor, target: Target) -> Tensor:
         """The input (B, N x slots, D) of the blocks of anchors with these tokens."""
-        embed = self.embed_tokens if self.design.own_embeddings else target.embed
         size, mask = self.design.block_size, self.design.mask_token
         if mask is not None:
             masks_BNS = F.pad(anchors_BN[:, :, None], (0, size - 1), value=mask)
-            return embed(masks_BNS.flatten(1)).to(self.fc.weight.dtype)
-        anchors_BN1D = embed(anchors_BN)[:, :, None].to(self.mask_embedding.dtype)
+            return self.embed(masks_BNS.flatten(1), target).to(self.fc.weight.dtype)
+        anchors_BN1D = self.embed(anchors_BN, target)[:, :, None].to(self.mask_embedding.dtype)
         masks_BNSD = self.mask_embedding.expand(*anchors_BN.shape, size - 1, -1)
         return torch.cat([anchors_BN1D, masks_BNSD], dim=2).flatten(1, 2)
 
@@ -534,7 +564,7 @@ class BlockHead(Vocabulary, DraftHead):
 
     def _factors(
         self, batch: Batch, blocks: Blocks, target: Target
-    ) -> tuple[Tensor, Tensor, Tensor, LowRank | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, LowRank | Capped | None]:
         """Arguments of `linear_cross_entropy`."""
         labels_MK = draft_index(batch.tokens_BT.flatten()[blocks.places_MK], self.token_map)
         labels_MK = labels_MK.masked_fill(~blocks.real_MK, -1)
@@ -542,8 +572,9 @@ class BlockHead(Vocabulary, DraftHead):
         if self.markov_head is not None:
             codes_MKr = self.markov_head.along(blocks.tokens_MK, blocks.states_MKD)
             plus = codes_MKr.flatten(0, 1), self.markov_head.markov_w2.weight
-        weight_vD = self.unembed_weight(target)
-        return blocks.states_MKD.flatten(0, 1), weight_vD, labels_MK.flatten(), plus
+        cap, weight_vD = self.design.softcap, self.unembed_weight(target)
+        added = plus if cap is None else Capped(cap, plus)
+        return blocks.states_MKD.flatten(0, 1), weight_vD, labels_MK.flatten(), added
 
     def _teacher(self, features_BTD: Tensor, blocks: Blocks, target: Target) -> Teacher | None:
         if self.labels == "hard":
@@ -568,16 +599,19 @@ class Entries:
         attentions = [layer.self_attn for layer in layers]
         self.first, self.layers = attentions[0], len(attentions)
         groups = self.first.shape.kv_heads
-        keys, values = [a.k_proj.weight for a in attentions], [a.v_proj.weight for a in attentions]
-        self.weight_ED = torch.cat([*keys, *values])
+        weights = [attention.k_proj.weight for attention in attentions]
+        if not self.first.shape.k_eq_v:
+            weights += [attention.v_proj.weight for attention in attentions]
+        self.weight_ED = torch.cat(weights)
         self.scale_G1W = torch.cat([a.k_norm.weight.expand(groups, 1, -1) for a in attentions])
 
     def __call__(self, x_BTD: Tensor, angles: Angles) -> list[tuple[Tensor, Tensor]]:
         """For each layer, (B, G, T, W) of both."""
         kv = F.linear(x_BTD, self.weight_ED)
         kv = kv.view(*kv.shape[:2], -1, self.first.shape.head_dim).transpose(1, 2)
-        k, v = kv.chunk(2, dim=1)
-        k = self.first.turned(k, self.scale_G1W, angles)
+        heads = len(self.scale_G1W)
+        k, v = kv[:, :heads], kv[:, -heads:]  # the same, if the layers' keys are their values
+        k, v = self.first.turned(k, self.scale_G1W, angles), self.first.values(v)
         return list(zip(k.chunk(self.layers, dim=1), v.chunk(self.layers, dim=1), strict=True))
 
 
@@ -654,6 +688,8 @@ class BlockDrafter:
         states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
         states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
+        if head.design.softcap is not None:
+            base_BKv = capped(base_BKv, head.design.softcap)
         given_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
         builder.start()
         tokens_BF, carried_BFr = roots_B[:, None], None

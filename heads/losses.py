@@ -25,6 +25,15 @@ CHUNK_ROWS = 256
 
 LowRank = tuple[Tensor, Tensor]
 """Rows (R, r) and a matrix (v, r) whose product is added to the logits."""
+
+
+class Capped(NamedTuple):
+    """The logits are cap * tanh(logits / cap), before `plus` is added (Gemma)."""
+
+    cap: float
+    plus: LowRank | None
+
+
 Objective = Literal["ce", "kl", "tv", "lk", "hybrid", "dspark"]
 """ce: cross-entropy. kl: ce less the entropy of p. The others depend on the acceptance
 a = sum min(p, q). tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s) tv, where s = exp(-3 a) falls as
@@ -86,7 +95,7 @@ def linear_cross_entropy(
     hidden_RD: Tensor,
     weight_vD: Tensor,
     labels_R: Tensor,
-    plus: LowRank | None = None,
+    plus: LowRank | Capped | None = None,
     *,
     weights_R: Tensor | DPace | None = None,
     teacher: Teacher | None = None,
@@ -101,22 +110,29 @@ def linear_cross_entropy(
     """
     if weights_R is None:
         weights_R = hidden_RD.new_ones((), dtype=torch.float32).expand(len(labels_R))
+    cap, plus = plus if isinstance(plus, Capped) else (None, plus)
     factors = (hidden_RD, weight_vD, *(plus or ()))
     result: tuple[Tensor, Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
-        labels_R, weights_R, teacher, *factors
+        labels_R, weights_R, teacher, cap, *factors
     )
     return result
 
 
 def chunked_ranks(
-    hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor, plus: LowRank | None = None
+    hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor, plus: LowRank | Capped | None = None
 ) -> Tensor:
     """The rank of each label, as in `linear_cross_entropy`, without loss or gradient."""
+    cap, plus = plus if isinstance(plus, Capped) else (None, plus)
     factors = (hidden_RD, weight_vD, *(plus or ()))
     ranks = [labels_R[:0]]
     for part in _chunks(hidden_RD, len(weight_vD)):
-        ranks.append(_ranks(_logits(factors, part), labels_R[part]))
+        ranks.append(_ranks(_logits(factors, part, cap)[0], labels_R[part]))
     return torch.cat(ranks)
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Gemma's soft cap: logits between -cap and cap."""
+    return cap * torch.tanh(logits / cap)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -130,19 +146,20 @@ class _LinearLoss(torch.autograd.Function):
         labels_R: Tensor,
         weights_R: Tensor | DPace,
         teacher: Teacher | None,
+        cap: float | None,
         *factors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden_RD, weight_vD = factors[:2]
         gradients = [
             torch.zeros_like(factor) if wanted else None
-            for factor, wanted in zip(factors, ctx.needs_input_grad[3:], strict=True)
+            for factor, wanted in zip(factors, ctx.needs_input_grad[4:], strict=True)
         ]
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
         ranks, accepted = [labels_R[:0]], [loss.new_zeros(0)]
         widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
         multiple = weights_R.slots if isinstance(weights_R, DPace) else 1
         for part in _chunks(hidden_RD, widest, multiple):
-            logits_Cv = _logits(factors, part)
+            logits_Cv, slope_Cv = _logits(factors, part, cap)
             ranks.append(_ranks(logits_Cv, labels_R[part]))
             if teacher is None:
                 scored = _hard(logits_Cv, labels_R[part])
@@ -154,7 +171,7 @@ class _LinearLoss(torch.autograd.Function):
             else:
                 weights_C = weights_R[part] * scored.known_C
             loss += scored.loss_C @ weights_C
-            _add_gradients(gradients, factors, scored.grad_Cv, weights_C, part)
+            _add_gradients(gradients, factors, scored.grad_Cv, slope_Cv, weights_C, part)
         ctx.save_for_backward(*gradients)
         ranks_R, accepted_R = torch.cat(ranks), torch.cat(accepted)
         ctx.mark_non_differentiable(ranks_R, accepted_R)
@@ -165,7 +182,7 @@ class _LinearLoss(torch.autograd.Function):
         scaled = [
             grad if grad is None else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors
         ]
-        return None, None, None, *scaled
+        return None, None, None, None, *scaled
 
 
 def _chunks(rows: Tensor, vocab_size: int, multiple: int = 1) -> list[slice]:
@@ -174,39 +191,51 @@ def _chunks(rows: Tensor, vocab_size: int, multiple: int = 1) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(rows), size)]
 
 
-def _logits(factors: Sequence[Tensor], part: slice) -> Tensor:
-    """float32 (C, v): the products of factors 0 and 1, and of 2 and 3, for some rows."""
+def _logits(
+    factors: Sequence[Tensor], part: slice, cap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """float32 (C, v): the products of factors 0 and 1, and of 2 and 3, for some rows. If the first
+    product is capped, also the derivative of its cap.
+    """
     rows_RD, weight_vD, *plus = factors
     logits_Cv = F.linear(rows_RD[part].to(weight_vD.dtype), weight_vD).float()
+    slope_Cv = None
+    if cap is not None:
+        logits_Cv = capped(logits_Cv, cap)
+        slope_Cv = 1 - (logits_Cv / cap).square()
     if plus:
         rows_Rr, weight_vr = plus
         logits_Cv += F.linear(rows_Rr[part].to(weight_vr.dtype), weight_vr)
-    return logits_Cv
+    return logits_Cv, slope_Cv
 
 
 def _add_gradients(
     gradients: list[Tensor | None],
     factors: Sequence[Tensor],
     grad_Cv: Tensor,
+    slope_Cv: Tensor | None,
     weights_C: Tensor,
     part: slice,
 ) -> None:
     """Add the gradients of the factors. Weights are applied to rows, which are narrower than the
-    gradient of the logits.
+    gradient of the logits. slope_Cv: from `_logits`.
     """
     weights_C1 = weights_C[:, None]
     for first in range(0, len(factors), 2):
         rows_RD, weight_vD = factors[first : first + 2]
         grad_RD, grad_vD = gradients[first : first + 2]
         grad_Cv = grad_Cv.to(weight_vD.dtype)
+        own_Cv = grad_Cv
+        if slope_Cv is not None and not first:  # the second product is added to what is capped
+            own_Cv = grad_Cv * slope_Cv.to(grad_Cv.dtype)
         if grad_RD is not None:
-            grad_RD[part] = (grad_Cv @ weight_vD) * weights_C1
+            grad_RD[part] = (own_Cv @ weight_vD) * weights_C1
         if grad_vD is not None:
             rows_CD = (rows_RD[part] * weights_C1).to(weight_vD.dtype)
             if torch.is_autocast_enabled(grad_vD.device.type):  # which does not cover `out=`
-                grad_vD += grad_Cv.T @ rows_CD
+                grad_vD += own_Cv.T @ rows_CD
             else:  # in place
-                torch.addmm(grad_vD, grad_Cv.T, rows_CD, out=grad_vD)
+                torch.addmm(grad_vD, own_Cv.T, rows_CD, out=grad_vD)
 
 
 def _hard(logits_Cv: Tensor, labels_C: Tensor) -> Scored:

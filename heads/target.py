@@ -359,7 +359,11 @@ class Target:
                 f"{self.name}: its lm_head has a bias, which shared heads leave out; "
                 "use heads with their own lm_head and hard labels"
             )
-        weight: Tensor = lm_head.weight
+        return self.lm_head_weight()
+
+    def lm_head_weight(self) -> Tensor:
+        """The same (V, hidden), unchecked, for heads that cap the logits by themselves."""
+        weight: Tensor = self.model.get_output_embeddings().weight
         return weight if weight.device == self.device else self._lm_head_copy
 
     def fingerprint(self) -> str:

@@ -25,12 +25,12 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 44_600, "infer": 12_900, "train": 26_700}
+CORE = {"heads": 45_500, "infer": 12_900, "train": 26_700}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
-    "heads.formats": 14_400,
+    "heads.formats": 14_600,
     "infer.drafters": 5_600,
     "infer.measure": 12_300,
     "infer.chat": 7_000,

@@ -3,15 +3,18 @@ llama.cpp, which differ by the place of keys, and of the speculators library.
 
 Legend: v draft vocabulary, V vocabulary of the target, D width.
 Sources: deepspec/modeling/dspark of deepseek-ai/DeepSpec; dflash/model.py of z-lab/dflash;
+for Gemma 4's layers its gemma4/modeling.py and gemma4/config.py, and gemma4_dspark.py of vLLM;
 qwen3_dspark.py and qwen3_dflash.py of vLLM 0.33; models/dspark.py and models/dflash.py of SGLang
 0.5.23; models/dspark and models/dflash of speculators 0.9; conversion/qwen.py of llama.cpp.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftheads.heads.block import feature_layers, layer_ids
@@ -27,6 +30,7 @@ from draftheads.heads.formats.eagle import (
     with_sections,
 )
 from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
+from draftheads.heads.layers import GELU
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import matrix, needed, require
 
@@ -35,8 +39,10 @@ RENAMES = [
     (r".*rotary_emb\.inv_freq$", ""),
     (r"^verifier_(norm|lm_head)\..*", ""),
 ]
-KNOWN = re.compile(r"((DFlash)?Qwen3DSpark|DSparkDraft|DFlashDraft)Model|(DSpark|DFlash)Speculator")
-"""Architectures of heads with Qwen3's layers."""
+KNOWN = re.compile(
+    r"((DFlash)?Qwen3DSpark|DSparkDraft|DFlashDraft|Gemma4DSpark)Model|(DSpark|DFlash)Speculator"
+)
+"""Architectures of heads with Qwen3's layers, and one with Gemma 4's."""
 ONE_AND_N = re.compile(r"DFlash(DraftModel|Speculator)")
 """Those whose anchor's slot does not predict, unless config.json says otherwise."""
 DESIGN: dict[str, tuple[Any, ...]] = {
@@ -53,6 +59,18 @@ DESIGN: dict[str, tuple[Any, ...]] = {
     "output_multiplier": ONE,
 }
 """Keys of config.json, its sections and its RoPE, with the values that our heads implement."""
+GEMMA4_ALONE = ("partial_rotary_factor", "final_logit_softcapping")
+"""Keys that heads with Gemma 4's layers may have with any value."""
+GEMMA4: dict[str, tuple[Any, ...]] = {
+    **{key: values for key, values in DESIGN.items() if key not in GEMMA4_ALONE},
+    "model_type": (None, "gemma4_text", "gemma4_unified_text"),
+    "hidden_act": (None, GELU),
+    "hidden_activation": (None, GELU),
+    "rope_scaling": (None,),
+    "enable_moe_block": NO,
+    "hidden_size_per_layer_input": (None, 0),
+}
+"""As `DESIGN`, for heads with Gemma 4's layers."""
 COPIED = ("block_size", "target_layer_ids", "mask_token_id", "rope_theta", "rope_scaling")
 """Keys that ours have, too."""
 MARKOV = ("markov_rank", "markov_head_type")
@@ -89,11 +107,14 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
             raise ValueError(
                 f"expected a DSpark or DFlash head with Qwen3's layers, got {architecture}"
             )
+    is_gemma4 = "Gemma4DSparkModel" in (config.get("architectures") or [])
     whole = with_sections(config)
-    check_values(whole, DESIGN)
+    check_values(whole, GEMMA4 if is_gemma4 else DESIGN)
     needed(whole, "rope_theta", "mask_token_id", "block_size", "target_layer_ids")
     vocab_size, _ = complete_maps(tensors, config, target)
-    _drop_copies(tensors, target)
+    if is_gemma4:
+        _check_gemma4(config, tensors)
+    _drop_copies(tensors, target, is_gemma4)
     if "confidence_head.proj.weight" in tensors:
         zero_1 = tensors["confidence_head.proj.weight"].new_zeros(1)
         tensors.setdefault("confidence_head.proj.bias", zero_1)
@@ -112,7 +133,25 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
         "sliding_window": _window(config),
         "draftheads": facts,
     }
+    if is_gemma4:
+        ours |= {key: config.get(key) for key in ("attention_k_eq_v", "final_logit_softcapping")}
+        ours["model_type"] = "gemma4_text"
     return Stored(ours, tensors)
+
+
+def _check_gemma4(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError for a head with Gemma 4's layers that is not as DeepSpec makes them: all
+    layers have full attention, whatever the target's have, and both matrices are in the file.
+    """
+    if _window(config) is not None:
+        raise ValueError(
+            "expected layer_types: full_attention, the only ones of DeepSpec's Gemma 4 layers; got "
+            "sliding_attention"
+        )
+    [rope] = needed(config.get("rope_parameters") or {}, "full_attention")
+    needed(rope, "rope_theta")
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        matrix(tensors, name)
 
 
 def _sizes(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -130,7 +169,8 @@ def _sizes(tensors: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _drop_copies(tensors: dict[str, Tensor], target: Target | None) -> None:
+def _drop_copies(tensors: dict[str, Tensor], target: Target | None, is_gemma4: bool) -> None:
+    """Drop what is the target's, unless the target scales its embeddings otherwise."""
     if "d2t" in tensors:
         matrix(tensors, "lm_head.weight")  # of the draft vocabulary, which the target's is not
     for name, get in (
@@ -139,8 +179,16 @@ def _drop_copies(tensors: dict[str, Tensor], target: Target | None) -> None:
     ):
         if target is not None and name in tensors and not ("d2t" in tensors and "lm_" in name):
             theirs_VD = getattr(target.model, get)().weight.detach().cpu()
-            if is_copy(matrix(tensors, name), theirs_VD):
+            ours_VD = matrix(tensors, name)
+            scale = math.sqrt(ours_VD.shape[1]) if is_gemma4 else 1.0
+            if is_copy(ours_VD, theirs_VD) and ("lm_" in name or _scales(target, ours_VD, scale)):
                 del tensors[name]
+
+
+def _scales(target: Target, weight_VD: Tensor, scale: float) -> bool:
+    """Whether the target's embeddings of tokens are so many times their rows, by the first few."""
+    tokens = torch.arange(min(len(weight_VD), 8), device=target.device)
+    return is_copy(scale * weight_VD[:8], target.embed(tokens).cpu())
 
 
 def _is_silent(tensors: dict[str, Tensor]) -> bool:

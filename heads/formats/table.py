@@ -31,7 +31,7 @@ FOREIGN = {
     r"DFlash_?2": "DFlash 2, which mixes neighbouring slots and selects among candidates",
     r"Domino": "Domino, whose logits a GRU over the draft tokens corrects",
     r"LiLiCorr": "LiLiCorr, whose logits a correction of its own changes",
-    r"Gemma4": "Gemma 4's layers, with four norms, GELU, and values that can be the keys",
+    r"Gemma4(?!DSparkModel)": "Gemma 4's layers, which only our heads of DSpark have",
 }
 """Names of heads like EAGLE-3 and block heads -> what they are, and what we lack."""
 
@@ -82,6 +82,9 @@ REMOVED = {"llamacpp": "gguf", "eagle": "sglang", "specforge": "sglang", "faster
 RISING = "features in another order than the target's layers"
 """Engines gather features on their way through the layers, whatever config.json says."""
 
+GEMMA4 = "Gemma 4's layers, for which engines need DeepSpec's own folder"
+"""Our layout lacks keys, and often the embeddings and lm_head, that engines read of such heads."""
+
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("vllm", "medusa"): ["truncated_vocab_size"],  # vLLM stops at an assertion
     ("tgi", "medusa"): ["truncated_vocab_size", "deep blocks with a shared lm_head"],
@@ -112,6 +115,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("openvino", "block"): [
+        GEMMA4,
         "slots or heads of DSpark",  # it is exported as a plain model
         "a learned mask vector",
         "an lm_head of its own",  # the exporter drops both without a word
@@ -134,6 +138,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("mlx", "block"): [
+        GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
         "sliding_window",  # the same keys for all slots
@@ -157,12 +162,14 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("vllm", "block"): [
+        GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
         RISING,
         "the last state as a feature",
     ],
     ("sglang", "block"): [
+        GEMMA4,
         "a learned mask vector",
         "an lm_head of its own",  # only the target's are read
         "embeddings of its own",
@@ -181,6 +188,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("gguf", "block"): [
+        GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
         "embeddings of its own",  # without an lm_head, they would be that, too
@@ -188,6 +196,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("speculators", "block"): [
+        GEMMA4,
         "a learned mask vector",
         "sliding_window",  # trained there from the anchor, and served from the slot
         "rnn conditioning of DFlash's slots",  # there, the anchor's slot is its first step
@@ -239,6 +248,7 @@ def _traits_of_block(config: dict[str, Any]) -> dict[str, Any]:
     is_dspark = config.get("architectures") != ["DFlashDraftModel"]
     own_lm_head, kind = config.get("has_own_lm_head"), config.get("markov_head_type")
     return {
+        GEMMA4: config.get("model_type") == "gemma4_text",
         "slots or heads of DSpark": is_dspark,
         "a learned mask vector": config.get("mask_token_id") is None,
         "gated or rnn conditioning": kind in ("gated", "rnn"),

@@ -247,7 +247,9 @@ def test_published_shapes_load_by_name(name):
     model = SimpleNamespace(
         get_input_embeddings=lambda: ones_VD, get_output_embeddings=lambda: ones_VD
     )
-    target: Any = SimpleNamespace(model=model, vocab_size=151936, layers=36)
+    target: Any = SimpleNamespace(
+        model=model, vocab_size=151936, layers=36, device="cpu", embed=lambda ids: ones_VD.weight
+    )
     ours = translated(Stored(config, tensors), target)
     with torch.device("meta"):
         head = HEADS["block"].from_config(ours.config, ours.tensors)

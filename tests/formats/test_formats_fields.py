@@ -266,8 +266,7 @@ FOREIGN = {
     "DominoDraftModel": ({"architectures": ["DominoDraftModel"]}, "Domino, whose logits a GRU"),
     "domino": ({"dflash_config": {"projector_type": "domino"}}, "Domino, whose logits a GRU"),
     "lilicorr": ({"dflash_config": {"projector_type": "lilicorr"}}, "LiLiCorr, whose logits"),
-    "Gemma4DSparkModel": ({"architectures": ["Gemma4DSparkModel"]}, "Gemma 4's layers, with four"),
-    "Gemma4Eagle3Model": ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma 4's layers, with four"),
+    "Gemma4Eagle3Model": ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma 4's layers, which only"),
 }
 
 
