@@ -21,8 +21,8 @@ from draftheads.heads.formats.hub import HEADS as KINDS
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
+from draftheads.infer import threads as decoding_threads
 from draftheads.scripts import cli
-from draftheads.train import entry
 from draftheads.train.data.answers import count
 from draftheads.train.recipe import HEAD_MODELS, AdapterChoices, Recipe
 
@@ -541,13 +541,13 @@ def test_one_thread_decodes_where_more_gain_nothing(monkeypatch, given, seconds,
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
-    monkeypatch.setattr(entry.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(decoding_threads.time, "perf_counter", lambda: clock[0])
     target = SimpleNamespace(model=forward, device=torch.device("cpu"))
-    entry.choose_threads(given, target)
+    decoding_threads.choose_threads(given, target)
     assert threads == [chosen]
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     threads[0] = 4
-    entry.choose_threads(None, target)
+    decoding_threads.choose_threads(None, target)
     assert threads == [4], "the user has chosen"
 
 
