@@ -20,7 +20,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-TOKENS = {"heads": 58_500, "infer": 51_000, "train": 57_800, "scripts": 14_500}
+TOKENS = {"heads": 58_600, "infer": 51_000, "train": 57_800, "scripts": 14_500}
 """Code tokens per folder, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
