@@ -84,6 +84,22 @@ RISING = "features in another order than the target's layers"
 
 GEMMA4 = "Gemma 4's layers, for which engines need DeepSpec's own folder"
 """Our layout lacks keys, and often the embeddings and lm_head, that engines read of such heads."""
+UNFOUND = "a target whose states the engine does not find"
+UNFOUND_BY_ALL = {
+    "GPT2LMHeadModel",  # layers without a gated product
+    "GPTNeoXForCausalLM",
+    "OPTForCausalLM",
+    "Olmo2ForCausalLM",  # a norm after the product
+    "Glm4ForCausalLM",
+    "MixtralForCausalLM",  # experts
+}
+UNFOUND_TARGETS = {
+    "eagle3": {*UNFOUND_BY_ALL, "Qwen3MoeForCausalLM"},
+    "block": UNFOUND_BY_ALL,
+}
+"""OpenVINO GenAI looks for sums with a gated feed-forward product, and stops where it finds none:
+for EAGLE-3 at the first token, with a line about a missing port.
+"""
 
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("vllm", "medusa"): ["truncated_vocab_size"],  # vLLM stops at an assertion
@@ -111,6 +127,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "sliding_window",
         "other than three features",
         "the same feature twice",  # the engine stops
+        UNFOUND,
         "embeddings as a feature",
         "the last state as a feature",
     ],
@@ -120,6 +137,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "a learned mask vector",
         "an lm_head of its own",  # the exporter drops both without a word
         "embeddings of its own",
+        UNFOUND,
         RISING,
         "embeddings as a feature",
         "the last state as a feature",
@@ -213,6 +231,7 @@ last state before the final norm, and our heads after it.
 def loss(to: str, stored: Stored) -> str | None:
     """The traits of a head of ours that a destination does not support; None if it supports all."""
     config, bias = stored.config, stored.tensors.get("fc.bias")
+    kind = stored.facts["kind"]
     features = stored.facts.get("feature_layers") or config.get(eagle.AUX_LAYERS) or [None]
     layers = config.get("num_target_layers") or stored.facts["target"].get("layers")
     is_deep = config.get("num_hidden_layers") not in (None, 0, 1)
@@ -232,13 +251,14 @@ def loss(to: str, stored: Stored) -> str | None:
         "other than three features": len(features) != 3,
         "the same feature twice": len(set(features)) < len(features),
         RISING: None not in features and features != sorted(features),
+        UNFOUND: stored.facts["target"].get("architecture") in UNFOUND_TARGETS.get(kind, ()),
         "a scaling of RoPE": config.get("rope_scaling") is not None,
         "a reduced vocabulary": config.get("draft_vocab_size") != config.get("vocab_size"),
         "embeddings as a feature": 0 in features,
         "the last state as a feature": -1 in features or layers in features,
         **_traits_of_block(config),
     }
-    unsupported = UNSUPPORTED.get((to, stored.facts["kind"]), [])
+    unsupported = UNSUPPORTED.get((to, kind), [])
     return ", ".join(name for name in unsupported if traits[name]) or None
 
 

@@ -7,12 +7,16 @@ makes one. Its CPU build has no DSpark (Model Runner V2 needs Triton) and no tre
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from real_engines import place_of
+from safetensors.torch import load_file, save_file
 
 from draftheads.heads.formats.hub import open_head
+from draftheads.heads.target import Target
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
 from draftheads.scripts.convert import converted
 from draftheads.scripts.demo import RECIPES
@@ -56,6 +60,7 @@ def job_of(head: str, plain: Job, like: Path) -> Job:
 def check(job: Job, mine: Job, target, answers: list[list[int]]) -> None:
     """vLLM's job has the answers, and the counts of ours."""
     expected, found = ours(mine, target), theirs("vllm", PLACE, job)
+    print(f"\n{found.version}: {found.drafts} drafts, accepted {found.accepted}")
     assert found.answers == expected.answers == answers
     assert (found.drafts, found.accepted) == (expected.drafts, expected.accepted)
     assert sum(found.accepted) > 0
@@ -84,3 +89,84 @@ def test_a_published_head_by_its_id(hub, trained, plain, plain_answers, demo_tar
     job = job_of("me/heads", plain, folder)
     check(job, job_of(str(folder), plain, folder), demo_target, plain_answers)
     assert any("model.safetensors" in request for request in hub.requests)
+
+
+# EAGLE-3 with Qwen3's layer, on a Qwen3 target
+
+SHORT = ("run.epochs=null", "run.steps=60")
+BEFORE = "head.norm_before_residual=true"  # as speculators trains them
+QK_NORM = ("eagle3", "head.qk_norm=true")
+QWEN3: dict[str, tuple[str, ...]] = {
+    "usual": (*QK_NORM, BEFORE, *FEW),
+    "full": (*QK_NORM, BEFORE, "head.vocabulary=null", "head.heads=4", "head.kv_heads=1", *SHORT),
+    "layers": (*QK_NORM, "head.layers=2", "head.sliding_window=9", *SHORT),
+    "norms": (*QK_NORM, BEFORE, "head.fc_norm=true", "head.norm_output=true", *SHORT),
+    "five": (*QK_NORM, "head.vocabulary=null", "head.feature_layers=[1,2,3,4,5]", *SHORT),
+}
+
+
+@dataclass(frozen=True)
+class Qwen3:
+    """The demo target's weights as a Qwen3 model, and its text."""
+
+    target: Target
+    plain: Job
+    answers: list[list[int]]
+
+    def check(self, made: Path, head: Path) -> None:
+        """vLLM runs one folder as we run the other."""
+        job, mine = (job_of(str(folder), self.plain, head) for folder in (made, head))
+        check(job, mine, self.target, self.answers)
+
+
+@pytest.fixture(scope="module")
+def qwen3(relative) -> Qwen3:
+    target = relative("qwen3")
+    prompts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), None, PROMPTS)
+    plain = Job(target.name, prompts)
+    return Qwen3(target, plain, ours(plain, target).answers)
+
+
+def architecture(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text())["architectures"][0]
+
+
+@pytest.mark.parametrize("name", ["usual", "full", "layers", "norms"])
+def test_a_head_with_qwen3s_layer(name, trained, qwen3, tmp_path):
+    folder = trained(*QWEN3[name], target=qwen3.target) / "best"
+    made = converted(folder, tmp_path / "theirs", "vllm", qwen3.target)
+    assert architecture(made) == "Eagle3Qwen3ForCausalLM"
+    qwen3.check(made, folder)
+
+
+def test_a_speculators_folder_with_qwen3s_layer(trained, qwen3, tmp_path):
+    """vLLM and we read the same folder."""
+    folder = trained(*QWEN3["usual"], target=qwen3.target) / "best"
+    made = converted(folder, tmp_path / "theirs", "speculators", qwen3.target)
+    qwen3.check(made, made)
+
+
+def test_deepspecs_head_with_qwen3s_layer(trained, qwen3, tmp_path):
+    """We read its layout, of five features, and vLLM what we make of it."""
+    folder = deepspec(trained(*QWEN3["five"], target=qwen3.target) / "best", tmp_path / "theirs")
+    made = converted(folder, tmp_path / "made", "vllm", qwen3.target)
+    assert architecture(made) == "Eagle3Qwen3ForCausalLM"
+    qwen3.check(made, folder)
+
+
+def deepspec(head: Path, folder: Path) -> Path:
+    """A head of one layer as DeepSpec stores it: features by the layers whose outputs they are, and
+    none of our keys.
+    """
+    ours = json.loads((head / "config.json").read_text())
+    config = {
+        **ours["transformer_layer_config"],
+        "architectures": ["Qwen3Eagle3Model"],
+        "target_layer_ids": [layer - 1 for layer in ours["eagle_aux_hidden_state_layer_ids"]],
+    }
+    tensors = load_file(head / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): each for name, each in tensors.items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(renamed, folder / "model.safetensors")
+    return folder

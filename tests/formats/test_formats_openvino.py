@@ -17,7 +17,7 @@ from test_convert import forget, same
 from test_hub import FEW, SCALED
 from tiny_heads import random_head
 from tiny_targets import CONFIGS, scaled_up
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftheads.heads.formats.card import render_card
 from draftheads.heads.formats.hub import load_head, open_head, save_head
@@ -30,11 +30,25 @@ READ = {"feature_layers": [1, 2, 4]}
 
 
 @cache
-def target() -> Target:
+def deep(name: str) -> Target:
     """Deep enough for three features below the last state."""
     torch.manual_seed(0)
-    config = LlamaConfig(**{**CONFIGS["llama"][1], "num_hidden_layers": LAYERS})
-    return Target(scaled_up(AutoModelForCausalLM.from_config(config)), name="tiny-llama")
+    kind, options = CONFIGS[name]
+    config = CONFIG_MAPPING[kind](**{**options, "num_hidden_layers": LAYERS})
+    return Target(scaled_up(AutoModelForCausalLM.from_config(config)), name=f"tiny-{name}")
+
+
+def target() -> Target:
+    return deep("llama")
+
+
+DFLASH = {
+    "feature_layers": [1, 2],
+    "mask": 7,
+    "block_size": 5,
+    "conditioning": "none",
+    "sample_from_anchor": False,
+}
 
 
 def saved(folder: Path, **choices: Any) -> Path:
@@ -108,6 +122,40 @@ def test_what_would_be_lost_is_an_error_and_nothing_is_written(tmp_path, trait):
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
     card = render_card(open_head(ours).config)
     assert f"OpenVINO GenAI (2026.4) does not support this head: it has {trait}." in card
+
+
+def saved_for(target: Target, folder: Path, choices: dict[str, Any]) -> Path:
+    """An EAGLE-3 head, or, with choices, a block head."""
+    head = random_head("block" if choices else "eagle3", target, **{**READ, **choices})
+    return save_head(head, folder / "ours", target=target)
+
+
+UNFOUND = ("gpt-neox", "gpt2", "opt", "olmo2", "mixtral")
+
+
+@pytest.mark.parametrize("choices", [{}, DFLASH], ids=["eagle3", "dflash"])
+@pytest.mark.parametrize("name", UNFOUND)
+def test_a_target_whose_states_the_engine_does_not_find_is_refused(tmp_path, name, choices):
+    """It would stop at the first token, with a line about a missing port."""
+    ours = saved_for(deep(name), tmp_path, choices)
+    with pytest.raises(ValueError, match="it has a target whose states the engine does not"):
+        converted(ours, tmp_path / "theirs", "openvino")
+    assert not (tmp_path / "theirs").exists()
+    assert "OpenVINO GenAI (2026.4) does not support this head" in render_card(
+        open_head(ours).config
+    )
+
+
+def test_of_qwen3s_experts_only_dflash_heads_find_the_states(tmp_path):
+    name, options = "qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2}
+    shape = {**CONFIGS["qwen3"][1], "num_hidden_layers": LAYERS, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**shape, **options))
+    target = Target(scaled_up(model), name="tiny-qwen3-moe")
+    eagle3, dflash = (tmp_path / kind for kind in ("eagle3", "dflash"))
+    with pytest.raises(ValueError, match="it has a target whose states the engine does not"):
+        converted(saved_for(target, eagle3, {}), eagle3 / "theirs", "openvino")
+    ours = saved_for(target, dflash, {**DFLASH, "lm_head": "shared", "embeddings": "shared"})
+    assert converted(ours, dflash / "theirs", "openvino").is_dir()
 
 
 @pytest.mark.parametrize("name", ["fc_norm", "norm_before_fc"])

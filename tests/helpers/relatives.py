@@ -1,0 +1,64 @@
+"""The demo target's weights as models of other architectures, which need no training: where their
+layers are Llama's but for biases, or for norms of queries and keys, their text is much like its.
+
+Legend: N attention heads, H width of one, X = N H.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from draftheads.heads.target import Target
+
+SEED = 0
+PROBE = "What does os.path.join do, and which arguments has it?"
+OF_LLAMA = ("architectures", "attention_bias", "mlp_bias", "model_type", "pretraining_tp")
+"""Keys of a Llama's config that others do not have, or mean otherwise."""
+
+
+def write_relative(original: Target, model_type: str, folder: Path) -> Path:
+    """Save the model, with the original's tokenizer. Raises ValueError where its weights are
+    neither the original's, nor biases, nor norms of queries and keys.
+    """
+    config = original.model.config.to_dict()
+    shared = {key: value for key, value in config.items() if key not in OF_LLAMA}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**shared)).float().eval()
+    loaded = model.load_state_dict(original.model.state_dict(), strict=False)
+    own = [name for name in loaded.missing_keys if not name.endswith((".bias", "_norm.weight"))]
+    if own or loaded.unexpected_keys:
+        raise ValueError(f"{model_type} has other weights than Llama: {own[:3]}")
+    _fill_own(model, original)
+    model.generation_config = original.model.generation_config
+    model.save_pretrained(folder)
+    original.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def _fill_own(model: PreTrainedModel, original: Target) -> None:
+    """Small biases; norms of queries and keys that leave them as large as they are, on average."""
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.tensor([original.tokenizer.encode(PROBE)])
+    states = original.model(ids, output_hidden_states=True).hidden_states
+    layers = zip(model.model.layers, original.model.model.layers, states[:-1], strict=True)
+    for layer, source, state_BTD in layers:
+        normed_BTD = source.input_layernorm(state_BTD)
+        for name in ("q", "k", "v"):
+            projection = getattr(layer.self_attn, f"{name}_proj")
+            if projection.bias is not None:
+                projection.bias.normal_(std=0.05, generator=generator)
+            norm = getattr(layer.self_attn, f"{name}_norm", None)
+            if norm is not None:
+                vectors_BTX = getattr(source.self_attn, f"{name}_proj")(normed_BTD)
+                norm.weight.normal_(1, 0.1, generator=generator)
+                norm.weight.mul_(_size_of_heads(vectors_BTX, len(norm.weight)))
+
+
+def _size_of_heads(vectors_BTX: Tensor, width: int) -> Tensor:
+    """Mean over tokens and heads of the root mean square of each head's vector."""
+    per_head_BTNH = vectors_BTX.unflatten(-1, (-1, width))
+    return per_head_BTNH.square().mean(-1).sqrt().mean()
