@@ -14,6 +14,7 @@ from draftheads.heads.formats.hub import save_head
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Step
 from draftheads.scripts.benchmarks import engines
+from draftheads.scripts.benchmarks.engine_runs.llamacpp import counts
 from draftheads.scripts.benchmarks.engines import (
     Job,
     cut_at_the_end,
@@ -126,6 +127,20 @@ def test_last_drafts_are_counted_as_llamacpp_does(tokens, accepted, left, counte
     first, last = Step([4], -1, None, 0, 0), Step(tokens, accepted, None, 0, 0)
     found = [step.accepted for step in cut_at_the_end([first, last], job, [0])]
     assert found == ([-1] if counted is None else [-1, counted])
+
+
+def test_llamacpps_counts_have_a_place_for_every_position_of_a_chain():
+    """As ours have: a position at which nothing is accepted made equal counts differ."""
+    name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
+    metrics = f"""# TYPE llamacpp:spec_decode_num_drafts_total counter
+llamacpp:spec_decode_num_drafts_total 40
+# TYPE {name} counter
+{name}{{position="0"}} 17
+{name}{{position="1"}} 2
+{name}{{position="2"}} 0
+"""
+    assert counts(metrics) == (40, [17, 2, 0])
+    assert counts("") == (0, [])
 
 
 def test_an_engine_that_fails_says_why(job, tmp_path):

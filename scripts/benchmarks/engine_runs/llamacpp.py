@@ -26,6 +26,8 @@ from draftheads.heads.formats.llamacpp import server_options
 PLACE = Path(os.environ.get("DRAFTHEADS_LLAMACPP", "."))
 EXACT = ["--flash-attn", "off", "-ctk", "f32", "-ctv", "f32"]
 EXACT_DRAFTS = ["-ctkd", "f32", "-ctvd", "f32", "--spec-draft-p-min", "0"]
+# Files in Q8_0 or Q4 end llama.cpp on CPUs with AMX (docs/serving.md); others are not repacked.
+SAFE = ["--no-repack"]
 PATIENCE = 60.0  # seconds until the server answers
 
 
@@ -92,13 +94,12 @@ def read(url: str, body: dict[str, Any] | None = None) -> str:
 
 
 def counts(metrics: str) -> tuple[int, list[int]]:
-    """Verified drafts, and accepted tokens by position up to the last that was, from the text of
+    """Verified drafts, and accepted tokens at every position of a chain, from the text of
     /metrics.
     """
     drafts = re.search(r"^llamacpp:spec_decode_num_drafts_total (\d+)", metrics, re.M)
     positions = re.findall(r'_per_pos_total\{position="\d+"\} (\d+)', metrics)
-    accepted = [int(count) for count in positions if int(count)]
-    return int(drafts[1]) if drafts else 0, accepted
+    return int(drafts[1]) if drafts else 0, list(map(int, positions))
 
 
 def end_tokens(target: str) -> list[int]:
@@ -112,7 +113,7 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     target = target_gguf(job["target"], folder)
     slots = job["slots"]
     longest = max(map(len, job["prompts"])) + job["new_tokens"] + 2 * job["draft_tokens"] + 8
-    options = ["-m", target, "-np", str(slots), "-c", str(slots * longest), *EXACT]
+    options = ["-m", target, "-np", str(slots), "-c", str(slots * longest), *EXACT, *SAFE]
     options += server_options(job["method"], end_tokens(job["target"]))
     options += ["-t", os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())]
     if job["head"]:
