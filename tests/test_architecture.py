@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -67,6 +68,20 @@ def test_a_part_stays_within_its_tokens(name):
     files = [path for module, path in MODULES.items() if part(module) == name]
     total = sum(len(code_tokens(file.read_text())) for file in files)
     assert total <= {**CORE, **WINGS}[name]
+
+
+def test_an_f_string_is_one_token():
+    """Python 3.12 and later divide f-strings; a budget is the same number for every version."""
+    assert len(code_tokens('x = f"{a} and {f(b):>{c}}"')) == len(code_tokens('x = "text"'))
+
+
+def test_a_clone_shows_tools_the_package():
+    """Type checkers, editors and coverage cannot read setuptools' mapping: links stand for it."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for package, folder in setuptools["package-dir"].items():
+        link = ROOT / "src" / package.replace(".", "/")
+        assert link.is_symlink() and link.resolve() == ROOT / folder
+        assert not link.readlink().is_absolute()
 
 
 def test_the_core_imports_no_wing():
