@@ -69,7 +69,7 @@ def docstrings(tree: ast.AST) -> set[int]:
 
 
 def whole_strings(tokens: Iterable[tokenize.TokenInfo]) -> Iterator[tokenize.TokenInfo]:
-    """Each f-string as one token. Python 3.12 and later divide it; budgets hold for all versions."""
+    """Each f-string as one token, as before Python 3.12: a budget is the same for all versions."""
     depth = 0
     for token in tokens:
         name = tokenize.tok_name[token.type]
