@@ -44,6 +44,8 @@ MENDS = "tests/mends.txt"
 COMPLEX = {"heads": 0, "infer": 2, "train": 2, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 160}
+WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 13_000, "CHANGELOG.md": 800}
+PICTURE = "docs/architecture.svg"
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 
 
@@ -129,6 +131,19 @@ def complexities(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_stays_short(page):
     assert len((ROOT / page).read_text().splitlines()) <= PAGES[page]
+
+
+def test_the_picture_shows_every_part():
+    """Whoever adds a part draws the picture again: scripts/benchmarks/architecture_picture.py."""
+    titles = re.findall(r'class="title"[^>]*>([^<]+)<', (ROOT / PICTURE).read_text())
+    assert sorted(titles) == sorted({part(module) for module in MODULES})
+
+
+@pytest.mark.parametrize("page", WORDS)
+def test_the_prose_stays_short(page):
+    """The lab book, which only grows, is not counted."""
+    files = [ROOT / page] if page.endswith(".md") else sorted((ROOT / page).glob("*.md"))
+    assert sum(len(file.read_text().split()) for file in files) <= WORDS[page]
 
 
 def test_functions_are_short(tree):
