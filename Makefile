@@ -28,9 +28,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/typecheck.sh
+	$(BIN)/mypy
 
 check: lint types test-all
 
 clean:
-	rm -rf $(VENV) .ci-venv .typecheck .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) .ci-venv .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -48,6 +49,8 @@ MENDS = "tests/mends.txt"
 COMPLEX = {"heads": 0, "infer": 2, "train": 2, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 160}
+WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 13_000, "CHANGELOG.md": 800}
+PICTURE = "docs/architecture.svg"
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 
 
@@ -66,6 +69,20 @@ def test_a_part_stays_within_its_tokens(name):
     files = [path for module, path in MODULES.items() if part(module) == name]
     total = sum(len(code_tokens(file.read_text())) for file in files)
     assert total <= {**CORE, **WINGS}[name]
+
+
+def test_an_f_string_is_one_token():
+    """Python 3.12 and later divide f-strings; a budget is the same number for every version."""
+    assert len(code_tokens('x = f"{a} and {f(b):>{c}}"')) == len(code_tokens('x = "text"'))
+
+
+def test_a_clone_shows_tools_the_package():
+    """Type checkers, editors and coverage cannot read setuptools' mapping: links stand for it."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for package, folder in setuptools["package-dir"].items():
+        link = ROOT / "src" / package.replace(".", "/")
+        assert link.is_symlink() and link.resolve() == ROOT / folder
+        assert not link.readlink().is_absolute()
 
 
 def test_the_core_imports_no_wing():
@@ -99,6 +116,19 @@ def test_functions_stay_simple(folder):
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_stays_short(page):
     assert len((ROOT / page).read_text().splitlines()) <= PAGES[page]
+
+
+def test_the_picture_shows_every_part():
+    """Whoever adds a part draws the picture again: scripts/benchmarks/architecture_picture.py."""
+    titles = re.findall(r'class="title"[^>]*>([^<]+)<', (ROOT / PICTURE).read_text())
+    assert sorted(titles) == sorted({part(module) for module in MODULES})
+
+
+@pytest.mark.parametrize("page", WORDS)
+def test_the_prose_stays_short(page):
+    """The lab book, which only grows, is not counted."""
+    files = [ROOT / page] if page.endswith(".md") else sorted((ROOT / page).glob("*.md"))
+    assert sum(len(file.read_text().split()) for file in files) <= WORDS[page]
 
 
 def test_functions_are_short(tree):
