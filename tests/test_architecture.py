@@ -5,6 +5,7 @@ no module hides an installed package.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib

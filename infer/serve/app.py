@@ -519,7 +519,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Any:
         return PlainTextResponse(generate_latest(service.metrics.registry))
 
-    page = files("draftheads.infer") / "page"
+    page = files("draftheads.infer.serve") / "page"
     for path, name in PAGE.items():
         kind = KINDS[name.rpartition(".")[2]]
         headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}

@@ -145,7 +145,7 @@ def test_a_terminal_gets_markdown_with_accepted_drafts_in_green(target):
 
 def test_drafts_that_cost_more_than_they_bring_are_named_once(target, monkeypatch):
     """After enough steps on a terminal, where the plain model is measured."""
-    module = import_module("draftheads.infer.chat")  # its package exports a function of that name
+    module = import_module("draftheads.infer.chat.repl")
     monkeypatch.setattr(module, "plain_seconds", lambda engine: 0.01)
 
     def answer(seconds: float) -> list[Step]:
