@@ -37,8 +37,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
+from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places, packed
+from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     Angles,
     Cached,
@@ -64,7 +65,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import extended, joined, per_query_head
 from draftheads.heads.tree import NODES, DynamicTree, StaticTree, TokenTree, Tree, check_fits
-from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
+from draftheads.heads.tree_drafting import gather_nodes, tree_builder
 from draftheads.heads.vocabulary import Vocabulary, draft_index, token_map
 
 TRAINING = ("labels", "loss", "weighting", "decay_tokens", "anchors")

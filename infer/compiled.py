@@ -22,11 +22,11 @@ import torch._inductor.config as inductor
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.base import Committed, Drafter, DraftHead
+from draftheads.heads.base import DraftHead
 from draftheads.heads.cache import SlotCache
+from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
-from draftheads.heads.tree_drafting import DraftCache
 from draftheads.infer.accept import Acceptance, commit
 
 BACKEND: Any = "inductor"

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
-from draftheads.heads.base import Committed, Drafter, DraftHead
+from draftheads.heads.base import DraftHead
 from draftheads.heads.cache import ROOM, SlotCache
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, commit

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.heads.base import Committed, Drafter
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.infer.engine import DrafterSource, NoDraft

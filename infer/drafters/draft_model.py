@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from draftheads.heads.base import Committed
 from draftheads.heads.cache import ROOM, SlotCache
+from draftheads.heads.drafting import Committed
 from draftheads.heads.masks import Masks
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from draftheads.heads.base import Committed, Drafter
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
 from draftheads.infer.drafters.rows import RowTree, _refuse_fixed, stacked

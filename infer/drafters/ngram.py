@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
-from draftheads.heads.base import Committed
+from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
 from draftheads.infer.drafters.rows import RowTree, _refuse_fixed, stacked

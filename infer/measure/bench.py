@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from draftheads.heads.base import Drafter
+from draftheads.heads.drafting import Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy

@@ -20,8 +20,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from draftheads.heads.base import Committed, DraftHead
+from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.heads.tree import StaticTree, TokenTree, Tree

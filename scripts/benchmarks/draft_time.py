@@ -41,8 +41,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.initialization import no_init_weights
 
-from draftheads.heads.base import Committed, DraftHead
+from draftheads.heads.base import DraftHead
 from draftheads.heads.block import MARKOV_TYPES
+from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.sequential import CONDITIONINGS
 from draftheads.heads.target import Target

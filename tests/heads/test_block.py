@@ -24,9 +24,10 @@ from tiny_heads import decode
 from tiny_heads import drafts_of as drafted_trees
 from tiny_targets import VOCABULARY, random_model, tiny_target
 
-from draftheads.heads.base import RANKS, Committed
+from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead, mask_token
+from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree

@@ -12,8 +12,8 @@ from plain_eagle import awake
 from tiny_targets import VOCABULARY, some_prompts, tiny_target
 from torch import Tensor
 
-from draftheads.heads.base import Committed
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed
 from draftheads.heads.eagle import Eagle3Head, EagleDrafter, EagleHead
 from draftheads.heads.training_time_test import unroll
 from draftheads.heads.tree import StaticTree, TokenTree

@@ -14,7 +14,8 @@ from tiny_targets import VOCABULARY, random_model, some_prompts, tiny_target
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftheads.heads.base import Committed, DraftHead
+from draftheads.heads.base import DraftHead
+from draftheads.heads.drafting import Committed
 from draftheads.heads.layers import project
 from draftheads.heads.target import Target
 

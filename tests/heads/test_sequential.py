@@ -16,8 +16,9 @@ from test_training_time_test import assert_equal
 from test_tree_drafting import paths_of, searched
 from tiny_targets import VOCABULARY, tiny_target
 
-from draftheads.heads.base import RANKS, Committed
+from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.sequential import CONDITIONINGS, SequentialHead
 from draftheads.heads.target import Target

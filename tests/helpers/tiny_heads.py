@@ -11,8 +11,9 @@ import pytest
 import torch
 from tiny_targets import greedy
 
-from draftheads.heads.base import Committed, Drafter, DraftHead
+from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree

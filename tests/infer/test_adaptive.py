@@ -13,7 +13,7 @@ from test_drafters import committed
 from tiny_heads import EACH, decode, random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
-from draftheads.heads.base import Committed
+from draftheads.heads.drafting import Committed
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters import adaptive

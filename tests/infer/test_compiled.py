@@ -19,7 +19,7 @@ from tiny_targets import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftheads.heads.base import Committed
+from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled

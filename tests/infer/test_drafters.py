@@ -20,7 +20,7 @@ from tiny_targets import (
     tiny_target,
 )
 
-from draftheads.heads.base import Committed
+from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Sampled

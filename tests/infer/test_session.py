@@ -214,7 +214,7 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(
         monkeypatch.setitem(compiled.RECORDERS, "cpu", recorder)
         monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
         monkeypatch.setattr(compiled, "BUCKET", 4)
-    for place in ("heads.cache", "heads.tree_drafting", "infer.engine"):
+    for place in ("heads.cache", "heads.drafting", "infer.engine"):
         monkeypatch.setattr(f"draftheads.{place}.ROOM", 2)
     target, session, [prompt] = tiny_target(), Session(), some_prompts(6)
     engine = Speculator(target, random_head(name, target), compile=is_compiled)
