@@ -73,6 +73,8 @@ class DraftHead(nn.Module, ABC):
     vocab_size: int
     recompute: bool = False
     """Gradient checkpointing: layers are computed again in the backward pass. Never saved."""
+    rows_may_leave: ClassVar[bool] = True
+    """A drafter knows of a row what is in its `cache`, so rows may leave a batch and join it."""
 
     @property
     @abstractmethod
@@ -93,6 +95,11 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def needs_unembed(self) -> bool:
         """Whether `forward` or `token_ranks` use the target's lm_head."""
+
+    @property
+    def why_not_compiled(self) -> str | None:
+        """Why drafting with this head cannot be compiled; None if it can."""
+        return None
 
     @abstractmethod
     def check_tree(self, tree: Tree) -> None:

@@ -402,6 +402,13 @@ class BlockHead(Vocabulary, DraftHead):
         masks_BNSD = self.mask_embedding.expand(*anchors_BN.shape, size - 1, -1)
         return torch.cat([anchors_BN1D, masks_BNSD], dim=2).flatten(1, 2)
 
+    @property
+    def why_not_compiled(self) -> str | None:
+        """With a threshold, the size of a tree follows from what is computed."""
+        if self.confidence_threshold:
+            return "confidence_threshold ends a tree by what is computed; set it to 0"
+        return None
+
     def entries(self) -> Entries:
         """Keys and values of all layers, for drafting."""
         layers = cast(Iterable[DecoderLayer], self.layers)

@@ -197,6 +197,11 @@ class Drafter(Protocol):
     feature_layers: tuple[int, ...]
     """The hidden states of the target that `Committed.features_BAD` concatenates."""
 
+    @property
+    def cache(self) -> DraftCache | None:
+        """Keys and values of its own layers; None if it has none."""
+        ...
+
     def propose(self, committed: Committed) -> TokenTree:
         """A tree whose root is the newest committed token of each row."""
         ...

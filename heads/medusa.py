@@ -258,6 +258,8 @@ class MedusaHead(DraftHead):
 class MedusaDrafter:
     """Fills a fixed tree with the heads' top tokens: one target state yields the whole tree."""
 
+    cache = None
+
     def __init__(self, head: MedusaHead, target: Target, tree: Tree) -> None:
         head.check_tree(tree)
         assert isinstance(tree, StaticTree)

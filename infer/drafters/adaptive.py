@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -15,7 +16,6 @@ from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.infer.engine import DrafterSource, NoDraft
-from draftheads.infer.measure.costs import Costs
 
 NEWEST = 1 / 8
 """Weight of the newest step in the mean of tokens per step."""
@@ -25,15 +25,23 @@ PAUSES = 8, 64
 """Steps of the first pause and of the longest one; while drafts fail, each is twice the last."""
 
 
+class StepCosts(Protocol):
+    """What steps cost, as `infer.measure.costs.Costs` knows it."""
+
+    def break_even(self, tree: Tree) -> float:
+        """Tokens per step at which decoding with this tree is as fast as without drafts."""
+        ...
+
+
 @dataclass(frozen=True)
-class Adaptive:
+class Adaptive(DrafterSource):
     """Drafts of a head or another source, in those steps where they pay.
 
     costs: those of the source; they say how many tokens per step pay for its tree.
     """
 
     drafts: DrafterSource
-    costs: Costs
+    costs: StepCosts
 
     @property
     def tree(self) -> Tree:
@@ -55,6 +63,8 @@ class AdaptiveDrafter:
     """Pauses while drafts bring fewer than `worth` tokens per step, the target's own included, and
     tries again after each pause.
     """
+
+    cache = None  # the drafter's is behind the text after a pause
 
     def __init__(self, drafter: Drafter, worth: float) -> None:
         self.drafter, self.worth = drafter, worth

@@ -13,7 +13,7 @@ from draftheads.infer.engine import DrafterSource
 
 
 @dataclass(frozen=True)
-class Merged:
+class Merged(DrafterSource):
     """One tree out of several drafters' trees (SpecInfer, arXiv 2305.09781, section 3): each path
     once. With fewer nodes than they propose, the parts take turns.
 
@@ -44,6 +44,8 @@ class MergedDrafter:
     """Asks all its parts in each step, and merges what they propose. In each row, parts that were
     right lately have more of the nodes.
     """
+
+    cache = None  # each part has its own
 
     def __init__(self, parts: Sequence[Drafter], nodes: int) -> None:
         self.parts, self.nodes = parts, nodes

@@ -14,10 +14,11 @@ from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
 from draftheads.infer.drafters.rows import RowTree, _refuse_fixed, stacked
+from draftheads.infer.engine import DrafterSource
 
 
 @dataclass(frozen=True)
-class NGram:
+class NGram(DrafterSource):
     """Prompt lookup: drafts what followed the newest tokens where they occurred before, and nothing
     where they did not.
 
@@ -52,6 +53,7 @@ class NGramDrafter:
     """Looks up the end of each row's text in the text."""
 
     feature_layers: tuple[int, ...] = ()
+    cache = None
 
     def __init__(self, limits: DynamicTree, longest: int, shortest: int) -> None:
         self.limits, self.lengths = limits, range(shortest, longest + 1)

@@ -234,7 +234,7 @@ def test_drafting_has_the_very_logits_of_training(target, monkeypatch, noted, ch
     """Bit for bit once what was computed in float64 is rounded: for texts committed in pieces and
     in chunks, in ragged rows, in caches that have to grow.
     """
-    monkeypatch.setattr("draftheads.heads.tree_drafting.PREFILL_CHUNK", 3)
+    monkeypatch.setattr("draftheads.heads.drafting.PREFILL_CHUNK", 3)
     monkeypatch.setattr("draftheads.heads.tree_drafting.ROOM", room)
     head = new_head(target, lm_head="own", **choices).eval().to(dtype)
     tokens_BT, _ = two_texts()

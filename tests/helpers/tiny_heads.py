@@ -105,6 +105,8 @@ def misread_drafts(monkeypatch: Any) -> None:
 class Recorder:
     """A drafter that notes what another one proposes."""
 
+    cache = None
+
     def __init__(self, drafter: Drafter, trees: list[TokenTree]) -> None:
         self.drafter, self.trees = drafter, trees
         self.feature_layers = drafter.feature_layers
@@ -157,6 +159,7 @@ class Oracle:
     """
 
     feature_layers: tuple[int, ...] = ()
+    cache = None
 
     def __init__(
         self,

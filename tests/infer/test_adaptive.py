@@ -31,6 +31,7 @@ class Chain:
     """Drafts two tokens."""
 
     feature_layers = ()
+    cache = None
 
     def propose(self, committed: Committed) -> TokenTree:
         tokens_B1 = committed.last_tokens_B()[:, None]
@@ -81,6 +82,8 @@ def test_drafts_pay_if_their_tokens_per_step_cover_their_cost(tree):
 
 class Twins:
     """Compares an adaptive drafter's trees with those of one that drafts in each step."""
+
+    cache = None
 
     def __init__(self, source: Adaptive, target) -> None:
         self.ours, self.theirs = source.drafter(target), source.drafts.drafter(target)

@@ -76,6 +76,7 @@ class Recall:
     """An oracle that finds the prompt it was given among those it knows."""
 
     feature_layers = ()
+    cache = None
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]]) -> None:
         self.truth, self.oracle = truth, None

@@ -334,8 +334,7 @@ def test_a_step_asks_nothing_of_the_host(kind, monkeypatch):
         return tokens_BA, torch.zeros(2, tokens, width, device=device), tokens_BA[:, 0]
 
     drafter.propose(Committed(*committed(4), [4, 3]))
-    steps = compiled.FixedSteps(compiled._advance, target, drafter, tree)
-    steps.cache, steps.accept = cache, Greedy()
+    steps = compiled.FixedSteps(compiled._advance, target, drafter, tree, cache, Greedy())
     compiled._fix(cache, tree.nodes, 16)
     if steps.drafts is not None:
         compiled._fix(steps.drafts.cache, steps.room, 16)

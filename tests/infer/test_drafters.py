@@ -199,6 +199,8 @@ def test_a_row_without_a_repeat_and_a_finished_row_draft_nothing():
 class Fixed:
     """A source of drafters that propose one given tree, and note the features they see."""
 
+    cache = None
+
     def __init__(self, proposed: TokenTree, layers: tuple[int, ...] = ()) -> None:
         self.proposed, self.feature_layers = proposed, layers
         nodes = proposed.tokens_BN.shape[1] - 1
