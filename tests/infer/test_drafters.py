@@ -26,9 +26,9 @@ from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, first_layers
 from draftheads.infer.drafters.draft_sampling import SampledChain, SpeculativeSampling
-from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.drafters.rows import RowTree, stacked
+from draftheads.infer.drafters.rows import stacked
 from draftheads.infer.engine import Speculator
 
 NEW = 31  # one token from the prefill and six steps of a chain of 4
@@ -219,13 +219,15 @@ class Fixed:
 
 def random_tree(draw: random.Random, rows: int = 2) -> TokenTree:
     """A tree for each row, of few tokens, so that trees overlap; siblings are distinct."""
-    made = []
+    trees = []
     for _ in range(rows):
-        tree = RowTree(0)
-        while len(tree.tokens) < 9:
-            tree.add(draw.randrange(len(tree.tokens)), draw.randrange(1, 4))
-        made.append(tree)
-    return stacked(made, torch.device("cpu"))
+        paths: list[tuple[int, ...]] = [()]
+        while len(paths) < 9:
+            path = (*draw.choice(paths), draw.randrange(1, 4))
+            if path not in paths:
+                paths.append(path)
+        trees.append(paths[1:])
+    return stacked([0] * rows, trees, torch.device("cpu"))
 
 
 def in_turns(parts: list[list[tuple[int, ...]]], nodes: int) -> Paths:
@@ -260,10 +262,9 @@ def test_parts_that_were_right_have_more_of_the_nodes():
     """Of six nodes each of two chains has three, until the second one is right."""
 
     def chain(first: int) -> TokenTree:
-        row = RowTree(5)
-        for depth in range(6):
-            row.add(depth, first + depth)
-        return stacked([row], torch.device("cpu"))
+        tokens = range(first, first + 6)
+        paths = [tuple(tokens[:depth]) for depth in range(1, 7)]
+        return stacked([5], [paths], torch.device("cpu"))
 
     parts = [Fixed(chain(10)), Fixed(chain(20))]
     drafter = Merged(parts).drafter(tiny_target(), DynamicTree(6, 6, 6))
@@ -275,7 +276,7 @@ def test_parts_that_were_right_have_more_of_the_nodes():
     ):
         tokens_N = drafter.propose(committed([written])).tokens_BN[0]
         assert int((tokens_N >= 20).sum()) == own
-    assert RowTree(5).agreed([20]) == 0
+    assert agreed([], [20]) == 0
 
 
 def test_each_part_of_a_merged_drafter_sees_its_own_features():
@@ -292,14 +293,10 @@ def test_each_part_of_a_merged_drafter_sees_its_own_features():
 
 def test_padding_leaves_the_law_of_sampling_as_it_is():
     target, root = MarkovTarget(), 2
-    small, large = RowTree(root), RowTree(root)
-    for token in (4, 1):
-        node = small.add(0, token)
-        small.add(node, 3)
-        small.add(node, token)
-    for token in range(6):
-        large.add(large.add(0, token), 1)
-    tree = stacked([*[small] * RUNS, large], torch.device("cpu"))
+    small = [(4,), (4, 3), (4, 4), (1,), (1, 3), (1, 1)]
+    large = [path for token in range(6) for path in ((token,), (token, 1))]
+    rows = [*[small] * RUNS, large]
+    tree = stacked([root] * len(rows), rows, torch.device("cpu"))
     assert tree.tokens_BN.shape[1] == 13
     rule = Sampled(temperature=2.0)
     rule.seed(1)
