@@ -217,7 +217,7 @@ class Target:
         row and the features at all prompt positions (B, T, D); those of padding, on the right, are
         meaningless.
         """
-        chunks = [out for _, _, out in self.prefill_chunks(prompts, cache, layers)]
+        chunks = [out for _, out in self.prefill_chunks(prompts, cache, layers)]
         features = [out.features_BND for out in chunks if out.features_BND is not None]
         logits_B1V = chunks[-1].logits_BNV
         return Decoded(logits_B1V, torch.cat(features, dim=1) if features else None)
@@ -229,10 +229,10 @@ class Target:
         layers: Sequence[int],
         chunk: int | None = None,
         all_logits: bool = False,
-    ) -> Iterator[tuple[int, int, Decoded]]:
+    ) -> Iterator[tuple[int, Decoded]]:
         """`prefill` in passes over `chunk` tokens (default: PREFILL_CHUNK). Yields, after each,
-        how many tokens were read before it and after it, and the features of those between. The
-        last logits are those of `prefill`. all_logits: those after each token, of the only row.
+        how many tokens are read, and the features of its own. The last logits are those of
+        `prefill`. all_logits: instead those after each token of the only row.
         """
         chunk = chunk or PREFILL_CHUNK
         lengths = [len(prompt) for prompt in prompts]
@@ -258,7 +258,7 @@ class Target:
                 if len(logits) == len(prompts):
                     logits_BV = torch.stack([logits[row] for row in range(len(prompts))])
                     out = Decoded(logits_BV[:, None], out.features_BND)
-            yield start, start + width, out
+            yield start + width, out
 
     def verify(self, tree: TokenTree, cache: SlotCache, layers: Sequence[int]) -> Decoded:
         """One forward pass over all nodes of a tree, after the tokens that `cache` has committed.

@@ -127,8 +127,8 @@ class NoDraft:
         """Any tree stays empty."""
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        """A new one."""
-        return NoDraft()
+        """This one, which remembers nothing."""
+        return self
 
     def propose(self, committed: Committed) -> TokenTree:
         """A tree that holds only the newest token."""
@@ -142,7 +142,7 @@ class NoDraft:
 
 
 @dataclass(frozen=True)
-class Held:
+class Caches:
     """The caches of one generation. text: the growing list of its only row's tokens."""
 
     owner: Speculator
@@ -164,11 +164,11 @@ class Session:
 
     def __init__(self) -> None:
         self.reused = self.length = self.generations = 0
-        self._held: Held | None = None
+        self._caches: Caches | None = None
 
     def shared(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt need not be computed again. One is left to be computed."""
-        text = self._held.text[: self.length] if self._held is not None else []
+        text = self._caches.text[: self.length] if self._caches is not None else []
         count = 0
         for old, new in zip(text, prompt[:-1], strict=False):
             if old != new:
@@ -176,29 +176,29 @@ class Session:
             count += 1
         return count
 
-    def begin(self, owner: Speculator, rows: Sequence[Row], reserved: int) -> Held:
+    def begin(self, owner: Speculator, rows: Sequence[Row], reserved: int) -> Caches:
         """The caches of a new generation: those of the text, cut back to what it shares with the
         prompt of the only row, or new ones with `reserved` slots for new tokens.
         """
-        held, text = self._held, rows[0].text
+        caches, text = self._caches, rows[0].text
         self.generations += 1
-        self.reused = self.shared(text) if held is not None and held.owner is owner else 0
+        self.reused = self.shared(text) if caches is not None and caches.owner is owner else 0
         self.length = self.reused
-        if held is not None and self.reused:
-            held.drafter.rewind(self.reused)
+        if caches is not None and self.reused:
+            caches.drafter.rewind(self.reused)
             # one less: the state at the last shared token predicts the first new one
-            held.cache.table.free([self.reused - 1])
-            held = replace(held, generation=self.generations, text=text)
+            caches.cache.table.free([self.reused - 1])
+            caches = replace(caches, generation=self.generations, text=text)
         else:
             cache, drafter = owner.new_cache(rows, reserved), owner.new_drafter()
-            held = Held(owner, self.generations, text, cache, drafter)
+            caches = Caches(owner, self.generations, text, cache, drafter)
         # LongRoPE changes the keys of a text that grows
-        self._held = None if owner.target.has_long_rope else held
-        return held
+        self._caches = None if owner.target.has_long_rope else caches
+        return caches
 
-    def check(self, held: Held) -> None:
+    def check(self, caches: Caches) -> None:
         """Raise ValueError unless this generation is the newest one."""
-        if held.generation != self.generations:
+        if caches.generation != self.generations:
             raise ValueError(
                 "expected the session of a generation for it alone, got it used by another one, "
                 "which replaced its text; end a generation before the next, or give each a Session"
@@ -352,14 +352,14 @@ class Decoding:
         accept: Acceptance,
         rows: Sequence[Row],
         session: Session,
-        held: Held,
+        caches: Caches,
         committed: Committed,
         seconds: float,
     ) -> None:
         self.engine, self.target, self.accept = engine, engine.target, accept
         self.rows = list(rows)  # those in the caches
-        self.session, self.held = session, held
-        self.cache, self.drafter = held.cache, held.drafter
+        self.session, self.caches = session, caches
+        self.cache, self.drafter = caches.cache, caches.drafter
         self.committed = committed
         self._fixed: FixedSteps | None = None
         tokens = committed.last_tokens_B()[:, None].tolist()
@@ -385,17 +385,16 @@ class Decoding:
         start, seconds = engine.clock(), 0.0
         accept = accept.branch()  # another generation with this rule may run meanwhile
         session = session or Session()
-        held = session.begin(engine, rows, reserved)
+        caches = session.begin(engine, rows, reserved)
         prompts = [row.text[max(session.reused - 1, 0) :] for row in rows]
         end, longest = 0, max(map(len, prompts))
         unread = Unread(prompts, known=min(session.reused, 1))
-        layers, drafts = held.drafter.feature_layers, held.drafter.cache
+        layers, drafts = caches.drafter.feature_layers, caches.drafter.cache
         whole = accept.reads_prompt
-        for before, end, out in engine.target.prefill_chunks(
-            prompts, held.cache, layers, chunk, whole
-        ):
+        for end, out in engine.target.prefill_chunks(prompts, caches.cache, layers, chunk, whole):
             if whole:
-                accept.read(out.logits_BNV[0], prompts[0][before + 1 : end + 1])
+                logits_NV = out.logits_BNV[0]
+                accept.read(logits_NV, prompts[0][end + 1 - len(logits_NV) : end + 1])
             unread.add(out)
             if end == longest:
                 break
@@ -408,7 +407,7 @@ class Decoding:
         accept.prepare([(row.seed, row.new_tokens) for row in rows])
         committed = unread.take(end, accept.choose(out.logits_BNV[:, -1]))
         seconds += engine.clock() - start
-        yield cls(engine, accept, rows, session, held, committed, seconds)
+        yield cls(engine, accept, rows, session, caches, committed, seconds)
 
     def join(self, other: Decoding) -> None:
         """Add the rows of another decoding, which ends: in the places of finished ones, as far as
@@ -430,7 +429,7 @@ class Decoding:
 
     def step(self) -> dict[Row, Step]:
         """One forward pass of the target. Returns the steps of the rows that were running."""
-        self.session.check(self.held)
+        self.session.check(self.caches)
         length = len(self.rows[0].text)
         start = self.engine.clock()
         drafted, nodes = start, self.engine.tree.nodes

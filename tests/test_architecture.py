@@ -20,13 +20,13 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 44_600, "infer": 12_900, "train": 26_700}
+CORE = {"heads": 44_700, "infer": 12_700, "train": 26_700}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
     "heads.formats": 14_400,
-    "infer.drafters": 5_600,
+    "infer.drafters": 5_500,
     "infer.measure": 12_300,
     "infer.chat": 7_000,
     "infer.serve": 11_900,
@@ -40,7 +40,7 @@ WINGS = {
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}
 """What the core uses of its wings: head folders, and the answers that it learns from."""
 MENDS = "tests/mends.txt"
-COMPLEX = {"heads": 0, "infer": 2, "train": 2, "scripts": 0}
+COMPLEX = {"heads": 0, "infer": 1, "train": 2, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 160}
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.drafting import Committed, Drafter
+from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
@@ -231,8 +231,9 @@ class Track:
                 raise ValueError(
                     f"expected steps that can be compiled, but {fault}; tune without --compile"
                 )
-            filler = Filler(self.target, tree)
-            return Speculator(self.target, filler, tree=tree, compile=self.options.compile)
+            return Speculator(
+                self.target, Filler(self.target, tree), tree=tree, compile=self.options.compile
+            )
         return Speculator(self.target, self.head, tree=tree, compile=self.options.compile)
 
     def costs(self, prompts: Sequence[BenchPrompt]) -> Costs:
@@ -292,10 +293,6 @@ class Filler(NoDraft):
 
     def __init__(self, target: Target, tree: StaticTree) -> None:
         self._topology = tree.topology(target.device)
-
-    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        """This one, which remembers nothing."""
-        return self
 
     def propose(self, committed: Committed) -> TokenTree:
         """A tree of the newest token."""

@@ -235,7 +235,7 @@ def test_drafting_has_the_very_logits_of_training(target, monkeypatch, noted, ch
     in chunks, in ragged rows, in caches that have to grow.
     """
     monkeypatch.setattr("draftheads.heads.drafting.PREFILL_CHUNK", 3)
-    monkeypatch.setattr("draftheads.heads.tree_drafting.ROOM", room)
+    monkeypatch.setattr("draftheads.heads.drafting.ROOM", room)
     head = new_head(target, lm_head="own", **choices).eval().to(dtype)
     tokens_BT, _ = two_texts()
     features_BTX = torch.randn(2, 13, head.fc.in_features)

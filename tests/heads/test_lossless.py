@@ -191,7 +191,7 @@ def test_caches_that_are_too_small_grow_and_change_no_draft(monkeypatch, kind):
     before = drafts_of(head, target, prompts, NEW)
     make = target.new_cache
     monkeypatch.setattr(target, "new_cache", lambda batch, capacity: make(batch, 4))
-    monkeypatch.setattr("draftheads.heads.tree_drafting.ROOM", 1)
+    monkeypatch.setattr("draftheads.heads.drafting.ROOM", 1)
     assert decode(target, head, prompts, max_new_tokens=NEW)[0] == truth
     assert drafts_of(head, target, prompts, NEW) == before
 

@@ -102,7 +102,7 @@ def on_call(target: Target, act: Callable[[int, int], None]) -> list[int]:
 
     def prefill_chunks(
         prompts: Sequence[Sequence[int]], *more: Any
-    ) -> Iterator[tuple[int, int, Decoded]]:
+    ) -> Iterator[tuple[int, Decoded]]:
         calls.append(len(prompts))
         act(len(calls) - 1, len(prompts))
         return type(target).prefill_chunks(target, prompts, *more)

@@ -144,7 +144,7 @@ def test_a_step_that_is_interrupted_spoils_nothing(place, monkeypatch):
     next(steps), next(steps)
     with monkeypatch.context() as patch:
         owner, name = (
-            (session._held.drafter, "propose") if place == "drafting" else (target, "verify")
+            (session._caches.drafter, "propose") if place == "drafting" else (target, "verify")
         )
         done = getattr(owner, name)
 
@@ -224,12 +224,12 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(
     for _ in range(2):  # the second time from slots that were given back
         steps = engine.generate(prompt, max_new_tokens=90, session=session)
         tokens = list(next(steps).tokens)
-        capacities.append(session._held.cache.table.capacity)
+        capacities.append(session._caches.cache.table.capacity)
         tokens += [token for step in steps for token in step.tokens]
         assert tokens == greedy(target, prompt, 90)[: len(tokens)]
         assert len(tokens) == 90 or tokens[-1] in target.eos_ids
         if len(tokens) > 60:
-            assert session._held.cache.table.capacity > 60
+            assert session._caches.cache.table.capacity > 60
         prompt = [*prompt[:5], 9]
     nodes = engine.tree.nodes
     assert max(capacities) <= (len(prompt) + 2 + nodes) * 4, "not 90"
