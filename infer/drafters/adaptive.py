@@ -90,7 +90,8 @@ class AdaptiveDrafter:
 
     def rewind(self, length: int) -> None:
         self._drafted = False
-        if (more := length - self._seen) > 0:
+        more = length - self._seen
+        if more > 0:
             unseen = joined(self._unseen)
             count_B = torch.full_like(unseen.count_B, more)
             self._unseen = [replace(unseen, count_B=count_B, counts=[more])]
@@ -114,11 +115,10 @@ def joined(parts: Sequence[Committed]) -> Committed:
         return parts[0]
     tokens, features, counts = [], [], []
     for row in range(len(parts[0].counts)):
-        own = [part.counts[row] for part in parts]
-        pairs = list(zip(parts, own, strict=True))
-        tokens.append(torch.cat([part.tokens_BA[row, :count] for part, count in pairs]))
-        features.append(torch.cat([part.features_BAD[row, :count] for part, count in pairs]))
-        counts.append(sum(own))
-    tokens_BA, features_BAD = (pad_sequence(x, batch_first=True) for x in (tokens, features))
+        tokens.append(torch.cat([part.tokens_BA[row, : part.counts[row]] for part in parts]))
+        features.append(torch.cat([part.features_BAD[row, : part.counts[row]] for part in parts]))
+        counts.append(sum(part.counts[row] for part in parts))
+    tokens_BA = pad_sequence(tokens, batch_first=True)
+    features_BAD = pad_sequence(features, batch_first=True)
     count_B = torch.tensor(counts, device=tokens_BA.device)
     return Committed(tokens_BA, features_BAD, count_B, counts)
