@@ -20,7 +20,7 @@ Sources: DFlash, DSpark (arXiv and github.com/deepseek-ai/DeepSpec, MIT); names 
 of DeepSpec's checkpoints.
 
 Legend: B batch, T tokens, N anchors of a row, M anchors of a batch, K drafts of a block, Q queries,
-A newly committed tokens, F nodes expanded together, D width of the target, r rank, v draft
+C newly committed tokens, F nodes expanded together, D width of the target, r rank, v draft
 vocabulary, V vocabulary of the target, H query heads, G key/value heads, W head width.
 """
 
@@ -619,12 +619,12 @@ class ContextCache(DraftCache):
     """Keys and values of the target's features. The block is written after them, and forgotten."""
 
     def _append(
-        self, tokens_BA: Tensor, features_BAD: Tensor, counts: Sequence[int] | Tensor
+        self, tokens_BC: Tensor, features_BCD: Tensor, counts: Sequence[int] | Tensor
     ) -> Tensor:
-        self.table.reserve(tokens_BA.shape[1])
-        context_BAD = self.read(tokens_BA, features_BAD, self.angles(tokens_BA.shape[1]))
+        self.table.reserve(tokens_BC.shape[1])
+        context_BCD = self.read(tokens_BC, features_BCD, self.angles(tokens_BC.shape[1]))
         self.table.advance(counts)
-        return context_BAD
+        return context_BCD
 
     def extend_block(self, slots: int) -> None:
         """Prepare the memories for a block after the newest feature of each row."""
@@ -692,12 +692,12 @@ class BlockDrafter:
     def rewind(self, length: int) -> None:
         self.cache.rewind(length)
 
-    def _write(self, tokens_BA: Tensor, features_BAD: Tensor, angles: Angles) -> Tensor:
-        context_BAD = self.head.context(features_BAD)
-        entries = self.entries(context_BAD, angles)
+    def _write(self, tokens_BC: Tensor, features_BCD: Tensor, angles: Angles) -> Tensor:
+        context_BCD = self.head.context(features_BCD)
+        entries = self.entries(context_BCD, angles)
         for memory, (keys, values) in zip(self.cache.memories, entries, strict=True):
             memory.layer.update(keys, values)
-        return context_BAD
+        return context_BCD
 
 
 def default_features(layers: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The interface of a drafter: the tokens that it reads, and the key/value cache of its own layers.
 
-Legend: B batch, A newly committed tokens, D feature width, Q queries, S slots, P draft nodes after
+Legend: B batch, C newly committed tokens, D feature width, Q queries, S slots, P draft nodes after
 the text, H hidden width (before W: query heads), G key/value heads, W head width.
 """
 
@@ -25,9 +25,9 @@ from draftheads.heads.tree_drafting import gather_nodes
 class Committed:
     """The tokens that a decoding step added to each row: all that a drafter ever sees."""
 
-    tokens_BA: Tensor
-    """int64; the new tokens of row b are `tokens_BA[b, :count_B[b]]`, the rest is padding."""
-    features_BAD: Tensor
+    tokens_BC: Tensor
+    """int64; the new tokens of row b are `tokens_BC[b, :count_B[b]]`, the rest is padding."""
+    features_BCD: Tensor
     """The target state from which each token was predicted."""
     count_B: Tensor
     """int64, at least 1 for a running row, 0 for a finished one, whose root is meaningless."""
@@ -36,31 +36,31 @@ class Committed:
 
     def last_tokens_B(self) -> Tensor:
         """The newest committed token of each row: the root of the next tree."""
-        if self.tokens_BA.shape[1] == 1:
-            return self.tokens_BA[:, 0]
-        return self.tokens_BA.gather(1, self._last_B1())[:, 0]
+        if self.tokens_BC.shape[1] == 1:
+            return self.tokens_BC[:, 0]
+        return self.tokens_BC.gather(1, self._last_B1())[:, 0]
 
     def last_features_BD(self) -> Tensor:
         """The feature of the newest committed token of each row."""
-        index_B1D = self._last_B1()[:, :, None].expand(-1, 1, self.features_BAD.shape[-1])
-        return self.features_BAD.gather(1, index_B1D)[:, 0]
+        index_B1D = self._last_B1()[:, :, None].expand(-1, 1, self.features_BCD.shape[-1])
+        return self.features_BCD.gather(1, index_B1D)[:, 0]
 
     def select(self, rows: Sequence[int]) -> Committed:
         """What was committed to these rows alone."""
         counts = [self.counts[row] for row in rows]
-        return Committed(self.tokens_BA[rows], self.features_BAD[rows], self.count_B[rows], counts)
+        return Committed(self.tokens_BC[rows], self.features_BCD[rows], self.count_B[rows], counts)
 
     def since(self, place: int) -> Committed:
         """The same without the first `place` tokens of each row."""
         counts = [count - place for count in self.counts]
-        tokens_BA, features_BAD = self.tokens_BA[:, place:], self.features_BAD[:, place:]
-        return Committed(tokens_BA, features_BAD, self.count_B - place, counts)
+        tokens_BC, features_BCD = self.tokens_BC[:, place:], self.features_BCD[:, place:]
+        return Committed(tokens_BC, features_BCD, self.count_B - place, counts)
 
     def divide(self) -> tuple[Committed, Committed]:
         """All but the newest token of each row, and that token alone."""
         counts = [max(count - 1, 0) for count in self.counts]
         earlier_B = (self.count_B - 1).clamp(min=0)
-        earlier = Committed(self.tokens_BA, self.features_BAD, earlier_B, counts)
+        earlier = Committed(self.tokens_BC, self.features_BCD, earlier_B, counts)
         tokens_B1, features_B1D = self.last_tokens_B()[:, None], self.last_features_BD()[:, None]
         counts = [min(count, 1) for count in self.counts]
         return earlier, Committed(tokens_B1, features_B1D, self.count_B.clamp(max=1), counts)
@@ -80,8 +80,8 @@ class Committed:
             return both
 
         return Committed(
-            merged(self.tokens_BA, other.tokens_BA),
-            merged(self.features_BAD, other.features_BAD),
+            merged(self.tokens_BC, other.tokens_BC),
+            merged(self.features_BCD, other.features_BCD),
             merged(self.count_B, other.count_B),
             counts,
         )
@@ -108,27 +108,27 @@ class DraftCache:
 
     def commit(self, committed: Committed) -> Tensor:
         """Append the new pairs; returns the state after the newest one of each row, (B, 1, H)."""
-        tokens_BA, features_BAD = committed.tokens_BA, committed.features_BAD
+        tokens_BC, features_BCD = committed.tokens_BC, committed.features_BCD
         counts = committed.counts
         if self.memories and self.table.fixed_S is not None:
-            hidden_BAH = self._append(tokens_BA, features_BAD, committed.count_B)
-            return gather_nodes(hidden_BAH, (committed.count_B - 1).clamp(min=0)[:, None])
+            hidden_BCH = self._append(tokens_BC, features_BCD, committed.count_B)
+            return gather_nodes(hidden_BCH, (committed.count_B - 1).clamp(min=0)[:, None])
         if not self.memories:  # the first token of a text has no feature and forms no pair
-            tokens_BA, features_BAD = tokens_BA[:, 1:], features_BAD[:, 1:]
+            tokens_BC, features_BCD = tokens_BC[:, 1:], features_BCD[:, 1:]
             counts = [count - 1 for count in counts]
-            rows, length = tokens_BA.shape
+            rows, length = tokens_BC.shape
             self.cache = cache = SlotCache(self.layers, rows, length + ROOM, self.device)
             self.table, self.memories = cache.table, [CachedMemory(each) for each in cache.layers]
         hidden = []
-        for start in range(0, tokens_BA.shape[1], PREFILL_CHUNK):
+        for start in range(0, tokens_BC.shape[1], PREFILL_CHUNK):
             part = slice(start, start + PREFILL_CHUNK)
             real = [max(0, min(count - start, PREFILL_CHUNK)) for count in counts]
-            hidden.append(self._append(tokens_BA[:, part], features_BAD[:, part], real))
-        hidden_BAH = torch.cat(hidden, dim=1) if len(hidden) > 1 else hidden[0]
-        if min(counts) == hidden_BAH.shape[1]:
-            return hidden_BAH[:, -1:]
-        last_B = torch.tensor([max(count, 1) - 1 for count in counts], device=hidden_BAH.device)
-        return gather_nodes(hidden_BAH, last_B[:, None])
+            hidden.append(self._append(tokens_BC[:, part], features_BCD[:, part], real))
+        hidden_BCH = torch.cat(hidden, dim=1) if len(hidden) > 1 else hidden[0]
+        if min(counts) == hidden_BCH.shape[1]:
+            return hidden_BCH[:, -1:]
+        last_B = torch.tensor([max(count, 1) - 1 for count in counts], device=hidden_BCH.device)
+        return gather_nodes(hidden_BCH, last_B[:, None])
 
     def extend(self, seen_BQP: Tensor, depths_1P: Tensor) -> None:
         """Prepare the memories for Q new nodes, after the text and P - Q earlier nodes. seen_BQP:
@@ -165,15 +165,15 @@ class DraftCache:
         return self.rope(lengths_B1 + torch.arange(count, device=lengths_B1.device))
 
     def _append(
-        self, tokens_BA: Tensor, features_BAD: Tensor, counts: Sequence[int] | Tensor
+        self, tokens_BC: Tensor, features_BCD: Tensor, counts: Sequence[int] | Tensor
     ) -> Tensor:
         """Append a chunk, with `counts` real pairs in each row; returns the states after them."""
-        length = tokens_BA.shape[1]
-        chain_1AA = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril_()
-        self.extend(chain_1AA, torch.arange(length, device=self.device)[None])
-        hidden_BAH = self.read(tokens_BA, features_BAD, self.angles(length))
+        length = tokens_BC.shape[1]
+        chain_1CC = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril_()
+        self.extend(chain_1CC, torch.arange(length, device=self.device)[None])
+        hidden_BCH = self.read(tokens_BC, features_BCD, self.angles(length))
         self.table.advance(counts)
-        return hidden_BAH
+        return hidden_BCH
 
 
 class CachedMemory:
@@ -195,7 +195,7 @@ class Drafter(Protocol):
     """Proposes a token tree for each step of one generation."""
 
     feature_layers: tuple[int, ...]
-    """The hidden states of the target that `Committed.features_BAD` concatenates."""
+    """The hidden states of the target that `Committed.features_BCD` concatenates."""
 
     @property
     def cache(self) -> DraftCache | None:

@@ -1,6 +1,6 @@
 """Growing a tree level by level, on tensors alone (no loop over nodes, no wait for the device).
 
-Legend: B batch, F nodes of a level that are expanded (the frontier), C candidates of a level,
+Legend: B batch, F nodes of a level that are expanded (the frontier), E candidates of a level,
 k children of a node, N tree nodes, v draft vocabulary, P draft nodes after the text, X any width.
 Level 0 is the root alone.
 """
@@ -17,11 +17,11 @@ from torch import Tensor
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
 
 
-def gather_nodes(x_BFX: Tensor, nodes_BC: Tensor) -> Tensor:
-    """(B, C, X): x[b, nodes[b, c]] for each b and c."""
+def gather_nodes(x_BFX: Tensor, nodes_BE: Tensor) -> Tensor:
+    """(B, E, X): x[b, nodes[b, e]] for each b and e."""
     if x_BFX.shape[1] == 1:
-        return x_BFX.expand(-1, nodes_BC.shape[1], -1)
-    return x_BFX.gather(1, nodes_BC[:, :, None].expand(-1, -1, x_BFX.shape[2]))
+        return x_BFX.expand(-1, nodes_BE.shape[1], -1)
+    return x_BFX.gather(1, nodes_BE[:, :, None].expand(-1, -1, x_BFX.shape[2]))
 
 
 class DynamicTreeBuilder:
@@ -42,7 +42,7 @@ class DynamicTreeBuilder:
         self.start()
 
     def start(self) -> None:
-        self.tokens: list[Tensor] = []  # of candidates, (B, C) for each level
+        self.tokens: list[Tensor] = []  # of candidates, (B, E) for each level
         self.scores: list[Tensor] = []
         self.parents: list[Tensor] = []  # candidate numbers; -1 is the root
         self.frontier_BF: Tensor | None = None  # candidate numbers
@@ -63,29 +63,29 @@ class DynamicTreeBuilder:
             scores_BFk = scores_BFk + self.scores_BF[:, :, None]
             self.parents.append(self.frontier_BF[:, :, None].expand(-1, -1, children).flatten(1))
         ids_BFk = top.indices if self.token_map is None else self.token_map[top.indices]
-        tokens_BC, scores_BC = ids_BFk.flatten(1), scores_BFk.flatten(1)
-        self.tokens.append(tokens_BC)
-        self.scores.append(scores_BC)
+        tokens_BE, scores_BE = ids_BFk.flatten(1), scores_BFk.flatten(1)
+        self.tokens.append(tokens_BE)
+        self.scores.append(scores_BE)
         if len(self.tokens) == self.limits.depth:
             return False
-        self.scores_BF, chosen_BF = scores_BC.topk(min(self.limits.top_k, scores_BC.shape[1]))
-        self.tokens_BF = tokens_BC.gather(1, chosen_BF)
+        self.scores_BF, chosen_BF = scores_BE.topk(min(self.limits.top_k, scores_BE.shape[1]))
+        self.tokens_BF = tokens_BE.gather(1, chosen_BF)
         self.parents_BF = chosen_BF // children
         self.frontier_BF = self.candidates + chosen_BF
-        self.candidates += tokens_BC.shape[1]
+        self.candidates += tokens_BE.shape[1]
         return True
 
     def tree(self, roots_B: Tensor) -> TokenTree:
         """The root and the best `draft_nodes` candidates."""
-        scores_BC = torch.cat(self.scores, dim=1)
-        nodes = min(self.limits.draft_nodes, scores_BC.shape[1])
-        order_BC = scores_BC.sort(dim=1, descending=True, stable=True).indices
-        kept_BN = order_BC[:, :nodes].sort(dim=1).values
-        node_BC = torch.zeros_like(order_BC)  # from candidate to node number
+        scores_BE = torch.cat(self.scores, dim=1)
+        nodes = min(self.limits.draft_nodes, scores_BE.shape[1])
+        order_BE = scores_BE.sort(dim=1, descending=True, stable=True).indices
+        kept_BN = order_BE[:, :nodes].sort(dim=1).values
+        node_BE = torch.zeros_like(order_BE)  # from candidate to node number
         numbers_N = torch.arange(1, nodes + 1, device=kept_BN.device)
-        node_BC.scatter_(1, kept_BN, numbers_N.expand_as(kept_BN))
+        node_BE.scatter_(1, kept_BN, numbers_N.expand_as(kept_BN))
         parents_BN = torch.cat(self.parents, dim=1).gather(1, kept_BN)
-        nodes_BN = node_BC.gather(1, parents_BN.clamp(min=0)).masked_fill(parents_BN < 0, 0)
+        nodes_BN = node_BE.gather(1, parents_BN.clamp(min=0)).masked_fill(parents_BN < 0, 0)
         tokens_BN = torch.cat(self.tokens, dim=1).gather(1, kept_BN)
         root_B1 = torch.full_like(roots_B, -1)[:, None]
         return TokenTree(
@@ -124,20 +124,20 @@ class StaticTreeBuilder:
             self.nodes.append(self.nodes[-1] + len(nodes))
 
     def start(self) -> None:
-        self.tokens: list[Tensor] = []  # (B, C) for each level
+        self.tokens: list[Tensor] = []  # (B, E) for each level
 
     def add(self, logits_BFv: Tensor) -> bool:
         if not self.levels:
             return False
-        width, picks_C, expanded_F, parents_F = self.levels[len(self.tokens)]
-        ids_BC = logits_BFv.topk(width).indices.flatten(1)
-        if ids_BC.shape[1] > len(picks_C):
-            ids_BC = ids_BC.index_select(1, picks_C)
-        tokens_BC = ids_BC if self.token_map is None else self.token_map[ids_BC]
-        self.tokens.append(tokens_BC)
-        self.tokens_BF = tokens_BC
-        if tokens_BC.shape[1] > len(expanded_F):
-            self.tokens_BF = tokens_BC.index_select(1, expanded_F)
+        width, picks_E, expanded_F, parents_F = self.levels[len(self.tokens)]
+        ids_BE = logits_BFv.topk(width).indices.flatten(1)
+        if ids_BE.shape[1] > len(picks_E):
+            ids_BE = ids_BE.index_select(1, picks_E)
+        tokens_BE = ids_BE if self.token_map is None else self.token_map[ids_BE]
+        self.tokens.append(tokens_BE)
+        self.tokens_BF = tokens_BE
+        if tokens_BE.shape[1] > len(expanded_F):
+            self.tokens_BF = tokens_BE.index_select(1, expanded_F)
         self.parents_BF = parents_F.expand_as(self.tokens_BF)
         return len(self.tokens) < len(self.levels)
 

@@ -5,7 +5,7 @@ host reads new tokens and their number once per step. The slots of the caches th
 are a dimension that may change without another compilation. On CUDA they change in buckets, and
 the steps of a bucket are replays of one CUDA graph.
 
-Legend: B batch, A most tokens of a step.
+Legend: B batch, C most tokens of a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BUCKET = 256
 """Steps that are recorded see a multiple of so many slots."""
 
 Outputs = tuple[Tensor, Tensor, Tensor]
-"""Of a step: its tokens (B, A), their features (B, A, D), and their number (B,)."""
+"""Of a step: its tokens (B, C), their features (B, C, D), and their number (B,)."""
 Advance = Callable[..., Outputs]
 
 
@@ -121,21 +121,21 @@ class FixedSteps:
         _fix(self.cache, self.nodes, bucket)
         if self.drafts is not None:
             _fix(self.drafts.cache, self.room, bucket)
-        tokens_BA, features_BAD = committed.tokens_BA, committed.features_BAD
-        if padding := self.width - tokens_BA.shape[1]:  # the first time
-            tokens_BA = F.pad(tokens_BA, (0, padding))
-            features_BAD = F.pad(features_BAD, (0, 0, 0, padding))
+        tokens_BC, features_BCD = committed.tokens_BC, committed.features_BCD
+        if padding := self.width - tokens_BC.shape[1]:  # the first time
+            tokens_BC = F.pad(tokens_BC, (0, padding))
+            features_BCD = F.pad(features_BCD, (0, 0, 0, padding))
         running_B = torch.tensor(running, device=self.target.device)
-        inputs = tokens_BA, features_BAD, committed.count_B, running_B
+        inputs = tokens_BC, features_BCD, committed.count_B, running_B
         with self.accept.random.filled(len(running)):
-            tokens_BA, features_BAD, count_B = self._step(inputs)
+            tokens_BC, features_BCD, count_B = self._step(inputs)
         # one copy to the host, so one wait for the device
-        tokens: list[list[int]] = torch.cat([tokens_BA, count_B[:, None]], dim=1).tolist()
+        tokens: list[list[int]] = torch.cat([tokens_BC, count_B[:, None]], dim=1).tolist()
         counts = [row.pop() for row in tokens]
         self.cache.table.note(counts)
         if self.drafts is not None:
             self.drafts.table.note(committed.counts)
-        return Committed(tokens_BA, features_BAD, count_B, counts), tokens
+        return Committed(tokens_BC, features_BCD, count_B, counts), tokens
 
     def _step(self, inputs: tuple[Tensor, ...]) -> Outputs:
         """A replay, if there is a recording for the slots that can be seen now."""
@@ -185,20 +185,20 @@ class Recording:
 
 def _advance(
     steps: FixedSteps,
-    tokens_BA: Tensor,
-    features_BAD: Tensor,
+    tokens_BC: Tensor,
+    features_BCD: Tensor,
     count_B: Tensor,
     running_B: Tensor,
 ) -> Outputs:
     """The next tokens, their features, and how many there are."""
     drafter, cache = steps.drafter, steps.cache
-    tree = drafter.propose(Committed(tokens_BA, features_BAD, count_B, []))
+    tree = drafter.propose(Committed(tokens_BC, features_BCD, count_B, []))
     out = steps.target.verify(tree, cache, drafter.feature_layers)
     accepted = steps.accept(out.logits_BNV, tree)
-    path_BA = accepted.path_BN[:, : steps.width]
+    path_BC = accepted.path_BN[:, : steps.width]
     new_B = accepted.count_B * running_B
-    cache.keep(path_BA, new_B)
-    return (*commit(tree, out, accepted, path_BA), new_B)
+    cache.keep(path_BC, new_B)
+    return (*commit(tree, out, accepted, path_BC), new_B)
 
 
 def _fix(cache: SlotCache, room: int, bucket: int) -> None:

@@ -1,6 +1,6 @@
 """The decoding loop: propose, verify, accept, keep, yield.
 
-Legend: B batch, N tree nodes, A committed tokens of a step, D feature width, V vocabulary.
+Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -495,18 +495,18 @@ class Decoding:
             0 if row.finish else min(count, target.room(len(row.text)))
             for row, count in zip(rows, chosen, strict=True)
         ]
-        path_BA = accepted.path_BN[:, : max(chosen)]
-        self.cache.keep(path_BA, counts, in_place=in_place)
-        count_B = torch.tensor(counts, device=path_BA.device)
-        tokens_BA, features_BAD = commit(tree, out, accepted, path_BA)
-        self.committed = Committed(tokens_BA, features_BAD, count_B, counts)
-        tokens: list[list[int]] = tokens_BA.tolist()
+        path_BC = accepted.path_BN[:, : max(chosen)]
+        self.cache.keep(path_BC, counts, in_place=in_place)
+        count_B = torch.tensor(counts, device=path_BC.device)
+        tokens_BC, features_BCD = commit(tree, out, accepted, path_BC)
+        self.committed = Committed(tokens_BC, features_BCD, count_B, counts)
+        tokens: list[list[int]] = tokens_BC.tolist()
         return tokens
 
     def _replace_failed(self) -> None:
         """Let finished rows have a token that can be embedded."""
         if any(row.finish == "failed" for row in self.rows):
-            self.committed.tokens_BA.clamp_(min=0)
+            self.committed.tokens_BC.clamp_(min=0)
 
     def _settle(self) -> None:
         """Let the drafter take all that was committed but the newest token of each row."""
@@ -608,15 +608,15 @@ class Unread:
         """
         parts = [prompt[self.start : end] for prompt in self.prompts]
         counts = [len(part) + 1 for part in parts]
-        tokens_BA = next_B.new_zeros(len(parts), max(counts))
+        tokens_BC = next_B.new_zeros(len(parts), max(counts))
         for row, part in enumerate(parts):
-            tokens_BA[row, : len(part)] = torch.tensor(part)
+            tokens_BC[row, : len(part)] = torch.tensor(part)
         count_B = torch.tensor(counts, device=next_B.device)
-        tokens_BA.scatter_(1, count_B[:, None] - 1, next_B[:, None])
-        features_BAD = next_B.new_zeros(*tokens_BA.shape, 0, dtype=torch.float)
+        tokens_BC.scatter_(1, count_B[:, None] - 1, next_B[:, None])
+        features_BCD = next_B.new_zeros(*tokens_BC.shape, 0, dtype=torch.float)
         if self.features:
             first = torch.zeros_like(self.features[0][:, :1])
-            features_BAD = torch.cat([first, *self.features], dim=1)
-        committed = Committed(tokens_BA, features_BAD, count_B, counts).since(self.known)
+            features_BCD = torch.cat([first, *self.features], dim=1)
+        committed = Committed(tokens_BC, features_BCD, count_B, counts).since(self.known)
         self.start, self.known, self.features = end, 1, []
         return committed

@@ -1,6 +1,6 @@
 """Drafting only while it pays, judged by what recent drafts brought.
 
-Legend: B batch, A committed tokens, D feature width.
+Legend: B batch, C committed tokens, D feature width.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def joined(parts: Sequence[Committed]) -> Committed:
         return parts[0]
     tokens, features, counts = [], [], []
     for row in range(len(parts[0].counts)):
-        tokens.append(torch.cat([part.tokens_BA[row, : part.counts[row]] for part in parts]))
-        features.append(torch.cat([part.features_BAD[row, : part.counts[row]] for part in parts]))
+        tokens.append(torch.cat([part.tokens_BC[row, : part.counts[row]] for part in parts]))
+        features.append(torch.cat([part.features_BCD[row, : part.counts[row]] for part in parts]))
         counts.append(sum(part.counts[row] for part in parts))
-    tokens_BA = pad_sequence(tokens, batch_first=True)
-    features_BAD = pad_sequence(features, batch_first=True)
-    count_B = torch.tensor(counts, device=tokens_BA.device)
-    return Committed(tokens_BA, features_BAD, count_B, counts)
+    tokens_BC = pad_sequence(tokens, batch_first=True)
+    features_BCD = pad_sequence(features, batch_first=True)
+    count_B = torch.tensor(counts, device=tokens_BC.device)
+    return Committed(tokens_BC, features_BCD, count_B, counts)

@@ -1,7 +1,7 @@
 """Drafting with a whole causal LM: a smaller one of the same vocabulary (`DraftModel`), or the
 first layers of the target itself (`EarlyExit`).
 
-Legend: B batch, A committed tokens of a step, F nodes of a level that are expanded, Q queries, P
+Legend: B batch, C committed tokens of a step, F nodes of a level that are expanded, Q queries, P
 nodes expanded so far, V vocabulary.
 """
 
@@ -161,18 +161,18 @@ class ModelDrafter:
 
     def _commit(self, committed: Committed) -> Tensor:
         """Append the new tokens; returns logits_B1V after the newest of each row."""
-        tokens_BA, counts = committed.tokens_BA, committed.counts
-        rows, length = tokens_BA.shape
+        tokens_BC, counts = committed.tokens_BC, committed.counts
+        rows, length = tokens_BC.shape
         if self.slots is None:
             self.slots = self.model.new_cache(rows, length + ROOM)
-            texts = [row[:n] for row, n in zip(tokens_BA.tolist(), counts, strict=True)]
+            texts = [row[:n] for row, n in zip(tokens_BC.tolist(), counts, strict=True)]
             logits_B1V = self.model.prefill(texts, self.slots, ()).logits_BNV
             return logits_B1V[:, :, : self.vocabulary].float()
-        chain_1AA = torch.ones(1, length, length, dtype=torch.bool, device=tokens_BA.device).tril_()
-        depths_1A = torch.arange(length, device=tokens_BA.device)[None]
-        logits_BAV = self._pass(tokens_BA, chain_1AA, depths_1A)
+        chain_1CC = torch.ones(1, length, length, dtype=torch.bool, device=tokens_BC.device).tril_()
+        depths_1C = torch.arange(length, device=tokens_BC.device)[None]
+        logits_BCV = self._pass(tokens_BC, chain_1CC, depths_1C)
         self.slots.table.advance(counts)
-        return gather_nodes(logits_BAV, (committed.count_B - 1).clamp(min=0)[:, None])
+        return gather_nodes(logits_BCV, (committed.count_B - 1).clamp(min=0)[:, None])
 
     def _pass(self, tokens_BQ: Tensor, seen_BQP: Tensor, depths_1P: Tensor) -> Tensor:
         """Logits (B, Q, V) after Q new nodes, which follow the text and P - Q earlier nodes.

@@ -55,12 +55,12 @@ class MergedDrafter:
 
     def propose(self, committed: Committed) -> TokenTree:
         self._learn(committed)
-        features_BAD = committed.features_BAD
-        width = features_BAD.shape[-1] // max(len(self.feature_layers), 1)
+        features_BCD = committed.features_BCD
+        width = features_BCD.shape[-1] // max(len(self.feature_layers), 1)
         proposed, end = [], 0
         for part in self.parts:
             start, end = end, end + width * len(part.feature_layers)
-            tree = part.propose(replace(committed, features_BAD=features_BAD[:, :, start:end]))
+            tree = part.propose(replace(committed, features_BCD=features_BCD[:, :, start:end]))
             proposed.append(row_paths(tree))
         self.rows = list(zip(*proposed, strict=True))
         self.weights = self.weights or [[1.5] * len(self.parts) for _ in self.rows]
@@ -80,7 +80,7 @@ class MergedDrafter:
         """Weights are half a token more than a mean, over recent drafts, of the tokens that were
         right.
         """
-        written = zip(committed.tokens_BA.tolist(), committed.counts, strict=True)
+        written = zip(committed.tokens_BC.tolist(), committed.counts, strict=True)
         for trees, weights, (tokens, count) in zip(self.rows, self.weights, written, strict=False):
             for part, paths in enumerate(trees):
                 if count and paths:

@@ -1,6 +1,6 @@
 """Prompt lookup: continuations of the text's own repeats.
 
-Legend: B batch, A committed tokens of a step, D feature width.
+Legend: B batch, C committed tokens of a step, D feature width.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class NGramDrafter:
     def propose(self, committed: Committed) -> TokenTree:
         if not self.texts:
             self.texts = [_Text(self.lengths, self.limits.top_k) for _ in committed.counts]
-        news = committed.tokens_BA.tolist()
+        news = committed.tokens_BC.tolist()
         rows: list[list[TokenPath]] = []
         for text, new, count in zip(self.texts, news, committed.counts, strict=True):
             text.append(new[:count])
             copies = text.continuations(self.limits.depth) if count else []
             rows.append(most_shared(copies, self.limits.draft_nodes))
         roots = [text.tokens[-1] for text in self.texts]
-        return stacked(roots, rows, committed.tokens_BA.device)
+        return stacked(roots, rows, committed.tokens_BC.device)
 
     def rewind(self, length: int) -> None:
         text = _Text(self.lengths, self.limits.top_k)

@@ -482,8 +482,8 @@ def test_the_chance_of_a_path_is_the_product_along_it(target):
     head = new_head(target, conditioning="markov", confidence=True).eval()
     assert head.confidence_head is not None
     head.confidence_head["proj"].bias.fill_(-1.0)
-    tokens_BA, features_BAX = torch.tensor([[3, 1, 4, 5]]), torch.randn(1, 4, head.fc.in_features)
-    committed = Committed(tokens_BA, features_BAX, torch.tensor([4]), [4])
+    tokens_BC, features_BCX = torch.tensor([[3, 1, 4, 5]]), torch.randn(1, 4, head.fc.in_features)
+    committed = Committed(tokens_BC, features_BCX, torch.tensor([4]), [4])
     tree = StaticTree.from_widths([3, 2, 2, 1])
 
     def propose() -> tuple[list[int], list[int]]:
@@ -492,7 +492,7 @@ def test_the_chance_of_a_path_is_the_product_along_it(target):
 
     tokens, parents = propose()
     plain = PlainBlock(head, target)
-    states_KD = plain.states(plain.inputs(features_BAX[0])[-1], tokens[0])
+    states_KD = plain.states(plain.inputs(features_BCX[0])[-1], tokens[0])
     paths, chances = [[tokens[0]]], [1.0]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         paths.append([*paths[parent], token])

@@ -57,9 +57,9 @@ def target() -> Target:
 def committed(head: DraftHead, target: Target, count: int, rows: int) -> Committed:
     """What a step with `count` tokens would add to each row; the features are a slice."""
     width = len(head.feature_layers) * target.hidden_size
-    features_BAD = torch.randn(rows, count + 1, width, dtype=target.dtype)[:, 1:]
-    tokens_BA = torch.randint(VOCABULARY, (rows, count))
-    return Committed(tokens_BA, features_BAD, torch.full((rows,), count), [count] * rows)
+    features_BCD = torch.randn(rows, count + 1, width, dtype=target.dtype)[:, 1:]
+    tokens_BC = torch.randint(VOCABULARY, (rows, count))
+    return Committed(tokens_BC, features_BCD, torch.full((rows,), count), [count] * rows)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -183,7 +183,7 @@ class Oracle:
         for row, count in enumerate(committed.counts):
             self.written[row] += count if started else 1
             rows.append([roots[row], *self._drafts(self.continuations[row][self.written[row] :])])
-        device = committed.tokens_BA.device
+        device = committed.tokens_BC.device
         return TokenTree(torch.tensor(rows, device=device), self.shape.topology(device))
 
     def _drafts(self, ahead: Sequence[int]) -> Iterator[int]:

@@ -83,7 +83,7 @@ class Recall:
 
     def propose(self, committed):
         if self.oracle is None:
-            prompt = tuple(committed.tokens_BA[0, :-1].tolist())
+            prompt = tuple(committed.tokens_BC[0, :-1].tolist())
             self.oracle = Oracle(CHAIN, [self.truth[prompt]], vocab_size=VOCABULARY)
         return self.oracle.propose(committed)
 

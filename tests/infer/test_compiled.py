@@ -330,8 +330,8 @@ def test_a_step_asks_nothing_of_the_host(kind, monkeypatch):
     device = torch.device("meta")
 
     def committed(tokens: int) -> tuple[torch.Tensor, ...]:
-        tokens_BA = torch.zeros(2, tokens, dtype=torch.long, device=device)
-        return tokens_BA, torch.zeros(2, tokens, width, device=device), tokens_BA[:, 0]
+        tokens_BC = torch.zeros(2, tokens, dtype=torch.long, device=device)
+        return tokens_BC, torch.zeros(2, tokens, width, device=device), tokens_BC[:, 0]
 
     drafter.propose(Committed(*committed(4), [4, 3]))
     steps = compiled.FixedSteps(compiled._advance, target, drafter, tree, cache, Greedy())

@@ -57,15 +57,15 @@ DRAFTS = {
 }
 
 
-def committed(rows: list[list[int]], features_BAD: torch.Tensor | None = None) -> Committed:
+def committed(rows: list[list[int]], features_BCD: torch.Tensor | None = None) -> Committed:
     """These tokens of each row, padded."""
     counts = [len(row) for row in rows]
-    tokens_BA = torch.zeros(len(rows), max(counts), dtype=torch.long)
+    tokens_BC = torch.zeros(len(rows), max(counts), dtype=torch.long)
     for row, tokens in enumerate(rows):
-        tokens_BA[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
-    if features_BAD is None:
-        features_BAD = torch.zeros(*tokens_BA.shape, 0)
-    return Committed(tokens_BA, features_BAD, torch.tensor(counts), counts)
+        tokens_BC[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+    if features_BCD is None:
+        features_BCD = torch.zeros(*tokens_BC.shape, 0)
+    return Committed(tokens_BC, features_BCD, torch.tensor(counts), counts)
 
 
 def all_paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
@@ -213,7 +213,7 @@ class Fixed:
         return self
 
     def propose(self, committed):
-        self.seen.append(committed.features_BAD)
+        self.seen.append(committed.features_BCD)
         return self.proposed
 
 
@@ -283,10 +283,10 @@ def test_each_part_of_a_merged_drafter_sees_its_own_features():
     draw, width = random.Random(0), 4
     parts = [Fixed(random_tree(draw, 1), layers) for layers in ((0, 2), (), (1,))]
     drafter = Merged(parts).drafter(tiny_target())
-    features_BAD = torch.randn(1, 2, 3 * width)
-    drafter.propose(committed([[5, 0]], features_BAD))
+    features_BCD = torch.randn(1, 2, 3 * width)
+    drafter.propose(committed([[5, 0]], features_BCD))
     assert drafter.feature_layers == (0, 2, 1)
-    expected = features_BAD.split([2 * width, 0, width], dim=2)
+    expected = features_BCD.split([2 * width, 0, width], dim=2)
     for part, own in zip(parts, expected, strict=True):
         assert torch.equal(part.seen[0], own)
 
