@@ -26,7 +26,7 @@ tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
     "heads.formats": 14_400,
-    "infer.drafters": 5_500,
+    "infer.drafters": 5_400,
     "infer.measure": 12_300,
     "infer.chat": 7_000,
     "infer.serve": 11_900,
