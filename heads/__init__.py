@@ -1,8 +1,9 @@
 """Draft heads, their trees and files, and the frozen target that they read."""
 
-from draftheads.heads.base import Committed, Drafter, DraftHead, HeadLoss
+from draftheads.heads.base import DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.eagle import Eagle3Head, EagleHead
 from draftheads.heads.formats.hub import HEADS, load_head, load_pair, save_head
 from draftheads.heads.medusa import MedusaHead

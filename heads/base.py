@@ -1,4 +1,4 @@
-"""The interface of a draft head: the types that training and inference share.
+"""The interface of a draft head: what training and inference share.
 
 The alignment law, obeyed everywhere in this project:
 
@@ -9,24 +9,24 @@ first token of a sequence has no feature (zeros take its place). Head k = 1..K o
 reads features[i] and predicts tokens[i + k]; tokens[i] itself is already committed: it is the root
 of the tree.
 
-Legend: B batch, T tokens, A newly committed tokens, D feature width, K draft depth, R ranks, M
-positions with a loss.
+Legend: B batch, T tokens, D feature width, K draft depth, R ranks, M positions with a loss.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Drafter
+from draftheads.heads.layers import Stateless
 from draftheads.heads.target import Target
-from draftheads.heads.tree import TokenTree, Tree
+from draftheads.heads.tree import Tree
 
 Result = TypeVar("Result")
 
@@ -56,94 +56,6 @@ class HeadLoss(NamedTuple):
     """
 
 
-@dataclass(frozen=True)
-class Committed:
-    """The tokens that a decoding step added to each row: all that a drafter ever sees."""
-
-    tokens_BA: Tensor
-    """int64; the new tokens of row b are `tokens_BA[b, :count_B[b]]`, the rest is padding."""
-    features_BAD: Tensor
-    """The target state from which each token was predicted."""
-    count_B: Tensor
-    """int64, at least 1 for a running row, 0 for a finished one, whose root is meaningless."""
-    counts: list[int]
-    """`count_B` on the host, so that no drafter has to wait for the device."""
-
-    def last_tokens_B(self) -> Tensor:
-        """The newest committed token of each row: the root of the next tree."""
-        if self.tokens_BA.shape[1] == 1:
-            return self.tokens_BA[:, 0]
-        return self.tokens_BA.gather(1, self._last_B1())[:, 0]
-
-    def last_features_BD(self) -> Tensor:
-        """The feature of the newest committed token of each row."""
-        index_B1D = self._last_B1()[:, :, None].expand(-1, 1, self.features_BAD.shape[-1])
-        return self.features_BAD.gather(1, index_B1D)[:, 0]
-
-    def select(self, rows: Sequence[int]) -> Committed:
-        """What was committed to these rows alone."""
-        counts = [self.counts[row] for row in rows]
-        return Committed(self.tokens_BA[rows], self.features_BAD[rows], self.count_B[rows], counts)
-
-    def since(self, place: int) -> Committed:
-        """The same without the first `place` tokens of each row."""
-        counts = [count - place for count in self.counts]
-        tokens_BA, features_BAD = self.tokens_BA[:, place:], self.features_BAD[:, place:]
-        return Committed(tokens_BA, features_BAD, self.count_B - place, counts)
-
-    def divide(self) -> tuple[Committed, Committed]:
-        """All but the newest token of each row, and that token alone."""
-        counts = [max(count - 1, 0) for count in self.counts]
-        earlier_B = (self.count_B - 1).clamp(min=0)
-        earlier = Committed(self.tokens_BA, self.features_BAD, earlier_B, counts)
-        tokens_B1, features_B1D = self.last_tokens_B()[:, None], self.last_features_BD()[:, None]
-        counts = [min(count, 1) for count in self.counts]
-        return earlier, Committed(tokens_B1, features_B1D, self.count_B.clamp(max=1), counts)
-
-    def join(self, other: Committed, places: Sequence[int]) -> Committed:
-        """The same, with row i of `other` at places[i]; places after the last row are new. Both
-        are one token wide.
-        """
-        rows = max(len(self.counts), max(places) + 1)
-        counts = self.counts + [0] * (rows - len(self.counts))
-        for place, count in zip(places, other.counts, strict=True):
-            counts[place] = count
-
-        def merged(mine: Tensor, new: Tensor) -> Tensor:
-            both = torch.cat([mine, new.new_zeros(rows - len(mine), *new.shape[1:])])
-            both[places] = new
-            return both
-
-        return Committed(
-            merged(self.tokens_BA, other.tokens_BA),
-            merged(self.features_BAD, other.features_BAD),
-            merged(self.count_B, other.count_B),
-            counts,
-        )
-
-    def _last_B1(self) -> Tensor:
-        return (self.count_B - 1).clamp(min=0)[:, None]
-
-
-class Drafter(Protocol):
-    """Proposes a token tree for each step of one generation."""
-
-    feature_layers: tuple[int, ...]
-    """The hidden states of the target that `Committed.features_BAD` concatenates."""
-
-    def propose(self, committed: Committed) -> TokenTree:
-        """A tree whose root is the newest committed token of each row."""
-        ...
-
-    def rewind(self, length: int) -> None:
-        """Forget all but the first `length` committed tokens, at least 1, of the only row."""
-        ...
-
-
-class Stateless(nn.Module):
-    """A module whose output depends only on its inputs and weights, so it can be compiled."""
-
-
 class DraftHead(nn.Module, ABC):
     """The weights of a head, how it is trained and how it drafts.
 
@@ -161,6 +73,8 @@ class DraftHead(nn.Module, ABC):
     vocab_size: int
     recompute: bool = False
     """Gradient checkpointing: layers are computed again in the backward pass. Never saved."""
+    rows_may_leave: ClassVar[bool] = True
+    """A drafter knows of a row what is in its `cache`, so rows may leave a batch and join it."""
 
     @property
     @abstractmethod
@@ -181,6 +95,11 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def needs_unembed(self) -> bool:
         """Whether `forward` or `token_ranks` use the target's lm_head."""
+
+    @property
+    def why_not_compiled(self) -> str | None:
+        """Why drafting with this head cannot be compiled; None if it can."""
+        return None
 
     @abstractmethod
     def check_tree(self, tree: Tree) -> None:

@@ -24,7 +24,7 @@ Sources: DFlash, DSpark (arXiv and github.com/deepseek-ai/DeepSpec, MIT); names 
 of DeepSpec's checkpoints. Gemma 4: deepspec/modeling/dspark/gemma4/modeling.py.
 
 Legend: B batch, T tokens, N anchors of a row, M anchors of a batch, K drafts of a block, Q queries,
-A newly committed tokens, F nodes expanded together, D width of the target, r rank, v draft
+C newly committed tokens, F nodes expanded together, D width of the target, r rank, v draft
 vocabulary, V vocabulary of the target, H query heads, G key/value heads, W head width.
 """
 
@@ -42,8 +42,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
+from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places, packed
+from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     GEMMA4_ROPES,
     STATIC_ROPES,
@@ -74,7 +75,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import extended, joined, per_query_head
 from draftheads.heads.tree import NODES, DynamicTree, StaticTree, TokenTree, Tree, check_fits
-from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
+from draftheads.heads.tree_drafting import gather_nodes, tree_builder
 from draftheads.heads.vocabulary import Vocabulary, draft_index, token_map
 
 TRAINING = ("labels", "loss", "weighting", "decay_tokens", "anchors")
@@ -431,6 +432,13 @@ class BlockHead(Vocabulary, DraftHead):
         masks_BNSD = self.mask_embedding.expand(*anchors_BN.shape, size - 1, -1)
         return torch.cat([anchors_BN1D, masks_BNSD], dim=2).flatten(1, 2)
 
+    @property
+    def why_not_compiled(self) -> str | None:
+        """With a threshold, the size of a tree follows from what is computed."""
+        if self.confidence_threshold:
+            return "confidence_threshold ends a tree by what is computed; set it to 0"
+        return None
+
     def entries(self) -> Entries:
         """Keys and values of all layers, for drafting."""
         layers = cast(Iterable[DecoderLayer], self.layers)
@@ -645,12 +653,12 @@ class ContextCache(DraftCache):
     """Keys and values of the target's features. The block is written after them, and forgotten."""
 
     def _append(
-        self, tokens_BA: Tensor, features_BAD: Tensor, counts: Sequence[int] | Tensor
+        self, tokens_BC: Tensor, features_BCD: Tensor, counts: Sequence[int] | Tensor
     ) -> Tensor:
-        self.table.reserve(tokens_BA.shape[1])
-        context_BAD = self.read(tokens_BA, features_BAD, self.angles(tokens_BA.shape[1]))
+        self.table.reserve(tokens_BC.shape[1])
+        context_BCD = self.read(tokens_BC, features_BCD, self.angles(tokens_BC.shape[1]))
         self.table.advance(counts)
-        return context_BAD
+        return context_BCD
 
     def extend_block(self, slots: int) -> None:
         """Prepare the memories for a block after the newest feature of each row."""
@@ -720,12 +728,12 @@ class BlockDrafter:
     def rewind(self, length: int) -> None:
         self.cache.rewind(length)
 
-    def _write(self, tokens_BA: Tensor, features_BAD: Tensor, angles: Angles) -> Tensor:
-        context_BAD = self.head.context(features_BAD)
-        entries = self.entries(context_BAD, angles)
+    def _write(self, tokens_BC: Tensor, features_BCD: Tensor, angles: Angles) -> Tensor:
+        context_BCD = self.head.context(features_BCD)
+        entries = self.entries(context_BCD, angles)
         for memory, (keys, values) in zip(self.cache.memories, entries, strict=True):
             memory.layer.update(keys, values)
-        return context_BAD
+        return context_BCD
 
 
 def default_features(layers: int) -> tuple[int, ...]:

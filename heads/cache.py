@@ -5,7 +5,7 @@ accept different numbers of tokens: a tree is written after each row's length, t
 moved to the front of these slots, and everything after the new length is free again. There are no
 holes, no padding slots and no concatenation.
 
-Legend: B batch, H key/value heads, S slots, Q query nodes, N pending nodes, A accepted nodes, D
+Legend: B batch, H key/value heads, S slots, Q query nodes, N pending nodes, C accepted nodes, D
 head width, T tokens.
 """
 
@@ -198,15 +198,15 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             self.values[rows_B1, :, slots_BN] = value_states.transpose(1, 2)
         return self.keys[:, :, : table.span], self.values[:, :, : table.span]
 
-    def move(self, source_BA: Tensor, target_BA: Tensor) -> None:
+    def move(self, source_BC: Tensor, target_BC: Tensor) -> None:
         """Copy slots within each row."""
         start, rows_B1 = self.table.longest, self.table.rows_B1.to(self.device)
         for store in (self.keys, self.values):
-            if self.table.uniform and len(source_BA) == 1:
-                moved = store.index_select(2, source_BA[0])
+            if self.table.uniform and len(source_BC) == 1:
+                moved = store.index_select(2, source_BC[0])
                 store[:, :, start : start + moved.shape[2]] = moved
             else:
-                store[rows_B1, :, target_BA] = store[rows_B1, :, source_BA]
+                store[rows_B1, :, target_BC] = store[rows_B1, :, source_BC]
 
     def fit(self) -> None:
         """Follow the rows and the capacity of the table."""
@@ -262,20 +262,20 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.fit()
 
     def keep(
-        self, path_BA: Tensor, counts: Sequence[int] | Tensor, *, in_place: bool = False
+        self, path_BC: Tensor, counts: Sequence[int] | Tensor, *, in_place: bool = False
     ) -> None:
-        """Commit the pending nodes `path_BA[b, :counts[b]]` of each row b; discard the others.
+        """Commit the pending nodes `path_BC[b, :counts[b]]` of each row b; discard the others.
 
-        path_BA: int64 node numbers in depth order, padded with any valid ones. in_place: the path
+        path_BC: int64 node numbers in depth order, padded with any valid ones. in_place: the path
         of each row is 0, 1, 2, ..., so nothing has to move.
         """
         if not in_place:
-            offsets_1A = torch.arange(path_BA.shape[1], device=path_BA.device)[None]
-            source_BA = self.table.lengths_B[:, None] + path_BA
-            target_BA = self.table.lengths_B[:, None] + offsets_1A
+            offsets_1C = torch.arange(path_BC.shape[1], device=path_BC.device)[None]
+            source_BC = self.table.lengths_B[:, None] + path_BC
+            target_BC = self.table.lengths_B[:, None] + offsets_1C
             for layer in self.layers:
                 if layer.is_initialized:
-                    layer.move(source_BA.to(layer.device), target_BA.to(layer.device))
+                    layer.move(source_BC.to(layer.device), target_BC.to(layer.device))
         self.table.advance(counts)
 
     def select(self, rows: Sequence[int]) -> None:

@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
+from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     Angles,
     DecoderLayer,
@@ -41,7 +42,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import Unrolled, unroll
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
-from draftheads.heads.tree_drafting import DraftCache, gather_nodes, grow, tree_builder
+from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
 from draftheads.heads.vocabulary import Vocabulary, draft_index, token_map
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")

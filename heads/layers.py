@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftheads.heads.base import Stateless
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import needed
 
@@ -95,6 +94,10 @@ def _checksums(tensors: Sequence[Tensor]) -> list[int]:
         odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)
         sums.append((bits.sum(1, dtype=torch.int64) * odd).sum())
     return torch.stack(sums).tolist()
+
+
+class Stateless(nn.Module):
+    """A module whose output depends only on its inputs and weights, so it can be compiled."""
 
 
 class ResidualBlock(Stateless):

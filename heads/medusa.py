@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Committed, Drafter, DraftHead, HeadLoss, counted
+from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project, refresh
 from draftheads.heads.losses import LowRank, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
@@ -256,6 +257,8 @@ class MedusaHead(DraftHead):
 
 class MedusaDrafter:
     """Fills a fixed tree with the heads' top tokens: one target state yields the whole tree."""
+
+    cache = None
 
     def __init__(self, head: MedusaHead, target: Target, tree: Tree) -> None:
         head.check_tree(tree)

@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftheads.heads.base import Committed, Drafter
 from draftheads.heads.batch import Batch, at_places
+from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     Angles,
     Cached,
@@ -51,7 +51,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.tensors import matrix, needed
 from draftheads.heads.training_time_test import RowMemory
 from draftheads.heads.tree import NODES, DynamicTree, TokenTree, Tree, check_fits
-from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
+from draftheads.heads.tree_drafting import gather_nodes, tree_builder
 
 KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Size limits, by device, for each of the two large `Products`; default: the CPU's."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -217,14 +217,31 @@ class Target:
         row and the features at all prompt positions (B, T, D); those of padding, on the right, are
         meaningless.
         """
+        chunks = [out for _, out in self.prefill_chunks(prompts, cache, layers)]
+        features = [out.features_BND for out in chunks if out.features_BND is not None]
+        logits_B1V = chunks[-1].logits_BNV
+        return Decoded(logits_B1V, torch.cat(features, dim=1) if features else None)
+
+    def prefill_chunks(
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: SlotCache,
+        layers: Sequence[int],
+        chunk: int | None = None,
+        all_logits: bool = False,
+    ) -> Iterator[tuple[int, Decoded]]:
+        """`prefill` in passes over `chunk` tokens (default: PREFILL_CHUNK). Yields, after each,
+        how many tokens are read, and the features of its own. The last logits are those of
+        `prefill`. all_logits: instead those after each token of the only row.
+        """
+        chunk = chunk or PREFILL_CHUNK
         lengths = [len(prompt) for prompt in prompts]
         rows = [torch.tensor(prompt) for prompt in prompts]
         tokens_BT = pad_sequence(rows, batch_first=True).to(self.device)
         lengths_B1 = torch.tensor(lengths, device=self.device)[:, None]
-        logits: dict[int, Tensor] = {}
-        features: list[Tensor] = []
-        for start in range(0, max(lengths), PREFILL_CHUNK):
-            chunk_BN = tokens_BT[:, start : start + PREFILL_CHUNK]
+        logits: dict[int, Tensor] = {}  # of the rows that ended
+        for start in range(0, max(lengths), chunk):
+            chunk_BN = tokens_BT[:, start : start + chunk]
             width = chunk_BN.shape[1]
             ends = {
                 row: n - 1 - start for row, n in enumerate(lengths) if start < n <= start + width
@@ -232,33 +249,16 @@ class Target:
             keep = sorted(set(ends.values())) or [0]
             depths_1N = torch.arange(width, device=self.device)[None]
             with self._longrope.factors(lengths_B1):
-                out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
-            for row, end in ends.items():
-                logits[row] = out.logits_BNV[row, keep.index(end)]
-            if out.features_BND is not None:
-                features.append(out.features_BND)
+                kept = None if all_logits else keep
+                out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=kept)
             cache.table.advance([max(0, min(n - start, width)) for n in lengths])
-        logits_BV = torch.stack([logits[row] for row in range(len(prompts))])
-        return Decoded(logits_BV[:, None], torch.cat(features, 1) if features else None)
-
-    def read(
-        self,
-        part: Sequence[int],
-        cache: SlotCache,
-        layers: Sequence[int],
-        length: int,
-        all_logits: bool = False,
-    ) -> Decoded:
-        """Append a part of the only row's prompt, of `length` tokens, in one forward pass. Returns
-        logits_1NV after its last token, or after each, and the features (1, T, D).
-        """
-        tokens_1N = torch.tensor([part], device=self.device)
-        depths_1N = torch.arange(len(part), device=self.device)[None]
-        keep = None if all_logits else [len(part) - 1]
-        with self._longrope.factors(torch.tensor([[length]], device=self.device)):
-            out = self._decode(tokens_1N, None, depths_1N, cache, layers, keep=keep)
-        cache.table.advance([len(part)])
-        return out
+            if not all_logits:
+                for row, end in ends.items():
+                    logits[row] = out.logits_BNV[row, keep.index(end)]
+                if len(logits) == len(prompts):
+                    logits_BV = torch.stack([logits[row] for row in range(len(prompts))])
+                    out = Decoded(logits_BV[:, None], out.features_BND)
+            yield start + width, out
 
     def verify(self, tree: TokenTree, cache: SlotCache, layers: Sequence[int]) -> Decoded:
         """One forward pass over all nodes of a tree, after the tokens that `cache` has committed.

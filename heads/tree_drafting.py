@@ -1,34 +1,27 @@
-"""Growing a tree level by level, on tensors alone (no loop over nodes, no wait for the device), and
-the key/value cache of a draft head's own layers.
+"""Growing a tree level by level, on tensors alone (no loop over nodes, no wait for the device).
 
-Legend: B batch, F nodes of a level that are expanded (the frontier), C candidates of a level,
-k children of a node, N tree nodes, v draft vocabulary, A newly committed pairs, Q queries, S slots,
-P draft nodes after the text, D feature width, H hidden width (before W: query heads), G key/value
-heads, W head width, X any width. Level 0 is the root alone.
+Legend: B batch, F nodes of a level that are expanded (the frontier), E candidates of a level,
+k children of a node, N tree nodes, v draft vocabulary, P draft nodes after the text, X any width.
+Level 0 is the root alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.base import Committed
-from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
-from draftheads.heads.layers import Angles, Rope
-from draftheads.heads.target import PREFILL_CHUNK
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
 
 
-def gather_nodes(x_BFX: Tensor, nodes_BC: Tensor) -> Tensor:
-    """(B, C, X): x[b, nodes[b, c]] for each b and c."""
+def gather_nodes(x_BFX: Tensor, nodes_BE: Tensor) -> Tensor:
+    """(B, E, X): x[b, nodes[b, e]] for each b and e."""
     if x_BFX.shape[1] == 1:
-        return x_BFX.expand(-1, nodes_BC.shape[1], -1)
-    return x_BFX.gather(1, nodes_BC[:, :, None].expand(-1, -1, x_BFX.shape[2]))
+        return x_BFX.expand(-1, nodes_BE.shape[1], -1)
+    return x_BFX.gather(1, nodes_BE[:, :, None].expand(-1, -1, x_BFX.shape[2]))
 
 
 class DynamicTreeBuilder:
@@ -49,7 +42,7 @@ class DynamicTreeBuilder:
         self.start()
 
     def start(self) -> None:
-        self.tokens: list[Tensor] = []  # of candidates, (B, C) for each level
+        self.tokens: list[Tensor] = []  # of candidates, (B, E) for each level
         self.scores: list[Tensor] = []
         self.parents: list[Tensor] = []  # candidate numbers; -1 is the root
         self.frontier_BF: Tensor | None = None  # candidate numbers
@@ -70,29 +63,29 @@ class DynamicTreeBuilder:
             scores_BFk = scores_BFk + self.scores_BF[:, :, None]
             self.parents.append(self.frontier_BF[:, :, None].expand(-1, -1, children).flatten(1))
         ids_BFk = top.indices if self.token_map is None else self.token_map[top.indices]
-        tokens_BC, scores_BC = ids_BFk.flatten(1), scores_BFk.flatten(1)
-        self.tokens.append(tokens_BC)
-        self.scores.append(scores_BC)
+        tokens_BE, scores_BE = ids_BFk.flatten(1), scores_BFk.flatten(1)
+        self.tokens.append(tokens_BE)
+        self.scores.append(scores_BE)
         if len(self.tokens) == self.limits.depth:
             return False
-        self.scores_BF, chosen_BF = scores_BC.topk(min(self.limits.top_k, scores_BC.shape[1]))
-        self.tokens_BF = tokens_BC.gather(1, chosen_BF)
+        self.scores_BF, chosen_BF = scores_BE.topk(min(self.limits.top_k, scores_BE.shape[1]))
+        self.tokens_BF = tokens_BE.gather(1, chosen_BF)
         self.parents_BF = chosen_BF // children
         self.frontier_BF = self.candidates + chosen_BF
-        self.candidates += tokens_BC.shape[1]
+        self.candidates += tokens_BE.shape[1]
         return True
 
     def tree(self, roots_B: Tensor) -> TokenTree:
         """The root and the best `draft_nodes` candidates."""
-        scores_BC = torch.cat(self.scores, dim=1)
-        nodes = min(self.limits.draft_nodes, scores_BC.shape[1])
-        order_BC = scores_BC.sort(dim=1, descending=True, stable=True).indices
-        kept_BN = order_BC[:, :nodes].sort(dim=1).values
-        node_BC = torch.zeros_like(order_BC)  # from candidate to node number
+        scores_BE = torch.cat(self.scores, dim=1)
+        nodes = min(self.limits.draft_nodes, scores_BE.shape[1])
+        order_BE = scores_BE.sort(dim=1, descending=True, stable=True).indices
+        kept_BN = order_BE[:, :nodes].sort(dim=1).values
+        node_BE = torch.zeros_like(order_BE)  # from candidate to node number
         numbers_N = torch.arange(1, nodes + 1, device=kept_BN.device)
-        node_BC.scatter_(1, kept_BN, numbers_N.expand_as(kept_BN))
+        node_BE.scatter_(1, kept_BN, numbers_N.expand_as(kept_BN))
         parents_BN = torch.cat(self.parents, dim=1).gather(1, kept_BN)
-        nodes_BN = node_BC.gather(1, parents_BN.clamp(min=0)).masked_fill(parents_BN < 0, 0)
+        nodes_BN = node_BE.gather(1, parents_BN.clamp(min=0)).masked_fill(parents_BN < 0, 0)
         tokens_BN = torch.cat(self.tokens, dim=1).gather(1, kept_BN)
         root_B1 = torch.full_like(roots_B, -1)[:, None]
         return TokenTree(
@@ -131,20 +124,20 @@ class StaticTreeBuilder:
             self.nodes.append(self.nodes[-1] + len(nodes))
 
     def start(self) -> None:
-        self.tokens: list[Tensor] = []  # (B, C) for each level
+        self.tokens: list[Tensor] = []  # (B, E) for each level
 
     def add(self, logits_BFv: Tensor) -> bool:
         if not self.levels:
             return False
-        width, picks_C, expanded_F, parents_F = self.levels[len(self.tokens)]
-        ids_BC = logits_BFv.topk(width).indices.flatten(1)
-        if ids_BC.shape[1] > len(picks_C):
-            ids_BC = ids_BC.index_select(1, picks_C)
-        tokens_BC = ids_BC if self.token_map is None else self.token_map[ids_BC]
-        self.tokens.append(tokens_BC)
-        self.tokens_BF = tokens_BC
-        if tokens_BC.shape[1] > len(expanded_F):
-            self.tokens_BF = tokens_BC.index_select(1, expanded_F)
+        width, picks_E, expanded_F, parents_F = self.levels[len(self.tokens)]
+        ids_BE = logits_BFv.topk(width).indices.flatten(1)
+        if ids_BE.shape[1] > len(picks_E):
+            ids_BE = ids_BE.index_select(1, picks_E)
+        tokens_BE = ids_BE if self.token_map is None else self.token_map[ids_BE]
+        self.tokens.append(tokens_BE)
+        self.tokens_BF = tokens_BE
+        if tokens_BE.shape[1] > len(expanded_F):
+            self.tokens_BF = tokens_BE.index_select(1, expanded_F)
         self.parents_BF = parents_F.expand_as(self.tokens_BF)
         return len(self.tokens) < len(self.levels)
 
@@ -190,104 +183,3 @@ def grow(
         logits_BFv = advance(builder.tokens_BF, seen_BFP, depths_1P)
         level += 1
     return builder.tree(roots_B)
-
-
-@dataclass
-class DraftCache:
-    """Keys and values of a draft head's own layers: an entry for each committed pair of token and
-    target feature, followed, until the next commit, by those of the nodes of a tree.
-    """
-
-    layers: int
-    rope: Rope
-    window: int | None  # positions that a layer sees, itself included; None: all
-    read: Callable[[Tensor, Tensor, Angles], Tensor]
-    """From tokens_BQ, features_BQD and angles to states (B, Q, H), with attention by `memories`."""
-    device: torch.device
-    memories: list[CachedMemory] = field(default_factory=list)  # one for each layer
-    cache: SlotCache = field(init=False)
-    table: SlotTable = field(init=False)
-
-    def commit(self, committed: Committed) -> Tensor:
-        """Append the new pairs; returns the state after the newest one of each row, (B, 1, H)."""
-        tokens_BA, features_BAD = committed.tokens_BA, committed.features_BAD
-        counts = committed.counts
-        if self.memories and self.table.fixed_S is not None:
-            hidden_BAH = self._append(tokens_BA, features_BAD, committed.count_B)
-            return gather_nodes(hidden_BAH, (committed.count_B - 1).clamp(min=0)[:, None])
-        if not self.memories:  # the first token of a text has no feature and forms no pair
-            tokens_BA, features_BAD = tokens_BA[:, 1:], features_BAD[:, 1:]
-            counts = [count - 1 for count in counts]
-            rows, length = tokens_BA.shape
-            self.cache = cache = SlotCache(self.layers, rows, length + ROOM, self.device)
-            self.table, self.memories = cache.table, [CachedMemory(each) for each in cache.layers]
-        hidden = []
-        for start in range(0, tokens_BA.shape[1], PREFILL_CHUNK):
-            part = slice(start, start + PREFILL_CHUNK)
-            real = [max(0, min(count - start, PREFILL_CHUNK)) for count in counts]
-            hidden.append(self._append(tokens_BA[:, part], features_BAD[:, part], real))
-        hidden_BAH = torch.cat(hidden, dim=1) if len(hidden) > 1 else hidden[0]
-        if min(counts) == hidden_BAH.shape[1]:
-            return hidden_BAH[:, -1:]
-        last_B = torch.tensor([max(count, 1) - 1 for count in counts], device=hidden_BAH.device)
-        return gather_nodes(hidden_BAH, last_B[:, None])
-
-    def extend(self, seen_BQP: Tensor, depths_1P: Tensor) -> None:
-        """Prepare the memories for Q new nodes, after the text and P - Q earlier nodes. seen_BQP:
-        the nodes that each new one sees. depths_1P: distances of all nodes from the newest pair.
-        """
-        table, (queries, nodes) = self.table, seen_BQP.shape[1:]
-        table.reserve(queries, after=nodes - queries)
-        visible_BQS = table.visible(seen_BQP)
-        if self.window is not None:
-            positions_BQ = table.lengths_B[:, None] + depths_1P[:, -queries:]
-            distance_BQS = positions_BQ[:, :, None] - table.positions(depths_1P)[:, None, :]
-            visible_BQS = visible_BQS & (distance_BQS < self.window)
-        for memory in self.memories:
-            memory.visible_B1QS = visible_BQS[:, None]
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows alone. Before the first pairs, whose rows the cache is made for, there
-        are none to remove.
-        """
-        if self.memories:
-            self.cache.select(rows)
-
-    def join(self, other: DraftCache, places: Sequence[int]) -> None:
-        """See `SlotCache.join`."""
-        self.cache.join(other.cache, places)
-
-    def rewind(self, length: int) -> None:
-        """Keep the pairs of the only row's first `length` tokens alone."""
-        self.table.free([length - 1])
-
-    def angles(self, count: int) -> Angles:
-        """RoPE angles of the `count` positions after the newest pair of each row."""
-        lengths_B1 = self.table.lengths_B[:, None]
-        return self.rope(lengths_B1 + torch.arange(count, device=lengths_B1.device))
-
-    def _append(
-        self, tokens_BA: Tensor, features_BAD: Tensor, counts: Sequence[int] | Tensor
-    ) -> Tensor:
-        """Append a chunk, with `counts` real pairs in each row; returns the states after them."""
-        length = tokens_BA.shape[1]
-        chain_1AA = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril_()
-        self.extend(chain_1AA, torch.arange(length, device=self.device)[None])
-        hidden_BAH = self.read(tokens_BA, features_BAD, self.angles(length))
-        self.table.advance(counts)
-        return hidden_BAH
-
-
-class CachedMemory:
-    """Attention of one layer to the text and the tree after it."""
-
-    visible_B1QS: Tensor | None = None  # None: all slots
-
-    def __init__(self, layer: SlotLayer) -> None:
-        self.layer = layer
-
-    def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
-        keys, values = self.layer.update(k_BGQW, v_BGQW)
-        return F.scaled_dot_product_attention(
-            q_BHQW, keys, values, attn_mask=self.visible_B1QS, enable_gqa=True
-        )

@@ -1,6 +1,6 @@
 """Acceptance rules: the path of a verified tree to keep, and the token after it.
 
-Legend: B batch, N tree nodes, A longest accepted path, V vocabulary.
+Legend: B batch, N tree nodes, C longest accepted path, V vocabulary.
 """
 
 from __future__ import annotations
@@ -360,22 +360,22 @@ def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
 
 
 def commit(
-    tree: TokenTree, out: Decoded, accepted: Accepted, path_BA: Tensor
+    tree: TokenTree, out: Decoded, accepted: Accepted, path_BC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The tokens (B, A) of the accepted nodes, then the bonus token, and the states (B, A, D) that
-    predicted them. path_BA: as much of `accepted.path_BN` as is needed.
+    """The tokens (B, C) of the accepted nodes, then the bonus token, and the states (B, C, D) that
+    predicted them. path_BC: as much of `accepted.path_BN` as is needed.
     """
     if tree.tokens_BN.shape[1] == 1:
-        tokens_BA = accepted.bonus_B[:, None]
+        tokens_BC = accepted.bonus_B[:, None]
     else:
-        tokens_BA = tree.tokens_BN.gather(1, path_BA).roll(-1, dims=1)
-        tokens_BA.scatter_(1, accepted.count_B[:, None] - 1, accepted.bonus_B[:, None])
+        tokens_BC = tree.tokens_BN.gather(1, path_BC).roll(-1, dims=1)
+        tokens_BC.scatter_(1, accepted.count_B[:, None] - 1, accepted.bonus_B[:, None])
     if out.features_BND is None:
-        features_BAD = path_BA.new_zeros(*path_BA.shape, 0, dtype=torch.float)
+        features_BCD = path_BC.new_zeros(*path_BC.shape, 0, dtype=torch.float)
     else:
-        index_BAD = path_BA[:, :, None].expand(-1, -1, out.features_BND.shape[-1])
-        features_BAD = out.features_BND.gather(1, index_BAD)
-    return tokens_BA, features_BAD
+        index_BCD = path_BC[:, :, None].expand(-1, -1, out.features_BND.shape[-1])
+        features_BCD = out.features_BND.gather(1, index_BCD)
+    return tokens_BC, features_BCD
 
 
 def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:

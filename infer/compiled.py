@@ -5,7 +5,7 @@ host reads new tokens and their number once per step. The slots of the caches th
 are a dimension that may change without another compilation. On CUDA they change in buckets, and
 the steps of a bucket are replays of one CUDA graph.
 
-Legend: B batch, A most tokens of a step.
+Legend: B batch, C most tokens of a step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ import torch._inductor.config as inductor
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.cache import SlotCache
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
-from draftheads.heads.tree_drafting import DraftCache
 from draftheads.infer.accept import Acceptance, commit
 
 BACKEND: Any = "inductor"
@@ -38,16 +37,17 @@ are float32: that gains less than its compilation takes.
 BUCKET = 256
 """Steps that are recorded see a multiple of so many slots."""
 
-Made = tuple[Tensor, Tensor, Tensor]
-Advance = Callable[..., Made]
+Outputs = tuple[Tensor, Tensor, Tensor]
+"""Of a step: its tokens (B, C), their features (B, C, D), and their number (B,)."""
+Advance = Callable[..., Outputs]
 
 
-def cuda_graph(step: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
+def cuda_graph(step: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
     """Record a step without running it. Returns what each replay overwrites, and the replay."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        made = step()
-    return made, graph.replay
+        outputs = step()
+    return outputs, graph.replay
 
 
 RECORDERS: dict[str, Callable[..., Any]] = {"cuda": cuda_graph}
@@ -67,32 +67,20 @@ def compiled(target: Target) -> Advance:
         settings["freezing"] = narrow and size <= FROZEN_BYTES
     # a code object of its own, as torch keeps what it compiled by code object
     function = FunctionType(_advance.__code__.replace(), globals())
-    made: Advance = torch.compile(
+    step: Advance = torch.compile(
         function, backend=BACKEND, fullgraph=True, dynamic=False, options={**options, **settings}
     )
     patches = iter([inductor.patch(**settings)])
 
-    def advance(*given: Any) -> Made:
+    def advance(*arguments: Any) -> Outputs:
         with next(patches, nullcontext()):  # the first call traces
-            return made(*given)
+            return step(*arguments)
 
     return advance
 
 
-def draft_cache(drafter: Drafter) -> DraftCache | None:
-    """The drafter's own keys and values, if it has any."""
-    cache = getattr(drafter, "cache", None)
-    return cache if isinstance(cache, DraftCache) else None
-
-
-def why_not(target: Target, drafts: object) -> str | None:
-    """Why steps with this target and these drafts cannot be compiled, as far as can be told before.
-    drafts: as of `Speculator`.
-    """
-    if drafts is not None and not isinstance(drafts, DraftHead):
-        return "only draft heads can be compiled, not other drafters"
-    if getattr(drafts, "confidence_threshold", 0.0):
-        return "confidence_threshold ends a tree by what is computed; set it to 0"
+def why_not(target: Target) -> str | None:
+    """Why steps of this target cannot be compiled, as far as can be told before."""
     if target.has_long_rope:
         return "its RoPE factors change with the length of the text"
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
@@ -103,61 +91,72 @@ def why_not(target: Target, drafts: object) -> str | None:
 class FixedSteps:
     """The steps of one generation after its first, which reads the prompt.
 
-    advance: from `compiled`. drafter and cache: as the first step left them.
+    advance: from `compiled`. drafter and cache: as the first step left them. accept: with its own
+    random stream.
     """
 
-    def __init__(self, advance: Advance, target: Target, drafter: Drafter, tree: Tree) -> None:
+    def __init__(
+        self,
+        advance: Advance,
+        target: Target,
+        drafter: Drafter,
+        tree: Tree,
+        cache: SlotCache,
+        accept: Acceptance,
+    ) -> None:
         self.advance, self.target, self.drafter = advance, target, drafter
+        self.cache, self.accept = cache, accept
         self.width, self.nodes = tree.depth + 1, tree.nodes
-        self.drafts = draft_cache(drafter)
-        self.room = self.width + (self.drafts.table.pending if self.drafts else 0)
+        self.drafts = drafter.cache
+        self.room = self.width + (self.drafts.table.pending if self.drafts is not None else 0)
         self.record = RECORDERS.get(target.device.type)
         self.seen: list[int] = []  # slots and capacities of the recording
         self.recording: Recording | None = None
 
-    def begin(self, cache: SlotCache, accept: Acceptance, committed: Committed) -> Committed:
-        """Continue after the step that committed this; returns it padded."""
-        self.cache, self.accept = cache, accept
-        more = self.width - committed.tokens_BA.shape[1]
-        tokens_BA = F.pad(committed.tokens_BA, (0, more))
-        features_BAD = F.pad(committed.features_BAD, (0, 0, 0, more))
-        return Committed(tokens_BA, features_BAD, committed.count_B, committed.counts)
-
-    def __call__(self, committed: Committed, running: list[bool]) -> tuple[Committed, list[Any]]:
+    def __call__(
+        self, committed: Committed, running: list[bool]
+    ) -> tuple[Committed, list[list[int]]]:
         """One step of the rows that are running; returns what it committed, and its tokens."""
         bucket = BUCKET if self.record else 1
         _fix(self.cache, self.nodes, bucket)
         if self.drafts is not None:
             _fix(self.drafts.cache, self.room, bucket)
+        tokens_BC, features_BCD = committed.tokens_BC, committed.features_BCD
+        if padding := self.width - tokens_BC.shape[1]:  # the first time
+            tokens_BC = F.pad(tokens_BC, (0, padding))
+            features_BCD = F.pad(features_BCD, (0, 0, 0, padding))
         running_B = torch.tensor(running, device=self.target.device)
-        given = committed.tokens_BA, committed.features_BAD, committed.count_B, running_B
+        inputs = tokens_BC, features_BCD, committed.count_B, running_B
         with self.accept.random.filled(len(running)):
-            tokens_BA, features_BAD, count_B = self._step(given)
-        read = torch.cat([tokens_BA, count_B[:, None]], dim=1).tolist()
-        counts = [row.pop() for row in read]
+            tokens_BC, features_BCD, count_B = self._step(inputs)
+        # one copy to the host, so one wait for the device
+        tokens: list[list[int]] = torch.cat([tokens_BC, count_B[:, None]], dim=1).tolist()
+        counts = [row.pop() for row in tokens]
         self.cache.table.note(counts)
         if self.drafts is not None:
             self.drafts.table.note(committed.counts)
-        return Committed(tokens_BA, features_BAD, count_B, counts), read
+        return Committed(tokens_BC, features_BCD, count_B, counts), tokens
 
-    def _step(self, given: tuple[Tensor, ...]) -> Made:
+    def _step(self, inputs: tuple[Tensor, ...]) -> Outputs:
         """A replay, if there is a recording for the slots that can be seen now."""
         if not self.record:
-            return self.advance(self, *given)
-        tables = [self.cache.table, *([self.drafts.table] if self.drafts else [])]
+            return self.advance(self, *inputs)
+        tables = [self.cache.table]
+        if self.drafts is not None:
+            tables.append(self.drafts.table)
         seen = [size for table in tables for size in (table.span, table.capacity)]
         if seen != self.seen:  # not recorded: it may allocate what later steps find there
             self.seen, self.recording = seen, None
-            return self.advance(self, *given)
+            return self.advance(self, *inputs)
         if self.recording is None:
             try:
-                self.recording = Recording(self.record, partial(self.advance, self), given)
+                self.recording = Recording(self.record, partial(self.advance, self), inputs)
             except RuntimeError as error:
                 fault = str(error).strip().partition("\n")[0]
                 warnings.warn(f"decoding without CUDA graphs: {fault}", stacklevel=4)
                 self.record = None
-                return self.advance(self, *given)
-        return self.recording(given)
+                return self.advance(self, *inputs)
+        return self.recording(inputs)
 
     def end(self) -> None:
         """Let the generation continue with steps that are not compiled."""
@@ -167,37 +166,39 @@ class FixedSteps:
 
 
 class Recording:
-    """One step that reads its arguments from the same memory each time."""
+    """One step that reads its inputs from the same memory each time."""
 
-    def __init__(self, record: Callable[..., Any], advance: Advance, given: Sequence[Tensor]):
-        self.given = [tensor.clone() for tensor in given]
-        self.made, self.replay = record(partial(advance, *self.given))
+    def __init__(
+        self, record: Callable[..., Any], advance: Advance, inputs: Sequence[Tensor]
+    ) -> None:
+        self.inputs = [tensor.clone() for tensor in inputs]
+        self.outputs, self.replay = record(partial(advance, *self.inputs))
 
-    def __call__(self, given: Sequence[Tensor]) -> Made:
+    def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
         """One step; the next one overwrites what it returns."""
-        for mine, new in zip(self.given, given, strict=True):
+        for mine, new in zip(self.inputs, inputs, strict=True):
             mine.copy_(new)
         self.replay()
-        made: Made = self.made
-        return made
+        outputs: Outputs = self.outputs
+        return outputs
 
 
 def _advance(
     steps: FixedSteps,
-    tokens_BA: Tensor,
-    features_BAD: Tensor,
+    tokens_BC: Tensor,
+    features_BCD: Tensor,
     count_B: Tensor,
     running_B: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Outputs:
     """The next tokens, their features, and how many there are."""
     drafter, cache = steps.drafter, steps.cache
-    tree = drafter.propose(Committed(tokens_BA, features_BAD, count_B, []))
+    tree = drafter.propose(Committed(tokens_BC, features_BCD, count_B, []))
     out = steps.target.verify(tree, cache, drafter.feature_layers)
     accepted = steps.accept(out.logits_BNV, tree)
-    path_BA = accepted.path_BN[:, : steps.width]
+    path_BC = accepted.path_BN[:, : steps.width]
     new_B = accepted.count_B * running_B
-    cache.keep(path_BA, new_B)
-    return (*commit(tree, out, accepted, path_BA), new_B)
+    cache.keep(path_BC, new_B)
+    return (*commit(tree, out, accepted, path_BC), new_B)
 
 
 def _fix(cache: SlotCache, room: int, bucket: int) -> None:

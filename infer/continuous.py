@@ -30,6 +30,10 @@ class Request:
     seed: str = ""
 
 
+Outcome = tuple[Request, list[int], Exception | None]
+"""A request with its new tokens, or with the error of one that fails alone."""
+
+
 class ContinuousBatch:
     """Decodes requests, up to `rows` at a time.
 
@@ -47,13 +51,15 @@ class ContinuousBatch:
         rows: int,
         most_slots: int | None = None,
     ) -> None:
-        if not engine.drops_rows:
+        if not engine.rows_may_leave:
             raise ValueError("expected draft heads or none, got other drafts; pass a head")
         self.engine, self.accept = engine, accept
         self.rows, self.most_slots = rows, most_slots
         self.steps = self.row_steps = 0  # forward passes after the prompts; rows that took part
         self._limit = self._ceiling = rows
-        self._held: deque[Request] = deque()  # taken, but not decoded
+        self._waiting: deque[Request] = deque()  # taken, but not decoded
+        self._decoding: Decoding | None = None
+        self._active: dict[Row, Request] = {}
 
     @property
     def useful(self) -> float:
@@ -61,86 +67,100 @@ class ContinuousBatch:
         return self.row_steps / max(1, self.steps * self.rows)
 
     @torch.inference_mode()
-    def run(
-        self, take: Callable[[], Request | None]
-    ) -> Iterator[tuple[Request, list[int], Exception | None]]:
+    def run(self, take: Callable[[], Request | None]) -> Iterator[Outcome]:
         """Decode what `take` returns, until it returns None while no row is left. Yields requests
-        as they finish, with their new tokens, or with the error of one that fails alone.
+        as they finish.
         """
-        decoding: Decoding | None = None
-        active: dict[Row, Request] = {}
         while True:
-            new = lost = self._taken(active, take)
-            if not (new or active):
+            new = self._taken(take)
+            if not (new or self._active):
+                self._decoding = None
                 return
             try:
-                if new:
-                    started = self._prefilled(new, is_first=not active)
-                    lost = [*active.values(), *new]  # an error while they join ends all
-                    if active and decoding is not None:
-                        decoding.join(started)
-                    else:
-                        decoding = started
-                    active |= zip(started.rows, new, strict=True)
-                elif decoding is not None:
-                    lost = list(active.values())
-                    self.steps, self.row_steps = self.steps + 1, self.row_steps + len(active)
-                    decoding.step()
+                started = self._prefilled(new) if new else None
             except RuntimeError as error:  # usually out of memory
-                torch.cuda.empty_cache()
-                if lost is not new:
-                    active, decoding = {}, None
-                if len(lost) > 1 or active:
-                    self._shrink(len(lost) + len(active), lost, error)
-                else:
-                    yield lost[0], [], error
+                yield from self._failed(new, error)
                 continue
-            for row in [row for row in active if row.finish]:
-                self._limit = min(self._ceiling, self._limit + 1)
-                fault = None
-                if row.finish == "failed":
-                    fault = RuntimeError("the target's logits are not finite")
-                yield active.pop(row), row.text[row.prompt :], fault
-            if decoding is not None and len(decoding.rows) - len(active) > self._few(active):
-                decoding.drop_finished()
+            try:
+                self._step(started)
+            except RuntimeError as error:  # also while rows join: then none of them is whole
+                lost = [*self._active.values(), *new]
+                self._active, self._decoding = {}, None
+                yield from self._failed(lost, error)
+                continue
+            if started is not None:
+                self._active |= zip(started.rows, new, strict=True)
+            yield from self._finished()
 
-    def _taken(
-        self, active: dict[Row, Request], take: Callable[[], Request | None]
-    ) -> list[Request]:
+    def _step(self, started: Decoding | None) -> None:
+        """Add the rows of a new decoding, or else decode a step."""
+        if started is None:
+            assert self._decoding is not None
+            self.steps += 1
+            self.row_steps += len(self._active)
+            self._decoding.step()
+        elif self._active and self._decoding is not None:
+            self._decoding.join(started)
+        else:
+            self._decoding = started
+
+    def _finished(self) -> Iterator[Outcome]:
+        """The answers that are finished, whose places are then free."""
+        for row in [row for row in self._active if row.finish]:
+            self._limit = min(self._ceiling, self._limit + 1)
+            fault = None
+            if row.finish == "failed":
+                fault = RuntimeError("the target's logits are not finite")
+            yield self._active.pop(row), row.text[row.prompt :], fault
+        if self._decoding is not None:
+            free = len(self._decoding.rows) - len(self._active)
+            if free > self._few():
+                self._decoding.drop_finished()
+
+    def _failed(self, requests: Sequence[Request], error: Exception) -> Iterator[Outcome]:
+        """Decode these again, in a smaller batch, or give up the only one."""
+        torch.cuda.empty_cache()
+        rows = len(requests) + len(self._active)
+        if rows == 1:
+            yield requests[0], [], error
+            return
+        self._limit = max(1, rows // 2)
+        if isinstance(error, torch.OutOfMemoryError):
+            self._ceiling = self._limit
+        self._waiting.extendleft(reversed(requests))
+
+    def _taken(self, take: Callable[[], Request | None]) -> list[Request]:
         """Requests for the free places, if there are enough of them."""
-        free, new = self._limit - len(active), list[Request]()
-        if active and free < self._few(active):
+        new: list[Request] = []
+        free = self._limit - len(self._active)
+        if self._active and free < self._few():
             return new
-        longest = max(map(self._slots, active.values()), default=0)
+        longest = max(map(self._slots, self._active.values()), default=0)
         while len(new) < free:
-            request = self._held.popleft() if self._held else take()
+            request = self._waiting.popleft() if self._waiting else take()
             if request is None:
                 break
-            longest, count = max(longest, self._slots(request)), len(active) + len(new)
-            if count and self.most_slots and (count + 1) * longest > self.most_slots:
-                self._held.appendleft(request)
+            longest = max(longest, self._slots(request))
+            rows = len(self._active) + len(new) + 1
+            if rows > 1 and self.most_slots and rows * longest > self.most_slots:
+                self._waiting.appendleft(request)
                 break
             new.append(request)
         return new
 
-    def _few(self, active: dict[Row, Request]) -> int:
+    def _few(self) -> int:
         """Places that are not worth a forward pass over new prompts."""
-        return max(1, min(self._limit, len(active)) // REFILL)
+        return max(1, min(self._limit, len(self._active)) // REFILL)
 
     def _slots(self, request: Request) -> int:
         return len(request.prompt) + request.max_new_tokens + self.engine.tree.nodes
 
-    def _prefilled(self, new: Sequence[Request], is_first: bool) -> Decoding:
-        decoding = Decoding(self.engine, self.accept)
+    def _prefilled(self, new: Sequence[Request]) -> Decoding:
         rows = [Row(self.engine.target, r.prompt, r.max_new_tokens, seed=r.seed) for r in new]
         longest = max(request.max_new_tokens for request in new)
         reserved = longest if self.most_slots else min(RESERVED, longest)
-        decoding.begin(rows, reserved if is_first else 0)  # the others' are copied
+        if self._active:
+            reserved = 0  # what is read now is copied into the caches of the others
+        *_, decoding = Decoding.prefill(self.engine, self.accept, rows, reserved)
+        assert decoding is not None  # the last one
         return decoding
-
-    def _shrink(self, rows: int, again: Sequence[Request], error: Exception) -> None:
-        """Decode requests again, in a smaller batch."""
-        self._limit = max(1, rows // 2)
-        if isinstance(error, torch.OutOfMemoryError):
-            self._ceiling = self._limit
-        self._held.extendleft(reversed(again))

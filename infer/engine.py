@@ -1,13 +1,13 @@
 """The decoding loop: propose, verify, accept, keep, yield.
 
-Legend: B batch, N tree nodes, A committed tokens of a step, D feature width, V vocabulary.
+Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from time import perf_counter
 from typing import Protocol, runtime_checkable
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
-from draftheads.heads.base import Committed, Drafter, DraftHead
 from draftheads.heads.cache import ROOM, SlotCache
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, commit
-from draftheads.infer.compiled import Advance, FixedSteps, compiled, draft_cache, why_not
+from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
 from draftheads.infer.text import StopStrings
 
 
@@ -78,16 +78,29 @@ class Statistics:
         return [count / self.steps for count in self.accepted]
 
 
+PAUSE = Step([], -1, None, 0.0, 0.0)
+"""Stands between two parts of a prompt, so that others can take turns."""
+ONLY_HEADS = "only draft heads can be compiled, not other drafters"
+
+
 @runtime_checkable
 class DrafterSource(Protocol):
-    """What makes a drafter for each generation: a DraftHead, or one of `infer.drafters` and
-    `infer.draft_model`.
-    """
+    """What makes a drafter for each generation: a DraftHead, or one of `infer.drafters`."""
 
     @property
     def tree(self) -> Tree:
         """The default tree of `drafter`."""
         ...
+
+    @property
+    def rows_may_leave(self) -> bool:
+        """Whether rows of a batch may leave and others take their places, between steps."""
+        return False
+
+    @property
+    def why_not_compiled(self) -> str | None:
+        """Why steps with its drafters cannot be compiled; None if they can."""
+        return ONLY_HEADS
 
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a tree that its drafters cannot fill."""
@@ -96,6 +109,47 @@ class DrafterSource(Protocol):
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A new drafter, for one generation."""
         ...
+
+
+class NoDraft:
+    """Drafts nothing, so that the engine decodes one token per forward like the plain model."""
+
+    feature_layers: tuple[int, ...] = ()
+    cache = None
+    tree = StaticTree(())
+    rows_may_leave = True
+    why_not_compiled = None
+
+    def __init__(self) -> None:
+        self._root: Topology | None = None
+
+    def check_tree(self, tree: Tree) -> None:
+        """Any tree stays empty."""
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
+        """This one, which remembers nothing."""
+        return self
+
+    def propose(self, committed: Committed) -> TokenTree:
+        """A tree that holds only the newest token."""
+        tokens_B = committed.last_tokens_B()
+        if self._root is None:
+            self._root = Topology(torch.full((1, 1), -1, device=tokens_B.device))
+        return TokenTree(tokens_B[:, None], self._root)
+
+    def rewind(self, length: int) -> None:
+        """Nothing to forget."""
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The caches of one generation. text: the growing list of its only row's tokens."""
+
+    owner: Speculator
+    generation: int  # its number in the session
+    text: list[int]
+    cache: SlotCache
+    drafter: Drafter
 
 
 class Session:
@@ -110,38 +164,41 @@ class Session:
 
     def __init__(self) -> None:
         self.reused = self.length = self.generations = 0
-        self._owner: Speculator | None = None
-        self._text: list[int] = []
+        self._caches: Caches | None = None
 
     def shared(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt need not be computed again. One is left to be computed."""
+        text = self._caches.text[: self.length] if self._caches is not None else []
         count = 0
-        for held, new in zip(self._text[: self.length], prompt[:-1], strict=False):
-            if held != new:
+        for old, new in zip(text, prompt[:-1], strict=False):
+            if old != new:
                 break
             count += 1
         return count
 
-    def resume(self, owner: Speculator, prompt: Sequence[int]) -> tuple[SlotCache, Drafter] | None:
-        """The caches, cut back to what they share with a prompt; None if that is nothing."""
+    def begin(self, owner: Speculator, rows: Sequence[Row], reserved: int) -> Caches:
+        """The caches of a new generation: those of the text, cut back to what it shares with the
+        prompt of the only row, or new ones with `reserved` slots for new tokens.
+        """
+        caches, text = self._caches, rows[0].text
         self.generations += 1
-        self.reused = self.shared(prompt) if owner is self._owner else 0
+        self.reused = self.shared(text) if caches is not None and caches.owner is owner else 0
         self.length = self.reused
-        if not self.reused:
-            return None
-        self._drafter.rewind(self.reused)
-        # one less: the state at the last shared token predicts the first new one
-        self._cache.table.free([self.reused - 1])
-        return self._cache, self._drafter
+        if caches is not None and self.reused:
+            caches.drafter.rewind(self.reused)
+            # one less: the state at the last shared token predicts the first new one
+            caches.cache.table.free([self.reused - 1])
+            caches = replace(caches, generation=self.generations, text=text)
+        else:
+            cache, drafter = owner.new_cache(rows, reserved), owner.new_drafter()
+            caches = Caches(owner, self.generations, text, cache, drafter)
+        # LongRoPE changes the keys of a text that grows
+        self._caches = None if owner.target.has_long_rope else caches
+        return caches
 
-    def hold(self, owner: Speculator, text: list[int], cache: SlotCache, drafter: Drafter) -> None:
-        """Use these from now on. text: the growing list of their tokens."""
-        self._owner, self._text = owner, text
-        self._cache, self._drafter = cache, drafter
-
-    def check(self, generation: int) -> None:
+    def check(self, caches: Caches) -> None:
         """Raise ValueError unless this generation is the newest one."""
-        if generation != self.generations:
+        if caches.generation != self.generations:
             raise ValueError(
                 "expected the session of a generation for it alone, got it used by another one, "
                 "which replaced its text; end a generation before the next, or give each a Session"
@@ -158,8 +215,9 @@ class Speculator:
     drafts: a DraftHead or another source of drafters, or a function that returns a new Drafter for
     each generation, or None. tree: overrides the source's own tree. compile: let torch compile all
     steps but the first (see `compiled`), once for each batch size and rule; where it cannot, a
-    warning says why. Raises ValueError for a tree that head or target cannot take, and TypeError
-    for drafts that are none.
+    warning says why. profile: synchronize, for exact draft_seconds and verify_seconds (slower).
+    Raises ValueError for a tree that head or target cannot take, and TypeError for drafts that are
+    none.
     """
 
     def __init__(
@@ -169,29 +227,31 @@ class Speculator:
         *,
         tree: Tree | None = None,
         compile: bool = False,
+        profile: bool = False,
     ) -> None:
-        self.target = target
-        self.compile = compile and self.allowed(why_not(target, drafts))
-        self._compiled: dict[tuple[int, str], Advance] = {}
-        self.compile_more = True  # False: for no further batch sizes and rules
-        self.profile = False  # synchronize, for exact draft_seconds and verify_seconds (slower)
-        self.drops_rows = drafts is None or isinstance(drafts, DraftHead)
-        if isinstance(drafts, DrafterSource):
-            self.tree: Tree = tree or drafts.tree
-            drafts.check_tree(self.tree)
-            target.check_tree(self.tree)
-            self.new_drafter: Callable[[], Drafter] = lambda: drafts.drafter(target, self.tree)
+        self.target, self.drafts, self.profile = target, drafts, profile
+        source = NoDraft() if drafts is None else drafts
+        if isinstance(source, DrafterSource):
+            self.tree: Tree = tree or source.tree
+            source.check_tree(self.tree)
+            self.new_drafter: Callable[[], Drafter] = lambda: source.drafter(target, self.tree)
             if self.tree.nodes == 1:
                 self.new_drafter = NoDraft
-        elif drafts is None or callable(drafts):
-            self.tree = tree or StaticTree(())
-            target.check_tree(self.tree)
-            self.new_drafter = drafts or NoDraft
+            self.rows_may_leave, fault = source.rows_may_leave, source.why_not_compiled
+        elif callable(source):
+            self.tree, self.new_drafter = tree or StaticTree(()), source
+            self.rows_may_leave, fault = False, ONLY_HEADS
         else:
             raise TypeError(
                 f"expected draft heads, another source of drafters or None, got {drafts!r:.80}; "
                 "load_head and load_pair load heads by name"
             )
+        target.check_tree(self.tree)
+        self.compile = compile
+        self._compiled: dict[tuple[int, str], Advance] = {}
+        self._compiles_more = True
+        if compile and (fault := fault or why_not(target)):
+            self.stop_compiling(fault)
 
     def generate(
         self,
@@ -201,11 +261,11 @@ class Speculator:
         max_new_tokens: int | None = None,
         stop: Collection[str] = (),
         session: Session | None = None,
-        chunk: int | None = None,
+        prefill_chunk: int | None = None,
     ) -> Iterator[Step]:
         """Continue one prompt (token ids), one Step per forward. session: computes again only what
-        differs from its text. chunk: read so many tokens of the prompt per forward, and yield a
-        Step without tokens after each but the last, so that others can take turns.
+        differs from its text. prefill_chunk: read so many tokens of the prompt per forward, and
+        yield a Step without tokens after each but the last, so that others can take turns.
 
         Ends after exactly `max_new_tokens` (default: the rest of the context; the cache grows with
         the text), after an EOS of the target's generation config (included in the output), or after
@@ -214,7 +274,7 @@ class Speculator:
         """
         rows = [Row(self.target, prompt, max_new_tokens, stop)]
         reserved = min(max_new_tokens or ROOM, ROOM)
-        batch = self._decode(rows, sampling or Greedy(), reserved, session, chunk)
+        batch = self._decode(rows, sampling or Greedy(), reserved, session, prefill_chunk)
         return filter(None, chain.from_iterable(batch))
 
     def generate_batch(
@@ -238,31 +298,42 @@ class Speculator:
         accept: Acceptance,
         reserved: int,
         session: Session | None = None,
-        chunk: int | None = None,
+        prefill_chunk: int | None = None,
     ) -> Iterator[list[Step | None]]:
-        decoding = Decoding(self, accept)
-        if chunk is None:
-            yield [*decoding.begin(rows, reserved, session)]
-        else:
-            for step in decoding.begin_in_turns(rows[0], chunk, reserved, session):
-                yield [step]
+        passes = Decoding.prefill(self, accept, rows, reserved, session, prefill_chunk)
+        for decoding in passes:
+            if decoding is None and prefill_chunk:
+                yield [PAUSE]
+        assert decoding is not None  # the last one
+        yield [*decoding.first]
         while not all(row.finish for row in rows):
-            made = decoding.step()
-            yield [made.get(row) for row in rows]
-            if self.drops_rows:
+            steps = decoding.step()
+            yield [steps.get(row) for row in rows]
+            if self.rows_may_leave:
                 decoding.drop_finished()
             decoding.compile()
 
-    def advance(self, batch: int, accept: Acceptance) -> Advance | None:
-        key = (batch, repr(accept))
-        if key not in self._compiled and self.compile_more:
-            self._compiled[key] = compiled(self.target)
-        return self._compiled.get(key)
+    def new_cache(self, rows: Sequence[Row], reserved: int) -> SlotCache:
+        """For the texts of these rows, `reserved` new tokens and a tree."""
+        longest = max(len(row.text) for row in rows)
+        capacity = min(longest + reserved, self.target.context)
+        return self.target.new_cache(len(rows), capacity + self.tree.nodes)
 
-    def allowed(self, fault: str | None) -> bool:
-        if fault is not None:
-            warnings.warn(f"decoding without compilation: {fault}", stacklevel=3)
-        return fault is None
+    def advance(self, batch: int, accept: Acceptance) -> Advance | None:
+        """The compiled step of this batch size and rule; None if there is none."""
+        key = (batch, repr(accept))
+        if key not in self._compiled and self.compile and self._compiles_more:
+            self._compiled[key] = compiled(self.target)
+        return self._compiled.get(key) if self.compile else None
+
+    def compile_no_more(self) -> None:
+        """Decode further batch sizes and rules without compilation, which takes a minute."""
+        self._compiles_more = False
+
+    def stop_compiling(self, fault: str) -> None:
+        """Decode without compilation from now on, and say why."""
+        warnings.warn(f"decoding without compilation: {fault}", stacklevel=3)
+        self.compile = False
 
     def clock(self) -> float:
         if self.profile and self.target.device.type == "cuda":
@@ -275,86 +346,68 @@ class Decoding:
     lengths; they may join, and finished ones be dropped, between steps.
     """
 
-    def __init__(self, engine: Speculator, accept: Acceptance) -> None:
-        self.engine, self.target = engine, engine.target
-        self.accept = accept.branch()  # another generation with this rule may run meanwhile
-        self.rows: list[Row] = []  # those in the caches
-        self.session: Session | None = None
-        self._generation = 0  # its number in the session
+    def __init__(
+        self,
+        engine: Speculator,
+        accept: Acceptance,
+        rows: Sequence[Row],
+        session: Session,
+        caches: Caches,
+        committed: Committed,
+        seconds: float,
+    ) -> None:
+        self.engine, self.target, self.accept = engine, engine.target, accept
+        self.rows = list(rows)  # those in the caches
+        self.session, self.caches = session, caches
+        self.cache, self.drafter = caches.cache, caches.drafter
+        self.committed = committed
         self._fixed: FixedSteps | None = None
-
-    def begin(
-        self, rows: Sequence[Row], reserved: int, session: Session | None = None
-    ) -> list[Step]:
-        """Prefill the first rows, but for what a session holds of the only one. reserved: slots for
-        new tokens. Returns a Step for each row.
-        """
-        start = self.engine.clock()
-        prompts, shared = self._open(rows, reserved, session)
-        out = self.target.prefill(prompts, self.cache, self.drafter.feature_layers)
-        self._prepare()
-        committed = _prompt(prompts, out, self.accept.choose(out.logits_BNV[:, 0]))
-        self.committed = committed.since(shared)
-        return self._first((0.0, self.engine.clock() - start))
-
-    def begin_in_turns(
-        self, row: Row, chunk: int, reserved: int, session: Session | None = None
-    ) -> Iterator[Step]:
-        """`begin` for one row, in passes over `chunk` tokens of its prompt. Yields a Step without
-        tokens after each but the last.
-        """
-        start, seconds = self.engine.clock(), 0.0
-        [prompt], shared = self._open([row], reserved, session)
-        drafts, length = draft_cache(self.drafter), len(row.text)
-        pieces: list[Committed] = []
-        for place in range(0, len(prompt), chunk):
-            part, following = prompt[place : place + chunk], prompt[place + chunk :][:1]
-            whole = self.accept.reads_prompt
-            out = self.target.read(part, self.cache, self.drafter.feature_layers, length, whole)
-            if whole:
-                self.accept.read(out.logits_BNV[0], prompt[place + 1 :][: len(part)])
-            if following:
-                next_B = torch.tensor(following, device=self.target.device)
-            else:
-                self._prepare()
-                next_B = self.accept.choose(out.logits_BNV[:, -1])
-            pieces.append(_prompt([part], out, next_B).since(1 if place else shared))
-            if following and drafts is not None:
-                drafts.commit(pieces.pop())
-            seconds += self.engine.clock() - start
-            if following:
-                yield Step([], -1, None, 0.0, 0.0)
-            start = self.engine.clock()
-        self.committed = _chain(pieces)
-        yield from self._first((0.0, seconds))
-
-    def _open(
-        self, rows: Sequence[Row], reserved: int, session: Session | None
-    ) -> tuple[list[list[int]], int]:
-        """Make the caches, or take those of a session. Returns what is to be read of the prompts,
-        and how many tokens of that the drafter has.
-        """
-        target, prompts = self.target, [list(row.text) for row in rows]
-        self.rows, self.session = list(rows), session
-        held = session.resume(self.engine, prompts[0]) if session is not None else None
-        self._generation = session.generations if session is not None else 0
-        if session is not None and held is not None:
-            self.cache, self.drafter = held
-            prompts = [prompts[0][session.reused - 1 :]]
-        else:
-            capacity = min(max(map(len, prompts)) + reserved, target.context)
-            self.cache = target.new_cache(len(prompts), capacity + self.engine.tree.nodes)
-            self.drafter = self.engine.new_drafter()
-        if session is not None and not target.has_long_rope:  # whose keys may change
-            session.hold(self.engine, rows[0].text, self.cache, self.drafter)
-        return prompts, int(held is not None)
-
-    def _first(self, seconds: tuple[float, float]) -> list[Step]:
-        """The steps of the tokens that the prompts led to."""
-        first = self.committed.last_tokens_B()[:, None].tolist()
-        steps = [row.step(ids, -1, 0, seconds) for row, ids in zip(self.rows, first, strict=True)]
+        tokens = committed.last_tokens_B()[:, None].tolist()
+        self.first = [
+            row.step(ids, -1, 0, (0.0, seconds)) for row, ids in zip(rows, tokens, strict=True)
+        ]
         self._replace_failed()
-        return steps
+
+    @classmethod
+    def prefill(
+        cls,
+        engine: Speculator,
+        accept: Acceptance,
+        rows: Sequence[Row],
+        reserved: int,
+        session: Session | None = None,
+        chunk: int | None = None,
+    ) -> Iterator[Decoding | None]:
+        """Read the prompts of the first rows, but for what a session holds of the only one, in
+        passes over `chunk` tokens. reserved: slots for new tokens. Yields None after each pass but
+        the last, then the decoding.
+        """
+        start, seconds = engine.clock(), 0.0
+        accept = accept.branch()  # another generation with this rule may run meanwhile
+        session = session or Session()
+        caches = session.begin(engine, rows, reserved)
+        prompts = [row.text[max(session.reused - 1, 0) :] for row in rows]
+        end, longest = 0, max(map(len, prompts))
+        unread = Unread(prompts, known=min(session.reused, 1))
+        layers, drafts = caches.drafter.feature_layers, caches.drafter.cache
+        whole = accept.reads_prompt
+        for end, out in engine.target.prefill_chunks(prompts, caches.cache, layers, chunk, whole):
+            if whole:
+                logits_NV = out.logits_BNV[0]
+                accept.read(logits_NV, prompts[0][end + 1 - len(logits_NV) : end + 1])
+            unread.add(out)
+            if end == longest:
+                break
+            if drafts is not None and len(rows) == 1:
+                next_B = torch.tensor([prompts[0][end]], device=engine.target.device)
+                drafts.commit(unread.take(end, next_B))
+            seconds += engine.clock() - start
+            yield None
+            start = engine.clock()
+        accept.prepare([(row.seed, row.new_tokens) for row in rows])
+        committed = unread.take(end, accept.choose(out.logits_BNV[:, -1]))
+        seconds += engine.clock() - start
+        yield cls(engine, accept, rows, session, caches, committed, seconds)
 
     def join(self, other: Decoding) -> None:
         """Add the rows of another decoding, which ends: in the places of finished ones, as far as
@@ -366,7 +419,7 @@ class Decoding:
         for each in (self, other):
             each._settle()
         self.cache.join(other.cache, places)
-        drafts, new = draft_cache(self.drafter), draft_cache(other.drafter)
+        drafts, new = self.drafter.cache, other.drafter.cache
         if drafts is not None and new is not None:
             drafts.join(new, places)
         self.committed = self.committed.join(other.committed, places)
@@ -376,52 +429,58 @@ class Decoding:
 
     def step(self) -> dict[Row, Step]:
         """One forward pass of the target. Returns the steps of the rows that were running."""
-        if self.session is not None:
-            self.session.check(self._generation)
-        start, text = self.engine.clock(), self.rows[0].text
-        drafted, nodes, known = start, self.engine.tree.nodes, len(text)
-        if self._fixed is not None:
-            try:
-                self.committed, new = self._fixed(
-                    self.committed, [row.finish is None for row in self.rows]
-                )
-            except TorchDynamoException as error:  # at its first call, before it computes
-                self.engine.compile = self.engine.allowed(str(error).strip().partition("\n")[0])
-                self._end_fixed()
-                return self.step()
-        else:
+        self.session.check(self.caches)
+        length = len(self.rows[0].text)
+        start = self.engine.clock()
+        drafted, nodes = start, self.engine.tree.nodes
+        tokens = self._fixed_step()
+        if tokens is None:
             tree = self.drafter.propose(self.committed)
             drafted, nodes = self.engine.clock(), tree.tokens_BN.shape[1]
-            new = self._verify(tree)
-        if self.session is not None:
-            self.session.note(known)
+            tokens = self._verify(tree)
+        self.session.note(length)
         seconds = drafted - start, self.engine.clock() - drafted
-        made = {
+        steps = {
             row: row.step(ids[:count], count - 1, nodes - 1, seconds)
-            for row, ids, count in zip(self.rows, new, self.committed.counts, strict=True)
+            for row, ids, count in zip(self.rows, tokens, self.committed.counts, strict=True)
             if not row.finish
         }
         self._replace_failed()
-        return made
+        return steps
 
     def drop_finished(self) -> None:
         """Remove finished rows from the caches, but for the last."""
         left = [place for place, row in enumerate(self.rows) if not row.finish]
         if not 0 < len(left) < len(self.rows) or self._fixed is not None:
             return
-        self.committed, self.rows = self.committed.select(left), [self.rows[at] for at in left]
+        self.committed = self.committed.select(left)
+        self.rows = [self.rows[place] for place in left]
         self.cache.select(left)
-        if (drafts := draft_cache(self.drafter)) is not None:
-            drafts.select(left)
+        if self.drafter.cache is not None:
+            self.drafter.cache.select(left)
 
     def compile(self) -> None:
         """Compile the following steps, if the engine compiles."""
-        if self._fixed is not None or not self.engine.compile:
+        if self._fixed is not None:
             return
         advance = self.engine.advance(len(self.rows), self.accept)
         if advance is not None:
-            self._fixed = FixedSteps(advance, self.target, self.drafter, self.engine.tree)
-            self.committed = self._fixed.begin(self.cache, self.accept, self.committed)
+            self._fixed = FixedSteps(
+                advance, self.target, self.drafter, self.engine.tree, self.cache, self.accept
+            )
+
+    def _fixed_step(self) -> list[list[int]] | None:
+        """The tokens of a compiled step; None if steps are not compiled, or cannot be."""
+        if self._fixed is None:
+            return None
+        running = [row.finish is None for row in self.rows]
+        try:
+            self.committed, tokens = self._fixed(self.committed, running)
+        except TorchDynamoException as error:  # at its first call, before it computes
+            self.engine.stop_compiling(str(error).strip().partition("\n")[0])
+            self._end_fixed()
+            return None
+        return tokens
 
     def _verify(self, tree: TokenTree) -> list[list[int]]:
         """Verify a tree, and keep what the rule accepts; returns the tokens of each row."""
@@ -429,37 +488,33 @@ class Decoding:
         texts = {place: row.text for place, row in enumerate(rows) if not row.finish}
         target.recompute(texts, self.cache)
         out = target.verify(tree, self.cache, self.drafter.feature_layers)
-        self._prepare()
+        self.accept.prepare([(row.seed, row.new_tokens) for row in rows])
         accepted = self.accept(out.logits_BNV, tree)
         chosen, in_place = accepted.read()
         counts = [
             0 if row.finish else min(count, target.room(len(row.text)))
             for row, count in zip(rows, chosen, strict=True)
         ]
-        path_BA = accepted.path_BN[:, : max(chosen)]
-        self.cache.keep(path_BA, counts, in_place=in_place)
-        count_B = torch.tensor(counts, device=path_BA.device)
-        made = commit(tree, out, accepted, path_BA)
-        self.committed = Committed(*made, count_B, counts)
-        tokens: list[list[int]] = self.committed.tokens_BA.tolist()
+        path_BC = accepted.path_BN[:, : max(chosen)]
+        self.cache.keep(path_BC, counts, in_place=in_place)
+        count_B = torch.tensor(counts, device=path_BC.device)
+        tokens_BC, features_BCD = commit(tree, out, accepted, path_BC)
+        self.committed = Committed(tokens_BC, features_BCD, count_B, counts)
+        tokens: list[list[int]] = tokens_BC.tolist()
         return tokens
-
-    def _prepare(self) -> None:
-        self.accept.prepare([(row.seed, row.made) for row in self.rows])
 
     def _replace_failed(self) -> None:
         """Let finished rows have a token that can be embedded."""
         if any(row.finish == "failed" for row in self.rows):
-            self.committed.tokens_BA.clamp_(min=0)
+            self.committed.tokens_BC.clamp_(min=0)
 
     def _settle(self) -> None:
         """Let the drafter take all that was committed but the newest token of each row."""
         if self._fixed is not None:
             self._end_fixed()
         earlier, self.committed = self.committed.divide()
-        drafts = draft_cache(self.drafter)
-        if drafts is not None and max(earlier.counts) > 0:
-            drafts.commit(earlier)
+        if self.drafter.cache is not None and max(earlier.counts) > 0:
+            self.drafter.cache.commit(earlier)
 
     def _end_fixed(self) -> None:
         assert self._fixed is not None
@@ -509,8 +564,8 @@ class Row:
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 
     @property
-    def made(self) -> int:
-        """Number of new tokens."""
+    def new_tokens(self) -> int:
+        """How many."""
         return len(self.text) - self.prompt
 
     def step(
@@ -532,47 +587,36 @@ class Row:
         return Step(tokens, accepted, None, *seconds, drafted)
 
 
-def _prompt(prompts: Sequence[Sequence[int]], prefilled: Decoded, first_B: Tensor) -> Committed:
-    """Commit the prompt and the token chosen by the prefill; features are shifted by one, so that
-    each token has the state that predicted it.
+class Unread:
+    """The part of the prompts that the drafter has not read. known: tokens at its beginning that
+    the drafter has all the same, because they come before the first new pair.
     """
-    counts = [len(prompt) + 1 for prompt in prompts]
-    tokens_BA = first_B.new_zeros(len(prompts), max(counts))
-    for row, prompt in enumerate(prompts):
-        tokens_BA[row, : len(prompt)] = torch.tensor(prompt)
-    count_B = torch.tensor(counts, device=first_B.device)
-    tokens_BA.scatter_(1, count_B[:, None] - 1, first_B[:, None])
-    if prefilled.features_BND is None:
-        features_BAD = first_B.new_zeros(*tokens_BA.shape, 0, dtype=torch.float)
-    else:
-        first = torch.zeros_like(prefilled.features_BND[:, :1])
-        features_BAD = torch.cat([first, prefilled.features_BND], dim=1)
-    return Committed(tokens_BA, features_BAD, count_B, counts)
 
+    def __init__(self, prompts: Sequence[Sequence[int]], known: int) -> None:
+        self.prompts, self.known = prompts, known
+        self.start = 0
+        self.features: list[Tensor] = []
 
-def _chain(pieces: Sequence[Committed]) -> Committed:
-    """One after the other, of the same rows, without padding."""
-    tokens_BA = torch.cat([piece.tokens_BA for piece in pieces], dim=1)
-    features_BAD = torch.cat([piece.features_BAD for piece in pieces], dim=1)
-    counts = [sum(row) for row in zip(*(piece.counts for piece in pieces), strict=True)]
-    count_B = torch.stack([piece.count_B for piece in pieces]).sum(0)
-    return Committed(tokens_BA, features_BAD, count_B, counts)
+    def add(self, out: Decoded) -> None:
+        """Add the features of a pass."""
+        if out.features_BND is not None:
+            self.features.append(out.features_BND)
 
-
-class NoDraft:
-    """Drafts nothing, so that the engine decodes one token per forward like the plain model."""
-
-    feature_layers: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
-        self._root: Topology | None = None
-
-    def propose(self, committed: Committed) -> TokenTree:
-        """A tree that holds only the newest token."""
-        tokens_B = committed.last_tokens_B()
-        if self._root is None:
-            self._root = Topology(torch.full((1, 1), -1, device=tokens_B.device))
-        return TokenTree(tokens_B[:, None], self._root)
-
-    def rewind(self, length: int) -> None:
-        """Nothing to forget."""
+    def take(self, end: int, next_B: Tensor) -> Committed:
+        """The tokens up to `end` and the next ones. Features are shifted by one, so that each token
+        has the state that predicted it.
+        """
+        parts = [prompt[self.start : end] for prompt in self.prompts]
+        counts = [len(part) + 1 for part in parts]
+        tokens_BC = next_B.new_zeros(len(parts), max(counts))
+        for row, part in enumerate(parts):
+            tokens_BC[row, : len(part)] = torch.tensor(part)
+        count_B = torch.tensor(counts, device=next_B.device)
+        tokens_BC.scatter_(1, count_B[:, None] - 1, next_B[:, None])
+        features_BCD = next_B.new_zeros(*tokens_BC.shape, 0, dtype=torch.float)
+        if self.features:
+            first = torch.zeros_like(self.features[0][:, :1])
+            features_BCD = torch.cat([first, *self.features], dim=1)
+        committed = Committed(tokens_BC, features_BCD, count_B, counts).since(self.known)
+        self.start, self.known, self.features = end, 1, []
+        return committed

@@ -1,21 +1,21 @@
 """Drafting only while it pays, judged by what recent drafts brought.
 
-Legend: B batch, A committed tokens, D feature width.
+Legend: B batch, C committed tokens, D feature width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.heads.base import Committed, Drafter
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.infer.engine import DrafterSource, NoDraft
-from draftheads.infer.measure.costs import Costs
 
 NEWEST = 1 / 8
 """Weight of the newest step in the mean of tokens per step."""
@@ -25,15 +25,23 @@ PAUSES = 8, 64
 """Steps of the first pause and of the longest one; while drafts fail, each is twice the last."""
 
 
+class StepCosts(Protocol):
+    """What steps cost, as `infer.measure.costs.Costs` knows it."""
+
+    def break_even(self, tree: Tree) -> float:
+        """Tokens per step at which decoding with this tree is as fast as without drafts."""
+        ...
+
+
 @dataclass(frozen=True)
-class Adaptive:
+class Adaptive(DrafterSource):
     """Drafts of a head or another source, in those steps where they pay.
 
     costs: those of the source; they say how many tokens per step pay for its tree.
     """
 
     drafts: DrafterSource
-    costs: Costs
+    costs: StepCosts
 
     @property
     def tree(self) -> Tree:
@@ -55,6 +63,8 @@ class AdaptiveDrafter:
     """Pauses while drafts bring fewer than `worth` tokens per step, the target's own included, and
     tries again after each pause.
     """
+
+    cache = None  # the drafter's is behind the text after a pause
 
     def __init__(self, drafter: Drafter, worth: float) -> None:
         self.drafter, self.worth = drafter, worth
@@ -80,7 +90,8 @@ class AdaptiveDrafter:
 
     def rewind(self, length: int) -> None:
         self._drafted = False
-        if (more := length - self._seen) > 0:
+        more = length - self._seen
+        if more > 0:
             unseen = joined(self._unseen)
             count_B = torch.full_like(unseen.count_B, more)
             self._unseen = [replace(unseen, count_B=count_B, counts=[more])]
@@ -104,11 +115,10 @@ def joined(parts: Sequence[Committed]) -> Committed:
         return parts[0]
     tokens, features, counts = [], [], []
     for row in range(len(parts[0].counts)):
-        own = [part.counts[row] for part in parts]
-        pairs = list(zip(parts, own, strict=True))
-        tokens.append(torch.cat([part.tokens_BA[row, :count] for part, count in pairs]))
-        features.append(torch.cat([part.features_BAD[row, :count] for part, count in pairs]))
-        counts.append(sum(own))
-    tokens_BA, features_BAD = (pad_sequence(x, batch_first=True) for x in (tokens, features))
-    count_B = torch.tensor(counts, device=tokens_BA.device)
-    return Committed(tokens_BA, features_BAD, count_B, counts)
+        tokens.append(torch.cat([part.tokens_BC[row, : part.counts[row]] for part in parts]))
+        features.append(torch.cat([part.features_BCD[row, : part.counts[row]] for part in parts]))
+        counts.append(sum(part.counts[row] for part in parts))
+    tokens_BC = pad_sequence(tokens, batch_first=True)
+    features_BCD = pad_sequence(features, batch_first=True)
+    count_B = torch.tensor(counts, device=tokens_BC.device)
+    return Committed(tokens_BC, features_BCD, count_B, counts)

@@ -1,7 +1,7 @@
 """Drafting with a whole causal LM: a smaller one of the same vocabulary (`DraftModel`), or the
 first layers of the target itself (`EarlyExit`).
 
-Legend: B batch, A committed tokens of a step, F nodes of a level that are expanded, Q queries, P
+Legend: B batch, C committed tokens of a step, F nodes of a level that are expanded, Q queries, P
 nodes expanded so far, V vocabulary.
 """
 
@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from draftheads.heads.base import Committed
 from draftheads.heads.cache import ROOM, SlotCache
+from draftheads.heads.drafting import Committed
 from draftheads.heads.masks import Masks
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
@@ -31,7 +31,7 @@ DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 
 
 @dataclass(frozen=True)
-class DraftModel:
+class DraftModel(DrafterSource):
     """A small causal LM that drafts for targets of the same vocabulary.
 
     model: loaded like a target, to the target's device. sampling: draw a chain from the model's
@@ -67,7 +67,7 @@ def drawing(drafts: DrafterSource, rule: Acceptance) -> DrafterSource:
 
 
 @dataclass(frozen=True)
-class EarlyExit:
+class EarlyExit(DrafterSource):
     """Self-speculation: the target's first `layers` layers draft, its own norm and lm_head read
     them. The weights are shared; keys and values of these layers are computed again.
     """
@@ -134,6 +134,7 @@ class ModelDrafter:
     """
 
     feature_layers: tuple[int, ...] = ()
+    cache = None  # `slots` are a whole model's, whose rows do not leave
 
     def __init__(
         self, model: Target, tree: Tree, vocabulary: int, sampler: ChainSampler | None = None
@@ -142,11 +143,11 @@ class ModelDrafter:
         self.vocabulary = min(vocabulary, model.vocab_size)
         self.builder: Any = sampler or tree_builder(tree, None, model.device)
         self.masks, self.no_draft = Masks(model.model), NoDraft()
-        self.cache: SlotCache | None = None
+        self.slots: SlotCache | None = None
         self.is_full = False
 
     def propose(self, committed: Committed) -> TokenTree:
-        longest = self.cache.table.longest if self.cache else 0
+        longest = self.slots.table.longest if self.slots else 0
         self.is_full |= longest + max(committed.counts) + self.depth > self.model.context
         if self.is_full:
             return self.no_draft.propose(committed)
@@ -154,31 +155,31 @@ class ModelDrafter:
         return grow(self.builder, committed.last_tokens_B(), logits_B1V, self._pass)
 
     def rewind(self, length: int) -> None:
-        if self.cache is not None and self.cache.table.longest >= length:
-            self.cache.table.free([length])
+        if self.slots is not None and self.slots.table.longest >= length:
+            self.slots.table.free([length])
             self.is_full = False
 
     def _commit(self, committed: Committed) -> Tensor:
         """Append the new tokens; returns logits_B1V after the newest of each row."""
-        tokens_BA, counts = committed.tokens_BA, committed.counts
-        rows, length = tokens_BA.shape
-        if self.cache is None:
-            self.cache = self.model.new_cache(rows, length + ROOM)
-            texts = [row[:n] for row, n in zip(tokens_BA.tolist(), counts, strict=True)]
-            logits_B1V = self.model.prefill(texts, self.cache, ()).logits_BNV
+        tokens_BC, counts = committed.tokens_BC, committed.counts
+        rows, length = tokens_BC.shape
+        if self.slots is None:
+            self.slots = self.model.new_cache(rows, length + ROOM)
+            texts = [row[:n] for row, n in zip(tokens_BC.tolist(), counts, strict=True)]
+            logits_B1V = self.model.prefill(texts, self.slots, ()).logits_BNV
             return logits_B1V[:, :, : self.vocabulary].float()
-        chain_1AA = torch.ones(1, length, length, dtype=torch.bool, device=tokens_BA.device).tril_()
-        depths_1A = torch.arange(length, device=tokens_BA.device)[None]
-        logits_BAV = self._pass(tokens_BA, chain_1AA, depths_1A)
-        self.cache.table.advance(counts)
-        return gather_nodes(logits_BAV, (committed.count_B - 1).clamp(min=0)[:, None])
+        chain_1CC = torch.ones(1, length, length, dtype=torch.bool, device=tokens_BC.device).tril_()
+        depths_1C = torch.arange(length, device=tokens_BC.device)[None]
+        logits_BCV = self._pass(tokens_BC, chain_1CC, depths_1C)
+        self.slots.table.advance(counts)
+        return gather_nodes(logits_BCV, (committed.count_B - 1).clamp(min=0)[:, None])
 
     def _pass(self, tokens_BQ: Tensor, seen_BQP: Tensor, depths_1P: Tensor) -> Tensor:
         """Logits (B, Q, V) after Q new nodes, which follow the text and P - Q earlier nodes.
         seen_BQP: the nodes that each new one sees. depths_1P: distances from the end of the text.
         """
-        assert self.cache is not None
-        table, (queries, nodes) = self.cache.table, seen_BQP.shape[1:]
+        assert self.slots is not None
+        table, (queries, nodes) = self.slots.table, seen_BQP.shape[1:]
         table.reserve(queries, after=nodes - queries)
         positions_BQ = table.lengths_B[:, None] + depths_1P[:, -queries:]
         mask = self.masks(table.visible(seen_BQP), positions_BQ, table.positions(depths_1P))
@@ -186,7 +187,7 @@ class ModelDrafter:
             tokens_BQ,
             attention_mask=mask,
             position_ids=positions_BQ,
-            past_key_values=self.cache,
+            past_key_values=self.slots,
             use_cache=True,
         )
         logits_BQV: Tensor = out.logits[:, :, : self.vocabulary].float()

@@ -42,7 +42,8 @@ def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
     """
     drafts = list(map(named_drafts, sources))
     names = [each.name for each in drafts]
-    names = names if len(set(names)) == len(names) else list(sources)
+    if len(set(names)) < len(names):
+        names = list(sources)
     return dict(zip(names, drafts, strict=True))
 
 

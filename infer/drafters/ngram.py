@@ -1,23 +1,24 @@
 """Prompt lookup: continuations of the text's own repeats.
 
-Legend: B batch, A committed tokens of a step, D feature width.
+Legend: B batch, C committed tokens of a step, D feature width.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
-from draftheads.heads.base import Committed
+from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
-from draftheads.infer.drafters.rows import RowTree, _refuse_fixed, stacked
+from draftheads.infer.drafters.rows import TokenPath, refuse_fixed, stacked
+from draftheads.infer.engine import DrafterSource
 
 
 @dataclass(frozen=True)
-class NGram:
+class NGram(DrafterSource):
     """Prompt lookup: drafts what followed the newest tokens where they occurred before, and nothing
     where they did not.
 
@@ -39,7 +40,7 @@ class NGram:
 
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a fixed tree."""
-        _refuse_fixed(tree, "n-grams")
+        refuse_fixed(tree, "n-grams")
 
     def drafter(self, target: Target, tree: Tree | None = None) -> NGramDrafter:
         """A new drafter, for one generation."""
@@ -52,6 +53,7 @@ class NGramDrafter:
     """Looks up the end of each row's text in the text."""
 
     feature_layers: tuple[int, ...] = ()
+    cache = None
 
     def __init__(self, limits: DynamicTree, longest: int, shortest: int) -> None:
         self.limits, self.lengths = limits, range(shortest, longest + 1)
@@ -60,18 +62,19 @@ class NGramDrafter:
     def propose(self, committed: Committed) -> TokenTree:
         if not self.texts:
             self.texts = [_Text(self.lengths, self.limits.top_k) for _ in committed.counts]
-        news = committed.tokens_BA.tolist()
-        rows = []
+        news = committed.tokens_BC.tolist()
+        rows: list[list[TokenPath]] = []
         for text, new, count in zip(self.texts, news, committed.counts, strict=True):
             text.append(new[:count])
-            found = text.continuations(self.limits.depth) if count else []
-            rows.append(most_shared(text.tokens[-1], found, self.limits.draft_nodes))
-        return stacked(rows, committed.tokens_BA.device)
+            copies = text.continuations(self.limits.depth) if count else []
+            rows.append(most_shared(copies, self.limits.draft_nodes))
+        roots = [text.tokens[-1] for text in self.texts]
+        return stacked(roots, rows, committed.tokens_BC.device)
 
     def rewind(self, length: int) -> None:
-        kept = self.texts[0].tokens[:length]
-        self.texts = [_Text(self.lengths, self.limits.top_k)]
-        self.texts[0].append(kept)
+        text = _Text(self.lengths, self.limits.top_k)
+        text.append(self.texts[0].tokens[:length])
+        self.texts = [text]
 
 
 class _Text:
@@ -90,7 +93,7 @@ class _Text:
                     self._after[tuple(self.tokens[end - length :])].append(end)
             self.tokens.append(token)
 
-    def continuations(self, depth: int) -> list[list[int]]:
+    def continuations(self, depth: int) -> list[TokenPath]:
         """`depth` tokens from each place after the longest known suffix, newest place first.
 
         A copy that reaches the end of the text continues with what it has copied.
@@ -98,20 +101,15 @@ class _Text:
         for length in reversed(self._lengths):
             if places := self._after.get(tuple(self.tokens[-length:])):
                 copies = [self.tokens[place : place + depth] for place in reversed(places)]
-                return [list(islice(cycle(copy), depth)) for copy in copies]
+                return [tuple(islice(cycle(copy), depth)) for copy in copies]
         return []
 
 
-def most_shared(root: int, continuations: Sequence[Sequence[int]], nodes: int) -> RowTree:
-    """The `nodes` nodes that most continuations pass through; of equals the shallower ones, then
-    those of earlier continuations.
+def most_shared(copies: Sequence[TokenPath], nodes: int) -> list[TokenPath]:
+    """The `nodes` nodes that most copies pass through; of equals the shallower ones, then those of
+    earlier copies.
     """
-    tree, shared = RowTree(root), [0]
-    for tokens in continuations:
-        node = 0
-        for token in tokens:
-            node = tree.add(node, token)
-            shared += [0] * (node == len(shared))
-            shared[node] += 1
-    order = sorted(range(1, len(shared)), key=lambda node: (-shared[node], tree.depths[node]))
-    return tree.only(order[:nodes])
+    shared = Counter(copy[:depth] for copy in copies for depth in range(1, len(copy) + 1))
+    order = sorted(shared, key=lambda path: (-shared[path], len(path)))
+    best = set(order[:nodes])
+    return [path for path in shared if path in best]

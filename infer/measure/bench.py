@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from draftheads.heads.base import Drafter
+from draftheads.heads.drafting import Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
@@ -294,12 +294,11 @@ def _replayed(
         return None, {}
     on_cpu = engine.target.device.type != "cuda"
     has_fixed_tree = isinstance(engine.tree, StaticTree) and engine.tree.nodes > 1
-    if on_cpu and (engine.compile or not has_fixed_tree):
+    if engine.compile or (on_cpu and not has_fixed_tree):  # compiled steps synchronize anyway
         return None, {}
-    engine.profile = True
-    watched = candidate if engine.compile else replace(candidate, rule=recorder)
+    slow = Speculator(engine.target, engine.drafts, tree=engine.tree, profile=True)
+    watched = replace(candidate, engine=slow, rule=recorder)
     statistics = _statistics([timed(watched, [each]) for each in prompts])
-    engine.profile = False
     return None if on_cpu else statistics, recorder.facts(engine.tree)
 
 

@@ -20,8 +20,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from draftheads.heads.base import Committed, DraftHead
+from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
@@ -226,13 +227,13 @@ class Track:
     def engine(self, tree: Tree) -> Speculator:
         """An engine that decodes with this tree."""
         if self.head is None and isinstance(tree, StaticTree):
-            if self.options.compile and (fault := why_not(self.target, None)):
+            if self.options.compile and (fault := why_not(self.target)):
                 raise ValueError(
                     f"expected steps that can be compiled, but {fault}; tune without --compile"
                 )
-            engine = Speculator(self.target, lambda: Filler(self.target, tree), tree=tree)
-            engine.compile = self.options.compile
-            return engine
+            return Speculator(
+                self.target, Filler(self.target, tree), tree=tree, compile=self.options.compile
+            )
         return Speculator(self.target, self.head, tree=tree, compile=self.options.compile)
 
     def costs(self, prompts: Sequence[BenchPrompt]) -> Costs:

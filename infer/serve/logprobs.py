@@ -3,7 +3,7 @@
 They are the target's own, before temperature, top-k and top-p, also those of drafted tokens: the
 logits are those of the verified nodes.
 
-Legend: B batch, N tree nodes or tokens, V vocabulary, A accepted nodes.
+Legend: B batch, N tree nodes or tokens, V vocabulary, C accepted nodes.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Scored(Acceptance):
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Follow the rule."""
         accepted = self.rule(logits_BNV, tree)
-        path_A = accepted.path_BN[0, : int(accepted.count_B[0])]
-        tokens_A = torch.cat([tree.tokens_BN[0, path_A[1:]], accepted.bonus_B[:1]])
-        self.newest[:] = scores(logits_BNV[0, path_A], tokens_A, self.top)
+        path_C = accepted.path_BN[0, : int(accepted.count_B[0])]
+        tokens_C = torch.cat([tree.tokens_BN[0, path_C[1:]], accepted.bonus_B[:1]])
+        self.newest[:] = scores(logits_BNV[0, path_C], tokens_C, self.top)
         return accepted
 
     def choose(self, logits: Tensor) -> Tensor:

@@ -120,7 +120,8 @@ class Scheduler:
             self.submit(Job(prompt, events.put, rule, 24, draft=draft))
             while not isinstance(event := events.get(), Exception) and not event.finish:
                 pass
-        self.speculator.compile_more = self.plain.compile_more = False
+        self.speculator.compile_no_more()
+        self.plain.compile_no_more()
 
     def cancel(self, job: Job) -> None:
         """End a job after the step that is being computed, if it has one."""
@@ -189,7 +190,7 @@ class Scheduler:
             max_new_tokens=job.max_new_tokens,
             stop=job.stop,
             session=job.session,
-            chunk=TURN,
+            prefill_chunk=TURN,
         )
 
     def _leave(self, job: Job) -> None:

@@ -16,7 +16,7 @@ be worth its while. The shape of Qwen3-0.6B, in both precisions:
             --threads 1 --clock cpu --repetitions 5 --warmup 1 --verify --dtype $dtype
     done
 
-Legend: B batch, A newly committed tokens, D feature width, V vocabulary, v draft vocabulary.
+Legend: B batch, C newly committed tokens, D feature width, V vocabulary, v draft vocabulary.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.initialization import no_init_weights
 
-from draftheads.heads.base import Committed, DraftHead
+from draftheads.heads.base import DraftHead
 from draftheads.heads.block import MARKOV_TYPES
+from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.sequential import CONDITIONINGS
 from draftheads.heads.target import Target

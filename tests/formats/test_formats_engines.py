@@ -26,8 +26,8 @@ from test_convert import CHOICES, saved, trained
 from test_hub import FEW
 from tiny_targets import some_prompts, tiny_target
 
-from draftheads.heads.base import Committed
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.tree import DynamicTree
 from draftheads.heads.tree_drafting import DynamicTreeBuilder

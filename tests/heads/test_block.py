@@ -24,9 +24,10 @@ from tiny_heads import decode
 from tiny_heads import drafts_of as drafted_trees
 from tiny_targets import VOCABULARY, random_model, tiny_target
 
-from draftheads.heads.base import RANKS, Committed
+from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead, mask_token
+from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
@@ -233,8 +234,8 @@ def test_drafting_has_the_very_logits_of_training(target, monkeypatch, noted, ch
     """Bit for bit once what was computed in float64 is rounded: for texts committed in pieces and
     in chunks, in ragged rows, in caches that have to grow.
     """
-    monkeypatch.setattr("draftheads.heads.tree_drafting.PREFILL_CHUNK", 3)
-    monkeypatch.setattr("draftheads.heads.tree_drafting.ROOM", room)
+    monkeypatch.setattr("draftheads.heads.drafting.PREFILL_CHUNK", 3)
+    monkeypatch.setattr("draftheads.heads.drafting.ROOM", room)
     head = new_head(target, lm_head="own", **choices).eval().to(dtype)
     tokens_BT, _ = two_texts()
     features_BTX = torch.randn(2, 13, head.fc.in_features)
@@ -481,8 +482,8 @@ def test_the_chance_of_a_path_is_the_product_along_it(target):
     head = new_head(target, conditioning="markov", confidence=True).eval()
     assert head.confidence_head is not None
     head.confidence_head["proj"].bias.fill_(-1.0)
-    tokens_BA, features_BAX = torch.tensor([[3, 1, 4, 5]]), torch.randn(1, 4, head.fc.in_features)
-    committed = Committed(tokens_BA, features_BAX, torch.tensor([4]), [4])
+    tokens_BC, features_BCX = torch.tensor([[3, 1, 4, 5]]), torch.randn(1, 4, head.fc.in_features)
+    committed = Committed(tokens_BC, features_BCX, torch.tensor([4]), [4])
     tree = StaticTree.from_widths([3, 2, 2, 1])
 
     def propose() -> tuple[list[int], list[int]]:
@@ -491,7 +492,7 @@ def test_the_chance_of_a_path_is_the_product_along_it(target):
 
     tokens, parents = propose()
     plain = PlainBlock(head, target)
-    states_KD = plain.states(plain.inputs(features_BAX[0])[-1], tokens[0])
+    states_KD = plain.states(plain.inputs(features_BCX[0])[-1], tokens[0])
     paths, chances = [[tokens[0]]], [1.0]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         paths.append([*paths[parent], token])

@@ -12,8 +12,8 @@ from plain_eagle import awake
 from tiny_targets import VOCABULARY, some_prompts, tiny_target
 from torch import Tensor
 
-from draftheads.heads.base import Committed
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed
 from draftheads.heads.eagle import Eagle3Head, EagleDrafter, EagleHead
 from draftheads.heads.training_time_test import unroll
 from draftheads.heads.tree import StaticTree, TokenTree
@@ -44,15 +44,15 @@ def document(tokens: list[int], learned_from: int) -> Batch:
 def committed(head: Any, done: list[int], counts: list[int]) -> Committed:
     """The next `counts` tokens of each text; what pads them is noise."""
     longest = max(counts)
-    tokens_BA = torch.full((2, longest), 3)
+    tokens_BC = torch.full((2, longest), 3)
     features = []
     for row, (start, count) in enumerate(zip(done, counts, strict=True)):
         text = document(TEXTS[row], 0)
-        tokens_BA[row, :count] = text.tokens_BT[0, start : start + count]
+        tokens_BC[row, :count] = text.tokens_BT[0, start : start + count]
         features_TD = TARGET.features(text, head.feature_layers)[0]
-        padding_AD = torch.full((longest - count, features_TD.shape[1]), 9.0)
-        features.append(torch.cat([features_TD[start : start + count], padding_AD]))
-    return Committed(tokens_BA, torch.stack(features), torch.tensor(counts), counts)
+        padding_CD = torch.full((longest - count, features_TD.shape[1]), 9.0)
+        features.append(torch.cat([features_TD[start : start + count], padding_CD]))
+    return Committed(tokens_BC, torch.stack(features), torch.tensor(counts), counts)
 
 
 def drafted(head: Any, shape: StaticTree) -> list[tuple[list[int], TokenTree, list[Tensor]]]:

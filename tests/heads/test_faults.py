@@ -156,8 +156,8 @@ class Misaligned(Recorder):
     """Features that belong to the token before: the alignment law broken by one."""
 
     def propose(self, committed):
-        features_BAD = committed.features_BAD.roll(1, dims=1)
-        return super().propose(replace(committed, features_BAD=features_BAD))
+        features_BCD = committed.features_BCD.roll(1, dims=1)
+        return super().propose(replace(committed, features_BCD=features_BCD))
 
 
 def test_features_of_the_wrong_token_cost_tokens_per_step_and_no_output(target, texts, good):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tiny_heads import Oracle, decode, random_head
-from tiny_targets import VOCABULARY, greedy, scaled_up, some_prompts
+from tiny_targets import VOCABULARY, greedy, scaled_up, some_prompts, tiny_target
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.engine import Speculator
+from draftheads.infer.engine import Session, Speculator
 from draftheads.infer.generate import speculative
 
 LIMIT, NEW = 32, 25
@@ -144,3 +144,19 @@ def test_it_is_not_compiled():
         steps = Speculator(target, compile=True).generate(prompts[0], max_new_tokens=NEW)
     tokens = [token for step in steps for token in step.tokens]
     assert tokens == greedy(target, prompts[0], NEW)
+
+
+def test_a_session_that_another_target_has_used_reuses_nothing_that_is_not_there():
+    """Its length was that of the other text, which the session does not hold: the drafter's cache
+    was cut back to pairs that it never had.
+    """
+    session, [prompt] = Session(), some_prompts(9)
+    target = tiny_target()
+    engine = Speculator(target, random_head("eagle3", target))
+    steps = engine.generate(prompt, max_new_tokens=12, session=session)
+    written = [token for step in steps for token in step.tokens]
+    longer = [*prompt, *written, 5, 6]
+    list(Speculator(long_target("llama")).generate(prompt, max_new_tokens=60, session=session))
+    steps = engine.generate(longer, max_new_tokens=12, session=session)
+    written = [token for step in steps for token in step.tokens]
+    assert session.reused == 0 and written == greedy(target, longer, 12)

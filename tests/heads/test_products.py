@@ -14,7 +14,8 @@ from tiny_targets import VOCABULARY, random_model, some_prompts, tiny_target
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftheads.heads.base import Committed, DraftHead
+from draftheads.heads.base import DraftHead
+from draftheads.heads.drafting import Committed
 from draftheads.heads.layers import project
 from draftheads.heads.target import Target
 
@@ -56,9 +57,9 @@ def target() -> Target:
 def committed(head: DraftHead, target: Target, count: int, rows: int) -> Committed:
     """What a step with `count` tokens would add to each row; the features are a slice."""
     width = len(head.feature_layers) * target.hidden_size
-    features_BAD = torch.randn(rows, count + 1, width, dtype=target.dtype)[:, 1:]
-    tokens_BA = torch.randint(VOCABULARY, (rows, count))
-    return Committed(tokens_BA, features_BAD, torch.full((rows,), count), [count] * rows)
+    features_BCD = torch.randn(rows, count + 1, width, dtype=target.dtype)[:, 1:]
+    tokens_BC = torch.randint(VOCABULARY, (rows, count))
+    return Committed(tokens_BC, features_BCD, torch.full((rows,), count), [count] * rows)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -16,8 +16,9 @@ from test_training_time_test import assert_equal
 from test_tree_drafting import paths_of, searched
 from tiny_targets import VOCABULARY, tiny_target
 
-from draftheads.heads.base import RANKS, Committed
+from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.sequential import CONDITIONINGS, SequentialHead
 from draftheads.heads.target import Target
@@ -121,9 +122,9 @@ def committed_steps(tokens_BT, features_BTD) -> list[Committed]:
     """What a drafter is handed when two texts grow by COMMITS; the padding is not zero."""
     steps, done = [], [0, 0]
     for counts in COMMITS:
-        places_BA = torch.tensor(done)[:, None] + torch.arange(max(counts))
+        places_BC = torch.tensor(done)[:, None] + torch.arange(max(counts))
         rows_B1 = torch.arange(2)[:, None]
-        new = (tokens_BT[rows_B1, places_BA], features_BTD[rows_B1, places_BA])
+        new = (tokens_BT[rows_B1, places_BC], features_BTD[rows_B1, places_BC])
         steps.append(Committed(*new, torch.tensor(counts), counts))
         done = [before + count for before, count in zip(done, counts, strict=True)]
     return steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +100,14 @@ def on_call(target: Target, act: Callable[[int, int], None]) -> list[int]:
     """
     calls: list[int] = []
 
-    def prefill(prompts: Sequence[Sequence[int]], *more: Any) -> Decoded:
+    def prefill_chunks(
+        prompts: Sequence[Sequence[int]], *more: Any
+    ) -> Iterator[tuple[int, Decoded]]:
         calls.append(len(prompts))
         act(len(calls) - 1, len(prompts))
-        return type(target).prefill(target, prompts, *more)
+        return type(target).prefill_chunks(target, prompts, *more)
 
-    target.__dict__["prefill"] = prefill
+    target.__dict__["prefill_chunks"] = prefill_chunks
     return calls
 
 

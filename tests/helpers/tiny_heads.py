@@ -11,8 +11,9 @@ import pytest
 import torch
 from tiny_targets import greedy
 
-from draftheads.heads.base import Committed, Drafter, DraftHead
+from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
@@ -104,6 +105,8 @@ def misread_drafts(monkeypatch: Any) -> None:
 class Recorder:
     """A drafter that notes what another one proposes."""
 
+    cache = None
+
     def __init__(self, drafter: Drafter, trees: list[TokenTree]) -> None:
         self.drafter, self.trees = drafter, trees
         self.feature_layers = drafter.feature_layers
@@ -156,6 +159,7 @@ class Oracle:
     """
 
     feature_layers: tuple[int, ...] = ()
+    cache = None
 
     def __init__(
         self,
@@ -179,7 +183,7 @@ class Oracle:
         for row, count in enumerate(committed.counts):
             self.written[row] += count if started else 1
             rows.append([roots[row], *self._drafts(self.continuations[row][self.written[row] :])])
-        device = committed.tokens_BA.device
+        device = committed.tokens_BC.device
         return TokenTree(torch.tensor(rows, device=device), self.shape.topology(device))
 
     def _drafts(self, ahead: Sequence[int]) -> Iterator[int]:

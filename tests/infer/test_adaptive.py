@@ -13,7 +13,7 @@ from test_drafters import committed
 from tiny_heads import EACH, decode, random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
-from draftheads.heads.base import Committed
+from draftheads.heads.drafting import Committed
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters import adaptive
@@ -31,6 +31,7 @@ class Chain:
     """Drafts two tokens."""
 
     feature_layers = ()
+    cache = None
 
     def propose(self, committed: Committed) -> TokenTree:
         tokens_B1 = committed.last_tokens_B()[:, None]
@@ -81,6 +82,8 @@ def test_drafts_pay_if_their_tokens_per_step_cover_their_cost(tree):
 
 class Twins:
     """Compares an adaptive drafter's trees with those of one that drafts in each step."""
+
+    cache = None
 
     def __init__(self, source: Adaptive, target) -> None:
         self.ours, self.theirs = source.drafter(target), source.drafts.drafter(target)

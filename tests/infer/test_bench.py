@@ -76,13 +76,14 @@ class Recall:
     """An oracle that finds the prompt it was given among those it knows."""
 
     feature_layers = ()
+    cache = None
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]]) -> None:
         self.truth, self.oracle = truth, None
 
     def propose(self, committed):
         if self.oracle is None:
-            prompt = tuple(committed.tokens_BA[0, :-1].tolist())
+            prompt = tuple(committed.tokens_BC[0, :-1].tolist())
             self.oracle = Oracle(CHAIN, [self.truth[prompt]], vocab_size=VOCABULARY)
         return self.oracle.propose(committed)
 

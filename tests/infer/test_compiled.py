@@ -19,7 +19,7 @@ from tiny_targets import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftheads.heads.base import Committed
+from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
@@ -330,12 +330,11 @@ def test_a_step_asks_nothing_of_the_host(kind, monkeypatch):
     device = torch.device("meta")
 
     def committed(tokens: int) -> tuple[torch.Tensor, ...]:
-        tokens_BA = torch.zeros(2, tokens, dtype=torch.long, device=device)
-        return tokens_BA, torch.zeros(2, tokens, width, device=device), tokens_BA[:, 0]
+        tokens_BC = torch.zeros(2, tokens, dtype=torch.long, device=device)
+        return tokens_BC, torch.zeros(2, tokens, width, device=device), tokens_BC[:, 0]
 
     drafter.propose(Committed(*committed(4), [4, 3]))
-    steps = compiled.FixedSteps(compiled._advance, target, drafter, tree)
-    steps.cache, steps.accept = cache, Greedy()
+    steps = compiled.FixedSteps(compiled._advance, target, drafter, tree, cache, Greedy())
     compiled._fix(cache, tree.nodes, 16)
     if steps.drafts is not None:
         compiled._fix(steps.drafts.cache, steps.room, 16)

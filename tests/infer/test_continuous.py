@@ -41,12 +41,17 @@ def rule(temperature: float = 1.0) -> Seeded:
     return Seeded(temperature, 0.95, 0, 32)
 
 
+def prefilled(engine: Speculator, accept: Seeded, rows: list[Row]) -> Decoding:
+    *_, decoding = Decoding.prefill(engine, accept, rows, 32)
+    assert decoding is not None
+    return decoding
+
+
 def alone(engine: Speculator, accept: Seeded, request: Request) -> tuple[list[int], int]:
     """The answer to a request, decoded by itself, and the number of forwards after its prompt."""
     row = Row(engine.target, request.prompt, request.max_new_tokens, seed=request.seed)
     with torch.inference_mode():
-        decoding, steps = Decoding(engine, accept), 0
-        decoding.begin([row], 32)
+        decoding, steps = prefilled(engine, accept, [row]), 0
         while not row.finish:
             decoding.step()
             steps += 1
@@ -57,9 +62,9 @@ def test_what_a_failed_row_leaves_is_gone_when_its_place_is_taken():
     """Masked keys and values weigh nothing, but 0 times nan is nan."""
     target = tiny_target()
     with torch.inference_mode():
-        first, new = Decoding(Speculator(target), rule()), Decoding(Speculator(target), rule())
-        first.begin([Row(target, prompt, 32) for prompt in some_prompts(9, 12)], 32)
-        new.begin([Row(target, prompt, 32) for prompt in some_prompts(4)], 32)
+        rows = [Row(target, prompt, 32) for prompt in some_prompts(9, 12, 4)]
+        first = prefilled(Speculator(target), rule(), rows[:2])
+        new = prefilled(Speculator(target), rule(), rows[2:])
         for layer in first.cache.layers:
             layer.keys[0] = layer.values[0] = torch.nan
         first.rows[0].finish = "failed"
@@ -139,11 +144,11 @@ def test_slots_are_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["prompts", "steps"])
 def small_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A device on which no more than three rows find room, at first or later."""
-    name = "prefill" if request.param == "prompts" else "verify"
+    name = "prefill_chunks" if request.param == "prompts" else "verify"
     original, rows = getattr(Target, name), list[int]()
 
     def bounded(self: Target, given: Any, *more: Any) -> Any:
-        rows.append(len(given if name == "prefill" else given.tokens_BN))
+        rows.append(len(given if name == "prefill_chunks" else given.tokens_BN))
         if rows[-1] > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(self, given, *more)
@@ -187,14 +192,14 @@ def test_a_request_that_fails_alone_ends_with_its_error(monkeypatch):
     target, asked = tiny_target(), requests()
     plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
     bad = asked[3]
-    prefill = Target.prefill
+    prefill = Target.prefill_chunks
 
     def failing(self: Target, prompts: Any, *more: Any) -> Any:
         if any(list(prompt) == list(bad.prompt) for prompt in prompts):
             raise RuntimeError("too long")
         return prefill(self, prompts, *more)
 
-    monkeypatch.setattr(Target, "prefill", failing)
+    monkeypatch.setattr(Target, "prefill_chunks", failing)
     waiting, found = iter(asked), {}
     batch = ContinuousBatch(Speculator(target), rule(), 4)
     for request, ids, error in batch.run(lambda: next(waiting, None)):

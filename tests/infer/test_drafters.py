@@ -20,15 +20,15 @@ from tiny_targets import (
     tiny_target,
 )
 
-from draftheads.heads.base import Committed
+from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, first_layers
 from draftheads.infer.drafters.draft_sampling import SampledChain, SpeculativeSampling
-from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.drafters.rows import RowTree, stacked
+from draftheads.infer.drafters.rows import stacked
 from draftheads.infer.engine import Speculator
 
 NEW = 31  # one token from the prefill and six steps of a chain of 4
@@ -57,15 +57,15 @@ DRAFTS = {
 }
 
 
-def committed(rows: list[list[int]], features_BAD: torch.Tensor | None = None) -> Committed:
+def committed(rows: list[list[int]], features_BCD: torch.Tensor | None = None) -> Committed:
     """These tokens of each row, padded."""
     counts = [len(row) for row in rows]
-    tokens_BA = torch.zeros(len(rows), max(counts), dtype=torch.long)
+    tokens_BC = torch.zeros(len(rows), max(counts), dtype=torch.long)
     for row, tokens in enumerate(rows):
-        tokens_BA[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
-    if features_BAD is None:
-        features_BAD = torch.zeros(*tokens_BA.shape, 0)
-    return Committed(tokens_BA, features_BAD, torch.tensor(counts), counts)
+        tokens_BC[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+    if features_BCD is None:
+        features_BCD = torch.zeros(*tokens_BC.shape, 0)
+    return Committed(tokens_BC, features_BCD, torch.tensor(counts), counts)
 
 
 def all_paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
@@ -199,6 +199,8 @@ def test_a_row_without_a_repeat_and_a_finished_row_draft_nothing():
 class Fixed:
     """A source of drafters that propose one given tree, and note the features they see."""
 
+    cache = None
+
     def __init__(self, proposed: TokenTree, layers: tuple[int, ...] = ()) -> None:
         self.proposed, self.feature_layers = proposed, layers
         nodes = proposed.tokens_BN.shape[1] - 1
@@ -211,19 +213,21 @@ class Fixed:
         return self
 
     def propose(self, committed):
-        self.seen.append(committed.features_BAD)
+        self.seen.append(committed.features_BCD)
         return self.proposed
 
 
 def random_tree(draw: random.Random, rows: int = 2) -> TokenTree:
     """A tree for each row, of few tokens, so that trees overlap; siblings are distinct."""
-    made = []
+    trees = []
     for _ in range(rows):
-        tree = RowTree(0)
-        while len(tree.tokens) < 9:
-            tree.add(draw.randrange(len(tree.tokens)), draw.randrange(1, 4))
-        made.append(tree)
-    return stacked(made, torch.device("cpu"))
+        paths: list[tuple[int, ...]] = [()]
+        while len(paths) < 9:
+            path = (*draw.choice(paths), draw.randrange(1, 4))
+            if path not in paths:
+                paths.append(path)
+        trees.append(paths[1:])
+    return stacked([0] * rows, trees, torch.device("cpu"))
 
 
 def in_turns(parts: list[list[tuple[int, ...]]], nodes: int) -> Paths:
@@ -258,10 +262,9 @@ def test_parts_that_were_right_have_more_of_the_nodes():
     """Of six nodes each of two chains has three, until the second one is right."""
 
     def chain(first: int) -> TokenTree:
-        row = RowTree(5)
-        for depth in range(6):
-            row.add(depth, first + depth)
-        return stacked([row], torch.device("cpu"))
+        tokens = range(first, first + 6)
+        paths = [tuple(tokens[:depth]) for depth in range(1, 7)]
+        return stacked([5], [paths], torch.device("cpu"))
 
     parts = [Fixed(chain(10)), Fixed(chain(20))]
     drafter = Merged(parts).drafter(tiny_target(), DynamicTree(6, 6, 6))
@@ -273,31 +276,27 @@ def test_parts_that_were_right_have_more_of_the_nodes():
     ):
         tokens_N = drafter.propose(committed([written])).tokens_BN[0]
         assert int((tokens_N >= 20).sum()) == own
-    assert RowTree(5).agreed([20]) == 0
+    assert agreed([], [20]) == 0
 
 
 def test_each_part_of_a_merged_drafter_sees_its_own_features():
     draw, width = random.Random(0), 4
     parts = [Fixed(random_tree(draw, 1), layers) for layers in ((0, 2), (), (1,))]
     drafter = Merged(parts).drafter(tiny_target())
-    features_BAD = torch.randn(1, 2, 3 * width)
-    drafter.propose(committed([[5, 0]], features_BAD))
+    features_BCD = torch.randn(1, 2, 3 * width)
+    drafter.propose(committed([[5, 0]], features_BCD))
     assert drafter.feature_layers == (0, 2, 1)
-    expected = features_BAD.split([2 * width, 0, width], dim=2)
+    expected = features_BCD.split([2 * width, 0, width], dim=2)
     for part, own in zip(parts, expected, strict=True):
         assert torch.equal(part.seen[0], own)
 
 
 def test_padding_leaves_the_law_of_sampling_as_it_is():
     target, root = MarkovTarget(), 2
-    small, large = RowTree(root), RowTree(root)
-    for token in (4, 1):
-        node = small.add(0, token)
-        small.add(node, 3)
-        small.add(node, token)
-    for token in range(6):
-        large.add(large.add(0, token), 1)
-    tree = stacked([*[small] * RUNS, large], torch.device("cpu"))
+    small = [(4,), (4, 3), (4, 4), (1,), (1, 3), (1, 1)]
+    large = [path for token in range(6) for path in ((token,), (token, 1))]
+    rows = [*[small] * RUNS, large]
+    tree = stacked([root] * len(rows), rows, torch.device("cpu"))
     assert tree.tokens_BN.shape[1] == 13
     rule = Sampled(temperature=2.0)
     rule.seed(1)

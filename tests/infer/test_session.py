@@ -143,7 +143,9 @@ def test_a_step_that_is_interrupted_spoils_nothing(place, monkeypatch):
     steps = engine.generate(prompt, max_new_tokens=NEW, session=session)
     next(steps), next(steps)
     with monkeypatch.context() as patch:
-        owner, name = (session._drafter, "propose") if place == "drafting" else (target, "verify")
+        owner, name = (
+            (session._caches.drafter, "propose") if place == "drafting" else (target, "verify")
+        )
         done = getattr(owner, name)
 
         def interrupted(*given: Any) -> Any:
@@ -214,7 +216,7 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(
         monkeypatch.setitem(compiled.RECORDERS, "cpu", recorder)
         monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
         monkeypatch.setattr(compiled, "BUCKET", 4)
-    for place in ("heads.cache", "heads.tree_drafting", "infer.engine"):
+    for place in ("heads.cache", "heads.drafting", "infer.engine"):
         monkeypatch.setattr(f"draftheads.{place}.ROOM", 2)
     target, session, [prompt] = tiny_target(), Session(), some_prompts(6)
     engine = Speculator(target, random_head(name, target), compile=is_compiled)
@@ -222,12 +224,12 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(
     for _ in range(2):  # the second time from slots that were given back
         steps = engine.generate(prompt, max_new_tokens=90, session=session)
         tokens = list(next(steps).tokens)
-        capacities.append(session._cache.table.capacity)
+        capacities.append(session._caches.cache.table.capacity)
         tokens += [token for step in steps for token in step.tokens]
         assert tokens == greedy(target, prompt, 90)[: len(tokens)]
         assert len(tokens) == 90 or tokens[-1] in target.eos_ids
         if len(tokens) > 60:
-            assert session._cache.table.capacity > 60
+            assert session._caches.cache.table.capacity > 60
         prompt = [*prompt[:5], 9]
     nodes = engine.tree.nodes
     assert max(capacities) <= (len(prompt) + 2 + nodes) * 4, "not 90"
@@ -241,7 +243,7 @@ def test_a_prompt_that_is_read_in_turns_changes_nothing(name, target_name):
     for prompt, stop in turns():
         expected = shown(steps_of(engine, prompt, stop))
         for chunk, kept in ((1, None), (5, session), (99, None)):
-            asked = {"session": kept, "chunk": chunk}
+            asked = {"session": kept, "prefill_chunk": chunk}
             steps = list(engine.generate(prompt, max_new_tokens=NEW, **asked))
             read = [step for step in steps if not step.tokens]
             assert shown(steps[len(read) :][:stop]) == expected
@@ -255,7 +257,7 @@ def test_other_drafters_read_a_prompt_in_turns_too(drafts):
     target, [prompt] = tiny_target(), some_prompts(23)
     engine = Speculator(target, drafts(target))
     expected = shown(steps_of(engine, prompt, 99))
-    steps = list(engine.generate(prompt, max_new_tokens=NEW, chunk=4))
+    steps = list(engine.generate(prompt, max_new_tokens=NEW, prefill_chunk=4))
     assert shown([step for step in steps if step.tokens]) == expected
 
 
@@ -263,7 +265,7 @@ def test_a_prompt_given_up_halfway_leaves_the_session_right():
     target, session, [prompt] = tiny_target(), Session(), some_prompts(23)
     engine = Speculator(target, random_head("eagle3", target))
     for stop in (2, 4):
-        steps = engine.generate(prompt, max_new_tokens=NEW, session=session, chunk=4)
+        steps = engine.generate(prompt, max_new_tokens=NEW, session=session, prefill_chunk=4)
         for _ in range(stop):
             assert not next(steps).tokens
         del steps
