@@ -34,6 +34,7 @@ from draftheads.heads.terminal import printable
 from draftheads.infer.accept import LEAST_TEMPERATURE, Seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
+from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import (
     MANIFEST,
     Counts,
@@ -53,9 +54,10 @@ from draftheads.train.data.answers import (
     set_aside,
     write_manifest,
 )
-from draftheads.train.data.conversation import Conversation, Renderer, TextSide, turns_of
-from draftheads.train.data.prompts import Prompt, check_tools, with_tools
+from draftheads.train.data.conversation import Conversation, check_tools, turns_of
+from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.shards import documents_of
+from draftheads.train.data.text_side import TextSide
 from draftheads.train.launch import PATIENCE, check_environment
 
 if TYPE_CHECKING:
@@ -338,9 +340,8 @@ def distill(
     if not isinstance(answerer, Answerer):
         engine = Speculator(answerer)
         answerer = LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
-    renderer = Renderer(answerer.side, options.template_args)
-    if any(with_tools(prompt.messages or ()) for prompt in prompts):
-        check_tools(renderer.tokenizer, options.template_args)
+    renderer = PromptRenderer(answerer.side, options.template_args)
+    check_tools(renderer, (prompt.messages for prompt in prompts))
     _check_template(renderer, prompts, answerer.side.name)
     names, sha256 = _identify(prompts)
     origin = {"target": answerer.origin(), "text": _text_identity(renderer)}
@@ -367,7 +368,7 @@ def _launched() -> tuple[int, int]:
 
 def _answer(
     answerer: Answerer,
-    renderer: Renderer,
+    renderer: PromptRenderer,
     prompts: Sequence[Prompt],
     names: Sequence[str],
     options: DistillOptions,
@@ -419,7 +420,7 @@ def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
     return names, together.hexdigest()
 
 
-def _check_template(renderer: Renderer, prompts: Sequence[Prompt], name: str) -> None:
+def _check_template(renderer: PromptRenderer, prompts: Sequence[Prompt], name: str) -> None:
     """Raises ValueError for a chat template that renders neither a plain question nor any of the
     first conversations: it is broken, and the prompts are not.
     """
@@ -428,7 +429,7 @@ def _check_template(renderer: Renderer, prompts: Sequence[Prompt], name: str) ->
     refusal: Exception | None = None
     for turn in [[QUESTION], *turns] if turns else []:
         try:
-            renderer.render([turn], [])
+            renderer.text(turn)
             return
         except Exception as error:  # templates are programs: they raise what they like
             refusal = refusal or error
@@ -440,7 +441,7 @@ def _check_template(renderer: Renderer, prompts: Sequence[Prompt], name: str) ->
         ) from refusal
 
 
-def _text_identity(renderer: Renderer) -> dict[str, str]:
+def _text_identity(renderer: PromptRenderer) -> dict[str, str]:
     """What makes token ids of prompts and ends answers, as digests. By what a tokenizer does, not
     by its files, which other versions of the same library write differently.
     """
@@ -524,11 +525,6 @@ def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def has_text(row: Conversation) -> bool:
-    """Whether an answer of the conversation is more than an end token."""
-    return any(answer["content"].strip() for answer in row.answers)
-
-
 def _store(
     answers: Iterable[Answered],
     journal: Journal,
@@ -548,7 +544,7 @@ def _store(
         new = [row for row in conversations if row.prompt.index in missing]
         records = [row.record() | {"id": names[row.prompt.index]} for row in new]
         held += records
-        if error is not None and not any(map(has_text, conversations)):
+        if error is not None and not any(row.has_text for row in conversations):
             lost += len(conversations)
             if lost >= (min(patience, MAX_EMPTY) if isinstance(error, EmptyAnswer) else patience):
                 raise error

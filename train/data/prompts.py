@@ -39,8 +39,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2.exceptions import TemplateError
-
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".parquet", ".txt", ".md")
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text", "question")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -204,33 +202,6 @@ def read_conversations(
     if not conversations:
         raise ValueError(f"{source}: expected at least one answer in a conversation, found none")
     return conversations
-
-
-def with_tools(messages: Sequence[Message]) -> bool:
-    """True if a conversation has tool calls or tool results."""
-    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-
-
-def check_tools(tokenizer: Any, template_args: dict[str, Any]) -> None:
-    """Raises ValueError for a chat template that does not render tool calls and their results."""
-    call = _call({"id": "call00000", "name": "look_up", "arguments": {"word": "heron"}})
-    talk: list[Message] = [
-        {"role": "user", "content": "What is a heron?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "A bird."},
-    ]
-    shown, problem = "", "drops them"
-    try:
-        shown = tokenizer.apply_chat_template(
-            talk, tokenize=False, add_generation_prompt=True, **template_args
-        )
-    except (TemplateError, TypeError, ValueError) as error:  # refused, or without a template
-        problem = f"refuses them ({error})" if tokenizer.chat_template else "is missing"
-    if "look_up" not in shown or "A bird." not in shown:
-        raise ValueError(
-            "--tools: expected a chat template that renders tool calls and results, the one of "
-            f"{tokenizer.name_or_path} {problem}; leave them out with --tools drop"
-        )
 
 
 def check_source(source: str | Path) -> Path:

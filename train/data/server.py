@@ -30,16 +30,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftheads.heads.placement import read_config
 from draftheads.heads.terminal import printable
-from draftheads.train.data.conversation import LOSSY, Conversation, Renderer, TextSide
+from draftheads.train.data.conversation import LOSSY, Conversation
 from draftheads.train.data.distill import (
     Answered,
     Answerer,
     EmptyAnswer,
     Sampling,
     Seeds,
-    has_text,
     until_end,
 )
+from draftheads.train.data.text_side import TextSide
 
 CONNECT_SECONDS = 10.0
 BUSY = {408, 425, 429}
@@ -141,7 +141,6 @@ class ServedTarget(Answerer):
         super().__init__(TextSide.load(name, revision), min(lengths))
         self._revision = revision or getattr(config, "_commit_hash", None)
         self._vocabulary: int = text.vocab_size
-        self._renderer = Renderer(self.side, {})
 
     def origin(self) -> dict[str, Any]:
         """The manifest's entry for the target; the servers' weights have no fingerprint."""
@@ -219,7 +218,7 @@ class ServedTarget(Answerer):
         return None
 
     def _emptiness(self, server: _Server, row: Conversation) -> EmptyAnswer | None:
-        if has_text(row) or not row.answers:
+        if row.has_text or not row.answers:
             return None
         return EmptyAnswer(
             f"{server.url}: expected answers with text, got empty ones alone; ask the server for a "
@@ -248,7 +247,7 @@ class ServedTarget(Answerer):
         """Append an answer, its end token included, to its conversation."""
         eos_ids, ids = self.side.eos_ids, completion.token_ids
         if ids is None:
-            ids = self._renderer.retokenize(completion.text or "", row.tokens)
+            ids = row.retokenize(completion.text or "")
             if ids is None or len(ids) > sampling.max_new_tokens:  # not the generated ones
                 row.end("skipped", LOSSY)
                 return
