@@ -50,7 +50,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from huggingface_hub import DatasetCardData
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -683,9 +682,8 @@ def _write_card(path: Path, manifest: dict[str, Any]) -> None:
         before = re.sub(r"answers-[0-9a-f]{16}-\*\.arrow", pattern, before)
         write_text(path, before + ours + after)
         return
-    files = {"config_name": "default", "data_files": pattern}
-    data = DatasetCardData(configs=[files], tags=["draftheads"])
-    write_text(path, f"---\n{data.to_yaml()}\n---\n\n# Answers of {name}\n\n{ours}\n")
+    facts = f"configs:\n- config_name: default\n  data_files: {pattern}\ntags:\n- draftheads\n"
+    write_text(path, f"---\n{facts}---\n\n# Answers of {name}\n\n{ours}\n")
 
 
 class Journal:

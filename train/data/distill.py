@@ -195,16 +195,16 @@ class LocalAnswerer(Answerer):
 
     def __init__(self, engine: Speculator, rows: int = 32, most_tokens: int | None = None) -> None:
         super().__init__(engine.target, engine.target.context)
-        self._target, self._engine = engine.target, engine
-        self._rows, self._most_tokens = rows, most_tokens
+        self._engine, self._rows, self._most_tokens = engine, rows, most_tokens
 
     def origin(self) -> dict[str, Any]:
         """The target's name, revision, fingerprint and dtype."""
+        target = self._engine.target
         return {
-            "name": str(self._target.name),
-            "revision": self._target.revision,
-            "fingerprint": self._target.fingerprint(),
-            "dtype": str(self._target.model.dtype).removeprefix("torch."),
+            "name": str(target.name),
+            "revision": target.revision,
+            "fingerprint": target.fingerprint(),
+            "dtype": str(target.model.dtype).removeprefix("torch."),
         }
 
     def answer(
@@ -316,12 +316,6 @@ class Claims:
             f"expected {self.world} processes to share the prompts, got {found}; run the same "
             "command again to resume"
         )
-
-
-def until_end(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
-    """The ids up to the first end token, included; the rest is padding."""
-    end = next((place for place, token in enumerate(ids) if token in eos_ids), len(ids))
-    return ids[: end + 1]
 
 
 def distill(
@@ -466,8 +460,8 @@ def _begin(
     """The manifest of this distillation, after checking that it may write to `options.out`.
 
     origin: the manifest's entries for target and text. Damaged files of a finished folder are set
-    aside. Raises ValueError without prompts, and for a folder of an earlier version, of other
-    options (the message names each difference) or of other prompts only: another --out was meant.
+    aside. Raises ValueError without prompts, and for a folder of other options (the message names
+    each difference) or of other prompts only: another --out was meant.
     """
     if not names:
         raise ValueError("prompts: expected at least one, got none; check --prompts")
@@ -483,30 +477,37 @@ def _begin(
     if not (out / MANIFEST).is_file():
         return manifest
     old = read_manifest(out)
-    was, now = _settings(old), _settings(manifest)
-    changed = [key for key, value in now.items() if was.get(key) != value]
-    if changed and not count(out, old).done:
-        forget(out)  # nothing is lost; a template may be mended that refused all prompts
-    elif changed := [key for key in changed if key in was or key not in manifest["text"]]:
-        listed = [f"{key}: expected {was.get(key)!r}, got {now[key]!r}" for key in changed]
+    before, now = _settings(old), _settings(manifest)
+    changes = [key for key, value in now.items() if before.get(key) != value]
+    if changes and count(out, old).done:
+        listed = [f"{key}: expected {before.get(key)!r}, got {now[key]!r}" for key in changes]
         raise ValueError(
             f"{out} was begun with other options (target {old['target']['name']}, prompts "
             f"{old['prompts'].get('source') or 'unnamed'}): {'; '.join(listed)}. "
             "Use another --out, or the same options to resume"
         )
+    if changes:
+        forget(out)  # nothing is lost; a template may be mended that refused all prompts
     set_aside(out, old)
-    if old["prompts"]["sha256"] != manifest["prompts"]["sha256"]:
-        count_before, kept = old["prompts"]["count"], len(answered(out, names))
-        if not kept and any(path.stat().st_size for path in [*journals(out), *columns(out)]):
-            raise ValueError(
-                f"{out}: expected some of the {count_before} prompts that it was begun with, got "
-                f"{len(names)} others; use another --out, or check --prompts"
-            )
-        logger.warning(
-            "%s: the prompts have changed, from %d to %d; %d of them are answered already",
-            *(out, count_before, len(names), kept),
-        )
+    if old["prompts"]["sha256"] != sha256:
+        _note_other_prompts(out, old["prompts"]["count"], names)
     return manifest
+
+
+def _note_other_prompts(out: Path, count_before: int, names: Sequence[str]) -> None:
+    """Log how many of the prompts are answered already. Raises ValueError if none of those that the
+    folder was begun with is left.
+    """
+    number = len(answered(out, names))
+    if not number and any(path.stat().st_size for path in [*journals(out), *columns(out)]):
+        raise ValueError(
+            f"{out}: expected some of the {count_before} prompts that it was begun with, got "
+            f"{len(names)} others; use another --out, or check --prompts"
+        )
+    logger.warning(
+        "%s: the prompts have changed, from %d to %d; %d of them are answered already",
+        *(out, count_before, len(names), number),
+    )
 
 
 def _settings(manifest: dict[str, Any]) -> dict[str, Any]:

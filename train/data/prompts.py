@@ -34,12 +34,11 @@ import tempfile
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".parquet", ".txt", ".md")
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text", "question")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench"
@@ -96,7 +95,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Parts:
     """Parts of a conversation to keep, in addition to system and user turns."""
 
     tools: bool
@@ -161,8 +160,8 @@ def iter_prompts(
             raise ValueError(f"{name}: expected a positive number, got {value}")
     records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
     number = 0
-    kept = _Kept(tools == "keep")
-    for where, messages, text, category in _parsed(records, kept, limit, skip_empty):
+    parts = _Parts(tools == "keep")
+    for where, messages, text, category in _parsed(records, parts, limit, skip_empty):
         if prompt_words is not None:
             if text is None:
                 raise ValueError(
@@ -192,10 +191,10 @@ def read_conversations(
     hub, limit, tools: as in `read_prompts`. reasoning: "drop" removes <think> ... </think> from
     answers. Raises ValueError, naming the record.
     """
-    kept = _Kept(tools == "keep", answers=True, reasoning=reasoning == "keep")
+    parts = _Parts(tools == "keep", answers=True, reasoning=reasoning == "keep")
     records = _records(source, hub or Hub(), limit, by_line=False)
     conversations = []
-    for where, messages, *_ in _parsed(records, kept, limit, skip_empty=True):
+    for where, messages, *_ in _parsed(records, parts, limit, skip_empty=True):
         if messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
         conversations.append(messages)
@@ -247,9 +246,9 @@ def _records(
     else:
         streaming = limit is not None if hub.streaming is None else hub.streaming
         name, _, config = str(source).partition(":")
-        given = SETS.get(str(source), {"path": name, "name": config or None, "split": "train"})
-        given = {**given, "split": hub.split or given["split"]}
-        yield from _hub_records(str(source), given, streaming=streaming)
+        choice = SETS.get(str(source), {"path": name, "name": config or None, "split": "train"})
+        choice = {**choice, "split": hub.split or choice["split"]}
+        yield from _hub_records(str(source), choice, streaming=streaming)
 
 
 def _has_prompts(path: Path, folder: Path) -> bool:
@@ -259,16 +258,16 @@ def _has_prompts(path: Path, folder: Path) -> bool:
 
 
 def _hub_records(
-    source: str, given: Mapping[str, str | None], *, streaming: bool
+    source: str, choice: Mapping[str, str | None], *, streaming: bool
 ) -> Iterator[tuple[str, Any]]:
-    """The records of a data set. given: arguments of `datasets.load_dataset`."""
-    split = given["split"]
+    """The records of a data set. choice: arguments of `datasets.load_dataset`."""
+    split = choice["split"]
     import datasets  # slow, and optional
 
     failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError, ConnectionError)
     failures += (datasets.exceptions.DatasetsError,)
     try:
-        rows = datasets.load_dataset(**given, streaming=streaming)
+        rows = datasets.load_dataset(**choice, streaming=streaming)
         for number, record in enumerate(rows, start=1):
             yield f"{source} [{split}] record {number}", record
     except failures as error:
@@ -279,28 +278,14 @@ def _hub_records(
 
 
 def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
-    name = path.name.lower()
+    suffix = next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
+    if suffix is None:
+        raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
+    read = READERS[suffix]
+    if by_line and read is _paragraphs:
+        read = _text_lines
     try:
-        if name.endswith(".json"):
-            yield from _json_records(path)
-        elif name.endswith((".jsonl", ".jsonl.gz")):
-            yield from _json_lines(path)
-        elif name.endswith((".txt", ".md")):
-            text = path.read_text(encoding="utf-8-sig").lstrip()
-            parts = re.split(r"\n(?:[ \t]*\n)+", text)
-            if by_line or len(parts) == 1:
-                parts = text.split("\n")
-            for number, part in enumerate(filter(str.strip, parts), start=1):
-                yield f"{path} prompt {number}", {"text": part.strip()}
-        elif name.endswith(".parquet"):
-            import pyarrow.parquet  # slow, and optional
-
-            with pyarrow.parquet.ParquetFile(path) as table:
-                batches = (batch.to_pylist() for batch in table.iter_batches(1024))
-                for number, record in enumerate(itertools.chain.from_iterable(batches), start=1):
-                    yield f"{path} record {number}", record
-        else:
-            raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
+        yield from read(path)
     # gzip, codecs and pyarrow do not name the file
     except (EOFError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as e:
         if str(path) in str(e):
@@ -309,6 +294,30 @@ def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
             f"{path}: expected a complete {path.suffix} file, got one that cannot be read "
             f"({' '.join(str(e).split())}); copy or convert it again, or leave it out"
         ) from e
+
+
+def _paragraphs(path: Path) -> Iterator[tuple[str, Any]]:
+    text = path.read_text(encoding="utf-8-sig").lstrip()
+    paragraphs = re.split(r"\n(?:[ \t]*\n)+", text)
+    return _texts(path, paragraphs if len(paragraphs) > 1 else text.split("\n"))
+
+
+def _text_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    return _texts(path, path.read_text(encoding="utf-8-sig").split("\n"))
+
+
+def _texts(path: Path, texts: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for number, text in enumerate(filter(str.strip, texts), start=1):
+        yield f"{path} prompt {number}", {"text": text.strip()}
+
+
+def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow.parquet  # slow, and optional
+
+    with pyarrow.parquet.ParquetFile(path) as table:
+        batches = (batch.to_pylist() for batch in table.iter_batches(1024))
+        for number, record in enumerate(itertools.chain.from_iterable(batches), start=1):
+            yield f"{path} record {number}", record
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -343,14 +352,26 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path} record {number}", record
 
 
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".json": _json_records,
+    ".jsonl": _json_lines,
+    ".jsonl.gz": _json_lines,
+    ".parquet": _table_rows,
+    ".txt": _paragraphs,
+    ".md": _paragraphs,
+}
+"""By the end of a file's name: its records, each with its place for messages."""
+SUFFIXES = tuple(READERS)
+
+
 def _parsed(
-    records: Iterator[tuple[str, Any]], kept: _Kept, limit: int | None, skip_empty: bool
+    records: Iterator[tuple[str, Any]], parts: _Parts, limit: int | None, skip_empty: bool
 ) -> Iterator[tuple[str, Messages | None, str | None, str | None]]:
     """Yield (place, messages, text, category), `limit` at most; then log what was left out."""
     number = 0
     for where, record in records:
         try:
-            messages, text = _parse(where, record, kept)
+            messages, text = _parse(where, record, parts)
             category = record.get("category")
             category = category if isinstance(category, str) else None
             json.dumps([messages, text, category], ensure_ascii=False).encode()
@@ -366,12 +387,13 @@ def _parsed(
         number += 1
         if number == limit:
             break
-    if kept.left_out:
-        counts = ", ".join(f"{count} {kind}" for kind, count in kept.left_out.items())
+    if parts.left_out:
+        counts = ", ".join(f"{count} {kind}" for kind, count in parts.left_out.items())
         logger.warning("only text is kept; left out: %s", counts)
 
 
-def _parse(where: str, record: Any, kept: _Kept) -> tuple[Messages | None, str | None]:
+def _parse(where: str, record: Any, parts: _Parts) -> tuple[Messages | None, str | None]:
+    """(messages, text) of a record; one of them is None."""
     layout = None
     if isinstance(record, dict):
         layout = next((key for key in LAYOUTS if record.get(key) is not None), None)
@@ -380,32 +402,36 @@ def _parse(where: str, record: Any, kept: _Kept) -> tuple[Messages | None, str |
             f"{where}: expected an object with one of the keys {', '.join(LAYOUTS)}, "
             f"got {_describe(record)}; rename the key"
         )
-    kept.left_out.update(key for key in MEDIA if record.get(key))
-    value, where = record[layout], f"{where}, {layout}"
+    parts.left_out.update(key for key in MEDIA if record.get(key))
+    turns, where = record[layout], f"{where}, {layout}"
     if layout == "text":
-        return None, _question(where, value, kept)
+        return None, _question(where, turns, parts)
     if layout == "instruction":
-        value = _question(where, value, kept)
-        extra = _text(f"{where}, input", record.get("input") or "", kept)
-        value = [f"{value}\n\n{extra}" if extra.strip() else value]
-    elif layout in ("prompt", "question") and isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list):
-        raise ValueError(f"{where}: expected a list of turns, got {_describe(value)}")
-    messages = _read_turns(where, value, kept)
-    system = _text(f"{where}, system", record.get("system") or "", kept)
+        turns = [_instruction(where, record, parts)]
+    elif layout in ("prompt", "question") and isinstance(turns, str):
+        turns = [turns]
+    if not isinstance(turns, list):
+        raise ValueError(f"{where}: expected a list of turns, got {_describe(turns)}")
+    messages = _read_turns(where, turns, parts)
+    system = _text(f"{where}, system", record.get("system") or "", parts)
     if system.strip() and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return messages, None
 
 
-def _read_turns(where: str, turns: list[Any], kept: _Kept) -> Messages:
+def _instruction(where: str, record: Message, parts: _Parts) -> str:
+    task = _question(where, record["instruction"], parts)
+    extra = _text(f"{where}, input", record.get("input") or "", parts)
+    return f"{task}\n\n{extra}" if extra.strip() else task
+
+
+def _read_turns(where: str, turns: list[Any], parts: _Parts) -> Messages:
     """The messages of a conversation up to the last question or, with answers, the last answer."""
     messages: list[Message] = []
     calls = 0
     unanswered: list[Message] = []
     for number, turn in enumerate(turns, start=1):
-        message = _message(f"{where}, turn {number}", turn, kept)
+        message = _message(f"{where}, turn {number}", turn, parts)
         if message is None:
             continue
         if message["role"] == "tool" and unanswered:
@@ -417,7 +443,7 @@ def _read_turns(where: str, turns: list[Any], kept: _Kept) -> Messages:
             call["id"] = call["id"] or f"call{calls:05d}"  # nine letters, as Mistral requires
             calls += 1
         messages.append(message)
-    last = {"assistant"} if kept.answers else {"user", "tool"}
+    last = {"assistant"} if parts.answers else {"user", "tool"}
     while messages and messages[-1]["role"] not in last:
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
@@ -427,40 +453,61 @@ def _read_turns(where: str, turns: list[Any], kept: _Kept) -> Messages:
     return tuple(messages)
 
 
-def _message(where: str, turn: Any, kept: _Kept) -> Message | None:
+def _message(where: str, turn: Any, parts: _Parts) -> Message | None:
     """A turn as a message for a chat template; None if it is left out."""
     if isinstance(turn, str):
         turn = {"role": "user", "content": turn}
-    named = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
-    role = next((role for role, names in ROLES.items() if str(named).lower() in names), None)
-    if role is None:
-        raise ValueError(
-            f'{where}: expected {{"role", "content"}} or {{"from", "value"}} of a user, system, '
-            f"assistant or tool, got {repr(named) if named else _describe(turn)}; rename it"
-        )
+    role = _role(where, turn)
     content = turn["content"] if "content" in turn else turn.get("value")
-    calls = None
-    if kept.tools:
-        calls = content if role == "call" else turn.get("tool_calls") or turn.get("function_call")
-    if role == "thought" or (role in ("call", "tool") and not kept.tools):
+    if role == "thought" or (role in ("call", "tool") and not parts.tools):
         return None  # templates have no place for thoughts
-    if role == "assistant" and not (calls or kept.answers):
-        return None
     if role == "user":
-        return {"role": "user", "content": _question(where, content, kept)}
-    if role == "call" or content is None:
-        content = ""
-    if role == "tool" and not isinstance(content, str | list):
-        content = json.dumps(content)
-    text = _text(where, content, kept)
+        return {"role": "user", "content": _question(where, content, parts)}
     if role == "tool":
-        given = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
-        return {"role": "tool", "content": text, **given}
-    if role != "system" and not kept.reasoning:
+        return _result(where, turn, content, parts)
+    if role == "call":
+        return _answer(where, "", content, parts)
+    if role == "assistant":
+        calls = turn.get("tool_calls") or turn.get("function_call")
+        return _answer(where, content, calls, parts)
+    text = "" if content is None else _text(where, content, parts)
+    return {"role": role, "content": text} if text.strip() else None
+
+
+def _role(where: str, turn: Any) -> str:
+    """Our name for the role of a turn."""
+    name = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
+    for role, names in ROLES.items():
+        if str(name).lower() in names:
+            return role
+    raise ValueError(
+        f'{where}: expected {{"role", "content"}} or {{"from", "value"}} of a user, system, '
+        f"assistant or tool, got {repr(name) if name else _describe(turn)}; rename it"
+    )
+
+
+def _result(where: str, turn: Message, content: Any, parts: _Parts) -> Message:
+    """A tool's result as a message."""
+    if content is None:
+        content = ""
+    if not isinstance(content, str | list):
+        content = json.dumps(content)
+    origin = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
+    return {"role": "tool", "content": _text(where, content, parts), **origin}
+
+
+def _answer(where: str, content: Any, calls: Any, parts: _Parts) -> Message | None:
+    """An assistant's text with its tool calls as a message."""
+    if not parts.tools:
+        calls = None
+    if not (calls or parts.answers):
+        return None
+    text = "" if content is None else _text(where, content, parts)
+    if not parts.reasoning:
         text = REASONING.sub("", text)
     if calls:
         return {"role": "assistant", "content": text, "tool_calls": _calls(where, calls)}
-    return {"role": role, "content": text} if text.strip() else None
+    return {"role": "assistant", "content": text} if text.strip() else None
 
 
 def _calls(where: str, value: Any) -> list[Message]:
@@ -487,8 +534,8 @@ def _call(call: Message) -> Message:
     return {"id": call.get("id"), "type": "function", "function": called}
 
 
-def _question(where: str, value: Any, kept: _Kept) -> str:
-    text = _text(where, value, kept)
+def _question(where: str, value: Any, parts: _Parts) -> str:
+    text = _text(where, value, parts)
     if not text.strip():
         raise EmptyPromptError(
             f"{where}: expected a question, got an empty string; remove the record, or pass "
@@ -497,20 +544,20 @@ def _question(where: str, value: Any, kept: _Kept) -> str:
     return text
 
 
-def _text(where: str, value: Any, kept: _Kept) -> str:
+def _text(where: str, value: Any, parts: _Parts) -> str:
     """A string, or the text of OpenAI's content parts; parts of other types are counted."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise ValueError(f"{where}: expected a string, got {_describe(value)}; convert it to text")
     texts = []
-    for part in value:
-        kind = str(part.get("type", "text")) if isinstance(part, dict) else "text"
-        text = part.get("text") if isinstance(part, dict) else part
+    for item in value:
+        kind = str(item.get("type", "text")) if isinstance(item, dict) else "text"
+        text = item.get("text") if isinstance(item, dict) else item
         if "text" not in kind:
-            kept.left_out[kind] += 1
+            parts.left_out[kind] += 1
         elif text is not None:
-            texts.append(_text(where, text, kept))
+            texts.append(_text(where, text, parts))
     return "".join(texts)
 
 

@@ -37,7 +37,6 @@ from draftheads.train.data.distill import (
     EmptyAnswer,
     Sampling,
     Seeds,
-    until_end,
 )
 from draftheads.train.data.text_side import TextSide
 
@@ -69,6 +68,17 @@ class PromptRefused(ServerError):
 
 class ServerFault(ServerError):
     """Not the prompt's fault; a retry may succeed."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A try without a completion. kind: the error if it was the last one; wait: seconds that the
+    server asks for.
+    """
+
+    reason: str
+    kind: type[ServerError] = ServerFault
+    wait: float = 0.0
 
 
 class ServerOptions(BaseModel):
@@ -162,13 +172,6 @@ class ServedTarget(Answerer):
         gone, denies access or fails many in a row. Raises ServerError, after yielding what is done,
         when none is left. All pending requests are cancelled when this ends early.
         """
-        for server in self._servers:
-            if sampling.temperature > 0 and server.speculates():
-                logger.warning(
-                    "%s speculates: where vLLM 0.32 runs on a CPU, its answers are then garbage "
-                    "above temperature 0; start it there without --speculative-config",
-                    server.url,
-                )
         work = _Work(self._servers, self._concurrency, chain.from_iterable(batches))
         with asyncio.Runner() as runner:
             clients = {server: server.client() for server in self._servers}
@@ -179,20 +182,9 @@ class ServedTarget(Answerer):
                         work.pending[runner.get_loop().create_task(converse)] = server, asked
                     if not work.pending:
                         return
-                    waiting = asyncio.wait(work.pending, return_when=asyncio.FIRST_COMPLETED)
-                    done, _ = runner.run(waiting)
-                    results = [(*work.pending.pop(task), task.result()) for task in done]
-                    for server, asked, error in sorted(results, key=lambda each: bool(each[2])):
-                        if error is None:
-                            work.failed[server] = 0
-                            yield [asked.row], self._emptiness(server, asked.row)
-                        elif work.passed_on(server, asked, error):
-                            continue
-                        elif isinstance(error, PromptRefused):
-                            asked.row.end("failed", asked.reason)
-                            yield [asked.row], error
-                        else:
-                            logger.warning("%s", error)
+                    for server, asked, error in runner.run(work.next_results()):
+                        if work.is_done(server, asked, error):
+                            yield [asked.row], error or self._emptiness(server, asked.row)
             finally:
                 for task in work.pending:
                     task.cancel()
@@ -252,12 +244,13 @@ class ServedTarget(Answerer):
                 row.end("skipped", LOSSY)
                 return
             row.retokenized += 1
-        ids = until_end(ids, eos_ids)
+        end = next((place for place, token in enumerate(ids) if token in eos_ids), len(ids))
+        ids = ids[: end + 1]  # the rest is padding
         ended = completion.finish_reason == "stop" and eos_ids
         if ended and (not ids or ids[-1] not in eos_ids):  # the server left the end token out
             reported = (completion.stop_reason, completion.matched_stop)
-            known = (*reported, self.side.tokenizer.eos_token_id, eos_ids[0])
-            ids = [*ids, next(token for token in known if token in eos_ids)]
+            candidates = (*reported, self.side.tokenizer.eos_token_id, eos_ids[0])
+            ids = [*ids, next(token for token in candidates if token in eos_ids)]
         if not ids:
             raise ServerFault("answer without tokens")
         if max(ids) >= self._vocabulary:
@@ -310,29 +303,49 @@ class _Work:
             if busy[server] == self.concurrency:
                 free.remove(server)
 
-    def passed_on(self, server: _Server, asked: _Asked, error: ServerError) -> bool:
-        """Whether what a server did not answer can go to another one; all that it has goes there if
-        it is down. Raises `error` if no server is left.
+    async def next_results(self) -> list[tuple[_Server, _Asked, ServerError | None]]:
+        """Wait for conversations to end, and return them, those without an error first."""
+        tasks, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
+        results = [(*self.pending.pop(task), task.result()) for task in tasks]
+        return sorted(results, key=lambda result: result[2] is not None)
+
+    def is_done(self, server: _Server, asked: _Asked, error: ServerError | None) -> bool:
+        """Whether a conversation is answered, or refused by all servers. What a server did not
+        answer goes to another one, or waits for the next launch.
+
+        Raises `error` if no server is left.
         """
+        if error is None:
+            self.failed[server] = 0
+            return True
         asked.failed_at.add(server)
-        self.failed[server] = 0 if isinstance(error, PromptRefused) else self.failed[server] + 1
-        is_down = self.failed[server] >= GIVE_UP
-        is_down |= not isinstance(error, ServerFault | PromptRefused)
-        if is_down and server in self.up:
-            if self.up == [server]:
-                raise error
-            self.up.remove(server)
-            dropped = "%s: %s; dropped until the next launch, %d other servers are left"
-            logger.warning(dropped, server.url, asked.reason, len(self.up))
-            for task, (place, other) in list(self.pending.items()):
-                if place is server:
-                    task.cancel()
-                    del self.pending[task]
-                    self._again.append(other)
-        if asked.failed_at.issuperset(self.up):
+        self._drop_if_down(server, asked, error)
+        if not asked.failed_at.issuperset(self.up):
+            self._again.append(asked)
             return False
-        self._again.append(asked)
-        return True
+        if isinstance(error, PromptRefused):
+            asked.row.end("failed", asked.reason)
+            return True
+        logger.warning("%s", error)
+        return False
+
+    def _drop_if_down(self, server: _Server, asked: _Asked, error: ServerError) -> None:
+        """Drop a server that is gone, denies access, or fails many prompts in a row."""
+        self.failed[server] = 0 if isinstance(error, PromptRefused) else self.failed[server] + 1
+        is_down = not isinstance(error, ServerFault | PromptRefused)
+        is_down |= self.failed[server] >= GIVE_UP
+        if not is_down or server not in self.up:
+            return
+        if self.up == [server]:
+            raise error
+        self.up.remove(server)
+        dropped = "%s: %s; dropped until the next launch, %d other servers are left"
+        logger.warning(dropped, server.url, asked.reason, len(self.up))
+        for task, (place, other) in list(self.pending.items()):
+            if place is server:
+                task.cancel()
+                del self.pending[task]
+                self._again.append(other)
 
 
 class _Server:
@@ -359,37 +372,49 @@ class _Server:
 
     async def complete(self, client: Any, request: dict[str, Any]) -> Completion:
         """The server's completion, retried after faults."""
+        tries = self._options.tries
+        for number in range(tries):
+            result = await self._attempt(client, request)
+            if isinstance(result, Completion):
+                return result
+            failure = result
+            if number + 1 < tries:
+                pause = min(LONGEST_PAUSE, self._options.pause * 2**number)
+                await asyncio.sleep(failure.wait + pause * self._random.uniform(0.5, 1.0))
+        raise failure.kind(f"{failure.reason}, tried {tries} times")
+
+    async def _attempt(self, client: Any, request: dict[str, Any]) -> Completion | _Failure:
+        """One try. Raises the ServerError of a response that no retry makes better."""
         patience = self._options.timeout or 60 + request["max_tokens"] / SLOWEST
-        number = 0
-        while True:
-            number += 1
-            wait = 0.0
-            kind: type[ServerError] = ServerFault
-            try:
-                async with asyncio.timeout(patience):  # for the whole answer
-                    response = await client.post("/completions", json=request)
-                if (seconds := response.headers.get("retry-after", "")).isdecimal():
-                    wait = min(float(seconds), LONGEST_RETRY_AFTER)
-                completions = self._read(response, _Completions)
-                self._check_model(completions.model)
-                [completion] = completions.choices
-                if completion.text is None and completion.token_ids is None:
-                    raise ServerFault("expected text or token ids, got neither")
-                if len(completion.token_ids or ()) > request["max_tokens"]:
-                    raise ServerFault("expected no more tokens than requested, got more")
-                return completion
-            except TimeoutError:
-                reason = "no complete answer in time"
-            except ServerFault as error:
-                reason = str(error)
-            except httpx.HTTPError as error:
-                reason = self._hide(str(error) or type(error).__name__)
-                if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                    kind = ServerError  # the server is gone, for all prompts
-            if number == self._options.tries:
-                raise kind(f"{reason}, tried {number} times")
-            pause = min(LONGEST_PAUSE, self._options.pause * 2 ** (number - 1))
-            await asyncio.sleep(wait + pause * self._random.uniform(0.5, 1.0))
+        try:
+            async with asyncio.timeout(patience):  # for the whole answer
+                response = await client.post("/completions", json=request)
+        except TimeoutError:
+            return _Failure("no complete answer in time")
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            return _Failure(self._reason(error), ServerError)  # it is gone, for all prompts
+        except httpx.HTTPError as error:
+            return _Failure(self._reason(error))
+        try:
+            return self._completion(response, request["max_tokens"])
+        except ServerFault as fault:
+            seconds = response.headers.get("retry-after", "")
+            wait = float(seconds) if seconds.isdecimal() else 0.0
+            return _Failure(str(fault), wait=min(wait, LONGEST_RETRY_AFTER))
+
+    def _completion(self, response: Any, limit: int) -> Completion:
+        """That of a response. Raises ServerError. limit: the tokens that were asked for."""
+        completions = self._read(response, _Completions)
+        self._check_model(completions.model)
+        [completion] = completions.choices
+        if completion.text is None and completion.token_ids is None:
+            raise ServerFault("expected text or token ids, got neither")
+        if len(completion.token_ids or ()) > limit:
+            raise ServerFault("expected no more tokens than requested, got more")
+        return completion
+
+    def _reason(self, error: Exception) -> str:
+        return self._hide(str(error) or type(error).__name__)
 
     def _check_model(self, name: str | None) -> None:
         """Raises ServerError for a completion of another model than asked for. The same name with
@@ -400,16 +425,6 @@ class _Server:
                 f"expected completions of model {self.model!r}, got some of {self._hide(name)!r}; "
                 "serve it under the name that is asked for, or set --server-model"
             )
-
-    def speculates(self) -> bool:
-        """Whether this is a vLLM that verifies drafts, as far as its metrics tell."""
-        try:
-            with httpx.Client(**self._client) as client:
-                page = f"{self.url.removesuffix('/v1')}/metrics"
-                metrics = client.get(page, timeout=CONNECT_SECONDS).text
-            return "vllm:spec_decode_num_drafts" in metrics
-        except httpx.HTTPError:  # other servers need not have them
-            return False
 
     def _choose(self) -> _Model:
         """The model that the options name, or the only one."""
@@ -488,12 +503,12 @@ def without_secret(text: str, key: str) -> str:
         encoded = base64.b64encode(bytes(before) + key.encode()).decode().rstrip("=")
         own = encoded[-(-before * 4 // 3) : (before + len(key)) * 4 // 3]
         parts |= _parts(own, len(own)) | _parts(own.translate(URL_SAFE), len(own))
-    found = [False] * len(text)
+    is_secret = [False] * len(text)
     for size in {len(part) for part in parts}:
         for start in range(len(text) - size + 1):
             if text[start : start + size].lower() in parts:
-                found[start : start + size] = [True] * size
-    runs = groupby(zip(text, found, strict=True), itemgetter(1))
+                is_secret[start : start + size] = [True] * size
+    runs = groupby(zip(text, is_secret, strict=True), itemgetter(1))
     return "".join("***" if hide else "".join(char for char, _ in run) for hide, run in runs)
 
 
