@@ -259,7 +259,9 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], dict[str, Any]]:
     """
     manifest = read_manifest(folder)
     if has_shards(manifest):
-        return [_shard(Path(folder), entry) for entry in manifest["shards"]], manifest
+        entries = manifest["shards"]
+        _refuse(_faults(folder, entries, by_content=False))
+        return [Shard.open(Path(folder) / entry["name"]) for entry in entries], manifest
     contents = _Contents.read(folder, manifest)
     prompts = manifest["prompts"]["count"]
     seen = contents.answered + len(contents.refused)
@@ -272,19 +274,11 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], dict[str, Any]]:
     return [Shard(batch) for batch in contents.batches(contents.documents)], manifest
 
 
-def _shard(folder: Path, entry: dict[str, Any]) -> Shard:
-    path = folder / entry["name"]
-    if fault := _size_fault(path, entry):
-        raise _damaged_files({path: fault})
-    return Shard.open(path)
-
-
 def verify(folder: str | Path, manifest: dict[str, Any]) -> None:
     """Compare the files of a finished folder with size and checksum in its manifest. Raises
     ValueError naming those that differ.
     """
-    if faults := dict(_faults(Path(folder), manifest)):
-        raise _damaged_files(faults)
+    _refuse(_faults(folder, _entries(manifest)))
 
 
 def check(folder: str | Path) -> Counts:
@@ -307,7 +301,7 @@ def check(folder: str | Path) -> Counts:
 def set_aside(folder: Path, manifest: dict[str, Any]) -> None:
     """Rename the damaged files of a finished folder, so that their prompts are answered again."""
     with _locked(folder):
-        for path, fault in _faults(folder, manifest):
+        for path, fault in _faults(folder, _entries(manifest)):
             if path.is_file():  # another process of this launch may have come first
                 path.rename(path.with_name(f"{path.name}.damaged"))
                 logger.warning("%s: %s; set aside, its prompts are answered again", path, fault)
@@ -321,29 +315,35 @@ def forget(folder: Path) -> None:
                 path.unlink()
 
 
-def _faults(folder: Path, manifest: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    """The files of a finished folder that are not as they were written, and what is wrong."""
-    for entry in (*manifest.get("shards", []), *manifest.get("rest", [])):
-        path, expected = folder / entry["name"], entry["sha256"]
-        if fault := _size_fault(path, entry):
-            yield path, fault
-        elif (actual := _checksum(path)) != expected:
+def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The files that a manifest lists."""
+    return manifest.get("shards", []) + manifest.get("rest", [])
+
+
+def _faults(
+    folder: str | Path, entries: Iterable[dict[str, Any]], *, by_content: bool = True
+) -> Iterator[tuple[Path, str]]:
+    """The files that are not as they were written, and what is wrong. by_content: not only sizes
+    are compared.
+    """
+    for entry in entries:
+        path, expected = Path(folder) / entry["name"], entry["sha256"]
+        size = path.stat().st_size if path.is_file() else "no file"
+        if size != entry["bytes"]:
+            yield path, f"expected {entry['bytes']} bytes, got {size}"
+        elif by_content and (actual := _checksum(path)) != expected:
             yield path, f"expected SHA-256 {expected[:12]}, got {actual[:12]}"
 
 
-def _size_fault(path: Path, entry: dict[str, Any]) -> str:
-    size = path.stat().st_size if path.is_file() else "no file"
-    return "" if size == entry["bytes"] else f"expected {entry['bytes']} bytes, got {size}"
+def _refuse(faults: Iterable[tuple[Path, str]]) -> None:
+    """Raises ValueError if there are any."""
+    if listed := "; ".join(f"{path}: {fault}" for path, fault in faults):
+        raise ValueError(f"{listed}; {REPAIR}")
 
 
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _damaged_files(faults: dict[Path, str]) -> ValueError:
-    listed = "; ".join(f"{path}: {fault}" for path, fault in faults.items())
-    return ValueError(f"{listed}; {REPAIR}")
 
 
 def read_answers(folder: str | Path) -> Iterator[Answer]:
@@ -607,7 +607,7 @@ def finish(folder: Path, manifest: dict[str, Any]) -> Counts:
                 write_manifest(folder, manifest)
                 return counts
             _store(folder, manifest, contents)
-        current = {entry["name"] for entry in manifest["shards"] + manifest["rest"]}
+        current = {entry["name"] for entry in _entries(manifest)}
         for path in [*journals(folder), *columns(folder), *folder.glob(".draft-*.arrow")]:
             if path.name not in current:
                 path.unlink()

@@ -38,7 +38,7 @@ class Conversation:
     """A prompt, its answers so far, and why it ended.
 
     turns: default all of the prompt's. reasoning: "keep" learns the reasoning that opens answers,
-    "drop" uses it as context only.
+    "drop" uses it as context only. name: id of its record; default: the prompt's index.
     """
 
     def __init__(
@@ -48,8 +48,10 @@ class Conversation:
         context: int,
         turns: Sequence[Turn] | None = None,
         reasoning: Literal["keep", "drop"] = "keep",
+        name: str | None = None,
     ) -> None:
         self.prompt = prompt
+        self.name = prompt.index if name is None else name
         self.tokens: list[int] = []  # of the open document: what the target sees
         self.outcome: dict[str, str] = {}
         self.retokenized = 0  # answers that came as text without ids
@@ -141,7 +143,7 @@ class Conversation:
     def record(self) -> Record:
         """The line to store."""
         documents = [*self._closed, *self._open()]
-        record: Record = {"id": self.prompt.index}
+        record: Record = {"id": self.name}
         if not documents:
             return record | ({"skipped": ONLY_REASONING} if self.answers else self.outcome)
         record |= documents[0] if len(documents) == 1 else {"documents": documents}

@@ -16,7 +16,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -82,7 +82,6 @@ UNRECORDED = {"out", "batch_size", "max_batch_tokens", "seed", "source"}
 logger = logging.getLogger("draftheads")
 
 Answered = tuple[list[Conversation], Exception | None]
-Seeds = Callable[[int], str]
 
 
 class Sampling(BaseModel):
@@ -94,6 +93,11 @@ class Sampling(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)  # probability mass kept; 1 keeps all
     top_k: int = Field(0, ge=0)  # tokens kept; 0 keeps all
     max_new_tokens: int = Field(512, ge=1)  # per answer, end token included
+    seed: int = 0
+
+    def seed_of(self, row: Conversation) -> str:
+        """Seed of a conversation's next answer."""
+        return f"{self.seed}/{row.name}/{len(row.answers)}"
 
     @field_validator("temperature")
     @classmethod
@@ -109,7 +113,6 @@ class DistillOptions(Sampling):
     out: Path  # folder to write; an unfinished one is resumed
     batch_size: int = Field(32, ge=1)  # prompts answered together
     max_batch_tokens: int | None = Field(None, ge=1)  # in the cache, answers at full length
-    seed: int = 0
     max_turns: int | None = Field(None, ge=1)  # user turns asked per conversation
     template_args: dict[str, Any] = {}  # chat template variables
     reasoning: Literal["keep", "drop"] = "keep"  # "drop": <think> blocks are context, not learned
@@ -175,13 +178,12 @@ class Answerer(ABC):
 
     @abstractmethod
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
+        self, batches: Iterable[list[Conversation]], sampling: Sampling
     ) -> Generator[Answered]:
         """Answer all turns of the batches' conversations, in place.
 
-        seed_of: by index of the prompt. Yields finished conversations, with the last error of a
-        prompt that could not be answered, or None. Conversations that failed for a reason other
-        than their prompt are not yielded.
+        Yields finished conversations, with the last error of a prompt that could not be answered,
+        or None. Conversations that failed for a reason other than their prompt are not yielded.
         """
 
 
@@ -208,7 +210,7 @@ class LocalAnswerer(Answerer):
         }
 
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
+        self, batches: Iterable[list[Conversation]], sampling: Sampling
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers
@@ -223,8 +225,8 @@ class LocalAnswerer(Answerer):
             row = more.popleft() if more else next(new, None)
             if row is None:
                 return None
-            seed = f"{seed_of(row.prompt.index)}/{len(row.answers)}"
-            request = Request(row.tokens, min(limit, self.context - len(row.tokens)), seed)
+            room = self.context - len(row.tokens)
+            request = Request(row.tokens, min(limit, room), sampling.seed_of(row))
             asking[request] = row
             return request
 
@@ -372,29 +374,35 @@ def _answer(
     of those that its server failed on.
     """
     rank, world = _launched()
-    known = set(answered(options.out, names).tolist())
+    stored = set(answered(options.out, names).tolist())
     claims = Claims(len(prompts), options.batch_size * answerer.window, rank, world, options.out)
     missing = set[int]()
 
-    def conversations(places: range) -> list[Conversation]:
-        mine = [place for place in places if place not in known]
-        missing.update(mine)
-        context, turns, reasoning = answerer.context, options.max_turns, options.reasoning
-        return [
-            Conversation(p, renderer, context, turns_of(p)[:turns], reasoning)
-            for p in map(prompts.__getitem__, mine)
-        ]
+    def conversation(place: int) -> Conversation:
+        return Conversation(
+            prompts[place],
+            renderer,
+            answerer.context,
+            turns_of(prompts[place])[: options.max_turns],
+            options.reasoning,
+            names[place],
+        )
 
-    left = -(-(len(prompts) - len(known)) // world)
+    def conversations(places: range) -> list[Conversation]:
+        mine = [place for place in places if place not in stored]
+        missing.update(mine)
+        return [conversation(place) for place in mine]
+
+    left = -(-(len(prompts) - len(stored)) // world)
     patience = MAX_LOST_BATCHES * options.batch_size
-    if not known:
+    if not stored:
         patience = max(1, min(patience, left))
     rows = filter(None, map(conversations, claims))
-    answers = answerer.answer(rows, options, lambda index: f"{options.seed}/{names[index]}")
+    answers = answerer.answer(rows, options)
     bar = tqdm(total=left, desc="distill", unit="prompt", disable=rank > 0)
     try:
         with bar, closing(answers):
-            _store(answers, journal, names, missing, patience, bar)
+            _store(answers, journal, missing, patience, bar)
     except KeyboardInterrupt:
         logger.warning("%s: interrupted; run the same command again to resume", options.out)
         raise
@@ -529,7 +537,6 @@ def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
 def _store(
     answers: Iterable[Answered],
     journal: Journal,
-    names: Sequence[str],
     missing: set[int],
     patience: int,
     bar: tqdm[Any],
@@ -543,7 +550,7 @@ def _store(
     lost, held = 0, list[Record]()
     for conversations, error in answers:
         new = [row for row in conversations if row.prompt.index in missing]
-        records = [row.record() | {"id": names[row.prompt.index]} for row in new]
+        records = [row.record() for row in new]
         held += records
         if error is not None and not any(row.has_text for row in conversations):
             lost += len(conversations)

@@ -29,13 +29,14 @@ import json
 import logging
 import mmap
 import os
+import pickle
 import re
 import tempfile
 import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,9 +114,8 @@ class StoredPrompts(Sequence[Prompt]):
         try:
             with tempfile.TemporaryFile() as file:
                 for prompt in prompts:
-                    content = json.dumps([prompt.messages, prompt.text, prompt.category]).encode()
-                    self._ends.append(self._ends[-1] + len(content))
-                    file.write(content)
+                    file.write(pickle.dumps(prompt))
+                    self._ends.append(file.tell())
                 file.flush()
                 self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
@@ -130,9 +130,8 @@ class StoredPrompts(Sequence[Prompt]):
     def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        content = self._content[self._ends[index] : self._ends[index + 1]]
-        messages, text, category = json.loads(content)
-        return Prompt(index, messages and tuple(messages), text, category)
+        prompt: Prompt = pickle.loads(self._content[self._ends[index] : self._ends[index + 1]])
+        return prompt
 
 
 def read_prompts(source: str | Path, **options: Any) -> list[Prompt]:
@@ -159,23 +158,24 @@ def iter_prompts(
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
-    number = 0
-    parts = _Parts(tools == "keep")
-    for where, messages, text, category in _parsed(records, parts, limit, skip_empty):
-        if prompt_words is not None:
-            if text is None:
-                raise ValueError(
-                    f"{where}: expected plain text for --prompt-words to cut, got a conversation; "
-                    'omit the option, or give {"text": ...} records'
-                )
-            words = itertools.islice(re.finditer(r"\S+", text), prompt_words)
-            text = text[: max(word.end() for word in words)]
-        yield Prompt(number, messages, text, category)
-        number += 1
-    if not number:
+    prompt = None
+    for where, prompt in _parsed(records, _Parts(tools == "keep"), limit, skip_empty):
+        yield prompt if prompt_words is None else _shortened(where, prompt, prompt_words)
+    if prompt is None:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
         )
+
+
+def _shortened(where: str, prompt: Prompt, words: int) -> Prompt:
+    """The first words of a plain text, with the space between them."""
+    if prompt.text is None:
+        raise ValueError(
+            f"{where}: expected plain text for --prompt-words to cut, got a conversation; "
+            'omit the option, or give {"text": ...} records'
+        )
+    first = itertools.islice(re.finditer(r"\S+", prompt.text), words)
+    return replace(prompt, text=prompt.text[: max(word.end() for word in first)])
 
 
 def read_conversations(
@@ -194,10 +194,10 @@ def read_conversations(
     parts = _Parts(tools == "keep", answers=True, reasoning=reasoning == "keep")
     records = _records(source, hub or Hub(), limit, by_line=False)
     conversations = []
-    for where, messages, *_ in _parsed(records, parts, limit, skip_empty=True):
-        if messages is None:
+    for where, prompt in _parsed(records, parts, limit, skip_empty=True):
+        if prompt.messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
-        conversations.append(messages)
+        conversations.append(prompt.messages)
     if not conversations:
         raise ValueError(f"{source}: expected at least one answer in a conversation, found none")
     return conversations
@@ -281,11 +281,8 @@ def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
     suffix = next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
-    read = READERS[suffix]
-    if by_line and read is _paragraphs:
-        read = _text_lines
     try:
-        yield from read(path)
+        yield from _texts(path, by_line) if suffix in TEXTS else READERS[suffix](path)
     # gzip, codecs and pyarrow do not name the file
     except (EOFError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as e:
         if str(path) in str(e):
@@ -296,19 +293,13 @@ def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
         ) from e
 
 
-def _paragraphs(path: Path) -> Iterator[tuple[str, Any]]:
+def _texts(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
     text = path.read_text(encoding="utf-8-sig").lstrip()
-    paragraphs = re.split(r"\n(?:[ \t]*\n)+", text)
-    return _texts(path, paragraphs if len(paragraphs) > 1 else text.split("\n"))
-
-
-def _text_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    return _texts(path, path.read_text(encoding="utf-8-sig").split("\n"))
-
-
-def _texts(path: Path, texts: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    for number, text in enumerate(filter(str.strip, texts), start=1):
-        yield f"{path} prompt {number}", {"text": text.strip()}
+    parts = re.split(r"\n(?:[ \t]*\n)+", text)
+    if by_line or len(parts) == 1:
+        parts = text.split("\n")
+    for number, part in enumerate(filter(str.strip, parts), start=1):
+        yield f"{path} prompt {number}", {"text": part.strip()}
 
 
 def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -357,17 +348,16 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".parquet": _table_rows,
-    ".txt": _paragraphs,
-    ".md": _paragraphs,
 }
 """By the end of a file's name: its records, each with its place for messages."""
-SUFFIXES = tuple(READERS)
+TEXTS = (".txt", ".md")
+SUFFIXES = (*READERS, *TEXTS)
 
 
 def _parsed(
     records: Iterator[tuple[str, Any]], parts: _Parts, limit: int | None, skip_empty: bool
-) -> Iterator[tuple[str, Messages | None, str | None, str | None]]:
-    """Yield (place, messages, text, category), `limit` at most; then log what was left out."""
+) -> Iterator[tuple[str, Prompt]]:
+    """Yield (place, prompt), `limit` at most; then log what was left out."""
     number = 0
     for where, record in records:
         try:
@@ -383,7 +373,7 @@ def _parsed(
             raise ValueError(
                 f"{where}: expected text in Unicode, got {error}; fix or remove the record"
             ) from error
-        yield where, messages, text, category
+        yield where, Prompt(number, messages, text, category)
         number += 1
         if number == limit:
             break

@@ -19,7 +19,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import itemgetter
@@ -36,7 +36,6 @@ from draftheads.train.data.distill import (
     Answerer,
     EmptyAnswer,
     Sampling,
-    Seeds,
 )
 from draftheads.train.data.text_side import TextSide
 
@@ -121,6 +120,7 @@ class _Models(BaseModel):
 
 
 Body = TypeVar("Body", _Completions, _Models)
+Converse = Coroutine[Any, Any, ServerError | None]
 
 
 class ServedTarget(Answerer):
@@ -164,7 +164,7 @@ class ServedTarget(Answerer):
         }
 
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
+        self, batches: Iterable[list[Conversation]], sampling: Sampling
     ) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
@@ -172,17 +172,19 @@ class ServedTarget(Answerer):
         gone, denies access or fails many in a row. Raises ServerError, after yielding what is done,
         when none is left. All pending requests are cancelled when this ends early.
         """
+        if sampling.temperature > 0:
+            for server in self._servers:
+                server.warn_of_speculation()
         work = _Work(self._servers, self._concurrency, chain.from_iterable(batches))
         with asyncio.Runner() as runner:
             clients = {server: server.client() for server in self._servers}
+
+            def converse(server: _Server, asked: _Asked) -> Converse:
+                return self._converse(server, clients[server], asked, sampling)
+
             try:
-                while True:
-                    for server, asked in work.shared():
-                        converse = self._converse(server, clients[server], asked, sampling, seed_of)
-                        work.pending[runner.get_loop().create_task(converse)] = server, asked
-                    if not work.pending:
-                        return
-                    for server, asked, error in runner.run(work.next_results()):
+                while results := runner.run(work.next_results(converse)):
+                    for server, asked, error in results:
                         if work.is_done(server, asked, error):
                             yield [asked.row], error or self._emptiness(server, asked.row)
             finally:
@@ -192,16 +194,15 @@ class ServedTarget(Answerer):
                     runner.run(client.aclose())
 
     async def _converse(
-        self, server: _Server, client: Any, asked: _Asked, sampling: Sampling, seed_of: Seeds
+        self, server: _Server, client: Any, asked: _Asked, sampling: Sampling
     ) -> ServerError | None:
         """Answer all turns of one conversation; returns the error that ended it."""
         row = asked.row
         try:
             while asked.is_open or row.ask():
                 asked.is_open = True
-                seed = f"{seed_of(row.prompt.index)}/{len(row.answers)}"
-                request = self._request(row, sampling, seed)
-                self._take(row, await server.complete(client, request), sampling)
+                completion = await server.complete(client, self._request(row, sampling))
+                self._take(row, completion, sampling)
                 asked.is_open = False
         except ServerError as error:
             asked.reason = str(error)
@@ -217,7 +218,8 @@ class ServedTarget(Answerer):
             "completion by hand, then run the same command again"
         )
 
-    def _request(self, row: Conversation, sampling: Sampling, seed: str) -> dict[str, Any]:
+    def _request(self, row: Conversation, sampling: Sampling) -> dict[str, Any]:
+        seed = hashlib.sha256(sampling.seed_of(row).encode()).digest()
         return {
             "model": self.model,
             "prompt": row.tokens,
@@ -225,7 +227,7 @@ class ServedTarget(Answerer):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "seed": int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4]) >> 1,  # 31 bits
+            "seed": int.from_bytes(seed[:4]) >> 1,  # 31 bits
             "stop_token_ids": list(self.side.eos_ids),
             "skip_special_tokens": False,
             "return_token_ids": True,
@@ -289,22 +291,28 @@ class _Work:
     def shared(self) -> Iterator[tuple[_Server, _Asked]]:
         """A conversation for each free place, first at the servers with the most of them."""
         busy = Counter(server for server, _ in self.pending.values())
-        free = [server for server in self.up if busy[server] < self.concurrency]
-        while free:
-            server = min(free, key=busy.__getitem__)
-            asked = next((each for each in self._again if server not in each.failed_at), None)
-            if asked is not None:
-                self._again.remove(asked)
-            elif (asked := next(self._rows, None)) is None:
-                free.remove(server)
-                continue
-            yield server, asked
-            busy[server] += 1
-            if busy[server] == self.concurrency:
-                free.remove(server)
+        for place in range(self.concurrency):
+            for server in self.up:
+                if busy[server] <= place and (asked := self._next(server)):
+                    yield server, asked
 
-    async def next_results(self) -> list[tuple[_Server, _Asked, ServerError | None]]:
-        """Wait for conversations to end, and return them, those without an error first."""
+    def _next(self, server: _Server) -> _Asked | None:
+        for asked in self._again:
+            if server not in asked.failed_at:
+                self._again.remove(asked)
+                return asked
+        return next(self._rows, None)
+
+    async def next_results(
+        self, converse: Callable[[_Server, _Asked], Converse]
+    ) -> list[tuple[_Server, _Asked, ServerError | None]]:
+        """Begin a conversation in each free place and wait until some end; these, first those
+        without an error. None if there are no more.
+        """
+        for server, asked in self.shared():
+            self.pending[asyncio.create_task(converse(server, asked))] = server, asked
+        if not self.pending:
+            return []
         tasks, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
         results = [(*self.pending.pop(task), task.result()) for task in tasks]
         return sorted(results, key=lambda result: result[2] is not None)
@@ -424,6 +432,21 @@ class _Server:
             raise ServerError(
                 f"expected completions of model {self.model!r}, got some of {self._hide(name)!r}; "
                 "serve it under the name that is asked for, or set --server-model"
+            )
+
+    def warn_of_speculation(self) -> None:
+        """Name a vLLM that verifies drafts, as far as its metrics tell."""
+        try:
+            with httpx.Client(**self._client) as client:
+                page = f"{self.url.removesuffix('/v1')}/metrics"
+                metrics = client.get(page, timeout=CONNECT_SECONDS).text
+        except httpx.HTTPError:  # other servers need not have them
+            return
+        if "vllm:spec_decode_num_drafts" in metrics:
+            logger.warning(
+                "%s speculates: where vLLM 0.32 runs on a CPU, its answers are then garbage "
+                "above temperature 0; start it there without --speculative-config",
+                self.url,
             )
 
     def _choose(self) -> _Model:
