@@ -96,6 +96,11 @@ JOURNAL_BYTES = 1 << 26
 
 logger = logging.getLogger("draftheads")
 
+Manifest = dict[str, Any]
+"""Of a folder, as in its file. `_Manifest` describes what the code relies on."""
+Entry = dict[str, Any]
+"""A part of a manifest."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -127,7 +132,7 @@ class Counts:
     retokenized: Size = 0  # answers whose ids were made from text
     reasons: Counter[str] = field(default_factory=Counter)
 
-    def entry(self) -> dict[str, Any]:
+    def entry(self) -> Entry:
         """As in a manifest."""
         return vars(self) | {"reasons": dict(self.reasons)}
 
@@ -191,7 +196,7 @@ class _Manifest(_Section):
         return self
 
 
-def read_manifest(folder: str | Path) -> dict[str, Any]:
+def read_manifest(folder: str | Path) -> Manifest:
     """A folder's manifest. Raises ValueError if it is missing, damaged or of another format."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -202,7 +207,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     content = path.read_bytes()
     try:
         _Manifest.model_validate_json(content)
-        manifest: dict[str, Any] = json.loads(content)
+        manifest: Manifest = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {_complaint(error)}") from error
     return manifest
@@ -222,14 +227,12 @@ def _complaint(error: Exception) -> str:
     )
 
 
-def has_shards(manifest: dict[str, Any]) -> bool:
+def has_shards(manifest: Manifest) -> bool:
     """Whether the answers are in shards, which the manifest lists: the folder is finished."""
     return "shards" in manifest
 
 
-def new_manifest(
-    target: dict[str, Any], sampling: dict[str, Any], prompts: dict[str, Any], **more: Any
-) -> dict[str, Any]:
+def new_manifest(target: Entry, sampling: Entry, prompts: Entry, **more: Any) -> Manifest:
     """The manifest of an empty folder. prompts: source, count, sha256. more: further entries."""
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -246,12 +249,12 @@ def new_manifest(
     }
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest atomically."""
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
-def open_shards(folder: str | Path) -> tuple[list[Shard], dict[str, Any]]:
+def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
     """The documents of a folder in the order of their prompts, and its manifest.
 
     A finished folder is memory-mapped, others are read. Raises ValueError for a damaged folder; an
@@ -274,7 +277,7 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], dict[str, Any]]:
     return [Shard(batch) for batch in contents.batches(contents.documents)], manifest
 
 
-def verify(folder: str | Path, manifest: dict[str, Any]) -> None:
+def verify(folder: str | Path, manifest: Manifest) -> None:
     """Compare the files of a finished folder with size and checksum in its manifest. Raises
     ValueError naming those that differ.
     """
@@ -298,7 +301,7 @@ def check(folder: str | Path) -> Counts:
     return count(folder, manifest)
 
 
-def set_aside(folder: Path, manifest: dict[str, Any]) -> None:
+def set_aside(folder: Path, manifest: Manifest) -> None:
     """Rename the damaged files of a finished folder, so that their prompts are answered again."""
     with _locked(folder):
         for path, fault in _faults(folder, _entries(manifest)):
@@ -315,13 +318,13 @@ def forget(folder: Path) -> None:
                 path.unlink()
 
 
-def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+def _entries(manifest: Manifest) -> list[Entry]:
     """The files that a manifest lists."""
-    return manifest.get("shards", []) + manifest.get("rest", [])
+    return [*manifest.get("shards", []), *manifest.get("rest", [])]
 
 
 def _faults(
-    folder: str | Path, entries: Iterable[dict[str, Any]], *, by_content: bool = True
+    folder: str | Path, entries: Iterable[Entry], *, by_content: bool = True
 ) -> Iterator[tuple[Path, str]]:
     """The files that are not as they were written, and what is wrong. by_content: not only sizes
     are compared.
@@ -356,7 +359,7 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
             yield Answer(tokens_T.tolist(), spans, follows)
 
 
-def count(folder: str | Path, manifest: dict[str, Any]) -> Counts:
+def count(folder: str | Path, manifest: Manifest) -> Counts:
     """Summary counts of a folder; those of a finished one are in its manifest."""
     if has_shards(manifest):
         return TypeAdapter(Counts).validate_python(manifest["counts"])
@@ -374,7 +377,7 @@ def columns(folder: str | Path) -> list[Path]:
     return sorted(paths, key=lambda path: path.name.startswith("part-"))
 
 
-def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[str]:
+def read_ids(folder: str | Path, manifest: Manifest) -> Sequence[str]:
     """The ids of a folder's prompts, in order."""
     prompts: int = manifest["prompts"]["count"]
     path = ids_file(folder, manifest)
@@ -387,7 +390,7 @@ def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[str]:
     return ids
 
 
-def ids_file(folder: str | Path, manifest: dict[str, Any]) -> Path:
+def ids_file(folder: str | Path, manifest: Manifest) -> Path:
     """The file with the ids of a folder's prompts."""
     return Path(folder) / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
 
@@ -499,7 +502,7 @@ class _Contents:
         self._sizes = pc.list_value_length(self._table["tokens"]).to_numpy().astype(np.int64)
 
     @classmethod
-    def read(cls, folder: str | Path, manifest: dict[str, Any]) -> _Contents:
+    def read(cls, folder: str | Path, manifest: Manifest) -> _Contents:
         """Those of an unfinished folder. Lines are read before columns: another process may be
         moving them there.
         """
@@ -578,7 +581,7 @@ def _lock(file: int, kind: int) -> bool:
     return True
 
 
-def finished(folder: Path, manifest: dict[str, Any]) -> bool:
+def finished(folder: Path, manifest: Manifest) -> bool:
     """Whether the folder on disk already holds the answers to this manifest's prompts as shards."""
     if not (folder / MANIFEST).is_file():
         return False
@@ -588,7 +591,7 @@ def finished(folder: Path, manifest: dict[str, Any]) -> bool:
     return all((folder / entry["name"]).is_file() for entry in old["shards"])
 
 
-def finish(folder: Path, manifest: dict[str, Any]) -> Counts:
+def finish(folder: Path, manifest: Manifest) -> Counts:
     """Count the answers and write the manifest; if none is missing, bring all into shards.
 
     manifest: of the folder; counts and shards are written into it. All processes of a launch may
@@ -615,7 +618,7 @@ def finish(folder: Path, manifest: dict[str, Any]) -> Counts:
     return count(folder, manifest)
 
 
-def _store(folder: Path, manifest: dict[str, Any], contents: _Contents) -> None:
+def _store(folder: Path, manifest: Manifest, contents: _Contents) -> None:
     """Write the contents as shards, then the manifest, which lists them."""
     drafts = []
     for number, batch in enumerate(contents.batches(contents.documents)):
@@ -640,7 +643,7 @@ def _store(folder: Path, manifest: dict[str, Any], contents: _Contents) -> None:
     write_manifest(folder, manifest)
 
 
-def store_batch(folder: Path, manifest: dict[str, Any], batch: pa.RecordBatch) -> Counts:
+def store_batch(folder: Path, manifest: Manifest, batch: pa.RecordBatch) -> Counts:
     """Write a whole folder at once. batch: the rows of all prompts, in their order."""
     contents = _Contents([batch], batch["id"].unique().to_pylist())
     counts = contents.counts()
@@ -648,7 +651,7 @@ def store_batch(folder: Path, manifest: dict[str, Any], batch: pa.RecordBatch) -
     return counts
 
 
-def _entry(path: Path, shard: Shard) -> dict[str, Any]:
+def _entry(path: Path, shard: Shard) -> Entry:
     return {
         "name": path.name,
         "bytes": path.stat().st_size,
@@ -660,7 +663,7 @@ def _entry(path: Path, shard: Shard) -> dict[str, Any]:
     }
 
 
-def _write_card(path: Path, manifest: dict[str, Any]) -> None:
+def _write_card(path: Path, manifest: Manifest) -> None:
     """Write what `datasets` and the Hub need to read the shards, and what they hold. Of a card that
     exists only our own part is replaced; a README without it is not ours and stays as it is.
     """

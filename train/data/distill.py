@@ -38,7 +38,9 @@ from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import (
     MANIFEST,
     Counts,
+    Entry,
     Journal,
+    Manifest,
     Record,
     answered,
     columns,
@@ -173,7 +175,7 @@ class Answerer(ABC):
         self.context = context
 
     @abstractmethod
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> Entry:
         """The manifest's entry for the target."""
 
     @abstractmethod
@@ -199,7 +201,7 @@ class LocalAnswerer(Answerer):
         super().__init__(engine.target, engine.target.context)
         self._engine, self._rows, self._most_tokens = engine, rows, most_tokens
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> Entry:
         """The target's name, revision, fingerprint and dtype."""
         target = self._engine.target
         return {
@@ -428,19 +430,20 @@ def _check_template(renderer: PromptRenderer, prompts: Sequence[Prompt], name: s
     """
     talks = islice((prompt for prompt in prompts if prompt.messages), PROBED)
     turns = [turns_of(prompt)[0] for prompt in talks]
+    if not turns:
+        return
     refusal: Exception | None = None
-    for turn in [[QUESTION], *turns] if turns else []:
+    for turn in [[QUESTION], *turns]:
         try:
             renderer.text(turn)
             return
         except Exception as error:  # templates are programs: they raise what they like
             refusal = refusal or error
-    if refusal:
-        raise ValueError(
-            f"{name}: expected a chat template that renders conversations, got one that fails for "
-            f"a plain question ({type(refusal).__name__}: {refusal}); mend it in the target's "
-            "folder, or set what it needs with --template-args"
-        ) from refusal
+    raise ValueError(
+        f"{name}: expected a chat template that renders conversations, got one that fails for a "
+        f"plain question ({type(refusal).__name__}: {refusal}); mend it in the target's folder, or "
+        "set what it needs with --template-args"
+    ) from refusal
 
 
 def _text_identity(renderer: PromptRenderer) -> dict[str, str]:
@@ -462,9 +465,7 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:12]
 
 
-def _begin(
-    origin: dict[str, Any], names: Sequence[str], sha256: str, options: DistillOptions
-) -> dict[str, Any]:
+def _begin(origin: Entry, names: Sequence[str], sha256: str, options: DistillOptions) -> Manifest:
     """The manifest of this distillation, after checking that it may write to `options.out`.
 
     origin: the manifest's entries for target and text. Damaged files of a finished folder are set
@@ -518,7 +519,7 @@ def _note_other_prompts(out: Path, count_before: int, names: Sequence[str]) -> N
     )
 
 
-def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
+def _settings(manifest: Manifest) -> Entry:
     """Everything that changes answers and must stay equal when a folder is resumed."""
     target, source = manifest["target"], "this process"
     if server := target.get("server"):  # its address may change, its model may not

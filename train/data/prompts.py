@@ -35,7 +35,7 @@ import tempfile
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +63,8 @@ logger = logging.getLogger("draftheads")
 
 Message = dict[str, Any]
 Messages = tuple[Message, ...]
+Records = Iterator[tuple[str, Any]]
+"""Each with its place, for messages."""
 KeepOrDrop = Literal["keep", "drop"]
 
 
@@ -227,9 +229,7 @@ def check_source(source: str | Path) -> Path:
     )
 
 
-def _records(
-    source: str | Path, hub: Hub, limit: int | None, by_line: bool
-) -> Iterator[tuple[str, Any]]:
+def _records(source: str | Path, hub: Hub, limit: int | None, by_line: bool) -> Records:
     """Yield (place, record). by_line: each line of plain text is a record, not each paragraph."""
     path = check_source(source)
     if path.is_file():
@@ -244,11 +244,7 @@ def _records(
         for file in files:
             yield from _file_records(file, by_line)
     else:
-        streaming = limit is not None if hub.streaming is None else hub.streaming
-        name, _, config = str(source).partition(":")
-        choice = SETS.get(str(source), {"path": name, "name": config or None, "split": "train"})
-        choice = {**choice, "split": hub.split or choice["split"]}
-        yield from _hub_records(str(source), choice, streaming=streaming)
+        yield from _hub_records(str(source), hub, limit)
 
 
 def _has_prompts(path: Path, folder: Path) -> bool:
@@ -257,17 +253,17 @@ def _has_prompts(path: Path, folder: Path) -> bool:
     return path.is_file() and path.name.lower().endswith(SUFFIXES) and not (about or hidden)
 
 
-def _hub_records(
-    source: str, choice: Mapping[str, str | None], *, streaming: bool
-) -> Iterator[tuple[str, Any]]:
-    """The records of a data set. choice: arguments of `datasets.load_dataset`."""
-    split = choice["split"]
+def _hub_records(source: str, hub: Hub, limit: int | None) -> Records:
     import datasets  # slow, and optional
 
+    name, _, config = source.partition(":")
+    choice = SETS.get(source, {"path": name, "name": config or None, "split": "train"})
+    split = hub.split or choice["split"]
+    streaming = limit is not None if hub.streaming is None else hub.streaming
     failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError, ConnectionError)
     failures += (datasets.exceptions.DatasetsError,)
     try:
-        rows = datasets.load_dataset(**choice, streaming=streaming)
+        rows = datasets.load_dataset(**choice | {"split": split}, streaming=streaming)
         for number, record in enumerate(rows, start=1):
             yield f"{source} [{split}] record {number}", record
     except failures as error:
@@ -277,7 +273,7 @@ def _hub_records(
         ) from error
 
 
-def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
+def _file_records(path: Path, by_line: bool) -> Records:
     suffix = next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
@@ -293,7 +289,7 @@ def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
         ) from e
 
 
-def _texts(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
+def _texts(path: Path, by_line: bool) -> Records:
     text = path.read_text(encoding="utf-8-sig").lstrip()
     parts = re.split(r"\n(?:[ \t]*\n)+", text)
     if by_line or len(parts) == 1:
@@ -302,7 +298,7 @@ def _texts(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
         yield f"{path} prompt {number}", {"text": part.strip()}
 
 
-def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _table_rows(path: Path) -> Records:
     import pyarrow.parquet  # slow, and optional
 
     with pyarrow.parquet.ParquetFile(path) as table:
@@ -311,7 +307,7 @@ def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path} record {number}", record
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _json_lines(path: Path) -> Records:
     opener = gzip.open if path.suffix.lower() == ".gz" else open
     with opener(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -327,7 +323,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path} line {number}", record
 
 
-def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
+def _json_records(path: Path) -> Records:
     try:
         loaded = json.loads(path.read_bytes())
     except (ValueError, RecursionError):  # many Hub data sets name JSON lines .json
@@ -343,19 +339,19 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path} record {number}", record
 
 
-READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+READERS: dict[str, Callable[[Path], Records]] = {
     ".json": _json_records,
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".parquet": _table_rows,
 }
-"""By the end of a file's name: its records, each with its place for messages."""
+"""By the end of a file's name: its records."""
 TEXTS = (".txt", ".md")
 SUFFIXES = (*READERS, *TEXTS)
 
 
 def _parsed(
-    records: Iterator[tuple[str, Any]], parts: _Parts, limit: int | None, skip_empty: bool
+    records: Records, parts: _Parts, limit: int | None, skip_empty: bool
 ) -> Iterator[tuple[str, Prompt]]:
     """Yield (place, prompt), `limit` at most; then log what was left out."""
     number = 0

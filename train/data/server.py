@@ -120,7 +120,6 @@ class _Models(BaseModel):
 
 
 Body = TypeVar("Body", _Completions, _Models)
-Converse = Coroutine[Any, Any, ServerError | None]
 
 
 class ServedTarget(Answerer):
@@ -179,25 +178,24 @@ class ServedTarget(Answerer):
         with asyncio.Runner() as runner:
             clients = {server: server.client() for server in self._servers}
 
-            def converse(server: _Server, asked: _Asked) -> Converse:
-                return self._converse(server, clients[server], asked, sampling)
+            def converse(asked: _Asked) -> Coroutine[Any, Any, None]:
+                return self._converse(asked, clients[asked.server], sampling)
 
             try:
-                while results := runner.run(work.next_results(converse)):
-                    for server, asked, error in results:
-                        if work.is_done(server, asked, error):
-                            yield [asked.row], error or self._emptiness(server, asked.row)
+                while ended := runner.run(work.next_ended(converse)):
+                    for asked in ended:
+                        if work.is_done(asked):
+                            yield [asked.row], asked.error or self._emptiness(asked)
             finally:
                 for task in work.pending:
                     task.cancel()
                 for client in clients.values():
                     runner.run(client.aclose())
 
-    async def _converse(
-        self, server: _Server, client: Any, asked: _Asked, sampling: Sampling
-    ) -> ServerError | None:
-        """Answer all turns of one conversation; returns the error that ended it."""
-        row = asked.row
+    async def _converse(self, asked: _Asked, client: Any, sampling: Sampling) -> None:
+        """Answer all turns of one conversation, until an error."""
+        row, server = asked.row, asked.server
+        asked.error = None
         try:
             while asked.is_open or row.ask():
                 asked.is_open = True
@@ -207,15 +205,14 @@ class ServedTarget(Answerer):
         except ServerError as error:
             asked.reason = str(error)
             advice = "check the server, then run the same command again to resume"
-            return type(error)(f"{server.url}: {error}; {advice}")
-        return None
+            asked.error = type(error)(f"{server.url}: {error}; {advice}")
 
-    def _emptiness(self, server: _Server, row: Conversation) -> EmptyAnswer | None:
-        if row.has_text or not row.answers:
+    def _emptiness(self, asked: _Asked) -> EmptyAnswer | None:
+        if asked.row.has_text or not asked.row.answers:
             return None
         return EmptyAnswer(
-            f"{server.url}: expected answers with text, got empty ones alone; ask the server for a "
-            "completion by hand, then run the same command again"
+            f"{asked.server.url}: expected answers with text, got empty ones alone; ask the server "
+            "for a completion by hand, then run the same command again"
         )
 
     def _request(self, row: Conversation, sampling: Sampling) -> dict[str, Any]:
@@ -265,13 +262,15 @@ class ServedTarget(Answerer):
 
 @dataclass(eq=False)
 class _Asked:
-    """A conversation. is_open: its last question has no answer yet. failed_at: these servers did
-    not answer it; reason: why, at the last of them.
+    """A conversation at a server. is_open: its last question has no answer yet. failed_at: these
+    servers did not answer it. error: why, at the present one, in a line; reason: without advice.
     """
 
     row: Conversation
+    server: _Server
     is_open: bool = False
     failed_at: set[_Server] = field(default_factory=set)
+    error: ServerError | None = None
     reason: str = ""
 
 
@@ -285,60 +284,67 @@ class _Work:
     ) -> None:
         self.up, self.concurrency = list(servers), concurrency
         self.failed = Counter[_Server]()
-        self.pending: dict[asyncio.Task[ServerError | None], tuple[_Server, _Asked]] = {}
-        self._rows, self._again = map(_Asked, rows), list[_Asked]()
+        self.pending: dict[asyncio.Task[None], _Asked] = {}
+        self._rows = iter(rows)
+        self._again: list[_Asked] = []
 
-    def shared(self) -> Iterator[tuple[_Server, _Asked]]:
+    async def next_ended(
+        self, converse: Callable[[_Asked], Coroutine[Any, Any, None]]
+    ) -> list[_Asked]:
+        """Begin a conversation in each free place and wait until some end; these, first those
+        without an error. None are left if there are none.
+        """
+        for asked in self._shared():
+            self.pending[asyncio.create_task(converse(asked))] = asked
+        if not self.pending:
+            return []
+        tasks, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
+        ended = []
+        for task in tasks:
+            task.result()  # raises an error that is not the server's
+            ended.append(self.pending.pop(task))
+        return sorted(ended, key=lambda asked: asked.error is not None)
+
+    def is_done(self, asked: _Asked) -> bool:
+        """Whether a conversation is answered, or refused by all servers. What a server did not
+        answer goes to another one, or waits for the next launch.
+
+        Raises the conversation's error if no server is left.
+        """
+        if asked.error is None:
+            self.failed[asked.server] = 0
+            return True
+        asked.failed_at.add(asked.server)
+        self._drop_if_down(asked, asked.error)
+        if not asked.failed_at.issuperset(self.up):
+            self._again.append(asked)
+            return False
+        if isinstance(asked.error, PromptRefused):
+            asked.row.end("failed", asked.reason)
+            return True
+        logger.warning("%s", asked.error)
+        return False
+
+    def _shared(self) -> Iterator[_Asked]:
         """A conversation for each free place, first at the servers with the most of them."""
-        busy = Counter(server for server, _ in self.pending.values())
+        busy = Counter(asked.server for asked in self.pending.values())
         for place in range(self.concurrency):
             for server in self.up:
                 if busy[server] <= place and (asked := self._next(server)):
-                    yield server, asked
+                    yield asked
 
     def _next(self, server: _Server) -> _Asked | None:
         for asked in self._again:
             if server not in asked.failed_at:
                 self._again.remove(asked)
+                asked.server = server
                 return asked
-        return next(self._rows, None)
+        row = next(self._rows, None)
+        return None if row is None else _Asked(row, server)
 
-    async def next_results(
-        self, converse: Callable[[_Server, _Asked], Converse]
-    ) -> list[tuple[_Server, _Asked, ServerError | None]]:
-        """Begin a conversation in each free place and wait until some end; these, first those
-        without an error. None if there are no more.
-        """
-        for server, asked in self.shared():
-            self.pending[asyncio.create_task(converse(server, asked))] = server, asked
-        if not self.pending:
-            return []
-        tasks, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
-        results = [(*self.pending.pop(task), task.result()) for task in tasks]
-        return sorted(results, key=lambda result: result[2] is not None)
-
-    def is_done(self, server: _Server, asked: _Asked, error: ServerError | None) -> bool:
-        """Whether a conversation is answered, or refused by all servers. What a server did not
-        answer goes to another one, or waits for the next launch.
-
-        Raises `error` if no server is left.
-        """
-        if error is None:
-            self.failed[server] = 0
-            return True
-        asked.failed_at.add(server)
-        self._drop_if_down(server, asked, error)
-        if not asked.failed_at.issuperset(self.up):
-            self._again.append(asked)
-            return False
-        if isinstance(error, PromptRefused):
-            asked.row.end("failed", asked.reason)
-            return True
-        logger.warning("%s", error)
-        return False
-
-    def _drop_if_down(self, server: _Server, asked: _Asked, error: ServerError) -> None:
+    def _drop_if_down(self, asked: _Asked, error: ServerError) -> None:
         """Drop a server that is gone, denies access, or fails many prompts in a row."""
+        server = asked.server
         self.failed[server] = 0 if isinstance(error, PromptRefused) else self.failed[server] + 1
         is_down = not isinstance(error, ServerFault | PromptRefused)
         is_down |= self.failed[server] >= GIVE_UP
@@ -349,8 +355,8 @@ class _Work:
         self.up.remove(server)
         dropped = "%s: %s; dropped until the next launch, %d other servers are left"
         logger.warning(dropped, server.url, asked.reason, len(self.up))
-        for task, (place, other) in list(self.pending.items()):
-            if place is server:
+        for task, other in list(self.pending.items()):
+            if other.server is server:
                 task.cancel()
                 del self.pending[task]
                 self._again.append(other)
