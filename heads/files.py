@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -51,15 +51,27 @@ def staged(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)  # it no longer exists after the rename
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small UTF-8 file under a temporary name, then rename it to `path`."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file under a temporary name that is synced and renamed to `path` when the block succeeds,
+    and deleted otherwise.
+    """
     part = own_name(path)
     try:
         with naming(path):
-            part.write_text(text, encoding="utf-8")
+            with part.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small UTF-8 file: whole, or not at all."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 @contextmanager

@@ -274,18 +274,38 @@ def distill(
 
     if server and (head or tree or max_batch_tokens):
         raise ValueError("--head, --tree, --max-batch-tokens: omit these, the server decodes")
-    chosen: Any = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    chosen |= {"out": out, "source": prompts, "max_new_tokens": max_new_tokens}
-    chosen |= {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens}
-    chosen |= {"max_turns": max_turns, "reasoning": reasoning}
-    options = DistillOptions(**chosen, template_args=parsed_template_args(template_args))
-    reading: dict[str, Any] = {"prompt_words": prompt_words, "skip_empty": skip_empty}
-    found = iter_prompts(prompts, hub=Hub(split, streaming), limit=limit, tools=tools, **reading)
-    texts = StoredPrompts(found)
+    options = DistillOptions(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_new_tokens=max_new_tokens,
+        out=out,
+        batch_size=batch_size,
+        max_batch_tokens=max_batch_tokens,
+        seed=seed,
+        max_turns=max_turns,
+        template_args=parsed_template_args(template_args),
+        reasoning=reasoning,
+        source=prompts,
+    )
+    texts = StoredPrompts(
+        iter_prompts(
+            prompts,
+            hub=Hub(split, streaming),
+            limit=limit,
+            prompt_words=prompt_words,
+            skip_empty=skip_empty,
+            tools=tools,
+        )
+    )
     if server or server_model or api_key_env:
-        served: Any = {"urls": server or [""], "model": server_model, "api_key_env": api_key_env}
-        remote = ServerOptions(**served, concurrency=concurrency)
-        report = run(ServedTarget(target, remote, revision), texts, options)
+        endpoints = ServerOptions(
+            urls=server or [""],
+            model=server_model,
+            api_key_env=api_key_env,
+            concurrency=concurrency,
+        )
+        report = run(ServedTarget(target, endpoints, revision), texts, options)
     else:
         local = load_target(target, dtype, device, revision)
         choose_threads(threads or recorded_threads(out), local, batch_size)
@@ -650,10 +670,11 @@ def data_preview(
         check_answers(Path(path))
         return
     from draftheads.heads.terminal import SafeConsole
+    from draftheads.infer.prompt import PromptRenderer
     from draftheads.scripts.printing import Pen, show_answers, show_prompts, text_side
     from draftheads.train.data.answers import MANIFEST
-    from draftheads.train.data.conversation import Renderer
-    from draftheads.train.data.prompts import Hub, check_tools, read_prompts, with_tools
+    from draftheads.train.data.conversation import check_tools
+    from draftheads.train.data.prompts import Hub, read_prompts
 
     side = text_side(target, path)
     out = SafeConsole(highlight=False, soft_wrap=True)
@@ -662,10 +683,9 @@ def data_preview(
     if (Path(path) / MANIFEST).is_file():
         show_answers(Path(path), side, pen, count, out)
         return
-    renderer = Renderer(side, parsed_template_args(template_args))
+    renderer = PromptRenderer(side, parsed_template_args(template_args))
     prompts = read_prompts(path, hub=Hub(split), limit=max(count, 1), tools=tools)
-    if any(with_tools(prompt.messages or ()) for prompt in prompts):
-        check_tools(side.tokenizer, renderer.template_args)
+    check_tools(renderer, (prompt.messages for prompt in prompts))
     show_prompts(prompts, renderer, pen, out)
 
 
@@ -696,18 +716,16 @@ def import_answers(
     Heads learn the assistant's turns with their end tokens; reasoning and tool calls, too, unless
     dropped. Loads a tokenizer, no weights, so it is not checked that the target wrote them.
     """
-    from draftheads.train.data.conversation import TextSide
     from draftheads.train.data.imports import import_answers as run
-    from draftheads.train.data.prompts import Hub, check_tools, read_conversations, with_tools
+    from draftheads.train.data.prompts import Hub, read_conversations
+    from draftheads.train.data.text_side import TextSide
 
     side = TextSide.load(target)
     arguments = parsed_template_args(template_args)
-    found = read_conversations(
+    talks = read_conversations(
         conversations, hub=Hub(split, streaming), limit=limit, tools=tools, reasoning=reasoning
     )
-    if any(with_tools(messages) for messages in found):
-        check_tools(side.tokenizer, arguments)
-    counts = run(side, found, out, template_args=arguments, source=conversations)
+    counts = run(side, talks, out, template_args=arguments, source=conversations)
     say(
         f"{out}: {counts.documents} documents, {counts.skipped} conversations skipped, "
         f"{counts.learned_tokens:,} tokens to learn in {counts.turns} answers; not checked: that "

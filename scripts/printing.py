@@ -16,11 +16,13 @@ from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.measure.costs import ORDINARY
 from draftheads.infer.measure.tune import Tuned
+from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.race import describe_machine, machine_line
 from draftheads.infer.text import TextStream
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
-from draftheads.train.data.conversation import Conversation, Renderer, TextSide
+from draftheads.train.data.conversation import Conversation
 from draftheads.train.data.prompts import Prompt, check_source
+from draftheads.train.data.text_side import TextSide
 from draftheads.train.plan import Plan
 
 LEARNED, ENDING, REST = "green", "bold reverse green", "dim"
@@ -101,7 +103,9 @@ def coverage(learned: Counter[int], size: int) -> float:
     return sum(number for _, number in learned.most_common(size)) / max(1, learned.total())
 
 
-def show_prompts(prompts: Sequence[Prompt], renderer: Renderer, pen: Pen, out: Console) -> None:
+def show_prompts(
+    prompts: Sequence[Prompt], renderer: PromptRenderer, pen: Pen, out: Console
+) -> None:
     """Print each prompt's first rendered turn, or why it is skipped."""
     for prompt in prompts:
         conversation = Conversation(prompt, renderer, context=1 << 30)

@@ -25,7 +25,8 @@ from draftheads.infer.accept import Seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
 from draftheads.infer.measure.baseline import without_defaults
-from draftheads.train.data.conversation import Conversation, Renderer
+from draftheads.infer.prompt import PromptRenderer
+from draftheads.train.data.conversation import Conversation
 from draftheads.train.data.prompts import read_prompts
 
 Prompts = Sequence[list[int]]
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--skip", nargs="*", default=[])
     options = parser.parse_args()
     target = Target.load(options.target)
-    renderer = Renderer(target, {})
+    renderer = PromptRenderer(target, {})
     prompts = []
     for prompt in read_prompts(options.prompts, limit=options.limit):
         row = Conversation(prompt, renderer, target.context)

@@ -14,8 +14,8 @@ from tiny_chat import END, TEMPLATE, byte_tokenizer, llama, options, prompts
 from draftheads.scripts.commands import data_preview, import_answers
 from draftheads.scripts.printing import Pen, coverage, show_answers
 from draftheads.train.data.answers import read_answers, read_manifest
-from draftheads.train.data.conversation import TextSide
 from draftheads.train.data.distill import distill
+from draftheads.train.data.text_side import TextSide
 
 TALK = [("Hello.", "Hi there."), ("Bye?", "Good bye.")]
 

@@ -17,7 +17,7 @@ from draftheads.heads.formats.card import render_card
 from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.placement import read_config
 from draftheads.heads.target import Target
-from draftheads.train.data.conversation import TextSide
+from draftheads.train.data.text_side import TextSide
 
 pytestmark = pytest.mark.slow
 DEMO = Path(__file__).parents[2] / "recipes" / "demo-target"

@@ -27,7 +27,7 @@ from draftheads.infer.serve.reader import Reader
 from draftheads.scripts import commands
 from draftheads.scripts.cli import app
 from draftheads.scripts.journey import opening_ids
-from draftheads.train.data.conversation import Conversation, Renderer
+from draftheads.train.data.conversation import Conversation
 from draftheads.train.data.prompts import Prompt
 
 QWEN3 = Path(__file__).parents[3] / "shared" / "data" / "chat-templates" / "trl" / "qwen3.jinja"
@@ -73,7 +73,7 @@ def closing_tokenizer(chat_template: str | None = None) -> Any:
 
 def everywhere(target: Target, prompt: Prompt, folder: Path) -> dict[str, list[int]]:
     """The ids of a prompt in distillation, in benchmarks and their like, in a chat, at a server."""
-    conversation = Conversation(prompt, Renderer(target, target.template_args), CONTEXT)
+    conversation = Conversation(prompt, PromptRenderer(target, target.template_args), CONTEXT)
     assert conversation.ask()
     record = {"text": prompt.text} if prompt.text else {"messages": prompt.messages}
     file = folder / "prompts.jsonl"
@@ -241,7 +241,7 @@ def test_errors_of_a_template_are_those_that_distillation_skips(case):
     with pytest.raises(TemplateError):
         PromptRenderer(Side(tokenizer), {}).prompt_ids(messages)
     prompt = Prompt(0, messages=tuple(messages))
-    conversation = Conversation(prompt, Renderer(Side(tokenizer), {}), CONTEXT)
+    conversation = Conversation(prompt, PromptRenderer(Side(tokenizer), {}), CONTEXT)
     assert not conversation.ask()
     assert "refuses the messages" in conversation.record()["skipped"]
 

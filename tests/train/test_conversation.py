@@ -1,27 +1,38 @@
-"""A later turn adds what the template puts between answers; each is learned as it was written."""
+"""A later turn adds what the template puts between answers. Each answer is learned as it was
+written, once, behind what a chat shows the target; tool calls and results stay on request.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_chat import (
-    CONTEXT,
-    END,
-    TEMPLATE,
-    byte_tokenizer,
-    llama,
-)
+from local_server import Json, LocalServer
+from tiny_chat import CONTEXT, END, TEMPLATE, byte_tokenizer, llama, options, records
 from tokenizers import processors
 from transformers import AutoTokenizer
 
 from draftheads.heads.target import Target
-from draftheads.train.data.conversation import ONLY_REASONING, Conversation, Renderer, TextSide
-from draftheads.train.data.prompts import Prompt
+from draftheads.infer.chat.repl import History
+from draftheads.infer.continuous import Request
+from draftheads.infer.prompt import PromptRenderer
+from draftheads.scripts.commands import data_preview
+from draftheads.train.data.answers import read_answers, read_manifest
+from draftheads.train.data.conversation import ONLY_REASONING, Conversation, check_tools
+from draftheads.train.data.distill import Answerer, distill
+from draftheads.train.data.prompts import Prompt, read_conversations, read_prompts
+from draftheads.train.data.server import ServedTarget, ServerOptions
 from draftheads.train.data.shards import documents_of
+from draftheads.train.data.text_side import TextSide
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")
+
+
+# ---------------------------------------------------------------- turn by turn
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +41,7 @@ def target() -> Target:
 
 
 def test_turns_stand_together_as_the_template_writes_them(target: Target) -> None:
-    renderer = Renderer(target, {})
+    renderer = PromptRenderer(target, {})
     asked = ({"role": "system", "content": "S"}, {"role": "user", "content": "A"})
     asked += ({"role": "user", "content": "B"},)
     conversation = Conversation(Prompt(0, messages=asked), renderer, CONTEXT)
@@ -46,7 +57,7 @@ def test_turns_stand_together_as_the_template_writes_them(target: Target) -> Non
     )
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {DATA}")
+@needs_data
 @pytest.mark.parametrize(
     ("template", "answer", "documents"),
     [
@@ -66,7 +77,7 @@ def test_real_templates(target: Target, template: str, answer: str, documents: i
     asking = Target(target.model, tokenizer, name="qwen")
     asking.eos_ids = (end,)
     messages = tuple({"role": "user", "content": content} for content in ("Hello.", "And now?"))
-    conversation = Conversation(Prompt(0, messages=messages), Renderer(asking, {}), 10_000)
+    conversation = Conversation(Prompt(0, messages=messages), PromptRenderer(asking, {}), 10_000)
     while conversation.ask():
         conversation.answer([*tokenizer(answer)["input_ids"], end])
     record = conversation.record()
@@ -89,7 +100,7 @@ def told(template: str, *answers: str, **choices: Any) -> tuple[dict[str, Any], 
     side = TextSide("t", byte_tokenizer(template), (END,))
     messages = tuple({"role": "user", "content": f"Q{n}"} for n in range(len(answers)))
     asking = Prompt(0, messages=messages)
-    conversation = Conversation(asking, Renderer(side, {}), 10_000, **choices)
+    conversation = Conversation(asking, PromptRenderer(side, {}), 10_000, **choices)
     for answer in answers:
         assert conversation.ask()
         conversation.answer([*side.tokenizer(answer)["input_ids"], END])
@@ -163,7 +174,7 @@ def test_thoughts_are_learned_or_stay_as_context() -> None:
 def test_without_chat_template_contents_are_joined_by_newlines() -> None:
     target = llama(template=None)
     messages = tuple({"role": role, "content": role} for role in ("system", "user", "user"))
-    conversation = Conversation(Prompt(0, messages=messages), Renderer(target, {}), CONTEXT)
+    conversation = Conversation(Prompt(0, messages=messages), PromptRenderer(target, {}), CONTEXT)
     assert conversation.ask()
     assert target.tokenizer.decode(conversation.tokens) == "system\nuser"
     conversation.answer(target.tokenizer("yes")["input_ids"])
@@ -178,7 +189,7 @@ def test_end_token_that_the_tokenizer_adds_is_left_out() -> None:
         single="<s> $A <|im_end|>", special_tokens=[("<s>", 256), ("<|im_end|>", END)]
     )
     for text in ("some text", "ends with an end token: <|im_end|>"):
-        conversation = Conversation(Prompt(0, text=text), Renderer(target, {}), CONTEXT)
+        conversation = Conversation(Prompt(0, text=text), PromptRenderer(target, {}), CONTEXT)
         assert conversation.ask()
         assert target.tokenizer.decode(conversation.tokens) == "<s>" + text
 
@@ -213,3 +224,275 @@ def test_damaged_end_tokens_are_refused_alike_with_and_without_weights(
     known = f"token ids from 0 to {llama().vocab_size - 1}"  # weights say how many there are
     assert faults[0] == faults[1].replace(known, "token ids from 0 on")
     assert "\n" not in faults[0]
+
+
+# ---------------------------------------------------------------- templates that rewrite turns
+
+
+FORGETFUL = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
+TURNS = 3
+CHOSEN = {"max_new_tokens": 40, "batch_size": 2}
+
+
+def talks(count: int = 5) -> list[Prompt]:
+    """Conversations of three turns; the third prompt does not fit into the context."""
+    texts = [[f"{n}, {turn}?" for turn in range(TURNS)] for n in range(count)]
+    texts[2:3] = [["x" * CONTEXT]] * (count > 2)
+    messages = [tuple({"role": "user", "content": text} for text in talk) for talk in texts]
+    return [Prompt(n, messages=talk) for n, talk in enumerate(messages)]
+
+
+def thought(tokens: list[int]) -> list[int]:
+    """What the thinking target says behind these tokens; no thoughts in every fifth case."""
+    drawn = sum(tokens) % 97
+    text = f"<think>hm {drawn}</think>so {drawn}" if drawn % 5 else f"so {drawn}"
+    return [*llama().tokenizer(text)["input_ids"], END]
+
+
+@pytest.fixture(scope="module")
+def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = llama(eos=(END,), template=FORGETFUL)
+    made = tmp_path_factory.mktemp("forgetful")
+    target.model.save_pretrained(made)
+    target.tokenizer.save_pretrained(made)
+    return made
+
+
+class Thinking:
+    """Takes the place of the engine, and answers one request after the other."""
+
+    asked = 0
+    interrupted_at: int | None = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def run(self, take: Callable[[], Request | None]) -> Iterator[tuple[Request, list[int], None]]:
+        while (request := take()) is not None:
+            if Thinking.asked == Thinking.interrupted_at:
+                raise KeyboardInterrupt
+            Thinking.asked += 1
+            yield request, thought(list(request.prompt)), None
+
+
+@pytest.fixture
+def thinking(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """It thinks, and its template forgets the thoughts of earlier turns."""
+    monkeypatch.setattr("draftheads.train.data.distill.ContinuousBatch", Thinking)
+    monkeypatch.setattr(Thinking, "asked", 0)
+    monkeypatch.setattr(Thinking, "interrupted_at", None)
+    return llama(eos=(END,), template=FORGETFUL)
+
+
+def log(request: Json) -> Json:
+    """A server's answer."""
+    return {"text": "", "token_ids": thought(request["prompt"]), "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize("place", ["here", "server"])
+def test_target_sees_in_training_what_it_sees_in_a_chat(
+    place: str, thinking: Target, forgetful: Path, tmp_path: Path
+) -> None:
+    server = LocalServer(log)
+    answering: Target | Answerer = thinking
+    if place == "server":
+        answering = ServedTarget(str(forgetful), ServerOptions(urls=[server.url]))
+    report = distill(answering, talks(), options(tmp_path / "o", **CHOSEN))
+    server.close()
+    assert (report.counts.done, report.counts.skipped, report.complete) == (4, 1, True)
+    for prompt, record in zip(talks(), records(tmp_path / "o"), strict=True):
+        learned = [
+            (document["tokens"][:start], document["tokens"][start:stop])
+            for document in documents_of(record)
+            for start, stop in document["learn"]
+        ]
+        if prompt.index == 2:
+            assert not learned and "skipped" in record
+            continue
+        chat = History(thinking, None, 1)
+        assert len(learned) == TURNS
+        for message, (seen, said) in zip(prompt.messages or (), learned, strict=True):
+            tokens, forgotten = chat.prompt(message["content"])
+            assert (seen, forgotten) == (tokens, 0)
+            assert said == thought(tokens)
+            text = thinking.tokenizer.decode(said, skip_special_tokens=True)
+            chat.add(message["content"], text)
+
+
+def test_documents_conversations_and_prompts_add_up(
+    thinking: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = distill(thinking, talks(), options(tmp_path / "o", **CHOSEN))
+    documents = list(read_answers(tmp_path / "o"))
+    counts = read_manifest(tmp_path / "o")["counts"]
+    assert (report.prompts, counts["done"], counts["skipped"], counts["turns"]) == (5, 4, 1, 12)
+    assert counts["documents"] == len(documents) > counts["done"]
+    assert counts["tokens"] == sum(len(document.tokens) for document in documents)
+    said = f"4 conversations became {len(documents)} documents, because the chat template rewrites"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("calls", [1, 4, 7])
+def test_interrupted_run_asks_nothing_twice(thinking: Target, tmp_path: Path, calls: int) -> None:
+    distill(thinking, talks(), options(tmp_path / "whole", **CHOSEN))
+    turns, Thinking.asked, Thinking.interrupted_at = Thinking.asked, 0, calls
+    with pytest.raises(KeyboardInterrupt):
+        distill(thinking, talks(), options(tmp_path / "o", **CHOSEN))
+    assert Thinking.asked == calls
+    Thinking.interrupted_at = None
+    distill(thinking, talks(), options(tmp_path / "o", **CHOSEN))
+    assert records(tmp_path / "o") == records(tmp_path / "whole")
+    assert Thinking.asked == turns + calls % TURNS, "only the conversation that was not whole"
+    distill(thinking, talks(), options(tmp_path / "o", **CHOSEN))
+    assert Thinking.asked == turns + calls % TURNS
+
+
+def test_thoughts_that_are_dropped_are_seen_and_not_learned(
+    thinking: Target, forgetful: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distill(thinking, talks(2), options(tmp_path / "o", reasoning="drop", **CHOSEN))
+    data_preview(str(tmp_path / "o"), target=str(forgetful), count=99)
+    shown = capsys.readouterr().out
+    assert shown.count("</think>[[so ") == shown.count("</think>") > 0
+    assert "[[<think>" not in shown
+
+
+# ---------------------------------------------------------------- tools
+
+
+CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}
+SHAREGPT = [
+    {"from": "human", "value": "1 + 2?"},
+    {"from": "function_call", "value": json.dumps(CALL)},
+    {"from": "observation", "value": "3"},
+    {"from": "gpt", "value": "<think>easy</think>It is 3."},
+    {"from": "human", "value": "Thanks."},
+]
+OPENAI = [
+    {"role": "user", "content": "1 + 2?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call00000",
+                "type": "function",
+                "function": CALL | {"arguments": json.dumps(CALL["arguments"])},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "3"},
+    {"role": "assistant", "content": "<think>easy</think>It is 3."},
+    {"role": "user", "content": "Thanks."},
+]
+KEPT = (
+    {"role": "user", "content": "1 + 2?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00000", "type": "function", "function": CALL}],
+    },
+    {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call00000"},
+)
+THANKS = {"role": "user", "content": "Thanks."}
+
+
+def write(folder: Path, turns: Any) -> Path:
+    path = folder / "p.jsonl"
+    path.write_text(json.dumps({"conversations": turns}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("turns", [SHAREGPT, OPENAI], ids=["sharegpt", "openai"])
+def test_tool_turns_are_kept_or_dropped(tmp_path: Path, turns: Any) -> None:
+    path = write(tmp_path, turns)
+    assert read_prompts(path, tools="keep") == [Prompt(0, messages=(*KEPT, THANKS))]
+    assert read_prompts(path, tools="drop") == [Prompt(0, messages=(KEPT[0], THANKS))]
+    assert read_prompts(path) == read_prompts(path, tools="drop")
+
+
+@pytest.mark.parametrize("turns", [SHAREGPT, OPENAI], ids=["sharegpt", "openai"])
+def test_conversations_keep_answers_up_to_the_last(tmp_path: Path, turns: Any) -> None:
+    path = write(tmp_path, turns)
+    said = {"role": "assistant", "content": "<think>easy</think>It is 3."}
+    assert read_conversations(path) == [(*KEPT, said)]
+    brief = {"role": "assistant", "content": "It is 3."}
+    assert read_conversations(path, tools="drop", reasoning="drop") == [(KEPT[0], brief)]
+
+
+def test_target_answers_behind_the_results(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer = byte_tokenizer(template)
+    [prompt] = read_prompts(write(tmp_path, SHAREGPT), tools="keep")
+    renderer = PromptRenderer(TextSide("tiny", tokenizer, (END,)), {})
+    check_tools(renderer, [prompt.messages])
+    conversation = Conversation(prompt, renderer, CONTEXT)
+    for answer in ("three", "welcome"):
+        assert conversation.ask()
+        conversation.answer([*tokenizer(answer)["input_ids"], END])
+    assert not conversation.ask()
+    assert tokenizer.decode(conversation.tokens) == (
+        "[user]1 + 2?<|im_end|>[assistant]add<|im_end|>[tool]3<|im_end|>[assistant]three<|im_end|>"
+        "[user]Thanks.<|im_end|>[assistant]welcome<|im_end|>"
+    )
+
+
+@needs_data
+def test_real_tool_conversations() -> None:
+    path = DATA / "conversations/glaive_toolcall_en_demo.json"
+    prompts = read_prompts(path, tools="keep")
+    roles = [message["role"] for prompt in prompts for message in prompt.messages or ()]
+    assert (len(prompts), roles.count("assistant"), roles.count("tool")) == (300, 211, 211)
+    conversations = read_conversations(path)
+    answers = [m for talk in conversations for m in talk if m["role"] == "assistant"]
+    assert len(answers) == 211 + 746
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("trl/qwen2_5", None),
+        ("trl/qwen3", None),
+        ("llama.cpp/mistralai-Mistral-Nemo-Instruct-2407", None),
+        ("llama.cpp/meta-llama-Llama-3.1-8B-Instruct", None),
+        ("llama.cpp/google-gemma-2-2b-it", "refuses them"),
+        ("trl/phi3", "drops them"),
+        (None, "is missing"),
+    ],
+)
+def test_template_is_asked_whether_it_shows_tools(
+    template: str | None, complaint: str | None
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizers/qwen2.5")
+    tokenizer.bos_token = "<|endoftext|>"
+    folder = DATA / "chat-templates"
+    tokenizer.chat_template = (folder / f"{template}.jinja").read_text() if template else None
+    renderer = PromptRenderer(TextSide("qwen", tokenizer, ()), {})
+    check_tools(renderer, [None, (THANKS,)])  # without tools it is never asked
+    if complaint is None:
+        check_tools(renderer, [(THANKS,), KEPT])
+        return
+    with pytest.raises(ValueError, match=f"{complaint}.*; leave them out with --tools drop"):
+        check_tools(renderer, [(THANKS,), KEPT])
+
+
+@pytest.mark.parametrize("value", ["add(1, 2)", json.dumps({"arguments": {}}), "[1]"])
+def test_broken_tool_call_is_named(tmp_path: Path, value: str) -> None:
+    turns = [SHAREGPT[0], {"from": "function_call", "value": value}, SHAREGPT[2]]
+    path = write(tmp_path, turns)
+    with pytest.raises(ValueError, match=r"line 1, conversations, turn 2: expected a tool call"):
+        read_prompts(path, tools="keep")
+    assert len(read_prompts(path, tools="drop")) == 1
+
+
+def test_text_is_no_conversation(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a story")
+    with pytest.raises(ValueError, match="expected a conversation, got plain text"):
+        read_conversations(tmp_path / "p.txt")
+    with pytest.raises(ValueError, match="expected at least one answer in a conversation"):
+        read_conversations(write(tmp_path, SHAREGPT[:1]))

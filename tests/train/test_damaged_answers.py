@@ -4,6 +4,7 @@ distilling again mends it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
@@ -68,20 +69,12 @@ def shuffled(path: Path) -> None:
     path.write_bytes(content)
 
 
-def forget_checksums(folder: Path) -> None:
-    """What the version before checksums wrote."""
-    manifest = read_manifest(folder)
-    for entry in manifest["shards"] + manifest["rest"]:
-        del entry["sha256"]
-    answers.write_manifest(folder, manifest)
-
-
 def trusted(folder: Path) -> None:
-    """Bring sizes up to date, as after damage that keeps them, without checksums."""
-    forget_checksums(folder)
+    """Bring sizes and checksums up to date, as a faulty tool would that also wrote the manifest."""
     manifest = read_manifest(folder)
     for entry in manifest["shards"]:
-        entry["bytes"] = (folder / entry["name"]).stat().st_size
+        content = (folder / entry["name"]).read_bytes()
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     answers.write_manifest(folder, manifest)
 
 
@@ -138,18 +131,6 @@ def test_a_difference_is_known_before_the_first_save(folder: Path) -> None:
     assert damaged.failed
 
 
-def test_a_folder_from_before_checksums_is_used_and_named_once(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = list(read_answers(folder))
-    forget_checksums(folder)
-    with caplog.at_level(logging.WARNING):
-        assert list(read_answers(folder)) == before
-        answers.verify(folder, read_manifest(folder))
-    [line] = caplog.messages
-    assert "was written before answers had checksums: its files are compared by size" in line
-
-
 def test_a_folder_can_be_checked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,9 +149,9 @@ def test_a_folder_can_be_checked(
 
 
 def test_checking_finds_what_sizes_cannot(folder: Path) -> None:
-    """In a folder without checksums, too: the digest of the data tells."""
-    forget_checksums(folder)
+    """Nor checksums that were written with the damage: the digest of the data tells."""
     shuffled(shard(folder))
+    trusted(folder)
     with pytest.raises(ValueError, match="expected data of digest [0-9a-f]{16}, got") as error:
         check(folder)
     one_line(error)
@@ -229,7 +210,6 @@ def test_offsets_beyond_the_columns_are_refused(folder: Path) -> None:
     at = bytes(content).index(offsets)
     content[at + 8 : at + 12] = np.int32(1 << 30).tobytes()
     path.write_bytes(content)
-    forget_checksums(folder)
     with pytest.raises(ValueError, match="expected answers as Arrow columns, got a damaged file"):
         open_shards(folder)
 

@@ -26,12 +26,14 @@ from transformers import PreTrainedTokenizerFast
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import printable
 from draftheads.infer.engine import Speculator
+from draftheads.infer.prompt import PromptRenderer
 from draftheads.scripts import cli
 from draftheads.train.data.answers import read_answers, read_manifest
-from draftheads.train.data.conversation import LOSSY, TOO_LONG, Renderer, TextSide
+from draftheads.train.data.conversation import LOSSY, TOO_LONG, Conversation
 from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.server import ServedTarget, ServerError, ServerOptions, without_secret
+from draftheads.train.data.text_side import TextSide
 
 pytestmark = pytest.mark.slow
 
@@ -161,10 +163,11 @@ def test_text_is_tokenised_as_inside_a_text() -> None:
     )
     tokenizer.add_special_tokens(["</s>"])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-    renderer = Renderer(TextSide("blank", wrapped, (0,)), {})
-    before = wrapped("c", add_special_tokens=False)["input_ids"]
+    renderer = PromptRenderer(TextSide("blank", wrapped, (0,)), {})
+    conversation = Conversation(Prompt(0, text="c"), renderer, CONTEXT)
+    conversation.tokens = wrapped("c", add_special_tokens=False)["input_ids"]
     for text, pieces in ((" a", ["\u2581a"]), ("ab", ["a", "b"]), ("", [])):
-        assert renderer.retokenize(text, before) == wrapped.convert_tokens_to_ids(pieces)
+        assert conversation.retokenize(text) == wrapped.convert_tokens_to_ids(pieces)
 
 
 def test_end_token_left_out_by_the_server_is_learned(

@@ -12,10 +12,11 @@ from tiny_chat import END, byte_tokenizer
 from tokenizers import processors
 from transformers import AutoTokenizer, GPT2TokenizerFast
 
+from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import Record
-from draftheads.train.data.conversation import Renderer, TextSide
 from draftheads.train.data.imports import import_answers, replay
 from draftheads.train.data.shards import documents_of
+from draftheads.train.data.text_side import TextSide
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +102,7 @@ def told(tokenizer: Any, messages: Any, eos: Any = None, **template_args: Any) -
     """The record of a conversation; by default all special tokens may end an answer."""
     specials = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     ends = tuple(tokenizer.convert_tokens_to_ids(sorted(specials) if eos is None else eos))
-    renderer = Renderer(TextSide("t", tokenizer, ends), template_args)
+    renderer = PromptRenderer(TextSide("t", tokenizer, ends), template_args)
     return replay(renderer, 0, tuple(messages))
 
 

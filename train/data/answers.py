@@ -50,7 +50,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from huggingface_hub import DatasetCardData
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -97,6 +96,11 @@ JOURNAL_BYTES = 1 << 26
 
 logger = logging.getLogger("draftheads")
 
+Manifest = dict[str, Any]
+"""Of a folder, as in its file. `_Manifest` describes what the code relies on."""
+Entry = dict[str, Any]
+"""A part of a manifest."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -127,6 +131,10 @@ class Counts:
     cut: Size = 0  # documents whose last answer ended by length
     retokenized: Size = 0  # answers whose ids were made from text
     reasons: Counter[str] = field(default_factory=Counter)
+
+    def entry(self) -> Entry:
+        """As in a manifest."""
+        return vars(self) | {"reasons": dict(self.reasons)}
 
 
 class _Section(BaseModel):
@@ -160,7 +168,7 @@ class _Sampling(_Section):
 class _File(_Section):
     name: Annotated[str, Field(pattern=f"^{COLUMNS.pattern}$")]
     bytes: Size
-    sha256: str | None = None  # None: written before there were checksums
+    sha256: str
     largest_token: Size
 
 
@@ -182,14 +190,14 @@ class _Manifest(_Section):
 
     @model_validator(mode="after")
     def _is_whole(self) -> _Manifest:
-        given = {"digest", "shards", "rest"} & self.model_fields_set
-        if len(given) not in (0, 3):
-            raise ValueError(f"expected digest, shards and rest, got {' and '.join(given)} alone")
+        fields = {"digest", "shards", "rest"} & self.model_fields_set
+        if len(fields) not in (0, 3):
+            raise ValueError(f"expected digest, shards and rest, got {' and '.join(fields)} alone")
         return self
 
 
-def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a folder. Raises ValueError if it is missing, damaged or too new."""
+def read_manifest(folder: str | Path) -> Manifest:
+    """A folder's manifest. Raises ValueError if it is missing, damaged or of another format."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise ValueError(
@@ -199,28 +207,32 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     content = path.read_bytes()
     try:
         _Manifest.model_validate_json(content)
-        manifest: dict[str, Any] = json.loads(content)
+        manifest: Manifest = json.loads(content)
     except (ValueError, RecursionError) as error:
-        reason = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
-        raise ValueError(
-            f"{path}: expected format {FORMAT} as `draftheads distill` writes it, got a damaged "
-            f"file ({' '.join(reason.split())[:120]}); copy the folder again, or distill into "
-            "another one"
-        ) from error
+        raise ValueError(f"{path}: {_complaint(error)}") from error
     return manifest
 
 
-def has_shards(manifest: dict[str, Any]) -> bool:
+def _complaint(error: Exception) -> str:
+    """What is wrong with a manifest, and what to do."""
+    reason = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        if first["type"] == "literal_error":  # of `format`, the only literal
+            return f"expected format {FORMAT}, got {first['input']!r}; distil again"
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
+    return (
+        f"expected format {FORMAT} as `draftheads distill` writes it, got a damaged file "
+        f"({' '.join(reason.split())[:120]}); copy the folder again, or distill into another one"
+    )
+
+
+def has_shards(manifest: Manifest) -> bool:
     """Whether the answers are in shards, which the manifest lists: the folder is finished."""
     return "shards" in manifest
 
 
-def new_manifest(
-    target: dict[str, Any], sampling: dict[str, Any], prompts: dict[str, Any], **more: Any
-) -> dict[str, Any]:
+def new_manifest(target: Entry, sampling: Entry, prompts: Entry, **more: Any) -> Manifest:
     """The manifest of an empty folder. prompts: source, count, sha256. more: further entries."""
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -237,12 +249,12 @@ def new_manifest(
     }
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest atomically."""
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
-def open_shards(folder: str | Path) -> tuple[list[Shard], dict[str, Any]]:
+def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
     """The documents of a folder in the order of their prompts, and its manifest.
 
     A finished folder is memory-mapped, others are read. Raises ValueError for a damaged folder; an
@@ -250,39 +262,26 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], dict[str, Any]]:
     """
     manifest = read_manifest(folder)
     if has_shards(manifest):
-        return [_shard(Path(folder), entry) for entry in manifest["shards"]], manifest
-    batches = _batches(folder)
-    order, _ = _order(batches, read_ids(folder, manifest))
-    documents, refused, done = _split(batches, order)
+        entries = manifest["shards"]
+        _refuse(_faults(folder, entries, by_content=False))
+        return [Shard.open(Path(folder) / entry["name"]) for entry in entries], manifest
+    contents = _Contents.read(folder, manifest)
     prompts = manifest["prompts"]["count"]
-    seen = done + len(refused)
+    seen = contents.answered + len(contents.refused)
     if not manifest["complete"]:
         logger.warning(
             "%s is incomplete: %d of %d prompts (%.0f%%) are done; "
             "run the same `draftheads distill` again to resume, or train on these answers",
             *(folder, seen, prompts, 100 * seen / max(1, prompts)),
         )
-    return [Shard(batch) for batch in _in_order(batches, documents)], manifest
+    return [Shard(batch) for batch in contents.batches(contents.documents)], manifest
 
 
-def _shard(folder: Path, entry: dict[str, Any]) -> Shard:
-    path = folder / entry["name"]
-    if fault := _size_fault(path, entry):
-        raise _damaged_files({path: fault})
-    return Shard.open(path)
-
-
-def verify(folder: str | Path, manifest: dict[str, Any]) -> None:
+def verify(folder: str | Path, manifest: Manifest) -> None:
     """Compare the files of a finished folder with size and checksum in its manifest. Raises
-    ValueError naming those that differ. Files without a checksum are named in a warning.
+    ValueError naming those that differ.
     """
-    if found := dict(_faults(Path(folder), manifest)):
-        raise _damaged_files(found)
-    if not all(entry.get("sha256") for entry in manifest.get("shards", [])):
-        logger.warning(
-            "%s was written before answers had checksums: its files are compared by size alone",
-            folder,
-        )
+    _refuse(_faults(folder, _entries(manifest)))
 
 
 def check(folder: str | Path) -> Counts:
@@ -295,17 +294,17 @@ def check(folder: str | Path) -> Counts:
     for shard in shards:
         if shard.tokens_N.min(initial=0) < 0:
             raise ValueError(f"{shard.path or folder}: expected token ids, got a negative one")
-    if has_shards(manifest) and (found := digest(shards)) != manifest["digest"]:
+    if has_shards(manifest) and (actual := digest(shards)) != manifest["digest"]:
         raise ValueError(
-            f"{folder}: expected data of digest {manifest['digest']}, got {found}; {REPAIR}"
+            f"{folder}: expected data of digest {manifest['digest']}, got {actual}; {REPAIR}"
         )
     return count(folder, manifest)
 
 
-def set_aside(folder: Path, manifest: dict[str, Any]) -> None:
+def set_aside(folder: Path, manifest: Manifest) -> None:
     """Rename the damaged files of a finished folder, so that their prompts are answered again."""
     with _locked(folder):
-        for path, fault in _faults(folder, manifest):
+        for path, fault in _faults(folder, _entries(manifest)):
             if path.is_file():  # another process of this launch may have come first
                 path.rename(path.with_name(f"{path.name}.damaged"))
                 logger.warning("%s: %s; set aside, its prompts are answered again", path, fault)
@@ -319,29 +318,35 @@ def forget(folder: Path) -> None:
                 path.unlink()
 
 
-def _faults(folder: Path, manifest: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    """The files of a finished folder that are not as they were written, and what is wrong."""
-    for entry in (*manifest.get("shards", []), *manifest.get("rest", [])):
-        path, expected = folder / entry["name"], entry.get("sha256")
-        if fault := _size_fault(path, entry):
-            yield path, fault
-        elif expected and (found := _checksum(path)) != expected:
-            yield path, f"expected SHA-256 {expected[:12]}, got {found[:12]}"
+def _entries(manifest: Manifest) -> list[Entry]:
+    """The files that a manifest lists."""
+    return [*manifest.get("shards", []), *manifest.get("rest", [])]
 
 
-def _size_fault(path: Path, entry: dict[str, Any]) -> str:
-    found = path.stat().st_size if path.is_file() else "no file"
-    return "" if found == entry["bytes"] else f"expected {entry['bytes']} bytes, got {found}"
+def _faults(
+    folder: str | Path, entries: Iterable[Entry], *, by_content: bool = True
+) -> Iterator[tuple[Path, str]]:
+    """The files that are not as they were written, and what is wrong. by_content: not only sizes
+    are compared.
+    """
+    for entry in entries:
+        path, expected = Path(folder) / entry["name"], entry["sha256"]
+        size = path.stat().st_size if path.is_file() else "no file"
+        if size != entry["bytes"]:
+            yield path, f"expected {entry['bytes']} bytes, got {size}"
+        elif by_content and (actual := _checksum(path)) != expected:
+            yield path, f"expected SHA-256 {expected[:12]}, got {actual[:12]}"
+
+
+def _refuse(faults: Iterable[tuple[Path, str]]) -> None:
+    """Raises ValueError if there are any."""
+    if listed := "; ".join(f"{path}: {fault}" for path, fault in faults):
+        raise ValueError(f"{listed}; {REPAIR}")
 
 
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _damaged_files(faults: dict[Path, str]) -> ValueError:
-    listed = "; ".join(f"{path}: {fault}" for path, fault in faults.items())
-    return ValueError(f"{listed}; {REPAIR}")
 
 
 def read_answers(folder: str | Path) -> Iterator[Answer]:
@@ -354,12 +359,11 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
             yield Answer(tokens_T.tolist(), spans, follows)
 
 
-def count(folder: str | Path, manifest: dict[str, Any]) -> Counts:
+def count(folder: str | Path, manifest: Manifest) -> Counts:
     """Summary counts of a folder; those of a finished one are in its manifest."""
     if has_shards(manifest):
         return TypeAdapter(Counts).validate_python(manifest["counts"])
-    batches = _batches(folder)
-    return _counts(batches, _order(batches, read_ids(folder, manifest))[0])
+    return _Contents.read(folder, manifest).counts()
 
 
 def journals(folder: str | Path) -> list[Path]:
@@ -368,12 +372,12 @@ def journals(folder: str | Path) -> list[Path]:
 
 
 def columns(folder: str | Path) -> list[Path]:
-    """The files of columns of a folder."""
-    found = [path for path in sorted(Path(folder).iterdir()) if COLUMNS.fullmatch(path.name)]
-    return sorted(found, key=lambda path: path.name.startswith("part-"))
+    """The files of columns of a folder, parts last."""
+    paths = [path for path in sorted(Path(folder).iterdir()) if COLUMNS.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: path.name.startswith("part-"))
 
 
-def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[str]:
+def read_ids(folder: str | Path, manifest: Manifest) -> Sequence[str]:
     """The ids of a folder's prompts, in order."""
     prompts: int = manifest["prompts"]["count"]
     path = ids_file(folder, manifest)
@@ -386,7 +390,7 @@ def read_ids(folder: str | Path, manifest: dict[str, Any]) -> Sequence[str]:
     return ids
 
 
-def ids_file(folder: str | Path, manifest: dict[str, Any]) -> Path:
+def ids_file(folder: str | Path, manifest: Manifest) -> Path:
     """The file with the ids of a folder's prompts."""
     return Path(folder) / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
 
@@ -395,14 +399,11 @@ def answered(folder: str | Path, ids: Sequence[str]) -> Array:
     """Indices of the prompts in `ids` that have a record, ascending. Lines are not parsed."""
     names: list[str] = []
     for path in journals(folder):
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.endswith(b"\n"):
-                    break  # the process was killed while it wrote this line
-                start = ID.match(line)  # much faster than parsing the whole line
-                if start is None:
-                    raise _damaged(path, number, line)
-                names.append(start[1].decode())
+        for number, line in _lines(path):
+            start = ID.match(line)  # much faster than parsing the whole line
+            if start is None:
+                raise _damaged(path, number, line)
+            names.append(start[1].decode())
     stored = [read_batch(path)["id"] for path in columns(folder)]
     places = _places(pa.chunked_array([*stored, pa.array(names, pa.string())]), ids)
     return np.unique(places[places >= 0])
@@ -410,27 +411,32 @@ def answered(folder: str | Path, ids: Sequence[str]) -> Array:
 
 def _places(names: pa.ChunkedArray, ids: Sequence[str]) -> Array:
     """Index in `ids` of each name, or -1."""
-    known = pa.array(ids, pa.string())
-    found: Array = pc.index_in(names, value_set=known).fill_null(-1).to_numpy()
-    return found
+    places = pc.index_in(names, value_set=pa.array(ids, pa.string()))
+    indices: Array = places.fill_null(-1).to_numpy()
+    return indices
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The numbered lines of a file, without a last one that a killed process began."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield number, line
 
 
 def _parse(path: Path) -> Iterator[pa.RecordBatch]:
     """The lines of a file as columns, in batches of bounded size."""
     rows: list[Record] = []
     size = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                break  # as above
-            try:
-                rows += rows_of(json.loads(line))
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-                raise _damaged(path, number, line) from error
-            size += len(line)
-            if size > JOURNAL_BYTES:
-                yield to_batch(rows)
-                rows, size = [], 0
+    for number, line in _lines(path):
+        try:
+            rows += rows_of(json.loads(line))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise _damaged(path, number, line) from error
+        size += len(line)
+        if size > JOURNAL_BYTES:
+            yield to_batch(rows)
+            rows, size = [], 0
     if rows:
         yield to_batch(rows)
 
@@ -465,88 +471,87 @@ def _sync(folder: Path) -> None:
     os.close(handle)
 
 
-def _batches(folder: str | Path) -> list[pa.RecordBatch]:
-    """All rows of a folder. Lines are read first: another process may be moving them to a part."""
-    lines = [batch for path in journals(folder) for batch in _parse(path)]
-    return [*map(read_batch, columns(folder)), *lines]
+class _Contents:
+    """All rows of a folder: in columns, some of them mapped from files.
 
-
-def _column(batches: Sequence[pa.RecordBatch], name: str) -> pa.ChunkedArray:
-    return pa.chunked_array([batch[name] for batch in batches], SCHEMA.field(name).type)
-
-
-def _order(batches: Sequence[pa.RecordBatch], ids: Sequence[str]) -> tuple[Array, Array]:
-    """(rows in the order of `ids`, rows of other ids), counted over all batches: the first record
-    of each id, which is a row and those that follow it.
+    documents, refused: rows of the folder's prompts in the order of `ids`, with an answer and
+    without. others: rows of prompts that are not asked any more. A row is counted over all batches.
+    The first record of an id holds: one row, and those that follow it.
     """
-    names = _column(batches, "id")
-    starts = np.flatnonzero(~_column(batches, "follows").to_numpy())
-    sizes = np.diff(np.append(starts, sum(map(len, batches))))
-    others = names.filter(pa.array(_places(names, ids) < 0)).unique().to_pylist()
-    found, records = np.unique(_places(names, [*ids, *others])[starts], return_index=True)
 
-    def rows(chosen: Array) -> Array:
-        first, size = starts[chosen], sizes[chosen]
-        numbers: Array = np.arange(size.sum()) + np.repeat(first - (size.cumsum() - size), size)
-        return numbers
+    def __init__(self, batches: Iterable[pa.RecordBatch], ids: Sequence[str]) -> None:
+        self._table = pa.Table.from_batches(batches, SCHEMA)
+        names = self._table["id"]
+        follows = self._table["follows"].to_numpy()
+        starts = np.flatnonzero(~follows)
+        sizes = np.diff(np.append(starts, len(follows)))
+        others = names.filter(pa.array(_places(names, ids) < 0)).unique().to_pylist()
+        places, records = np.unique(_places(names, [*ids, *others])[starts], return_index=True)
 
-    return rows(records[found < len(ids)]), rows(records[found >= len(ids)])
+        def rows(chosen: Array) -> Array:
+            first, size = starts[chosen], sizes[chosen]
+            numbers: Array = np.arange(size.sum()) + np.repeat(first - (size.cumsum() - size), size)
+            return numbers
 
+        self._asked = rows(records[places < len(ids)])
+        self.others = rows(records[places >= len(ids)])
+        has_answer = self._table["turns"].to_numpy()[self._asked] > 0
+        self.documents = self._asked[has_answer]
+        self.refused = self._asked[~has_answer]
+        self.answered = int((~follows[self.documents]).sum())  # prompts
+        self._sizes = pc.list_value_length(self._table["tokens"]).to_numpy().astype(np.int64)
 
-def _split(batches: Sequence[pa.RecordBatch], order: Array) -> tuple[Array, Array, int]:
-    """(the rows of `order` that are documents, those of refused prompts, answered prompts)."""
-    is_first = ~_column(batches, "follows").to_numpy()[order]
-    is_document = _column(batches, "turns").to_numpy()[order] > 0
-    return order[is_document], order[~is_document], int((is_first & is_document).sum())
+    @classmethod
+    def read(cls, folder: str | Path, manifest: Manifest) -> _Contents:
+        """Those of an unfinished folder. Lines are read before columns: another process may be
+        moving them there.
+        """
+        lines = [batch for path in journals(folder) for batch in _parse(path)]
+        return cls([*map(read_batch, columns(folder)), *lines], read_ids(folder, manifest))
 
+    def counts(self) -> Counts:
+        """Summary counts, of the folder's prompts."""
+        reasons = self._table["reason"].take(pa.array(self._asked)).drop_null().value_counts()
+        why = Counter({entry["values"]: entry["counts"] for entry in reasons.to_pylist()})
+        skipped = sum(number for reason, number in why.items() if reason.startswith("skipped: "))
+        learned = [shard.learned_D for shard in map(Shard, self._table.to_batches())]
 
-def _counts(batches: Sequence[pa.RecordBatch], order: Array) -> Counts:
-    """Summary counts of these rows."""
-    documents, refused, done = _split(batches, order)
-    reasons = _column(batches, "reason").take(pa.array(order)).drop_null().value_counts()
-    why = Counter({entry["values"]: entry["counts"] for entry in reasons.to_pylist()})
-    learned = [np.diff(np.append(0, s.sizes_S.cumsum())[s.spans_D1]) for s in map(Shard, batches)]
-    skipped = sum(number for reason, number in why.items() if reason.startswith("skipped: "))
+        def total(values: Array) -> int:
+            return int(values[self.documents].sum())
 
-    def total(values: Array) -> int:
-        return int(values[documents].sum())
+        return Counts(
+            done=self.answered,
+            documents=len(self.documents),
+            skipped=skipped,
+            failed=len(self.refused) - skipped,
+            tokens=total(self._sizes),
+            learned_tokens=total(np.concatenate([np.zeros(0, np.int64), *learned])),
+            turns=total(self._table["turns"].to_numpy()),
+            cut=total(pc.equal(self._table["finish"], "length").to_numpy()),
+            retokenized=total(self._table["retokenized"].to_numpy()),
+            reasons=why,
+        )
 
-    return Counts(
-        done=done,
-        documents=len(documents),
-        skipped=skipped,
-        failed=len(refused) - skipped,
-        tokens=total(_sizes(batches)),
-        learned_tokens=total(np.concatenate([np.zeros(0, np.int64), *learned])),
-        turns=total(_column(batches, "turns").to_numpy()),
-        cut=total(pc.equal(_column(batches, "finish"), "length").to_numpy()),
-        retokenized=total(_column(batches, "retokenized").to_numpy()),
-        reasons=why,
-    )
+    def batches(self, rows: Array) -> Iterator[pa.RecordBatch]:
+        """These rows in batches of at most SHARD_TOKENS tokens, or one row."""
+        ends = self._sizes[rows].cumsum()
+        start = used = 0
+        while start < len(rows):
+            stop = max(start + 1, int(np.searchsorted(ends, used + SHARD_TOKENS, side="right")))
+            yield self._take(rows[start:stop])
+            start, used = stop, int(ends[stop - 1])
 
-
-def _sizes(batches: Sequence[pa.RecordBatch]) -> Array:
-    """Tokens of each row, int64."""
-    sizes: Array = pc.list_value_length(_column(batches, "tokens")).to_numpy()
-    return sizes.astype(np.int64)
-
-
-def _in_order(batches: Sequence[pa.RecordBatch], order: Array) -> Iterator[pa.RecordBatch]:
-    """These rows in batches of at most SHARD_TOKENS tokens, or one row."""
-    ends = _sizes(batches)[order].cumsum()
-    bounds = np.cumsum([0, *map(len, batches)])
-    start = used = 0
-    while start < len(order):
-        stop = max(start + 1, int(np.searchsorted(ends, used + SHARD_TOKENS, side="right")))
-        rows = order[start:stop]
+    def _take(self, rows: Array) -> pa.RecordBatch:
+        """These rows as one batch. `pa.Table.take` would first copy all columns into one piece."""
+        batches = self._table.to_batches()
+        bounds = np.cumsum([0, *map(len, batches)])
         origin = np.searchsorted(bounds, rows, side="right") - 1
-        taken = [
+        parts = [
             batches[b].take(pa.array(rows[origin == b] - bounds[b])) for b in np.unique(origin)
         ]
-        [batch] = pa.Table.from_batches(taken).combine_chunks().to_batches()
+        [batch] = pa.Table.from_batches(parts).combine_chunks().to_batches()
         back = np.argsort(np.argsort(origin, kind="stable"))  # from the order of batches
-        yield batch.take(pa.array(back)) if len(taken) > 1 else batch
-        start, used = stop, int(ends[stop - 1])
+        return batch.take(pa.array(back)) if len(parts) > 1 else batch
 
 
 @contextmanager
@@ -576,18 +581,17 @@ def _lock(file: int, kind: int) -> bool:
     return True
 
 
-def finished(folder: Path, manifest: dict[str, Any]) -> bool:
+def finished(folder: Path, manifest: Manifest) -> bool:
     """Whether the folder on disk already holds the answers to this manifest's prompts as shards."""
     if not (folder / MANIFEST).is_file():
         return False
     old = read_manifest(folder)
-    known, asked = (each["prompts"].get("sha256") for each in (old, manifest))
-    if not has_shards(old) or known != asked:
+    if not has_shards(old) or old["prompts"]["sha256"] != manifest["prompts"]["sha256"]:
         return False
     return all((folder / entry["name"]).is_file() for entry in old["shards"])
 
 
-def finish(folder: Path, manifest: dict[str, Any]) -> Counts:
+def finish(folder: Path, manifest: Manifest) -> Counts:
     """Count the answers and write the manifest; if none is missing, bring all into shards.
 
     manifest: of the folder; counts and shards are written into it. All processes of a launch may
@@ -597,35 +601,27 @@ def finish(folder: Path, manifest: dict[str, Any]) -> Counts:
         if finished(folder, manifest):
             manifest.update(read_manifest(folder))
         else:
-            batches = _batches(folder)
-            order, others = _order(batches, read_ids(folder, manifest))
-            counts = _counts(batches, order)
+            contents = _Contents.read(folder, manifest)
+            counts = contents.counts()
             done = counts.done + counts.skipped + counts.failed
             manifest["complete"] = done == manifest["prompts"]["count"]
-            manifest["counts"] = vars(counts) | {"reasons": dict(counts.reasons)}
+            manifest["counts"] = counts.entry()
             if not manifest["complete"] or not counts.done:
                 write_manifest(folder, manifest)
                 return counts
-            store(folder, manifest, batches, order, others)
-        kept = {entry["name"] for entry in manifest["shards"] + manifest["rest"]}
+            _store(folder, manifest, contents)
+        current = {entry["name"] for entry in _entries(manifest)}
         for path in [*journals(folder), *columns(folder), *folder.glob(".draft-*.arrow")]:
-            if path.name not in kept:
+            if path.name not in current:
                 path.unlink()
         sweep(folder, "*.arrow")
     return count(folder, manifest)
 
 
-def store(
-    folder: Path,
-    manifest: dict[str, Any],
-    batches: Sequence[pa.RecordBatch],
-    order: Array,
-    others: Array,
-) -> None:
-    """Write these rows as shards, then the manifest, which lists them. others: of other prompts."""
-    documents, refused, _ = _split(batches, order)
+def _store(folder: Path, manifest: Manifest, contents: _Contents) -> None:
+    """Write the contents as shards, then the manifest, which lists them."""
     drafts = []
-    for number, batch in enumerate(_in_order(batches, documents)):
+    for number, batch in enumerate(contents.batches(contents.documents)):
         drafts.append(folder / f".draft-{number:05d}.arrow")
         write_batch(drafts[-1], batch)
     shards = [Shard(read_batch(draft)) for draft in drafts]
@@ -636,7 +632,7 @@ def store(
         os.replace(draft, path)
         entries.append(_entry(path, shard))
     rest = []
-    for batch in _in_order(batches, np.append(refused, others)):
+    for batch in contents.batches(np.append(contents.refused, contents.others)):
         ids = hashlib.sha256("".join(batch["id"].to_pylist()).encode())
         path = folder / f"rest-{ids.hexdigest()[:16]}.arrow"
         write_batch(path, batch)
@@ -647,16 +643,15 @@ def store(
     write_manifest(folder, manifest)
 
 
-def store_batch(folder: Path, manifest: dict[str, Any], batch: pa.RecordBatch) -> Counts:
-    """`store` for the rows of all prompts, in their order."""
-    order = np.arange(len(batch))
-    counts = _counts([batch], order)
-    manifest["counts"] = vars(counts) | {"reasons": dict(counts.reasons)}
-    store(folder, manifest | {"complete": True}, [batch], order, order[:0])
+def store_batch(folder: Path, manifest: Manifest, batch: pa.RecordBatch) -> Counts:
+    """Write a whole folder at once. batch: the rows of all prompts, in their order."""
+    contents = _Contents([batch], batch["id"].unique().to_pylist())
+    counts = contents.counts()
+    _store(folder, manifest | {"complete": True, "counts": counts.entry()}, contents)
     return counts
 
 
-def _entry(path: Path, shard: Shard) -> dict[str, Any]:
+def _entry(path: Path, shard: Shard) -> Entry:
     return {
         "name": path.name,
         "bytes": path.stat().st_size,
@@ -668,7 +663,7 @@ def _entry(path: Path, shard: Shard) -> dict[str, Any]:
     }
 
 
-def _write_card(path: Path, manifest: dict[str, Any]) -> None:
+def _write_card(path: Path, manifest: Manifest) -> None:
     """Write what `datasets` and the Hub need to read the shards, and what they hold. Of a card that
     exists only our own part is replaced; a README without it is not ours and stays as it is.
     """
@@ -690,9 +685,8 @@ def _write_card(path: Path, manifest: dict[str, Any]) -> None:
         before = re.sub(r"answers-[0-9a-f]{16}-\*\.arrow", pattern, before)
         write_text(path, before + ours + after)
         return
-    files = {"config_name": "default", "data_files": pattern}
-    data = DatasetCardData(configs=[files], tags=["draftheads"])
-    write_text(path, f"---\n{data.to_yaml()}\n---\n\n# Answers of {name}\n\n{ours}\n")
+    facts = f"configs:\n- config_name: default\n  data_files: {pattern}\ntags:\n- draftheads\n"
+    write_text(path, f"---\n{facts}---\n\n# Answers of {name}\n\n{ours}\n")
 
 
 class Journal:

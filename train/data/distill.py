@@ -16,7 +16,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -34,10 +34,13 @@ from draftheads.heads.terminal import printable
 from draftheads.infer.accept import LEAST_TEMPERATURE, Seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
+from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import (
     MANIFEST,
     Counts,
+    Entry,
     Journal,
+    Manifest,
     Record,
     answered,
     columns,
@@ -53,9 +56,10 @@ from draftheads.train.data.answers import (
     set_aside,
     write_manifest,
 )
-from draftheads.train.data.conversation import Conversation, Renderer, TextSide, turns_of
-from draftheads.train.data.prompts import Prompt, check_tools, with_tools
+from draftheads.train.data.conversation import Conversation, check_tools, turns_of
+from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.shards import documents_of
+from draftheads.train.data.text_side import TextSide
 from draftheads.train.launch import PATIENCE, check_environment
 
 if TYPE_CHECKING:
@@ -80,7 +84,6 @@ UNRECORDED = {"out", "batch_size", "max_batch_tokens", "seed", "source"}
 logger = logging.getLogger("draftheads")
 
 Answered = tuple[list[Conversation], Exception | None]
-Seeds = Callable[[int], str]
 
 
 class Sampling(BaseModel):
@@ -92,6 +95,11 @@ class Sampling(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)  # probability mass kept; 1 keeps all
     top_k: int = Field(0, ge=0)  # tokens kept; 0 keeps all
     max_new_tokens: int = Field(512, ge=1)  # per answer, end token included
+    seed: int = 0
+
+    def seed_of(self, row: Conversation) -> str:
+        """Seed of a conversation's next answer."""
+        return f"{self.seed}/{row.name}/{len(row.answers)}"
 
     @field_validator("temperature")
     @classmethod
@@ -107,7 +115,6 @@ class DistillOptions(Sampling):
     out: Path  # folder to write; an unfinished one is resumed
     batch_size: int = Field(32, ge=1)  # prompts answered together
     max_batch_tokens: int | None = Field(None, ge=1)  # in the cache, answers at full length
-    seed: int = 0
     max_turns: int | None = Field(None, ge=1)  # user turns asked per conversation
     template_args: dict[str, Any] = {}  # chat template variables
     reasoning: Literal["keep", "drop"] = "keep"  # "drop": <think> blocks are context, not learned
@@ -168,18 +175,17 @@ class Answerer(ABC):
         self.context = context
 
     @abstractmethod
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> Entry:
         """The manifest's entry for the target."""
 
     @abstractmethod
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
+        self, batches: Iterable[list[Conversation]], sampling: Sampling
     ) -> Generator[Answered]:
         """Answer all turns of the batches' conversations, in place.
 
-        seed_of: by index of the prompt. Yields finished conversations, with the last error of a
-        prompt that could not be answered, or None. Conversations that failed for a reason other
-        than their prompt are not yielded.
+        Yields finished conversations, with the last error of a prompt that could not be answered,
+        or None. Conversations that failed for a reason other than their prompt are not yielded.
         """
 
 
@@ -193,20 +199,20 @@ class LocalAnswerer(Answerer):
 
     def __init__(self, engine: Speculator, rows: int = 32, most_tokens: int | None = None) -> None:
         super().__init__(engine.target, engine.target.context)
-        self._target, self._engine = engine.target, engine
-        self._rows, self._most_tokens = rows, most_tokens
+        self._engine, self._rows, self._most_tokens = engine, rows, most_tokens
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> Entry:
         """The target's name, revision, fingerprint and dtype."""
+        target = self._engine.target
         return {
-            "name": str(self._target.name),
-            "revision": self._target.revision,
-            "fingerprint": self._target.fingerprint(),
-            "dtype": str(self._target.model.dtype).removeprefix("torch."),
+            "name": str(target.name),
+            "revision": target.revision,
+            "fingerprint": target.fingerprint(),
+            "dtype": str(target.model.dtype).removeprefix("torch."),
         }
 
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
+        self, batches: Iterable[list[Conversation]], sampling: Sampling
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers
@@ -221,8 +227,8 @@ class LocalAnswerer(Answerer):
             row = more.popleft() if more else next(new, None)
             if row is None:
                 return None
-            seed = f"{seed_of(row.prompt.index)}/{len(row.answers)}"
-            request = Request(row.tokens, min(limit, self.context - len(row.tokens)), seed)
+            room = self.context - len(row.tokens)
+            request = Request(row.tokens, min(limit, room), sampling.seed_of(row))
             asking[request] = row
             return request
 
@@ -316,12 +322,6 @@ class Claims:
         )
 
 
-def until_end(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
-    """The ids up to the first end token, included; the rest is padding."""
-    end = next((place for place, token in enumerate(ids) if token in eos_ids), len(ids))
-    return ids[: end + 1]
-
-
 def distill(
     target: Target | Answerer, prompts: Sequence[Prompt], options: DistillOptions
 ) -> DistillReport:
@@ -338,9 +338,8 @@ def distill(
     if not isinstance(answerer, Answerer):
         engine = Speculator(answerer)
         answerer = LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
-    renderer = Renderer(answerer.side, options.template_args)
-    if any(with_tools(prompt.messages or ()) for prompt in prompts):
-        check_tools(renderer.tokenizer, options.template_args)
+    renderer = PromptRenderer(answerer.side, options.template_args)
+    check_tools(renderer, (prompt.messages for prompt in prompts))
     _check_template(renderer, prompts, answerer.side.name)
     names, sha256 = _identify(prompts)
     origin = {"target": answerer.origin(), "text": _text_identity(renderer)}
@@ -367,7 +366,7 @@ def _launched() -> tuple[int, int]:
 
 def _answer(
     answerer: Answerer,
-    renderer: Renderer,
+    renderer: PromptRenderer,
     prompts: Sequence[Prompt],
     names: Sequence[str],
     options: DistillOptions,
@@ -377,29 +376,35 @@ def _answer(
     of those that its server failed on.
     """
     rank, world = _launched()
-    known = set(answered(options.out, names).tolist())
+    stored = set(answered(options.out, names).tolist())
     claims = Claims(len(prompts), options.batch_size * answerer.window, rank, world, options.out)
     missing = set[int]()
 
-    def conversations(places: range) -> list[Conversation]:
-        mine = [place for place in places if place not in known]
-        missing.update(mine)
-        context, turns, reasoning = answerer.context, options.max_turns, options.reasoning
-        return [
-            Conversation(p, renderer, context, turns_of(p)[:turns], reasoning)
-            for p in map(prompts.__getitem__, mine)
-        ]
+    def conversation(place: int) -> Conversation:
+        return Conversation(
+            prompts[place],
+            renderer,
+            answerer.context,
+            turns_of(prompts[place])[: options.max_turns],
+            options.reasoning,
+            names[place],
+        )
 
-    left = -(-(len(prompts) - len(known)) // world)
+    def conversations(places: range) -> list[Conversation]:
+        mine = [place for place in places if place not in stored]
+        missing.update(mine)
+        return [conversation(place) for place in mine]
+
+    left = -(-(len(prompts) - len(stored)) // world)
     patience = MAX_LOST_BATCHES * options.batch_size
-    if not known:
+    if not stored:
         patience = max(1, min(patience, left))
     rows = filter(None, map(conversations, claims))
-    answers = answerer.answer(rows, options, lambda index: f"{options.seed}/{names[index]}")
+    answers = answerer.answer(rows, options)
     bar = tqdm(total=left, desc="distill", unit="prompt", disable=rank > 0)
     try:
         with bar, closing(answers):
-            _store(answers, journal, names, missing, patience, bar)
+            _store(answers, journal, missing, patience, bar)
     except KeyboardInterrupt:
         logger.warning("%s: interrupted; run the same command again to resume", options.out)
         raise
@@ -419,28 +424,29 @@ def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
     return names, together.hexdigest()
 
 
-def _check_template(renderer: Renderer, prompts: Sequence[Prompt], name: str) -> None:
+def _check_template(renderer: PromptRenderer, prompts: Sequence[Prompt], name: str) -> None:
     """Raises ValueError for a chat template that renders neither a plain question nor any of the
     first conversations: it is broken, and the prompts are not.
     """
     talks = islice((prompt for prompt in prompts if prompt.messages), PROBED)
     turns = [turns_of(prompt)[0] for prompt in talks]
+    if not turns:
+        return
     refusal: Exception | None = None
-    for turn in [[QUESTION], *turns] if turns else []:
+    for turn in [[QUESTION], *turns]:
         try:
-            renderer.render([turn], [])
+            renderer.text(turn)
             return
         except Exception as error:  # templates are programs: they raise what they like
             refusal = refusal or error
-    if refusal:
-        raise ValueError(
-            f"{name}: expected a chat template that renders conversations, got one that fails for "
-            f"a plain question ({type(refusal).__name__}: {refusal}); mend it in the target's "
-            "folder, or set what it needs with --template-args"
-        ) from refusal
+    raise ValueError(
+        f"{name}: expected a chat template that renders conversations, got one that fails for a "
+        f"plain question ({type(refusal).__name__}: {refusal}); mend it in the target's folder, or "
+        "set what it needs with --template-args"
+    ) from refusal
 
 
-def _text_identity(renderer: Renderer) -> dict[str, str]:
+def _text_identity(renderer: PromptRenderer) -> dict[str, str]:
     """What makes token ids of prompts and ends answers, as digests. By what a tokenizer does, not
     by its files, which other versions of the same library write differently.
     """
@@ -459,14 +465,12 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:12]
 
 
-def _begin(
-    origin: dict[str, Any], names: Sequence[str], sha256: str, options: DistillOptions
-) -> dict[str, Any]:
+def _begin(origin: Entry, names: Sequence[str], sha256: str, options: DistillOptions) -> Manifest:
     """The manifest of this distillation, after checking that it may write to `options.out`.
 
     origin: the manifest's entries for target and text. Damaged files of a finished folder are set
-    aside. Raises ValueError without prompts, and for a folder of an earlier version, of other
-    options (the message names each difference) or of other prompts only: another --out was meant.
+    aside. Raises ValueError without prompts, and for a folder of other options (the message names
+    each difference) or of other prompts only: another --out was meant.
     """
     if not names:
         raise ValueError("prompts: expected at least one, got none; check --prompts")
@@ -482,33 +486,40 @@ def _begin(
     if not (out / MANIFEST).is_file():
         return manifest
     old = read_manifest(out)
-    was, now = _settings(old), _settings(manifest)
-    changed = [key for key, value in now.items() if was.get(key) != value]
-    if changed and not count(out, old).done:
-        forget(out)  # nothing is lost; a template may be mended that refused all prompts
-    elif changed := [key for key in changed if key in was or key not in manifest["text"]]:
-        listed = [f"{key}: expected {was.get(key)!r}, got {now[key]!r}" for key in changed]
+    before, now = _settings(old), _settings(manifest)
+    changes = [key for key, value in now.items() if before.get(key) != value]
+    if changes and count(out, old).done:
+        listed = [f"{key}: expected {before.get(key)!r}, got {now[key]!r}" for key in changes]
         raise ValueError(
             f"{out} was begun with other options (target {old['target']['name']}, prompts "
             f"{old['prompts'].get('source') or 'unnamed'}): {'; '.join(listed)}. "
             "Use another --out, or the same options to resume"
         )
+    if changes:
+        forget(out)  # nothing is lost; a template may be mended that refused all prompts
     set_aside(out, old)
-    if old["prompts"]["sha256"] != manifest["prompts"]["sha256"]:
-        count_before, kept = old["prompts"]["count"], len(answered(out, names))
-        if not kept and any(path.stat().st_size for path in [*journals(out), *columns(out)]):
-            raise ValueError(
-                f"{out}: expected some of the {count_before} prompts that it was begun with, got "
-                f"{len(names)} others; use another --out, or check --prompts"
-            )
-        logger.warning(
-            "%s: the prompts have changed, from %d to %d; %d of them are answered already",
-            *(out, count_before, len(names), kept),
-        )
+    if old["prompts"]["sha256"] != sha256:
+        _note_other_prompts(out, old["prompts"]["count"], names)
     return manifest
 
 
-def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
+def _note_other_prompts(out: Path, count_before: int, names: Sequence[str]) -> None:
+    """Log how many of the prompts are answered already. Raises ValueError if none of those that the
+    folder was begun with is left.
+    """
+    number = len(answered(out, names))
+    if not number and any(path.stat().st_size for path in [*journals(out), *columns(out)]):
+        raise ValueError(
+            f"{out}: expected some of the {count_before} prompts that it was begun with, got "
+            f"{len(names)} others; use another --out, or check --prompts"
+        )
+    logger.warning(
+        "%s: the prompts have changed, from %d to %d; %d of them are answered already",
+        *(out, count_before, len(names), number),
+    )
+
+
+def _settings(manifest: Manifest) -> Entry:
     """Everything that changes answers and must stay equal when a folder is resumed."""
     target, source = manifest["target"], "this process"
     if server := target.get("server"):  # its address may change, its model may not
@@ -524,15 +535,9 @@ def _settings(manifest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def has_text(row: Conversation) -> bool:
-    """Whether an answer of the conversation is more than an end token."""
-    return any(answer["content"].strip() for answer in row.answers)
-
-
 def _store(
     answers: Iterable[Answered],
     journal: Journal,
-    names: Sequence[str],
     missing: set[int],
     patience: int,
     bar: tqdm[Any],
@@ -546,9 +551,9 @@ def _store(
     lost, held = 0, list[Record]()
     for conversations, error in answers:
         new = [row for row in conversations if row.prompt.index in missing]
-        records = [row.record() | {"id": names[row.prompt.index]} for row in new]
+        records = [row.record() for row in new]
         held += records
-        if error is not None and not any(map(has_text, conversations)):
+        if error is not None and not any(row.has_text for row in conversations):
             lost += len(conversations)
             if lost >= (min(patience, MAX_EMPTY) if isinstance(error, EmptyAnswer) else patience):
                 raise error

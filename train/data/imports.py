@@ -12,12 +12,14 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import MANIFEST, Counts, Record, new_manifest, store_batch
 from draftheads.train.data.conversation import (
     CLOSE,
@@ -25,13 +27,14 @@ from draftheads.train.data.conversation import (
     OPEN,
     PLACEHOLDER,
     Conversation,
-    Renderer,
-    TextSide,
     Turn,
     assistant,
+    check_tools,
+    render,
 )
 from draftheads.train.data.prompts import Message, Messages, Prompt
 from draftheads.train.data.shards import documents_of, rows_of, to_batch
+from draftheads.train.data.text_side import TextSide
 
 EMPTY_REASONING = re.compile(rf"\s*{OPEN}\s*{CLOSE}\s*")
 
@@ -47,22 +50,23 @@ def import_answers(
     """Write the conversations of `read_conversations` to `out`, a new folder for training.
 
     A conversation that the chat template cannot render is skipped, with the reason. Raises
-    ValueError if none can be rendered, without a chat template, and if the folder exists.
+    ValueError if none can be rendered, without a chat template or one for tool calls in the
+    conversations, and if the folder exists.
     """
     if (out / MANIFEST).is_file():
         raise ValueError(
             f"{out}: expected a new folder, found one with a {MANIFEST}; choose another"
         )
-    renderer = Renderer(side, template_args or {})
+    renderer = PromptRenderer(side, template_args or {})
+    check_tools(renderer, conversations)
     if not side.tokenizer.chat_template:
         raise ValueError(
             f"{side.name}: expected a chat template to render conversations with, found none; "
             "use the target's chat model"
         )
-    lines = [replay(renderer, index, messages) for index, messages in enumerate(conversations)]
-    batch = to_batch([row for line in lines for row in rows_of(line)])
-    if not any(documents_of(line) for line in lines):
-        reasons = Counter(batch["reason"].drop_null().to_pylist()).most_common(1)
+    records = [replay(renderer, index, messages) for index, messages in enumerate(conversations)]
+    if not any(documents_of(record) for record in records):
+        reasons = Counter(f"skipped: {record['skipped']}" for record in records).most_common(1)
         reason = reasons[0][0] if reasons else "the source is empty"
         raise ValueError(f"{source}: expected conversations to learn from, got none; {reason}")
     manifest = new_manifest(
@@ -70,20 +74,45 @@ def import_answers(
         {"template_args": renderer.template_args},
         {
             "source": source,
-            "count": len(lines),
-            "sha256": hashlib.sha256(json.dumps(lines).encode()).hexdigest(),
+            "count": len(records),
+            "sha256": hashlib.sha256(json.dumps(records).encode()).hexdigest(),
         },
         seed=None,
         imported={"verified": False},
     )
     out.mkdir(parents=True, exist_ok=True)
-    return store_batch(out, manifest, batch)
+    return store_batch(
+        out, manifest, to_batch([row for record in records for row in rows_of(record)])
+    )
 
 
-def replay(renderer: Renderer, index: int, messages: Messages) -> Record:
+def replay(renderer: PromptRenderer, index: int, messages: Messages) -> Record:
     """The line to store for a conversation: all assistant messages are learned, in one document
     or, if the chat template rewrites them in later turns, in several.
     """
+    turns, answers = _parts(messages)
+    conversation = Conversation(Prompt(index, messages), renderer, 1 << 30, turns)
+    if not answers:
+        conversation.end("skipped", "expected an assistant turn with text, found none")
+    for place, answer in enumerate(answers):
+        if not conversation.ask():
+            break
+        try:
+            written = rendering(renderer, turns[: place + 1], answers[:place], answer)
+            lead_ids = conversation.retokenize(written.lead)
+            ids = conversation.retokenize(written.text, lead_ids or ())
+            if lead_ids is None or ids is None:
+                raise ValueError(LOSSY)
+        except (TemplateError, ValueError) as error:  # other conversations may be fine
+            conversation.end("skipped", f"turn {place + 1}: {error}")
+            break
+        end_ids = [] if written.end is None else [written.end]
+        conversation.answer(ids + end_ids, answer, written.lead, lead_ids)
+    return conversation.record()
+
+
+def _parts(messages: Messages) -> tuple[list[Turn], list[Message]]:
+    """The turns of a conversation and the answers to them; an empty answer is none."""
     turns: list[Turn] = [[]]
     answers: list[Message] = []
     for message in messages:
@@ -93,66 +122,84 @@ def replay(renderer: Renderer, index: int, messages: Messages) -> Record:
             turns.append([])
         else:
             turns[-1].append(message)
-    conversation = Conversation(Prompt(index, messages), renderer, 1 << 30, turns[:-1])
-    if not answers:
-        conversation.end("skipped", "expected an assistant turn with text, found none")
-    for place, answer in enumerate(answers):
-        if not conversation.ask():
-            break
-        try:
-            lead, text, end = _rendered(renderer, turns[: place + 1], answers[:place], answer)
-            lead_ids = renderer.retokenize(lead, conversation.tokens)
-            ids = renderer.retokenize(text, conversation.tokens + (lead_ids or []))
-            if lead_ids is None or ids is None:
-                raise ValueError(LOSSY)
-        except (TemplateError, ValueError) as error:  # other conversations may be fine
-            conversation.end("skipped", f"turn {place + 1}: {error}")
-            break
-        conversation.answer(ids if end is None else [*ids, end], answer, lead, lead_ids)
-    return conversation.record()
+    return turns[:-1], answers
 
 
-def _rendered(
-    renderer: Renderer, turns: Sequence[Turn], answers: Sequence[Message], answer: Message
-) -> tuple[str, str, int | None]:
-    """(lead, text, end) of an answer, as the template renders it after the generation prompt.
+@dataclass(frozen=True)
+class Rendering:
+    """An answer as the template renders it after the generation prompt.
 
     lead: what the template itself inserts before the answer, such as an empty reasoning block.
-    end: the token that ends the answer, if any. Raises ValueError for an answer that the target
-    cannot have written after this prompt.
+    end: the token that ends the answer, if any.
+    """
+
+    lead: str
+    text: str
+    end: int | None
+
+
+def rendering(
+    renderer: PromptRenderer, turns: Sequence[Turn], answers: Sequence[Message], answer: Message
+) -> Rendering:
+    """How an answer to the last turn is rendered. answers: the earlier ones.
+
+    Raises ValueError for an answer that the target cannot have written after this prompt.
     """
     ends = {renderer.tokenizer.decode([token]): token for token in renderer.eos_ids}
-    prompt = renderer.render(turns, answers)
+    prompt = render(renderer, turns, answers)
     if answer.get("tool_calls"):
-        whole = renderer.render([*turns, []], [*answers, answer], ask=False).rstrip()
-        text = whole[len(prompt) :] if whole.startswith(prompt) else ""
-        if not all(call["function"]["name"] in text for call in answer["tool_calls"]):
-            raise ValueError("expected tool calls after the generation prompt, found other text")
-        block = EMPTY_REASONING.match(text)
-        lead = block.group() if block else ""
-        end = next((end for end in ends if text.endswith(end)), "")
-        return lead, text.removeprefix(lead).removesuffix(end), ends.get(end)
-    whole = renderer.render([*turns, []], [*answers, assistant(PLACEHOLDER)], ask=False)
-    before, found, after = whole.partition(PLACEHOLDER)
-    if not found:
+        whole = render(renderer, [*turns, []], [*answers, answer], ask=False)
+        return _rendering_of_calls(prompt, whole, answer, ends)
+    whole = render(renderer, [*turns, []], [*answers, assistant(PLACEHOLDER)], ask=False)
+    return _rendering_of_text(prompt, whole, answer["content"], ends)
+
+
+def _rendering_of_calls(
+    prompt: str, whole: str, answer: Message, ends: Mapping[str, int]
+) -> Rendering:
+    """Tool calls stand in the conversation in the template's own layout. ends: end tokens by their
+    text.
+    """
+    whole = whole.rstrip()
+    text = whole[len(prompt) :] if whole.startswith(prompt) else ""
+    if not all(call["function"]["name"] in text for call in answer["tool_calls"]):
+        raise ValueError("expected tool calls after the generation prompt, found other text")
+    block = EMPTY_REASONING.match(text)
+    lead = block.group() if block else ""
+    end = next((end for end in ends if text.endswith(end)), "")
+    return Rendering(lead, text.removeprefix(lead).removesuffix(end), ends.get(end))
+
+
+def _rendering_of_text(prompt: str, whole: str, text: str, ends: Mapping[str, int]) -> Rendering:
+    """A text takes the place of the placeholder in the conversation. ends: end tokens by their
+    text.
+    """
+    before, placeholder, after = whole.partition(PLACEHOLDER)
+    if not placeholder:
         raise ValueError("expected the answer in the rendered conversation, found other text")
     end = next((end for end in ends if after.lstrip().startswith(end)), "")
-    lead, text = before[len(prompt) :] if before.startswith(prompt) else "", answer["content"]
+    lead = before[len(prompt) :] if before.startswith(prompt) else ""
     if CLOSE in text and CLOSE in lead:  # the answer has reasoning of its own
         lead = lead.partition(OPEN)[0] if OPEN in lead else ""
-    if not lead.strip():
-        lead, text = "", lead + text
-    asked = (prompt + lead).rstrip()
-    if asked.endswith(CLOSE) and text.startswith(OPEN):
+    if not lead.strip():  # blanks are the answer's
+        text = lead + text
+        lead = ""
+    _check_reasoning((prompt + lead).rstrip(), text)
+    if (prompt + lead).rstrip().endswith(OPEN):  # the answer may repeat it
+        blanks = prompt[len(prompt.rstrip()) :]
+        text = text.lstrip().removeprefix(OPEN).removeprefix(blanks)
+    return Rendering(lead, text, ends.get(end))
+
+
+def _check_reasoning(prompt: str, text: str) -> None:
+    """Raises ValueError if an answer reasons where the prompt has ended that, or the reverse."""
+    if prompt.endswith(CLOSE) and text.startswith(OPEN):
         raise ValueError(
             f"expected no reasoning, as the generation prompt ends with {CLOSE}, got some; "
             "switch it on with --template-args, or use --reasoning drop"
         )
-    if asked.endswith(OPEN):
-        if CLOSE not in text:
-            raise ValueError(
-                f"expected reasoning, as the generation prompt opens {OPEN}, got none; switch "
-                "it off with --template-args, or give answers with their reasoning"
-            )
-        text = text.lstrip().removeprefix(OPEN).removeprefix(prompt[len(prompt.rstrip()) :])
-    return lead, text, ends.get(end)
+    if prompt.endswith(OPEN) and CLOSE not in text:
+        raise ValueError(
+            f"expected reasoning, as the generation prompt opens {OPEN}, got none; switch "
+            "it off with --template-args, or give answers with their reasoning"
+        )

@@ -29,19 +29,17 @@ import json
 import logging
 import mmap
 import os
+import pickle
 import re
 import tempfile
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2.exceptions import TemplateError
-
-SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".parquet", ".txt", ".md")
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text", "question")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench"
@@ -65,6 +63,8 @@ logger = logging.getLogger("draftheads")
 
 Message = dict[str, Any]
 Messages = tuple[Message, ...]
+Records = Iterator[tuple[str, Any]]
+"""Each with its place, for messages."""
 KeepOrDrop = Literal["keep", "drop"]
 
 
@@ -98,7 +98,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Parts:
     """Parts of a conversation to keep, in addition to system and user turns."""
 
     tools: bool
@@ -116,9 +116,8 @@ class StoredPrompts(Sequence[Prompt]):
         try:
             with tempfile.TemporaryFile() as file:
                 for prompt in prompts:
-                    content = json.dumps([prompt.messages, prompt.text, prompt.category]).encode()
-                    self._ends.append(self._ends[-1] + len(content))
-                    file.write(content)
+                    file.write(pickle.dumps(prompt))
+                    self._ends.append(file.tell())
                 file.flush()
                 self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
@@ -133,9 +132,8 @@ class StoredPrompts(Sequence[Prompt]):
     def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        content = self._content[self._ends[index] : self._ends[index + 1]]
-        messages, text, category = json.loads(content)
-        return Prompt(index, messages and tuple(messages), text, category)
+        prompt: Prompt = pickle.loads(self._content[self._ends[index] : self._ends[index + 1]])
+        return prompt
 
 
 def read_prompts(source: str | Path, **options: Any) -> list[Prompt]:
@@ -162,23 +160,24 @@ def iter_prompts(
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
-    number = 0
-    kept = _Kept(tools == "keep")
-    for where, messages, text, category in _parsed(records, kept, limit, skip_empty):
-        if prompt_words is not None:
-            if text is None:
-                raise ValueError(
-                    f"{where}: expected plain text for --prompt-words to cut, got a conversation; "
-                    'omit the option, or give {"text": ...} records'
-                )
-            words = itertools.islice(re.finditer(r"\S+", text), prompt_words)
-            text = text[: max(word.end() for word in words)]
-        yield Prompt(number, messages, text, category)
-        number += 1
-    if not number:
+    prompt = None
+    for where, prompt in _parsed(records, _Parts(tools == "keep"), limit, skip_empty):
+        yield prompt if prompt_words is None else _shortened(where, prompt, prompt_words)
+    if prompt is None:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
         )
+
+
+def _shortened(where: str, prompt: Prompt, words: int) -> Prompt:
+    """The first words of a plain text, with the space between them."""
+    if prompt.text is None:
+        raise ValueError(
+            f"{where}: expected plain text for --prompt-words to cut, got a conversation; "
+            'omit the option, or give {"text": ...} records'
+        )
+    first = itertools.islice(re.finditer(r"\S+", prompt.text), words)
+    return replace(prompt, text=prompt.text[: max(word.end() for word in first)])
 
 
 def read_conversations(
@@ -194,43 +193,16 @@ def read_conversations(
     hub, limit, tools: as in `read_prompts`. reasoning: "drop" removes <think> ... </think> from
     answers. Raises ValueError, naming the record.
     """
-    kept = _Kept(tools == "keep", answers=True, reasoning=reasoning == "keep")
+    parts = _Parts(tools == "keep", answers=True, reasoning=reasoning == "keep")
     records = _records(source, hub or Hub(), limit, by_line=False)
     conversations = []
-    for where, messages, *_ in _parsed(records, kept, limit, skip_empty=True):
-        if messages is None:
+    for where, prompt in _parsed(records, parts, limit, skip_empty=True):
+        if prompt.messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
-        conversations.append(messages)
+        conversations.append(prompt.messages)
     if not conversations:
         raise ValueError(f"{source}: expected at least one answer in a conversation, found none")
     return conversations
-
-
-def with_tools(messages: Sequence[Message]) -> bool:
-    """True if a conversation has tool calls or tool results."""
-    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-
-
-def check_tools(tokenizer: Any, template_args: dict[str, Any]) -> None:
-    """Raises ValueError for a chat template that does not render tool calls and their results."""
-    call = _call({"id": "call00000", "name": "look_up", "arguments": {"word": "heron"}})
-    talk: list[Message] = [
-        {"role": "user", "content": "What is a heron?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "A bird."},
-    ]
-    shown, problem = "", "drops them"
-    try:
-        shown = tokenizer.apply_chat_template(
-            talk, tokenize=False, add_generation_prompt=True, **template_args
-        )
-    except (TemplateError, TypeError, ValueError) as error:  # refused, or without a template
-        problem = f"refuses them ({error})" if tokenizer.chat_template else "is missing"
-    if "look_up" not in shown or "A bird." not in shown:
-        raise ValueError(
-            "--tools: expected a chat template that renders tool calls and results, the one of "
-            f"{tokenizer.name_or_path} {problem}; leave them out with --tools drop"
-        )
 
 
 def check_source(source: str | Path) -> Path:
@@ -257,9 +229,7 @@ def check_source(source: str | Path) -> Path:
     )
 
 
-def _records(
-    source: str | Path, hub: Hub, limit: int | None, by_line: bool
-) -> Iterator[tuple[str, Any]]:
+def _records(source: str | Path, hub: Hub, limit: int | None, by_line: bool) -> Records:
     """Yield (place, record). by_line: each line of plain text is a record, not each paragraph."""
     path = check_source(source)
     if path.is_file():
@@ -274,11 +244,7 @@ def _records(
         for file in files:
             yield from _file_records(file, by_line)
     else:
-        streaming = limit is not None if hub.streaming is None else hub.streaming
-        name, _, config = str(source).partition(":")
-        given = SETS.get(str(source), {"path": name, "name": config or None, "split": "train"})
-        given = {**given, "split": hub.split or given["split"]}
-        yield from _hub_records(str(source), given, streaming=streaming)
+        yield from _hub_records(str(source), hub, limit)
 
 
 def _has_prompts(path: Path, folder: Path) -> bool:
@@ -287,17 +253,17 @@ def _has_prompts(path: Path, folder: Path) -> bool:
     return path.is_file() and path.name.lower().endswith(SUFFIXES) and not (about or hidden)
 
 
-def _hub_records(
-    source: str, given: Mapping[str, str | None], *, streaming: bool
-) -> Iterator[tuple[str, Any]]:
-    """The records of a data set. given: arguments of `datasets.load_dataset`."""
-    split = given["split"]
+def _hub_records(source: str, hub: Hub, limit: int | None) -> Records:
     import datasets  # slow, and optional
 
+    name, _, config = source.partition(":")
+    choice = SETS.get(source, {"path": name, "name": config or None, "split": "train"})
+    split = hub.split or choice["split"]
+    streaming = limit is not None if hub.streaming is None else hub.streaming
     failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError, ConnectionError)
     failures += (datasets.exceptions.DatasetsError,)
     try:
-        rows = datasets.load_dataset(**given, streaming=streaming)
+        rows = datasets.load_dataset(**choice | {"split": split}, streaming=streaming)
         for number, record in enumerate(rows, start=1):
             yield f"{source} [{split}] record {number}", record
     except failures as error:
@@ -307,29 +273,12 @@ def _hub_records(
         ) from error
 
 
-def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
-    name = path.name.lower()
+def _file_records(path: Path, by_line: bool) -> Records:
+    suffix = next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
+    if suffix is None:
+        raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
     try:
-        if name.endswith(".json"):
-            yield from _json_records(path)
-        elif name.endswith((".jsonl", ".jsonl.gz")):
-            yield from _json_lines(path)
-        elif name.endswith((".txt", ".md")):
-            text = path.read_text(encoding="utf-8-sig").lstrip()
-            parts = re.split(r"\n(?:[ \t]*\n)+", text)
-            if by_line or len(parts) == 1:
-                parts = text.split("\n")
-            for number, part in enumerate(filter(str.strip, parts), start=1):
-                yield f"{path} prompt {number}", {"text": part.strip()}
-        elif name.endswith(".parquet"):
-            import pyarrow.parquet  # slow, and optional
-
-            with pyarrow.parquet.ParquetFile(path) as table:
-                batches = (batch.to_pylist() for batch in table.iter_batches(1024))
-                for number, record in enumerate(itertools.chain.from_iterable(batches), start=1):
-                    yield f"{path} record {number}", record
-        else:
-            raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
+        yield from _texts(path, by_line) if suffix in TEXTS else READERS[suffix](path)
     # gzip, codecs and pyarrow do not name the file
     except (EOFError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as e:
         if str(path) in str(e):
@@ -340,7 +289,25 @@ def _file_records(path: Path, by_line: bool) -> Iterator[tuple[str, Any]]:
         ) from e
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _texts(path: Path, by_line: bool) -> Records:
+    text = path.read_text(encoding="utf-8-sig").lstrip()
+    parts = re.split(r"\n(?:[ \t]*\n)+", text)
+    if by_line or len(parts) == 1:
+        parts = text.split("\n")
+    for number, part in enumerate(filter(str.strip, parts), start=1):
+        yield f"{path} prompt {number}", {"text": part.strip()}
+
+
+def _table_rows(path: Path) -> Records:
+    import pyarrow.parquet  # slow, and optional
+
+    with pyarrow.parquet.ParquetFile(path) as table:
+        batches = (batch.to_pylist() for batch in table.iter_batches(1024))
+        for number, record in enumerate(itertools.chain.from_iterable(batches), start=1):
+            yield f"{path} record {number}", record
+
+
+def _json_lines(path: Path) -> Records:
     opener = gzip.open if path.suffix.lower() == ".gz" else open
     with opener(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -356,7 +323,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path} line {number}", record
 
 
-def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
+def _json_records(path: Path) -> Records:
     try:
         loaded = json.loads(path.read_bytes())
     except (ValueError, RecursionError):  # many Hub data sets name JSON lines .json
@@ -372,14 +339,25 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path} record {number}", record
 
 
+READERS: dict[str, Callable[[Path], Records]] = {
+    ".json": _json_records,
+    ".jsonl": _json_lines,
+    ".jsonl.gz": _json_lines,
+    ".parquet": _table_rows,
+}
+"""By the end of a file's name: its records."""
+TEXTS = (".txt", ".md")
+SUFFIXES = (*READERS, *TEXTS)
+
+
 def _parsed(
-    records: Iterator[tuple[str, Any]], kept: _Kept, limit: int | None, skip_empty: bool
-) -> Iterator[tuple[str, Messages | None, str | None, str | None]]:
-    """Yield (place, messages, text, category), `limit` at most; then log what was left out."""
+    records: Records, parts: _Parts, limit: int | None, skip_empty: bool
+) -> Iterator[tuple[str, Prompt]]:
+    """Yield (place, prompt), `limit` at most; then log what was left out."""
     number = 0
     for where, record in records:
         try:
-            messages, text = _parse(where, record, kept)
+            messages, text = _parse(where, record, parts)
             category = record.get("category")
             category = category if isinstance(category, str) else None
             json.dumps([messages, text, category], ensure_ascii=False).encode()
@@ -391,16 +369,17 @@ def _parsed(
             raise ValueError(
                 f"{where}: expected text in Unicode, got {error}; fix or remove the record"
             ) from error
-        yield where, messages, text, category
+        yield where, Prompt(number, messages, text, category)
         number += 1
         if number == limit:
             break
-    if kept.left_out:
-        counts = ", ".join(f"{count} {kind}" for kind, count in kept.left_out.items())
+    if parts.left_out:
+        counts = ", ".join(f"{count} {kind}" for kind, count in parts.left_out.items())
         logger.warning("only text is kept; left out: %s", counts)
 
 
-def _parse(where: str, record: Any, kept: _Kept) -> tuple[Messages | None, str | None]:
+def _parse(where: str, record: Any, parts: _Parts) -> tuple[Messages | None, str | None]:
+    """(messages, text) of a record; one of them is None."""
     layout = None
     if isinstance(record, dict):
         layout = next((key for key in LAYOUTS if record.get(key) is not None), None)
@@ -409,32 +388,36 @@ def _parse(where: str, record: Any, kept: _Kept) -> tuple[Messages | None, str |
             f"{where}: expected an object with one of the keys {', '.join(LAYOUTS)}, "
             f"got {_describe(record)}; rename the key"
         )
-    kept.left_out.update(key for key in MEDIA if record.get(key))
-    value, where = record[layout], f"{where}, {layout}"
+    parts.left_out.update(key for key in MEDIA if record.get(key))
+    turns, where = record[layout], f"{where}, {layout}"
     if layout == "text":
-        return None, _question(where, value, kept)
+        return None, _question(where, turns, parts)
     if layout == "instruction":
-        value = _question(where, value, kept)
-        extra = _text(f"{where}, input", record.get("input") or "", kept)
-        value = [f"{value}\n\n{extra}" if extra.strip() else value]
-    elif layout in ("prompt", "question") and isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list):
-        raise ValueError(f"{where}: expected a list of turns, got {_describe(value)}")
-    messages = _read_turns(where, value, kept)
-    system = _text(f"{where}, system", record.get("system") or "", kept)
+        turns = [_instruction(where, record, parts)]
+    elif layout in ("prompt", "question") and isinstance(turns, str):
+        turns = [turns]
+    if not isinstance(turns, list):
+        raise ValueError(f"{where}: expected a list of turns, got {_describe(turns)}")
+    messages = _read_turns(where, turns, parts)
+    system = _text(f"{where}, system", record.get("system") or "", parts)
     if system.strip() and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return messages, None
 
 
-def _read_turns(where: str, turns: list[Any], kept: _Kept) -> Messages:
+def _instruction(where: str, record: Message, parts: _Parts) -> str:
+    task = _question(where, record["instruction"], parts)
+    extra = _text(f"{where}, input", record.get("input") or "", parts)
+    return f"{task}\n\n{extra}" if extra.strip() else task
+
+
+def _read_turns(where: str, turns: list[Any], parts: _Parts) -> Messages:
     """The messages of a conversation up to the last question or, with answers, the last answer."""
     messages: list[Message] = []
     calls = 0
     unanswered: list[Message] = []
     for number, turn in enumerate(turns, start=1):
-        message = _message(f"{where}, turn {number}", turn, kept)
+        message = _message(f"{where}, turn {number}", turn, parts)
         if message is None:
             continue
         if message["role"] == "tool" and unanswered:
@@ -446,7 +429,7 @@ def _read_turns(where: str, turns: list[Any], kept: _Kept) -> Messages:
             call["id"] = call["id"] or f"call{calls:05d}"  # nine letters, as Mistral requires
             calls += 1
         messages.append(message)
-    last = {"assistant"} if kept.answers else {"user", "tool"}
+    last = {"assistant"} if parts.answers else {"user", "tool"}
     while messages and messages[-1]["role"] not in last:
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
@@ -456,40 +439,61 @@ def _read_turns(where: str, turns: list[Any], kept: _Kept) -> Messages:
     return tuple(messages)
 
 
-def _message(where: str, turn: Any, kept: _Kept) -> Message | None:
+def _message(where: str, turn: Any, parts: _Parts) -> Message | None:
     """A turn as a message for a chat template; None if it is left out."""
     if isinstance(turn, str):
         turn = {"role": "user", "content": turn}
-    named = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
-    role = next((role for role, names in ROLES.items() if str(named).lower() in names), None)
-    if role is None:
-        raise ValueError(
-            f'{where}: expected {{"role", "content"}} or {{"from", "value"}} of a user, system, '
-            f"assistant or tool, got {repr(named) if named else _describe(turn)}; rename it"
-        )
+    role = _role(where, turn)
     content = turn["content"] if "content" in turn else turn.get("value")
-    calls = None
-    if kept.tools:
-        calls = content if role == "call" else turn.get("tool_calls") or turn.get("function_call")
-    if role == "thought" or (role in ("call", "tool") and not kept.tools):
+    if role == "thought" or (role in ("call", "tool") and not parts.tools):
         return None  # templates have no place for thoughts
-    if role == "assistant" and not (calls or kept.answers):
-        return None
     if role == "user":
-        return {"role": "user", "content": _question(where, content, kept)}
-    if role == "call" or content is None:
-        content = ""
-    if role == "tool" and not isinstance(content, str | list):
-        content = json.dumps(content)
-    text = _text(where, content, kept)
+        return {"role": "user", "content": _question(where, content, parts)}
     if role == "tool":
-        given = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
-        return {"role": "tool", "content": text, **given}
-    if role != "system" and not kept.reasoning:
+        return _result(where, turn, content, parts)
+    if role == "call":
+        return _answer(where, "", content, parts)
+    if role == "assistant":
+        calls = turn.get("tool_calls") or turn.get("function_call")
+        return _answer(where, content, calls, parts)
+    text = "" if content is None else _text(where, content, parts)
+    return {"role": role, "content": text} if text.strip() else None
+
+
+def _role(where: str, turn: Any) -> str:
+    """Our name for the role of a turn."""
+    name = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
+    for role, names in ROLES.items():
+        if str(name).lower() in names:
+            return role
+    raise ValueError(
+        f'{where}: expected {{"role", "content"}} or {{"from", "value"}} of a user, system, '
+        f"assistant or tool, got {repr(name) if name else _describe(turn)}; rename it"
+    )
+
+
+def _result(where: str, turn: Message, content: Any, parts: _Parts) -> Message:
+    """A tool's result as a message."""
+    if content is None:
+        content = ""
+    if not isinstance(content, str | list):
+        content = json.dumps(content)
+    origin = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
+    return {"role": "tool", "content": _text(where, content, parts), **origin}
+
+
+def _answer(where: str, content: Any, calls: Any, parts: _Parts) -> Message | None:
+    """An assistant's text with its tool calls as a message."""
+    if not parts.tools:
+        calls = None
+    if not (calls or parts.answers):
+        return None
+    text = "" if content is None else _text(where, content, parts)
+    if not parts.reasoning:
         text = REASONING.sub("", text)
     if calls:
         return {"role": "assistant", "content": text, "tool_calls": _calls(where, calls)}
-    return {"role": role, "content": text} if text.strip() else None
+    return {"role": "assistant", "content": text} if text.strip() else None
 
 
 def _calls(where: str, value: Any) -> list[Message]:
@@ -516,8 +520,8 @@ def _call(call: Message) -> Message:
     return {"id": call.get("id"), "type": "function", "function": called}
 
 
-def _question(where: str, value: Any, kept: _Kept) -> str:
-    text = _text(where, value, kept)
+def _question(where: str, value: Any, parts: _Parts) -> str:
+    text = _text(where, value, parts)
     if not text.strip():
         raise EmptyPromptError(
             f"{where}: expected a question, got an empty string; remove the record, or pass "
@@ -526,20 +530,20 @@ def _question(where: str, value: Any, kept: _Kept) -> str:
     return text
 
 
-def _text(where: str, value: Any, kept: _Kept) -> str:
+def _text(where: str, value: Any, parts: _Parts) -> str:
     """A string, or the text of OpenAI's content parts; parts of other types are counted."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise ValueError(f"{where}: expected a string, got {_describe(value)}; convert it to text")
     texts = []
-    for part in value:
-        kind = str(part.get("type", "text")) if isinstance(part, dict) else "text"
-        text = part.get("text") if isinstance(part, dict) else part
+    for item in value:
+        kind = str(item.get("type", "text")) if isinstance(item, dict) else "text"
+        text = item.get("text") if isinstance(item, dict) else item
         if "text" not in kind:
-            kept.left_out[kind] += 1
+            parts.left_out[kind] += 1
         elif text is not None:
-            texts.append(_text(where, text, kept))
+            texts.append(_text(where, text, parts))
     return "".join(texts)
 
 

@@ -19,7 +19,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import itemgetter
@@ -30,16 +30,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftheads.heads.placement import read_config
 from draftheads.heads.terminal import printable
-from draftheads.train.data.conversation import LOSSY, Conversation, Renderer, TextSide
+from draftheads.train.data.conversation import LOSSY, Conversation
 from draftheads.train.data.distill import (
     Answered,
     Answerer,
     EmptyAnswer,
     Sampling,
-    Seeds,
-    has_text,
-    until_end,
 )
+from draftheads.train.data.text_side import TextSide
 
 CONNECT_SECONDS = 10.0
 BUSY = {408, 425, 429}
@@ -69,6 +67,17 @@ class PromptRefused(ServerError):
 
 class ServerFault(ServerError):
     """Not the prompt's fault; a retry may succeed."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A try without a completion. kind: the error if it was the last one; wait: seconds that the
+    server asks for.
+    """
+
+    reason: str
+    kind: type[ServerError] = ServerFault
+    wait: float = 0.0
 
 
 class ServerOptions(BaseModel):
@@ -141,7 +150,6 @@ class ServedTarget(Answerer):
         super().__init__(TextSide.load(name, revision), min(lengths))
         self._revision = revision or getattr(config, "_commit_hash", None)
         self._vocabulary: int = text.vocab_size
-        self._renderer = Renderer(self.side, {})
 
     def origin(self) -> dict[str, Any]:
         """The manifest's entry for the target; the servers' weights have no fingerprint."""
@@ -155,7 +163,7 @@ class ServedTarget(Answerer):
         }
 
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling, seed_of: Seeds
+        self, batches: Iterable[list[Conversation]], sampling: Sampling
     ) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
@@ -163,70 +171,52 @@ class ServedTarget(Answerer):
         gone, denies access or fails many in a row. Raises ServerError, after yielding what is done,
         when none is left. All pending requests are cancelled when this ends early.
         """
-        for server in self._servers:
-            if sampling.temperature > 0 and server.speculates():
-                logger.warning(
-                    "%s speculates: where vLLM 0.32 runs on a CPU, its answers are then garbage "
-                    "above temperature 0; start it there without --speculative-config",
-                    server.url,
-                )
+        if sampling.temperature > 0:
+            for server in self._servers:
+                server.warn_of_speculation()
         work = _Work(self._servers, self._concurrency, chain.from_iterable(batches))
         with asyncio.Runner() as runner:
             clients = {server: server.client() for server in self._servers}
+
+            def converse(asked: _Asked) -> Coroutine[Any, Any, None]:
+                return self._converse(asked, clients[asked.server], sampling)
+
             try:
-                while True:
-                    for server, asked in work.shared():
-                        converse = self._converse(server, clients[server], asked, sampling, seed_of)
-                        work.pending[runner.get_loop().create_task(converse)] = server, asked
-                    if not work.pending:
-                        return
-                    waiting = asyncio.wait(work.pending, return_when=asyncio.FIRST_COMPLETED)
-                    done, _ = runner.run(waiting)
-                    results = [(*work.pending.pop(task), task.result()) for task in done]
-                    for server, asked, error in sorted(results, key=lambda each: bool(each[2])):
-                        if error is None:
-                            work.failed[server] = 0
-                            yield [asked.row], self._emptiness(server, asked.row)
-                        elif work.passed_on(server, asked, error):
-                            continue
-                        elif isinstance(error, PromptRefused):
-                            asked.row.end("failed", asked.reason)
-                            yield [asked.row], error
-                        else:
-                            logger.warning("%s", error)
+                while ended := runner.run(work.next_ended(converse)):
+                    for asked in ended:
+                        if work.is_done(asked):
+                            yield [asked.row], asked.error or self._emptiness(asked)
             finally:
                 for task in work.pending:
                     task.cancel()
                 for client in clients.values():
                     runner.run(client.aclose())
 
-    async def _converse(
-        self, server: _Server, client: Any, asked: _Asked, sampling: Sampling, seed_of: Seeds
-    ) -> ServerError | None:
-        """Answer all turns of one conversation; returns the error that ended it."""
-        row = asked.row
+    async def _converse(self, asked: _Asked, client: Any, sampling: Sampling) -> None:
+        """Answer all turns of one conversation, until an error."""
+        row, server = asked.row, asked.server
+        asked.error = None
         try:
             while asked.is_open or row.ask():
                 asked.is_open = True
-                seed = f"{seed_of(row.prompt.index)}/{len(row.answers)}"
-                request = self._request(row, sampling, seed)
-                self._take(row, await server.complete(client, request), sampling)
+                completion = await server.complete(client, self._request(row, sampling))
+                self._take(row, completion, sampling)
                 asked.is_open = False
         except ServerError as error:
             asked.reason = str(error)
             advice = "check the server, then run the same command again to resume"
-            return type(error)(f"{server.url}: {error}; {advice}")
-        return None
+            asked.error = type(error)(f"{server.url}: {error}; {advice}")
 
-    def _emptiness(self, server: _Server, row: Conversation) -> EmptyAnswer | None:
-        if has_text(row) or not row.answers:
+    def _emptiness(self, asked: _Asked) -> EmptyAnswer | None:
+        if asked.row.has_text or not asked.row.answers:
             return None
         return EmptyAnswer(
-            f"{server.url}: expected answers with text, got empty ones alone; ask the server for a "
-            "completion by hand, then run the same command again"
+            f"{asked.server.url}: expected answers with text, got empty ones alone; ask the server "
+            "for a completion by hand, then run the same command again"
         )
 
-    def _request(self, row: Conversation, sampling: Sampling, seed: str) -> dict[str, Any]:
+    def _request(self, row: Conversation, sampling: Sampling) -> dict[str, Any]:
+        seed = hashlib.sha256(sampling.seed_of(row).encode()).digest()
         return {
             "model": self.model,
             "prompt": row.tokens,
@@ -234,7 +224,7 @@ class ServedTarget(Answerer):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "seed": int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4]) >> 1,  # 31 bits
+            "seed": int.from_bytes(seed[:4]) >> 1,  # 31 bits
             "stop_token_ids": list(self.side.eos_ids),
             "skip_special_tokens": False,
             "return_token_ids": True,
@@ -248,17 +238,18 @@ class ServedTarget(Answerer):
         """Append an answer, its end token included, to its conversation."""
         eos_ids, ids = self.side.eos_ids, completion.token_ids
         if ids is None:
-            ids = self._renderer.retokenize(completion.text or "", row.tokens)
+            ids = row.retokenize(completion.text or "")
             if ids is None or len(ids) > sampling.max_new_tokens:  # not the generated ones
                 row.end("skipped", LOSSY)
                 return
             row.retokenized += 1
-        ids = until_end(ids, eos_ids)
+        end = next((place for place, token in enumerate(ids) if token in eos_ids), len(ids))
+        ids = ids[: end + 1]  # the rest is padding
         ended = completion.finish_reason == "stop" and eos_ids
         if ended and (not ids or ids[-1] not in eos_ids):  # the server left the end token out
             reported = (completion.stop_reason, completion.matched_stop)
-            known = (*reported, self.side.tokenizer.eos_token_id, eos_ids[0])
-            ids = [*ids, next(token for token in known if token in eos_ids)]
+            candidates = (*reported, self.side.tokenizer.eos_token_id, eos_ids[0])
+            ids = [*ids, next(token for token in candidates if token in eos_ids)]
         if not ids:
             raise ServerFault("answer without tokens")
         if max(ids) >= self._vocabulary:
@@ -271,13 +262,15 @@ class ServedTarget(Answerer):
 
 @dataclass(eq=False)
 class _Asked:
-    """A conversation. is_open: its last question has no answer yet. failed_at: these servers did
-    not answer it; reason: why, at the last of them.
+    """A conversation at a server. is_open: its last question has no answer yet. failed_at: these
+    servers did not answer it. error: why, at the present one, in a line; reason: without advice.
     """
 
     row: Conversation
+    server: _Server
     is_open: bool = False
     failed_at: set[_Server] = field(default_factory=set)
+    error: ServerError | None = None
     reason: str = ""
 
 
@@ -291,49 +284,82 @@ class _Work:
     ) -> None:
         self.up, self.concurrency = list(servers), concurrency
         self.failed = Counter[_Server]()
-        self.pending: dict[asyncio.Task[ServerError | None], tuple[_Server, _Asked]] = {}
-        self._rows, self._again = map(_Asked, rows), list[_Asked]()
+        self.pending: dict[asyncio.Task[None], _Asked] = {}
+        self._rows = iter(rows)
+        self._again: list[_Asked] = []
 
-    def shared(self) -> Iterator[tuple[_Server, _Asked]]:
-        """A conversation for each free place, first at the servers with the most of them."""
-        busy = Counter(server for server, _ in self.pending.values())
-        free = [server for server in self.up if busy[server] < self.concurrency]
-        while free:
-            server = min(free, key=busy.__getitem__)
-            asked = next((each for each in self._again if server not in each.failed_at), None)
-            if asked is not None:
-                self._again.remove(asked)
-            elif (asked := next(self._rows, None)) is None:
-                free.remove(server)
-                continue
-            yield server, asked
-            busy[server] += 1
-            if busy[server] == self.concurrency:
-                free.remove(server)
-
-    def passed_on(self, server: _Server, asked: _Asked, error: ServerError) -> bool:
-        """Whether what a server did not answer can go to another one; all that it has goes there if
-        it is down. Raises `error` if no server is left.
+    async def next_ended(
+        self, converse: Callable[[_Asked], Coroutine[Any, Any, None]]
+    ) -> list[_Asked]:
+        """Begin a conversation in each free place and wait until some end; these, first those
+        without an error. None are left if there are none.
         """
-        asked.failed_at.add(server)
-        self.failed[server] = 0 if isinstance(error, PromptRefused) else self.failed[server] + 1
-        is_down = self.failed[server] >= GIVE_UP
-        is_down |= not isinstance(error, ServerFault | PromptRefused)
-        if is_down and server in self.up:
-            if self.up == [server]:
-                raise error
-            self.up.remove(server)
-            dropped = "%s: %s; dropped until the next launch, %d other servers are left"
-            logger.warning(dropped, server.url, asked.reason, len(self.up))
-            for task, (place, other) in list(self.pending.items()):
-                if place is server:
-                    task.cancel()
-                    del self.pending[task]
-                    self._again.append(other)
-        if asked.failed_at.issuperset(self.up):
+        for asked in self._shared():
+            self.pending[asyncio.create_task(converse(asked))] = asked
+        if not self.pending:
+            return []
+        tasks, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
+        ended = []
+        for task in tasks:
+            task.result()  # raises an error that is not the server's
+            ended.append(self.pending.pop(task))
+        return sorted(ended, key=lambda asked: asked.error is not None)
+
+    def is_done(self, asked: _Asked) -> bool:
+        """Whether a conversation is answered, or refused by all servers. What a server did not
+        answer goes to another one, or waits for the next launch.
+
+        Raises the conversation's error if no server is left.
+        """
+        if asked.error is None:
+            self.failed[asked.server] = 0
+            return True
+        asked.failed_at.add(asked.server)
+        self._drop_if_down(asked, asked.error)
+        if not asked.failed_at.issuperset(self.up):
+            self._again.append(asked)
             return False
-        self._again.append(asked)
-        return True
+        if isinstance(asked.error, PromptRefused):
+            asked.row.end("failed", asked.reason)
+            return True
+        logger.warning("%s", asked.error)
+        return False
+
+    def _shared(self) -> Iterator[_Asked]:
+        """A conversation for each free place, first at the servers with the most of them."""
+        busy = Counter(asked.server for asked in self.pending.values())
+        for place in range(self.concurrency):
+            for server in self.up:
+                if busy[server] <= place and (asked := self._next(server)):
+                    yield asked
+
+    def _next(self, server: _Server) -> _Asked | None:
+        for asked in self._again:
+            if server not in asked.failed_at:
+                self._again.remove(asked)
+                asked.server = server
+                return asked
+        row = next(self._rows, None)
+        return None if row is None else _Asked(row, server)
+
+    def _drop_if_down(self, asked: _Asked, error: ServerError) -> None:
+        """Drop a server that is gone, denies access, or fails many prompts in a row."""
+        server = asked.server
+        self.failed[server] = 0 if isinstance(error, PromptRefused) else self.failed[server] + 1
+        is_down = not isinstance(error, ServerFault | PromptRefused)
+        is_down |= self.failed[server] >= GIVE_UP
+        if not is_down or server not in self.up:
+            return
+        if self.up == [server]:
+            raise error
+        self.up.remove(server)
+        dropped = "%s: %s; dropped until the next launch, %d other servers are left"
+        logger.warning(dropped, server.url, asked.reason, len(self.up))
+        for task, other in list(self.pending.items()):
+            if other.server is server:
+                task.cancel()
+                del self.pending[task]
+                self._again.append(other)
 
 
 class _Server:
@@ -360,37 +386,49 @@ class _Server:
 
     async def complete(self, client: Any, request: dict[str, Any]) -> Completion:
         """The server's completion, retried after faults."""
+        tries = self._options.tries
+        for number in range(tries):
+            result = await self._attempt(client, request)
+            if isinstance(result, Completion):
+                return result
+            failure = result
+            if number + 1 < tries:
+                pause = min(LONGEST_PAUSE, self._options.pause * 2**number)
+                await asyncio.sleep(failure.wait + pause * self._random.uniform(0.5, 1.0))
+        raise failure.kind(f"{failure.reason}, tried {tries} times")
+
+    async def _attempt(self, client: Any, request: dict[str, Any]) -> Completion | _Failure:
+        """One try. Raises the ServerError of a response that no retry makes better."""
         patience = self._options.timeout or 60 + request["max_tokens"] / SLOWEST
-        number = 0
-        while True:
-            number += 1
-            wait = 0.0
-            kind: type[ServerError] = ServerFault
-            try:
-                async with asyncio.timeout(patience):  # for the whole answer
-                    response = await client.post("/completions", json=request)
-                if (seconds := response.headers.get("retry-after", "")).isdecimal():
-                    wait = min(float(seconds), LONGEST_RETRY_AFTER)
-                completions = self._read(response, _Completions)
-                self._check_model(completions.model)
-                [completion] = completions.choices
-                if completion.text is None and completion.token_ids is None:
-                    raise ServerFault("expected text or token ids, got neither")
-                if len(completion.token_ids or ()) > request["max_tokens"]:
-                    raise ServerFault("expected no more tokens than requested, got more")
-                return completion
-            except TimeoutError:
-                reason = "no complete answer in time"
-            except ServerFault as error:
-                reason = str(error)
-            except httpx.HTTPError as error:
-                reason = self._hide(str(error) or type(error).__name__)
-                if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                    kind = ServerError  # the server is gone, for all prompts
-            if number == self._options.tries:
-                raise kind(f"{reason}, tried {number} times")
-            pause = min(LONGEST_PAUSE, self._options.pause * 2 ** (number - 1))
-            await asyncio.sleep(wait + pause * self._random.uniform(0.5, 1.0))
+        try:
+            async with asyncio.timeout(patience):  # for the whole answer
+                response = await client.post("/completions", json=request)
+        except TimeoutError:
+            return _Failure("no complete answer in time")
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            return _Failure(self._reason(error), ServerError)  # it is gone, for all prompts
+        except httpx.HTTPError as error:
+            return _Failure(self._reason(error))
+        try:
+            return self._completion(response, request["max_tokens"])
+        except ServerFault as fault:
+            seconds = response.headers.get("retry-after", "")
+            wait = float(seconds) if seconds.isdecimal() else 0.0
+            return _Failure(str(fault), wait=min(wait, LONGEST_RETRY_AFTER))
+
+    def _completion(self, response: Any, limit: int) -> Completion:
+        """That of a response. Raises ServerError. limit: the tokens that were asked for."""
+        completions = self._read(response, _Completions)
+        self._check_model(completions.model)
+        [completion] = completions.choices
+        if completion.text is None and completion.token_ids is None:
+            raise ServerFault("expected text or token ids, got neither")
+        if len(completion.token_ids or ()) > limit:
+            raise ServerFault("expected no more tokens than requested, got more")
+        return completion
+
+    def _reason(self, error: Exception) -> str:
+        return self._hide(str(error) or type(error).__name__)
 
     def _check_model(self, name: str | None) -> None:
         """Raises ServerError for a completion of another model than asked for. The same name with
@@ -402,15 +440,20 @@ class _Server:
                 "serve it under the name that is asked for, or set --server-model"
             )
 
-    def speculates(self) -> bool:
-        """Whether this is a vLLM that verifies drafts, as far as its metrics tell."""
+    def warn_of_speculation(self) -> None:
+        """Name a vLLM that verifies drafts, as far as its metrics tell."""
         try:
             with httpx.Client(**self._client) as client:
                 page = f"{self.url.removesuffix('/v1')}/metrics"
                 metrics = client.get(page, timeout=CONNECT_SECONDS).text
-            return "vllm:spec_decode_num_drafts" in metrics
         except httpx.HTTPError:  # other servers need not have them
-            return False
+            return
+        if "vllm:spec_decode_num_drafts" in metrics:
+            logger.warning(
+                "%s speculates: where vLLM 0.32 runs on a CPU, its answers are then garbage "
+                "above temperature 0; start it there without --speculative-config",
+                self.url,
+            )
 
     def _choose(self) -> _Model:
         """The model that the options name, or the only one."""
@@ -489,12 +532,12 @@ def without_secret(text: str, key: str) -> str:
         encoded = base64.b64encode(bytes(before) + key.encode()).decode().rstrip("=")
         own = encoded[-(-before * 4 // 3) : (before + len(key)) * 4 // 3]
         parts |= _parts(own, len(own)) | _parts(own.translate(URL_SAFE), len(own))
-    found = [False] * len(text)
+    is_secret = [False] * len(text)
     for size in {len(part) for part in parts}:
         for start in range(len(text) - size + 1):
             if text[start : start + size].lower() in parts:
-                found[start : start + size] = [True] * size
-    runs = groupby(zip(text, found, strict=True), itemgetter(1))
+                is_secret[start : start + size] = [True] * size
+    runs = groupby(zip(text, is_secret, strict=True), itemgetter(1))
     return "".join("***" if hide else "".join(char for char, _ in run) for hide, run in runs)
 
 

@@ -18,7 +18,6 @@ Legend: N tokens, D documents, S spans to learn; of a shard.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from draftheads.heads.files import own_name, remedy
+from draftheads.heads.files import remedy, replacing
 
 Record = dict[str, Any]
 Array = NDArray[Any]
@@ -85,19 +84,12 @@ def to_batch(rows: Sequence[Record]) -> pa.RecordBatch:
 
 
 def write_batch(path: Path, batch: pa.RecordBatch) -> None:
-    """Write a file of one batch under a temporary name, sync it, rename it to `path`."""
-    part = own_name(path)
+    """Write a file of one batch: whole and on disk, or not at all."""
     try:
-        with part.open("wb") as file:
-            with pa.ipc.new_stream(file, SCHEMA) as writer:
-                writer.write_batch(batch)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        with replacing(path) as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+            writer.write_batch(batch)
     except OSError as error:
         raise write_error(path, error) from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write_error(path: Path, error: OSError) -> OSError:
@@ -123,11 +115,11 @@ def _mapped(path: Path) -> tuple[pa.RecordBatch, int]:
         _check_spans(batch)
         return batch, content.address
     except (OSError, pa.ArrowInvalid, StopIteration) as error:
-        found = " ".join(str(error).split()) or "an empty file"
-    raise ValueError(
-        f"{path}: expected answers as Arrow columns, got a damaged file ({found[:80]}); copy it "
-        "again, or delete it and run the same `draftheads distill` again"
-    )
+        reason = " ".join(str(error).split()) or "an empty file"
+        raise ValueError(
+            f"{path}: expected answers as Arrow columns, got a damaged file ({reason[:80]}); copy "
+            "it again, or delete it and run the same `draftheads distill` again"
+        ) from error
 
 
 def _check_spans(batch: pa.RecordBatch) -> None:
@@ -157,14 +149,16 @@ def _check_spans(batch: pa.RecordBatch) -> None:
 
 
 class Shard:
-    """Views of a batch, nothing is copied. path: of its file, if it has one."""
+    """Views of a batch, nothing is copied. path: of its file, if it has one; offset: bytes before
+    the first token in this file.
+    """
 
-    def __init__(self, batch: pa.RecordBatch, path: Path | None = None) -> None:
+    def __init__(self, batch: pa.RecordBatch, path: Path | None = None, offset: int = 0) -> None:
         tokens, learn = batch["tokens"], batch["learn"]
         self.batch = batch
         self.path = path
-        self._file: pa.OSFile | None = None
-        self._offset = 0
+        self._file = pa.OSFile(str(path)) if path else None
+        self._offset = offset
         self.tokens_N: Array = tokens.flatten().to_numpy()
         self.bounds_D1: Array = tokens.offsets.to_numpy() - tokens.offsets[0].as_py()
         self.hashes_D: Array = batch["hash"].to_numpy()
@@ -178,11 +172,8 @@ class Shard:
     def open(cls, path: Path) -> Shard:
         """The shard of a file. Raises ValueError if it is damaged."""
         batch, address = _mapped(path)
-        shard = cls(batch, path)
-        shard._file = pa.OSFile(str(path))
         values = batch["tokens"].flatten()
-        shard._offset = values.buffers()[1].address + 4 * values.offset - address
-        return shard
+        return cls(batch, path, values.buffers()[1].address + 4 * values.offset - address)
 
     def read(self, start: int, stop: int) -> Array:
         """int32: the tokens of a span of the shard. Raises ValueError if the file was cut.
@@ -214,6 +205,12 @@ class Shard:
         """Tokens of each span."""
         return np.diff(self.learn_S2)[:, 0]
 
+    @property
+    def learned_D(self) -> Array:
+        """Tokens to learn of each document."""
+        totals = np.append(0, self.sizes_S.cumsum())
+        return np.diff(totals[self.spans_D1])
+
     def written(self) -> Array:
         """bool (N): the target wrote this token."""
         steps = np.zeros(len(self.tokens_N) + 1, np.int8)
@@ -226,15 +223,15 @@ class Shard:
 
 def digest(shards: Sequence[Shard]) -> str:
     """Hash of tokens, loss mask, documents and conversations, as 16 hex digits."""
-    made = hashlib.sha256()
+    state = hashlib.sha256()
     for shard in shards:
-        made.update(shard.tokens_N.data)
+        state.update(shard.tokens_N.data)
     for shard in shards:
-        made.update(shard.written().data)
+        state.update(shard.written().data)
     bounds_D1 = bounds_of(shards)
-    made.update(np.stack([bounds_D1[:-1], bounds_D1[1:]], 1).data)
-    made.update(np.flatnonzero(np.concatenate([shard.follows_D for shard in shards])).data)
-    return made.hexdigest()[:16]
+    state.update(np.stack([bounds_D1[:-1], bounds_D1[1:]], 1).data)
+    state.update(np.flatnonzero(np.concatenate([shard.follows_D for shard in shards])).data)
+    return state.hexdigest()[:16]
 
 
 def bounds_of(shards: Iterable[Shard]) -> Array:
