@@ -74,7 +74,7 @@ def timeless(line: dict) -> dict:
 
 def evaluator_of(folder: Path, target: Target, **choices) -> Evaluator:
     values = tiny_recipe(folder)
-    values["eval"] = {"prompts": 4, "new_tokens": 24, "report": False, **choices}
+    values["eval"] = {"prompts": 4, "new_tokens": 24, **choices}
     recipe, accelerator = recipe_of(values), Accelerator(cpu=True)
     data = load_data(recipe, target, lambda line: None)
     return Evaluator(recipe, accelerator, target, data, OnlineFeatures(target, (-1,)))
@@ -382,7 +382,7 @@ def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
 
 def test_two_processes_judge_as_one(made, tmp_path):
     values = tiny_recipe(made, output=str(tmp_path / "run"), steps=2)
-    values["eval"] = {"prompts": 3, "new_tokens": 12, "report": False}
+    values["eval"] = {"prompts": 3, "new_tokens": 12}
     values["data"]["rows_per_batch"] = 1
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     with socket.socket() as free:
