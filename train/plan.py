@@ -45,12 +45,11 @@ from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
 from draftheads.train.data.answers import MANIFEST, has_shards, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.entry import one_line
+from draftheads.train.features import token_bytes
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import load_data
 
-FEATURE_BYTES = {"bf16": (2, 0), "fp8": (1, 4), "fp32": (4, 0)}
-"""Stored features: bytes per number, and per token and layer."""
 ENGINES: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "zero1": ("optimizer",),
@@ -473,8 +472,8 @@ class Plan:
             tokens = round(work.row_tokens * (work.rows or work.rows_per_step * (work.steps or 1)))
             if not self.recipe.adapter:  # which changes the features of held-out rows
                 tokens += work.heldout
-        number, scale = FEATURE_BYTES[self.recipe.features.dtype]
-        features = tokens * shapes.states * (shapes.target.hidden_size * number + scale)
+        hidden, dtype = shapes.target.hidden_size, self.recipe.features.dtype
+        features = tokens * token_bytes(shapes.states, hidden, dtype)
         checkpoint = 3 * shapes.trained + shapes.buffers  # weights and two moments
         most = run.keep + 2  # the best one may be older, and one is being written
         count = min(work.saves or most, most)
