@@ -119,8 +119,7 @@ class Evidence:
         self.nodes: int = choices.get("nodes") or self.head.tree.draft_nodes
         states = self.target.layers + 1  # layer 0: the embeddings
         self.layers = tuple(layer % states for layer in self.head.feature_layers)
-        tensors = self.head.state_dict().values()
-        self.finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
+        self.finite = all(x.isfinite().all() for x in self.head.state_dict().values())
 
     @cached_property
     def decoded(self) -> Decoded:
@@ -171,16 +170,16 @@ class Evidence:
     @cached_property
     def ranks_MK(self) -> Tensor:
         """Ranks of the tokens of `rows`."""
-        return self.ranks_along(self.rows, [Variant(self.head, self.layers)])[0]
+        return self.ranks_of(self.rows)
 
     @cached_property
     def used_MK(self) -> Tensor:
         """Ranks of the decoded tokens, except at the ends, where no deep draft token can be right:
         short texts have more of these.
         """
-        ranks_MK = self.ranks_along(self.decoded_rows, [Variant(self.head, self.layers)])[0]
+        ranks_MK = self.ranks_of(self.decoded_rows)
         inside_M = truth(self.decoded_rows, ranks_MK.shape[1])[:, -1] >= 0
-        return ranks_MK[inside_M] if bool(inside_M.any()) else ranks_MK
+        return ranks_MK[inside_M] if inside_M.any() else ranks_MK
 
     @property
     def observed_MK(self) -> Tensor:
@@ -227,6 +226,11 @@ class Evidence:
     def best_tree(self, ranks_MK: Tensor) -> float:
         """Tokens per step of the best fixed tree for these ranks."""
         return calibrate(ranks_MK, self.nodes, self.head.tree).tokens_per_step
+
+    def ranks_of(self, rows: Rows) -> Tensor:
+        """ranks_MK as the head is configured."""
+        [ranks_MK] = self.ranks_along(rows, [Variant(self.head, self.layers)])
+        return ranks_MK
 
     @torch.no_grad()
     def ranks_along(self, rows: Rows, variants: Sequence[Variant]) -> list[Tensor]:
@@ -282,7 +286,7 @@ class Evidence:
 def batches(rows: Rows) -> Iterator[Batch]:
     """All rows, in order."""
     for start in range(0, len(rows), ROWS_PER_BATCH):
-        yield rows.batch(range(start, min(start + ROWS_PER_BATCH, len(rows))))
+        yield rows.batch(range(len(rows))[start : start + ROWS_PER_BATCH])
 
 
 def truth(rows: Rows, depth: int) -> Tensor:
@@ -318,13 +322,11 @@ def error(values_M: Tensor) -> float:
 
 def is_above(values_M: Tensor, other: Tensor | float) -> bool:
     """Whether the mean is larger than another one by SURE standard errors."""
-    if not len(values_M) or (isinstance(other, Tensor) and not len(other)):
-        return False
-    spread = error(values_M)
+    spread = error(values_M)  # infinite for none: then nothing is above
     if isinstance(other, Tensor):
         spread = math.hypot(spread, error(other))
         other = float(other.float().mean())
-    return bool(float(values_M.float().mean()) - other > SURE * spread)
+    return float(values_M.float().mean()) - other > SURE * spread
 
 
 def unseen(training: dict[str, Any], documents: Documents) -> Array:
@@ -362,10 +364,9 @@ class Finding:
 def unfit_weights(evidence: Evidence) -> Finding | None:
     """Tensors that are not finite, and matrices that are still zero."""
     state = evidence.head.state_dict().items()
-    bad = [name for name, tensor in state if not bool(tensor.isfinite().all())]
+    bad = [name for name, tensor in state if not tensor.isfinite().all()]
     for name, tensor in state:
-        is_matrix = tensor.dtype.is_floating_point and tensor.ndim > 1
-        if is_matrix and not tensor.any():
+        if tensor.dtype.is_floating_point and tensor.ndim > 1 and not tensor.any():
             bad.append(name)
     if not bad:
         return None
@@ -383,10 +384,9 @@ def little_data(evidence: Evidence) -> Finding | None:
     documents = evidence.documents
     if documents is None:
         return None
-    learned = documents.learned
-    total = documents.size
+    learned, total = documents.learned, documents.size
     count = len(documents)
-    empty = count - int((documents.learned_in(*documents.spans.T) > 0).sum())
+    empty = int((documents.learned_in(*documents.spans.T) == 0).sum())
     if learned >= LOW_SHARE * total and empty <= 0.5 * count:
         return None
     return Finding(

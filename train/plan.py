@@ -18,7 +18,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,10 +152,10 @@ class Workload:
     """A run's rows and steps. Without data, rows are assumed to be full.
 
     length: tokens of a full row. rows: to train on, with `tokens` in total; None: the data is
-    missing. data: bytes of memory. row_tokens: mean tokens per row. sizes: (tokens, learned tokens)
-    of each row. heldout: tokens evaluated at each save. rows_per_step, tokens_per_step: over all
-    processes. micro_batches: per process. steps, epochs, saves: None where unknown. alone: share of
-    the steps that train heads alone. Raises what `load_data` raises.
+    missing. data: bytes of memory. row_tokens: mean tokens per row. sizes, learned: tokens and
+    learned tokens of each row. heldout: tokens evaluated at each save. rows_per_step,
+    tokens_per_step: over all processes. micro_batches: per process. steps, epochs, saves: None
+    where unknown. alone: share of the steps that train heads alone. Raises what `load_data` raises.
     """
 
     def __init__(self, recipe: Recipe, target: Target, processes: int) -> None:
@@ -163,18 +163,19 @@ class Workload:
         self.length = min(data.sequence_length, target.context)
         self.rows = None
         self.heldout = HELDOUT_TOKENS
-        self.sizes = [(self.length, self.length - 1)]
+        self.sizes: Sequence[int] = [self.length]
+        self.learned: Sequence[int] = [self.length - 1]
         self.data = 0
         if (data.path / MANIFEST).is_file():
             answers = load_data(recipe, target, log=lambda line: None)
-            train = answers.train
-            self.rows = len(train)
+            self.rows = len(answers.train)
             self.data = BYTES_PER_DOCUMENT * len(answers.documents)
             if not has_shards(answers.manifest):
                 self.data += 4 * answers.documents.size
             self.heldout = min(HELDOUT_TOKENS, sum(answers.heldout.sizes))
-            self.sizes = list(zip(train.sizes, train.learned, strict=True))
-        self.tokens = sum(size for size, _ in self.sizes)
+            self.sizes = answers.train.sizes
+            self.learned = answers.train.learned
+        self.tokens = sum(self.sizes)
         self.row_tokens = self.tokens / len(self.sizes)
         reading = Reading(self.rows, self.length, run.epochs, processes)
         count, note = reading.rows_per_step(run.tokens_per_step, data.rows_per_batch)
@@ -187,13 +188,13 @@ class Workload:
         self.alone = recipe.adapter.start if recipe.adapter else 1.0
         if self.rows and run.epochs:
             self.steps = Order(self.rows, count, run.seed).steps(run.epochs)
-        warning = ""
+        notes = [note]
         if self.steps:
-            warning = reading.warning(self.steps, count)
+            notes.append(reading.warning(self.steps, count))
             self.epochs = self.steps * count / self.rows if self.rows else None
             self.saves = math.ceil(self.steps / run.save_every)
             self.alone = math.ceil(self.alone * self.steps - 1e-9) / self.steps  # as in training
-        self.note = "; ".join(filter(None, (note, warning)))
+        self.note = "; ".join(filter(None, notes))
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,8 @@ class Rehearsal:
         self.steps = min(MOST, max(FEWEST, steps))
         self.kinds = 3 if 0 < work.alone < 1 else 2
         rows = self.micro_batches * self.batch * self.steps + self.batch  # the last are held out
-        self.sizes = random.Random(0).choices(work.sizes, k=rows)
+        numbers = random.Random(0).choices(range(len(work.sizes)), k=rows)
+        self.sizes = [(work.sizes[number], work.learned[number]) for number in numbers]
 
     def recipe(self, recipe: Recipe, folder: Path) -> Recipe:
         """The recipe, with all paths in this folder."""
@@ -284,12 +286,11 @@ class Rehearsal:
         features = max(0.0, new - again) if self.cached else 0.0
         of_layer = features / self.layers
         deeper = shapes.layers - self.layers
-        joint = median(seconds[-self.steps :]) + of_layer * (
-            deeper + BACKWARD * (shapes.adapted - self.adapted)
-        )
+        joint = median(seconds[-self.steps :])
+        joint += of_layer * (deeper + BACKWARD * (shapes.adapted - self.adapted))
         batches = max(0, work.heldout / (self.batch * work.row_tokens) - 1)  # the log has one
-        forward = again / 3  # of a head: a third of its step
-        of_batch = (features + of_layer * deeper + forward) / self.micro_batches
+        # the target's forward pass and the head's, a third of its step
+        of_batch = (features + of_layer * deeper + again / 3) / self.micro_batches
         times = work.micro_batches / self.micro_batches
         rest = log.base + shapes.target_bytes(self.layers) + 4 * shapes.trained
         if self.cached and _device() == "cpu":
@@ -388,15 +389,16 @@ def _resident() -> int:
 
 
 def write_target(recipe: Recipe, layers: int, folder: Path) -> None:
-    """Save a random target like the recipe's, cut to this many layers."""
+    """Save a random target like the recipe's, cut to this many layers. No weights are read."""
     config = read_config(recipe.target, recipe.target_revision)
     text = config.get_text_config(decoder=True)
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == text.num_hidden_layers:  # layer_types etc.
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
-    dtype = config.dtype or torch.float32
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=config.dtype or torch.float32, trust_remote_code=False
+    )
     model.save_pretrained(folder)
 
 
@@ -405,9 +407,14 @@ def write_rows(folder: Path, sizes: list[tuple[int, int]], vocabulary: int) -> N
     rows = []
     for number, (size, learned) in enumerate(sizes):
         tokens = random.Random(number).choices(range(vocabulary), k=size)
-        learn = [(size - learned, size)]
         rows += rows_of(
-            {"id": number, "tokens": tokens, "learn": learn, "turns": 1, "finish": "eos"}
+            {
+                "id": number,
+                "tokens": tokens,
+                "learn": [(size - learned, size)],
+                "turns": 1,
+                "finish": "eos",
+            }
         )
     folder.mkdir()
     prompts = {"count": len(sizes), "sha256": "0" * 12}
@@ -472,8 +479,8 @@ class Plan:
             tokens = round(work.row_tokens * (work.rows or work.rows_per_step * (work.steps or 1)))
             if not self.recipe.adapter:  # which changes the features of held-out rows
                 tokens += work.heldout
-        hidden, dtype = shapes.target.hidden_size, self.recipe.features.dtype
-        features = tokens * token_bytes(shapes.states, hidden, dtype)
+        dtype = self.recipe.features.dtype
+        features = tokens * token_bytes(shapes.states, shapes.target.hidden_size, dtype)
         checkpoint = 3 * shapes.trained + shapes.buffers  # weights and two moments
         most = run.keep + 2  # the best one may be older, and one is being written
         count = min(work.saves or most, most)
@@ -601,7 +608,10 @@ def device_memory() -> int:
     """Bytes of memory of the GPU, or of RAM within the cgroup's limit."""
     if _device() == "cuda":
         return int(torch.cuda.mem_get_info()[1])
-    group = Path("/sys/fs/cgroup/memory.max")
-    allowed = group.read_text().strip() if group.exists() else "max"
     total: int = psutil.virtual_memory().total
-    return min(total, int(allowed)) if allowed.isdigit() else total
+    group = Path("/sys/fs/cgroup/memory.max")
+    if group.exists():
+        limit = group.read_text().strip()
+        if limit != "max":
+            return min(total, int(limit))
+    return total

@@ -548,7 +548,7 @@ def killed_while_saving(made: Path, output: Path) -> None:
 
 
 TESTS = Path(__file__).parent
-OURS = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+OURS = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'helpers'}"}
 
 
 def in_python(function, *paths: Path) -> list[str]:
