@@ -218,8 +218,8 @@ STATES = [
     holding(b"[" * 200_000),
     holding(bytes(200)),
     holding(b"\xff\xfe{}"),
-    holding(b'{"format": 2}'),
-    holding(b'{"format": 2, "files": []}'),
+    holding(b'{"format": 3}'),
+    holding(b'{"format": 3, "files": []}'),
     without("step"),
     without("recipe"),
 ]
