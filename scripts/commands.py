@@ -334,8 +334,7 @@ def plan(
     from draftheads.train.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
-    if threads:
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # for the process that trains
+    set_threads(threads)
     transformers.logging.disable_progress_bar()
     if not no_probe:
         say("training a few steps to measure memory and time; --no-probe skips this")

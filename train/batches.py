@@ -59,7 +59,9 @@ class Documents:
         """digest: of these shards, if it is known. below: bound of the token ids. Raises ValueError
         if there are no tokens.
         """
-        self._shards, self._digest, self._below = shards, digest, below
+        self._shards = shards
+        self._digest = digest
+        self._below = below
         firsts = np.cumsum([0, *(len(shard.tokens_N) for shard in shards)])
         if not firsts[-1]:
             raise ValueError("the data has no answers; run `draftheads distill` to the end first")
@@ -87,8 +89,10 @@ class Documents:
         are not `below` the size of the target's vocabulary.
         """
         shards, manifest = open_shards(folder)
-        known = [entry["largest_token"] for entry in manifest.get("shards", [])]
-        largest = max(known or (int(shard.tokens_N.max(initial=0)) for shard in shards), default=0)
+        bounds = [entry["largest_token"] for entry in manifest.get("shards", [])]
+        if not bounds:
+            bounds = [int(shard.tokens_N.max(initial=0)) for shard in shards]
+        largest = max(bounds, default=0)
         if largest >= below:
             raise ValueError(
                 f"{folder}: expected token ids below {below} ({target}), got {largest}; use the "
@@ -186,14 +190,14 @@ class Documents:
 
     def frequent_tokens(self, count: int, vocab_size: int) -> list[int]:
         """The `count` token ids that the target writes most often, most frequent first."""
-        written = np.zeros(vocab_size, np.int64)
+        counts_V = np.zeros(vocab_size, np.int64)
         for shard, first in zip(self._shards, self._firsts, strict=False):
             learn_N = shard.written()
             for at in range(0, len(learn_N), CHUNK):
                 is_learned = learn_N[at : at + CHUNK]
                 tokens = self.tokens(first + at, first + at + len(is_learned))
-                written += np.bincount(tokens[is_learned], minlength=vocab_size)
-        order: list[int] = np.argsort(-written, kind="stable")[:count].tolist()
+                counts_V += np.bincount(tokens[is_learned], minlength=vocab_size)
+        order: list[int] = np.argsort(-counts_V, kind="stable")[:count].tolist()
         return order
 
 
@@ -240,7 +244,9 @@ class Rows:
         pack: bool,
         seed: int,
     ) -> None:
-        self.documents, self.spans, self.length = documents, np.asarray(spans, np.int64), length
+        self.documents = documents
+        self.spans = np.asarray(spans, np.int64)
+        self.length = length
         starts_D, stops_D = self.spans.reshape(-1, 2).T
         counts_D = -(-(stops_D - starts_D) // length)
         self.cut = int(counts_D.sum()) - len(self.spans)
@@ -252,11 +258,12 @@ class Rows:
         useful = np.flatnonzero(learned_P)
         useful = useful[_permutation(len(useful), seed)]
         sizes_P = (stops_P - starts_P)[useful].astype(np.int32)
-        rows_P = (
-            _first_fit(array("i", sizes_P.tobytes()), length) if pack else np.arange(len(useful))
-        )
+        rows_P = np.arange(len(useful))
+        if pack:  # over Python's integers: numpy's are slow in a loop
+            rows_P = _first_fit(array("i", sizes_P.tobytes()), length)
         order = np.argsort(rows_P, kind="stable")
-        self._starts_P, self._sizes_P = starts_P[useful][order], sizes_P[order]
+        self._starts_P = starts_P[useful][order]
+        self._sizes_P = sizes_P[order]
         firsts_R = np.flatnonzero(np.diff(rows_P[order], prepend=-1))
         self._bounds_R1 = array("q", np.append(firsts_R, len(useful)).tobytes())
         self.learned = _sums(learned_P[useful][order], firsts_R)
@@ -269,9 +276,10 @@ class Rows:
 
     def pieces(self, row: int) -> list[Span]:
         """The spans of tokens that a row holds."""
-        held = slice(*self._bounds_R1[row : row + 2])
-        starts_P, sizes_P = self._starts_P[held], self._sizes_P[held]
-        return list(zip(starts_P.tolist(), (starts_P + sizes_P).tolist(), strict=True))
+        start, stop = self._bounds_R1[row : row + 2]
+        starts_P = self._starts_P[start:stop]
+        stops_P = starts_P + self._sizes_P[start:stop]
+        return list(zip(starts_P.tolist(), stops_P.tolist(), strict=True))
 
     def document_numbers(self, rows: Iterable[int]) -> list[int]:
         """Indices of the documents in these rows, in the order of the data."""
@@ -288,7 +296,8 @@ class Rows:
         documents_BT = np.full(shape, -1)
         positions_BT = np.tile(np.arange(width), (len(rows), 1))
         for line, row in enumerate(rows):
-            end, pieces = self.sizes[row], self.pieces(row)
+            end = self.sizes[row]
+            pieces = self.pieces(row)
             sizes_P = np.array([stop - start for start, stop in pieces])
             firsts_P = sizes_P.cumsum() - sizes_P
             np.concatenate(
@@ -369,7 +378,8 @@ class Reading:
                 f"got {self.rows} rows; use fewer processes, or lower data.sequence_length"
             )
         requested = tokens_per_step or MOST_TOKENS
-        wanted, most = requested, math.inf
+        wanted = requested
+        most = math.inf
         if self.rows is not None:
             most = min(1.0, self.epochs or 1.0) * self.rows
             if not tokens_per_step and self.epochs is not None:
@@ -382,10 +392,10 @@ class Reading:
         if count > most:
             step = unit if most >= unit else self.world
             count = max(self.world, int(most) // step * step)
-        used = count * self.length
-        if used == requested:
+        size = count * self.length
+        if size == requested:
             return count, ""
-        return count, f"run.tokens_per_step: using {used}, whole batches that the data can fill"
+        return count, f"run.tokens_per_step: using {size}, whole batches that the data can fill"
 
     def warning(self, steps: int, rows_per_step: int) -> str:
         """A warning if `steps` are too few to learn from, or ""."""

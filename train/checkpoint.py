@@ -35,16 +35,14 @@ from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.launch import agreeing
-from draftheads.train.recipe import Recipe, recorded_recipe
+from draftheads.train.recipe import Recipe
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"
 BEST, LOCK = "best", ".lock"
 FORMAT = 3
 """Version of state.json."""
-UNSEALED = 2
-"""The version before, without a checksum of its own."""
 SEAL = "crc32"
-"""The key of that checksum, over all other values."""
+"""The key of its checksum, over all other values."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,10 @@ class RunState:
         """The recipe's measure, more is better; None if it was not evaluated or the adapted target
         has drifted too far.
         """
-        adapter, measure = self.recipe.adapter, self.recipe.measure
+        adapter = self.recipe.adapter
         if adapter and self.drift and self.drift["agreement"] < adapter.agreement:
             return None
+        measure = self.recipe.measure
         if measure == "simulated":
             return self.tokens_per_step
         if measure == "loss":
@@ -132,12 +131,11 @@ def read_state(folder: Path) -> RunState:
     """The state in a checkpoint. Raises ValueError if it is damaged or of another format."""
     try:
         values: dict[str, Any] = json.loads((folder / TRAINER / STATE).read_bytes())
-        version = values.get("format", 1)
-        is_sealed = version == FORMAT or SEAL in values
-        if is_sealed and values.pop(SEAL) != _crc32(values):
-            raise ValueError(f"{SEAL}: expected that of the other values")
-        if version in (FORMAT, UNSEALED):
-            return _STATE.validate_python({**values, "recipe": recorded_recipe(values["recipe"])})
+        version = values.get("format")
+        if version == FORMAT:
+            if values.pop(SEAL) != _crc32(values):
+                raise ValueError(f"{SEAL}: expected that of the other values")
+            return _STATE.validate_python(values)
     except (OSError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder.name}: {TRAINER}/{STATE} is missing or damaged") from error
     raise ValueError(f"{folder.name}: {TRAINER}/{STATE} has format {version}, expected {FORMAT}")
@@ -211,8 +209,9 @@ class Checkpoints:
     def __init__(
         self, recipe: Recipe, accelerator: Accelerator, last: Path | None, size: int
     ) -> None:
-        output = recipe.run.output
-        self.output, self.keep, self.accelerator = output, recipe.run.keep, accelerator
+        self.output = output = recipe.run.output
+        self.keep = recipe.run.keep
+        self.accelerator = accelerator
         self._lock = None
         self._writer = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None  # the checkpoint of the last `save`
@@ -221,7 +220,7 @@ class Checkpoints:
                 _check_room(output, size)
                 output.mkdir(parents=True, exist_ok=True)
                 self._lock = (output / LOCK).open("w")
-                try:
+                try:  # the kernel lets go of it, however this process ends
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     self.close()
@@ -274,9 +273,9 @@ class Checkpoints:
                 write_state(staging, {"format": FORMAT, **values})
             self._rotate()
         except (OSError, SafetensorError) as error:
-            kept = [step.name for step in _steps(self.output)] or ["none"]
+            names = [step.name for step in _steps(self.output)] or ["none"]
             raise OSError(
-                f"{folder} was not written: {error}; the newest checkpoint is {kept[-1]}; "
+                f"{folder} was not written: {error}; the newest checkpoint is {names[-1]}; "
                 f"{remedy(error)} and run the same command again"
             ) from error
 
@@ -299,12 +298,13 @@ class Checkpoints:
         """Point `best` at the best step; delete all but it and the newest `keep`."""
         steps = [step for step in _steps(self.output) if _fault(step, contents=False) is None]
         best = max(reversed(steps), key=_worth)  # of two equal ones the later
-        link, place = self.output / f".{BEST}", self.output / BEST
+        link = self.output / f".{BEST}"
+        place = self.output / BEST
         if place.is_dir() and not place.is_symlink():  # the run was copied without its links
             self._set_aside(place)
         link.unlink(missing_ok=True)
         link.symlink_to(best.name, target_is_directory=True)
-        os.replace(link, place)
+        os.replace(link, place)  # in one step: `best` is there at all times
         for step in set(steps) - {*steps[-self.keep :], best}:
             gone = self.output / f".{step.name}.gone"  # never half a checkpoint under its name
             step.rename(gone)
@@ -360,8 +360,9 @@ def _is_intact(path: Path, expected: dict[str, int], *, contents: bool) -> bool:
         return True
     if path.name == CONFIG:
         return _is_readable(path.parent)
-    found = _checksum(path) if contents else {"bytes": path.stat().st_size}
-    return found.items() <= expected.items()
+    if contents:
+        return _checksum(path) == expected
+    return path.stat().st_size == expected["bytes"]
 
 
 def _is_readable(head: Path) -> bool:
@@ -373,6 +374,7 @@ def _is_readable(head: Path) -> bool:
 
 
 def _checksum(path: Path) -> dict[str, int]:
+    """The entry of a file in `RunState.files`."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):

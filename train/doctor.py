@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -71,14 +71,14 @@ READINGS = {
 
 class Variant(NamedTuple):
     """A way to read a head: the layers, how many tokens late, and, for a finding if it is better, a
-    key of READINGS, what is shown and what is advised.
+    key of READINGS, what it is in words, and advice.
     """
 
     head: DraftHead
     layers: tuple[int, ...]
     shift: int = 0
     check: str = ""
-    shown: str = ""
+    words: str = ""
     advice: str = ""
 
 
@@ -99,8 +99,8 @@ class Evidence:
     """A head, what it is examined on, and lazy measurements.
 
     facts: the "draftheads" section of its config.json. openings: token ids of prompts to decode.
-    documents, manifest: the data, if any. sampling: tried in addition to greedy decoding. found:
-    by the checks so far.
+    documents, manifest: the data, if any. sampling: tried in addition to greedy decoding. findings:
+    of the checks so far.
     """
 
     target: Target
@@ -111,7 +111,7 @@ class Evidence:
     manifest: dict[str, Any] = field(default_factory=dict)
     new_tokens: int = 64
     sampling: Acceptance | None = None
-    found: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.training: dict[str, Any] = self.facts.get("training") or {}
@@ -119,8 +119,7 @@ class Evidence:
         self.nodes: int = choices.get("nodes") or self.head.tree.draft_nodes
         states = self.target.layers + 1  # layer 0: the embeddings
         self.layers = tuple(layer % states for layer in self.head.feature_layers)
-        tensors = self.head.state_dict().values()
-        self.finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
+        self.finite = all(x.isfinite().all() for x in self.head.state_dict().values())
 
     @cached_property
     def decoded(self) -> Decoded:
@@ -132,12 +131,15 @@ class Evidence:
         """What a step with the head's tree costs over one without drafts, here and now: as many
         tokens per step make decoding as fast as without. 0 if that cannot be told.
         """
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        for answer in self.decoded.answers[:TIMED]:
+        drafted: list[float] = []
+        plain: list[float] = []
+        for answer in self.decoded.answers[:TIMED]:  # in turns: other work slows both alike
             opening = answer.tokens[: answer.learn[0][0]]
-            for drafts, each in seconds.items():
-                each += self.decode([opening], drafts=drafts).seconds
-        return typical(seconds[True]) / typical(seconds[False]) if all(seconds.values()) else 0.0
+            drafted += self.decode([opening]).seconds
+            plain += self.decode([opening], drafts=False).seconds
+        if not drafted or not plain:
+            return 0.0
+        return typical(drafted) / typical(plain)
 
     @cached_property
     def decoded_rows(self) -> Rows:
@@ -168,16 +170,16 @@ class Evidence:
     @cached_property
     def ranks_MK(self) -> Tensor:
         """Ranks of the tokens of `rows`."""
-        return self.ranks_along(self.rows, [Variant(self.head, self.layers)])[0]
+        return self.ranks_of(self.rows)
 
     @cached_property
     def used_MK(self) -> Tensor:
         """Ranks of the decoded tokens, except at the ends, where no deep draft token can be right:
         short texts have more of these.
         """
-        ranks_MK = self.ranks_along(self.decoded_rows, [Variant(self.head, self.layers)])[0]
+        ranks_MK = self.ranks_of(self.decoded_rows)
         inside_M = truth(self.decoded_rows, ranks_MK.shape[1])[:, -1] >= 0
-        return ranks_MK[inside_M] if bool(inside_M.any()) else ranks_MK
+        return ranks_MK[inside_M] if inside_M.any() else ranks_MK
 
     @property
     def observed_MK(self) -> Tensor:
@@ -199,16 +201,18 @@ class Evidence:
         if not self.finite:
             return missing
         ranks_MK = self.observed_MK
-        hits_M, expected = runs(ranks_MK), ORDINARY - 1
+        hits_M = runs(ranks_MK)
+        expected = ORDINARY - 1
         if recorded:
             shares: list[float] = self.training.get("heldout_top1", [])[: ranks_MK.shape[1]]
-            hits_M, expected = (ranks_MK[:, : len(shares)] == 0).float().sum(1), sum(shares)
+            hits_M = (ranks_MK[:, : len(shares)] == 0).float().sum(1)
+            expected = sum(shares)
         return missing if is_above(-hits_M, -expected) else 0.0
 
     @property
     def rest(self) -> float:
         """The part of `missing` that no finding explains."""
-        return max(0.0, self.missing - sum(finding.explains for finding in self.found))
+        return max(0.0, self.missing - sum(finding.explains for finding in self.findings))
 
     @cached_property
     def lost_in_use(self) -> float:
@@ -223,19 +227,25 @@ class Evidence:
         """Tokens per step of the best fixed tree for these ranks."""
         return calibrate(ranks_MK, self.nodes, self.head.tree).tokens_per_step
 
+    def ranks_of(self, rows: Rows) -> Tensor:
+        """ranks_MK as the head is configured."""
+        [ranks_MK] = self.ranks_along(rows, [Variant(self.head, self.layers)])
+        return ranks_MK
+
     @torch.no_grad()
     def ranks_along(self, rows: Rows, variants: Sequence[Variant]) -> list[Tensor]:
         """ranks_MK of each variant. The target reads every row once."""
         layers = sorted({layer for variant in variants for layer in variant.layers})
-        found: list[list[Tensor]] = [[] for _ in variants]
-        for batch in batches(rows):
-            batch = batch.to(self.target.device)
-            states = self.target.features(batch, layers).chunk(len(layers), dim=-1)
-            for variant, ranks in zip(variants, found, strict=True):
-                parts = [states[layers.index(layer)] for layer in variant.layers]
-                features_BTD = torch.cat(parts, dim=-1).roll(variant.shift, dims=1)
-                ranks.append(variant.head.token_ranks(batch, features_BTD, self.target).cpu())
-        return [torch.cat(ranks) for ranks in found]
+        ranks: list[list[Tensor]] = [[] for _ in variants]
+        for on_host in batches(rows):
+            batch = on_host.to(self.target.device)
+            chunks = self.target.features(batch, layers).chunk(len(layers), dim=-1)
+            states = dict(zip(layers, chunks, strict=True))
+            for variant, parts in zip(variants, ranks, strict=True):
+                features_BTD = torch.cat([states[layer] for layer in variant.layers], dim=-1)
+                features_BTD = features_BTD.roll(variant.shift, dims=1)
+                parts.append(variant.head.token_ranks(batch, features_BTD, self.target).cpu())
+        return [torch.cat(parts) for parts in ranks]
 
     def decode(
         self,
@@ -252,10 +262,15 @@ class Evidence:
                 f"expected an opening shorter than the context of {self.target.name} ({context} "
                 f"tokens), got {len(openings)} longer ones; pass other --prompts"
             )
-        answers, accepted, seconds, tokens = [], [], list[float](), 0
-        engine = Speculator(self.target, self.head if drafts else None)
+        answers: list[Answer] = []
+        accepted: list[int] = []
+        seconds: list[float] = []
+        tokens = 0
+        head = self.head if drafts else None
+        engine = Speculator(self.target, head)
         for opening in room:
-            limit, new = min(self.new_tokens, context - len(opening)), []
+            limit = min(self.new_tokens, context - len(opening))
+            new: list[int] = []
             for step in engine.generate(opening, sampling=rule, max_new_tokens=limit):
                 new += step.tokens
                 if step.accepted >= 0:  # not the prefill
@@ -271,19 +286,19 @@ class Evidence:
 def batches(rows: Rows) -> Iterator[Batch]:
     """All rows, in order."""
     for start in range(0, len(rows), ROWS_PER_BATCH):
-        yield rows.batch(range(start, min(start + ROWS_PER_BATCH, len(rows))))
+        yield rows.batch(range(len(rows))[start : start + ROWS_PER_BATCH])
 
 
 def truth(rows: Rows, depth: int) -> Tensor:
     """int64 (M, K): the tokens after each learned position; -1: not written by the target."""
-    found = []
+    parts = []
     for batch in batches(rows):
         columns = [
             torch.where(torch.from_numpy(here_BT), batch.tokens_BT.roll(-k, dims=1), -1)
             for k, here_BT in enumerate(batch.root_masks(depth), start=1)
         ]
-        found.append(torch.stack(columns, dim=-1)[batch.loss_mask_BT])
-    return torch.cat(found)
+        parts.append(torch.stack(columns, dim=-1)[batch.loss_mask_BT])
+    return torch.cat(parts)
 
 
 def runs(ranks_MK: Tensor) -> Tensor:
@@ -307,12 +322,11 @@ def error(values_M: Tensor) -> float:
 
 def is_above(values_M: Tensor, other: Tensor | float) -> bool:
     """Whether the mean is larger than another one by SURE standard errors."""
-    if not len(values_M) or (isinstance(other, Tensor) and not len(other)):
-        return False
-    spread = error(values_M)
+    spread = error(values_M)  # infinite for none: then nothing is above
     if isinstance(other, Tensor):
-        spread, other = math.hypot(spread, error(other)), float(other.float().mean())
-    return bool(float(values_M.float().mean()) - other > SURE * spread)
+        spread = math.hypot(spread, error(other))
+        other = float(other.float().mean())
+    return float(values_M.float().mean()) - other > SURE * spread
 
 
 def unseen(training: dict[str, Any], documents: Documents) -> Array:
@@ -350,8 +364,10 @@ class Finding:
 def unfit_weights(evidence: Evidence) -> Finding | None:
     """Tensors that are not finite, and matrices that are still zero."""
     state = evidence.head.state_dict().items()
-    bad = [name for name, tensor in state if not bool(tensor.isfinite().all())]
-    bad += [name for name, x in state if x.dtype.is_floating_point and x.ndim > 1 and not x.any()]
+    bad = [name for name, tensor in state if not tensor.isfinite().all()]
+    for name, tensor in state:
+        if tensor.dtype.is_floating_point and tensor.ndim > 1 and not tensor.any():
+            bad.append(name)
     if not bad:
         return None
     return Finding(
@@ -368,8 +384,9 @@ def little_data(evidence: Evidence) -> Finding | None:
     documents = evidence.documents
     if documents is None:
         return None
-    learned, total, count = documents.learned, documents.size, len(documents)
-    empty = count - int((documents.learned_in(*documents.spans.T) > 0).sum())
+    learned, total = documents.learned, documents.size
+    count = len(documents)
+    empty = int((documents.learned_in(*documents.spans.T) == 0).sum())
     if learned >= LOW_SHARE * total and empty <= 0.5 * count:
         return None
     return Finding(
@@ -386,16 +403,18 @@ def other_reading(evidence: Evidence) -> Finding | None:
     heads other slots or another mask.
     """
     variants = [*other_layers(evidence), *other_blocks(evidence)]
-    found = evidence.ranks_along(evidence.rows, variants)
-    scores = [float(runs(ranks_MK).mean()) for ranks_MK in found]
+    ranks = evidence.ranks_along(evidence.rows, variants)
+    scores = [float(runs(ranks_MK).mean()) for ranks_MK in ranks]
     number = scores.index(max(scores))
-    best, plain_MK, best_MK = variants[number], evidence.ranks_MK, found[number]
+    best = variants[number]
+    best_MK = ranks[number]
+    plain_MK = evidence.ranks_MK
     if not is_above(runs(best_MK) - runs(plain_MK), WORTH):
         return None
     return Finding(
         best.check,
         evidence.best_tree(best_MK) - evidence.best_tree(plain_MK),
-        f"with {best.shown}, the head's first draft token is right {top1(best_MK):.1%} of the "
+        f"with {best.words}, the head's first draft token is right {top1(best_MK):.1%} of the "
         f"time, with its config {top1(plain_MK):.1%} ({len(plain_MK)} positions)",
         READINGS[best.check],
         best.advice,
@@ -404,22 +423,27 @@ def other_reading(evidence: Evidence) -> Finding | None:
 
 def other_layers(evidence: Evidence) -> Iterator[Variant]:
     """One layer lower or higher, each and all; another order; features one token late or early."""
-    head, layers, deepest = evidence.head, evidence.layers, evidence.target.layers
-    changed = list(permutations(layers)) if len(layers) <= 3 else [layers[::-1]]
+    head, layers = evidence.head, evidence.layers
+    others = [layers[::-1]]
+    if len(layers) <= 3:
+        others = list(permutations(layers))
     for step in (-1, 1):
-        changed.append(tuple(layer + step for layer in layers))
+        others.append(tuple(layer + step for layer in layers))
         for place in range(len(layers)):
-            changed.append((*layers[:place], layers[place] + step, *layers[place + 1 :]))
-    for each in dict.fromkeys(changed):
-        if each == layers or min(each) < 0 or max(each) > deepest:
+            others.append((*layers[:place], layers[place] + step, *layers[place + 1 :]))
+    for other in dict.fromkeys(others):
+        if other == layers or min(other) < 0 or max(other) > evidence.target.layers:
             continue
-        key = "draftheads.feature_layers there to these layers (0 = embeddings; SGLang's numbers "
-        key += "are one lower)"
+        key = (
+            "draftheads.feature_layers there to these layers (0 = embeddings; SGLang's numbers are "
+            "one lower)"
+        )
         if isinstance(head, BlockHead):
-            key = f"target_layer_ids there to {[layer - 1 for layer in each]} (0 = the first layer)"
-        shown = f"the states of layers {list(each)}"
+            ids = [layer - 1 for layer in other]
+            key = f"target_layer_ids there to {ids} (0 = the first layer)"
+        words = f"the states of layers {list(other)}"
         advice = f"set {key}, or train again with the layers it has now"
-        yield Variant(head, each, 0, "features", shown, advice)
+        yield Variant(head, other, 0, "features", words, advice)
     advice = "the head was trained on pairs shifted by one: export or train it again"
     yield Variant(head, layers, 1, "alignment", "features one token late", advice)
     yield Variant(head, layers, -1, "alignment", "features one token early", advice)
@@ -430,19 +454,21 @@ def other_blocks(evidence: Evidence) -> Iterator[Variant]:
     head, layers, target = evidence.head, evidence.layers, evidence.target
     if not isinstance(head, BlockHead):
         return
-    design, key = head.design, "sample_from_anchor"
-    opposite = not design.sample_from_anchor
-    shown, advice = f"{key} {json.dumps(opposite)}", f"set {key} there to {json.dumps(opposite)}"
+    key = "sample_from_anchor"
+    opposite = not head.design.sample_from_anchor
+    word = json.dumps(opposite)
     other = redesigned(head, sample_from_anchor=opposite)
-    yield Variant(other, layers, 0, key, shown, advice)
-    if design.mask_token is None:
+    yield Variant(other, layers, 0, key, f"{key} {word}", f"set {key} there to {word}")
+    mask = head.design.mask_token
+    if mask is None:
         return
-    near = [mask_token(target, "auto"), design.mask_token - 1, design.mask_token + 1]
-    for mask in list(dict.fromkeys([*near, *special_tokens(target.tokenizer)]))[:MASKS]:
-        if mask is not None and mask != design.mask_token and 0 <= mask < head.vocab_size:
-            shown, advice = f"mask_token_id {mask}", f"set mask_token_id there to {mask}"
-            other = redesigned(head, mask_token=mask)
-            yield Variant(other, layers, 0, "mask", shown, advice)
+    ids = [mask_token(target, "auto"), mask - 1, mask + 1, *special_tokens(target.tokenizer)]
+    for each in list(dict.fromkeys(ids))[:MASKS]:
+        if each is None or each == mask or not 0 <= each < head.vocab_size:
+            continue
+        other = redesigned(head, mask_token=each)
+        advice = f"set mask_token_id there to {each}"
+        yield Variant(other, layers, 0, "mask", f"mask_token_id {each}", advice)
 
 
 def redesigned(head: BlockHead, **changes: Any) -> BlockHead:
@@ -477,7 +503,8 @@ def common_mask(evidence: Evidence) -> Finding | None:
 def other_target(evidence: Evidence) -> Finding | None:
     """A target or an adapter that the head was not trained on."""
     facts, target = evidence.facts, evidence.target
-    recorded, now = facts.get("target", {}), target.fingerprint()
+    recorded = facts.get("target", {})
+    now = target.fingerprint()
     if not same_weights(recorded.get("fingerprint"), now):
         return Finding(
             "target",
@@ -505,8 +532,8 @@ def other_template(evidence: Evidence) -> Finding | None:
     documents, tokenizer = evidence.documents, evidence.target.tokenizer
     if documents is None or tokenizer is None:
         return None
-    asked = [{"role": "user", "content": SENTINEL}]
-    now = tokenizer.decode(encode_prompt(evidence.target, asked))
+    messages = [{"role": "user", "content": SENTINEL}]
+    now = tokenizer.decode(encode_prompt(evidence.target, messages))
     before, _, after = now.partition(SENTINEL)
     before = before.rstrip(" ")
     openings = openings_of(documents, documents.spans[:PROMPTS])
@@ -514,20 +541,24 @@ def other_template(evidence: Evidence) -> Finding | None:
     other = [text for text in texts if not (text.startswith(before) and text.endswith(after))]
     if len(other) <= 0.5 * len(texts):
         return None
-    used = texts[: len(evidence.openings)]
-    start = end = ""
-    if len(used) > 1:
-        start, end = commonprefix(used), commonprefix([text[::-1] for text in used])[::-1]
-    prompts = [f"{before}{text.removeprefix(start).removesuffix(end)}{after}" for text in used]
+    few = texts[: len(evidence.openings)]
+    start = end = ""  # what all prompts share is the other template
+    if len(few) > 1:
+        start = commonprefix(few)
+        end = commonprefix([text[::-1] for text in few])[::-1]
+    prompts = [f"{before}{text.removeprefix(start).removesuffix(end)}{after}" for text in few]
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    stored, current = evidence.decode(openings[: len(used)]), evidence.decode(ids)
-    is_worse = is_above(stored.accepted.float(), current.accepted.float())
+    past = evidence.decode(openings[: len(few)])
+    current = evidence.decode(ids)
+    price = 0.0
+    if is_above(past.accepted.float(), current.accepted.float()):
+        price = past.tokens_per_step - current.tokens_per_step
     return Finding(
         "template",
-        stored.tokens_per_step - current.tokens_per_step if is_worse else 0.0,
+        price,
         f"{len(other)} of {len(texts)} prompts of the data differ from what the tokenizer makes: "
         f"{other[0][:40]!r} ... {other[0][-20:]!r}, not {before[:40]!r} ... {after[-20:]!r}; "
-        f"{stored.tokens_per_step:.2f} tokens per step then, {current.tokens_per_step:.2f} now",
+        f"{past.tokens_per_step:.2f} tokens per step then, {current.tokens_per_step:.2f} now",
         "the same tokens around every prompt",
         "use the template (system prompt, BOS) that the data was made with, or distill again",
     )
@@ -535,22 +566,24 @@ def other_template(evidence: Evidence) -> Finding | None:
 
 def other_writer(evidence: Evidence) -> Finding | None:
     """Data of another model, or of another temperature."""
-    manifest, now = evidence.manifest, evidence.target.fingerprint()
-    writer = manifest.get("target", {})
-    drawn = manifest.get("sampling", {}).get("temperature")
-    asked = getattr(evidence.sampling, "temperature", 0.0)
-    if not same_weights(writer.get("fingerprint"), now):
+    now = evidence.target.fingerprint()
+    writer = evidence.manifest.get("target", {})
+    fingerprint = writer.get("fingerprint")
+    warmth = evidence.manifest.get("sampling", {}).get("temperature")
+    decoding = getattr(evidence.sampling, "temperature", 0.0)
+    if not same_weights(fingerprint, now):
         price = evidence.lost_in_use or evidence.rest
-        name, fingerprint = writer.get("name"), writer.get("fingerprint")
-        shown = f"written by {name} with fingerprint {fingerprint}; this target has {now}"
-    elif drawn is not None and abs(drawn - asked) > WARMER:
-        price, shown = 0.0, f"sampled at temperature {drawn}, decoded at {asked}"
+        name = writer.get("name")
+        text = f"written by {name} with fingerprint {fingerprint}; this target has {now}"
+    elif warmth is not None and abs(warmth - decoding) > WARMER:
+        price = 0.0
+        text = f"sampled at temperature {warmth}, decoded at {decoding}"
     else:
         return None
     return Finding(
         "data",
         price,
-        shown,
+        text,
         f"the target's own answers, at a temperature within {WARMER} of decoding",
         "distill with this target at the temperature you decode with, and train on that",
     )
@@ -561,14 +594,14 @@ def temperature(evidence: Evidence) -> Finding | None:
     greedy = evidence.decoded
     if evidence.sampling is None:
         return None
-    drawn = evidence.decode(evidence.openings, evidence.sampling)
-    if not is_above(greedy.accepted.float(), drawn.accepted.float()):
+    sampled = evidence.decode(evidence.openings, evidence.sampling)
+    if not is_above(greedy.accepted.float(), sampled.accepted.float()):
         return None
     return Finding(
         "temperature",
-        greedy.tokens_per_step - drawn.tokens_per_step,
-        f"{drawn.tokens_per_step:.2f} tokens per step with {evidence.sampling}, "
-        f"{greedy.tokens_per_step:.2f} greedy ({len(drawn.accepted)}, {len(greedy.accepted)} "
+        greedy.tokens_per_step - sampled.tokens_per_step,
+        f"{sampled.tokens_per_step:.2f} tokens per step with {evidence.sampling}, "
+        f"{greedy.tokens_per_step:.2f} greedy ({len(sampled.accepted)}, {len(greedy.accepted)} "
         "steps)",
         "a little less than greedy",
         "distill at this temperature and train with head.labels=soft, or lower the temperature",
@@ -622,12 +655,13 @@ def other_use(evidence: Evidence) -> Finding | None:
     """Worse drafts on decoded text than on the data."""
     if not evidence.lost_in_use:
         return None
-    data, used = (float(runs(x).mean()) for x in (evidence.ranks_MK, evidence.used_MK))
+    data = float(runs(evidence.ranks_MK).mean())
+    use = float(runs(evidence.used_MK).mean())
     return Finding(
         "use",
         evidence.lost_in_use,
         f"draft tokens right in a row: {data:.2f} on the data ({len(evidence.ranks_MK)} "
-        f"positions), {used:.2f} on what the target writes now ({len(evidence.used_MK)})",
+        f"positions), {use:.2f} on what the target writes now ({len(evidence.used_MK)})",
         "about equal",
         "distill prompts like those you decode, rendered and answered the same way",
     )
@@ -670,7 +704,9 @@ def undertrained(evidence: Evidence) -> Finding | None:
     if evidence.missing or evidence.predicted >= ORDINARY or not is_above(-hits_M, 1 - ORDINARY):
         return None
     steps, tokens = training.get("steps"), training.get("tokens")
-    so_far = f" ({steps:,} steps over {tokens:,} tokens so far)" if steps and tokens else ""
+    so_far = ""
+    if steps and tokens:
+        so_far = f" ({steps:,} steps over {tokens:,} tokens so far)"
     return Finding(
         "undertrained",
         ORDINARY - evidence.predicted,
@@ -684,20 +720,21 @@ def undertrained(evidence: Evidence) -> Finding | None:
 
 def slower_than_plain(evidence: Evidence) -> Finding | None:
     """Steps that cost more than their tokens are worth."""
-    found, break_even = evidence.decoded, evidence.break_even
-    if not evidence.head.tree.draft_nodes or not is_above(-found.accepted.float(), 1 - break_even):
+    decoded, break_even = evidence.decoded, evidence.break_even
+    too_few = 1 - break_even  # draft tokens per step, negated
+    if not evidence.head.tree.draft_nodes or not is_above(-decoded.accepted.float(), too_few):
         return None
     return Finding(
         "speed",
-        break_even - found.tokens_per_step,
+        break_even - decoded.tokens_per_step,
         f"slower than without drafts: a step costs {break_even:.2f} plain ones here and brings "
-        f"{found.tokens_per_step:.2f} tokens",
+        f"{decoded.tokens_per_step:.2f} tokens",
         "more tokens per step than a step costs (break-even τ)",
         "run draftheads tune for a tree that pays here, try --dtype bfloat16, or train further",
     )
 
 
-CHECKS = (
+CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     unfit_weights,
     little_data,
     other_reading,
@@ -736,16 +773,20 @@ class Diagnosis:
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Examine a head. Raises ValueError where nothing can be decoded."""
-    found = evidence.found
-    for check in CHECKS if evidence.finite else CHECKS[:1]:  # ranks of NaN mean nothing
-        if check in SKIPPED and any(finding.explains >= WORTH for finding in found):
+    findings = evidence.findings
+    checks = CHECKS
+    if not evidence.finite:
+        checks = (unfit_weights,)  # ranks of NaN mean nothing
+    for check in checks:
+        if check in SKIPPED and any(finding.explains >= WORTH for finding in findings):
             continue
-        if finding := check(evidence):
-            found.append(finding)
-    found.sort(key=lambda finding: (finding.check == "speed", -finding.explains))
+        finding = check(evidence)
+        if finding:
+            findings.append(finding)
+    findings.sort(key=lambda finding: (finding.check == "speed", -finding.explains))
     return Diagnosis(
-        findings=[finding for finding in found if finding.explains >= WORTH],
-        remarks=[finding for finding in found if finding.explains < WORTH],
+        findings=[finding for finding in findings if finding.explains >= WORTH],
+        remarks=[finding for finding in findings if finding.explains < WORTH],
         measured=evidence.decoded.tokens_per_step,
         predicted=evidence.predicted,
         expected=evidence.training.get("predicted_tokens_per_step"),

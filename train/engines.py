@@ -57,7 +57,8 @@ class Learner(nn.Module):
 
     def __init__(self, head: DraftHead, precision: Precision) -> None:
         super().__init__()
-        self.head, self.precision = head, precision
+        self.head = head
+        self.precision = precision
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target, done: float) -> HeadLoss:
         """The training loss. features_BTD: from the frozen target. done: fraction of the run."""
@@ -71,10 +72,16 @@ class Learner(nn.Module):
 
     def optimizer(self, choices: OptimChoices) -> torch.optim.AdamW:
         """AdamW with weight decay for the heads' matrices only."""
-        trained = self.trained()
-        heads = [p for name, p in trained.items() if not name.startswith(ADAPTER)]
-        adapter = [p for name, p in trained.items() if name.startswith(ADAPTER)]
-        matrices, vectors = [p for p in heads if p.ndim >= 2], [p for p in heads if p.ndim < 2]
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        adapter: list[nn.Parameter] = []
+        for name, parameter in self.trained().items():
+            if name.startswith(ADAPTER):
+                adapter.append(parameter)
+            elif parameter.ndim >= 2:
+                matrices.append(parameter)
+            else:
+                vectors.append(parameter)
         groups: list[dict[str, Any]] = [
             {"name": "heads", "params": matrices, "weight_decay": choices.weight_decay},
             {"name": "heads", "params": vectors, "weight_decay": 0.0},
@@ -111,21 +118,23 @@ class JointLearner(Learner):
             return HeadLoss(out.loss + idle, out.ranks_KR)
         with _checkpointed(target, self.head.recompute):
             states_BTD = target.states(batch, self.head.training_layers)
+        # the heads read a view: its hook weighs what they send back to the adapter, and neither
+        # their own gradients nor the divergence's
         read_BTD = states_BTD.view_as(states_BTD)
         if read_BTD.requires_grad:
             weight = self.choices.weight(done)
             read_BTD.register_hook(lambda grad: grad * weight)  # type: ignore[no-untyped-call]
         out = super().forward(batch, read_BTD, target, done)
         learned_M = batch.learned()
-        states_MD, frozen_MD = at_places(states_BTD, learned_M), at_places(features_BTD, learned_M)
-        moved = divergence(states_MD, frozen_MD, target)
-        return HeadLoss(out.loss + moved, out.ranks_KR)
+        states_MD = at_places(states_BTD, learned_M)
+        frozen_MD = at_places(features_BTD, learned_M)
+        return HeadLoss(out.loss + divergence(states_MD, frozen_MD, target), out.ranks_KR)
 
     @cached_property
     def _has_learned(self) -> bool:
         """True if a finished run resumes with more steps: its joint phase now begins later."""
-        named = zip(self.names, self.changes, strict=True)
-        return any(bool(p.any()) for name, p in named if "lora_B" in name)
+        pairs = zip(self.names, self.changes, strict=True)
+        return any(bool(p.any()) for name, p in pairs if "lora_B" in name)  # which begins at zero
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The heads' parameters, then the adapter's."""
@@ -170,9 +179,8 @@ def divergence(states_MD: Tensor, frozen_MD: Tensor, target: Target) -> Tensor:
         objective="kl",
         vocab_size=target.vocab_size,
     )
-    labels_M = torch.zeros(
-        len(states_MD), dtype=torch.long, device=states_MD.device
-    )  # for ranks, which are not used
+    # for ranks, which are not used
+    labels_M = torch.zeros(len(states_MD), dtype=torch.long, device=states_MD.device)
     return linear_cross_entropy(states_MD, target.unembed_weight(), labels_M, teacher=teacher)[0]
 
 
@@ -184,14 +192,16 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 @contextmanager
 def _checkpointed(target: Target, enabled: bool) -> Iterator[None]:
     """Gradient checkpointing of the target's layers in forwards inside the block."""
-    layers = list(decoder_layers(target.model)) if enabled and torch.is_grad_enabled() else []
-    originals = [layer.forward for layer in layers]
-    for layer, forward in zip(layers, originals, strict=True):
+    # transformers' own acts in training mode alone, and the target stays in eval mode
+    originals: dict[nn.Module, Any] = {}
+    if enabled and torch.is_grad_enabled():
+        originals = {layer: layer.forward for layer in decoder_layers(target.model)}
+    for layer, forward in originals.items():
         layer.forward = partial(checkpoint, forward, use_reentrant=False)
     try:
         yield
     finally:
-        for layer, forward in zip(layers, originals, strict=True):
+        for layer, forward in originals.items():
             layer.forward = forward
 
 
@@ -201,10 +211,13 @@ class Engine(ABC):
     model: Any  # the learner, wrapped; called as the learner itself
 
     def __init__(self, learner: Learner, choices: OptimChoices, world: int) -> None:
-        self.learner, self.choices, self.world = learner, choices, world
+        self.learner = learner
+        self.choices = choices
+        self.world = world
         self._named = learner.trained()
         tensors = learner.head.state_dict()
         self._constant = {name: each for name, each in tensors.items() if name not in self._named}
+        # copied before an engine shards the head or adds hooks
         self._blank = copy.deepcopy(learner.head).to("meta")
 
     @abstractmethod
@@ -236,7 +249,7 @@ class Engine(ABC):
         """The parameter in float32, gathered from all processes."""
 
     def full_head(self) -> DraftHead:
-        """The head with all of its weights, float32; not to be trained."""
+        """The head with all of its weights, float32; not to be trained. A collective."""
         weights = dict(self._constant)
         for name, parameter in self._named.items():
             if not name.startswith(ADAPTER):
@@ -273,12 +286,13 @@ class TorchEngine(Engine):
         return nullcontext()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        (loss * self.world).backward()  # type: ignore[no-untyped-call]  # both average
+        # DDP and FSDP2 average over processes; a step is a sum
+        (loss * self.world).backward()  # type: ignore[no-untyped-call]
 
     def update(self, rates: Rates) -> float:
         parameters = list(self._named.values())
         norm = float(_gathered(nn.utils.clip_grad_norm_(parameters, self.choices.clip)))
-        if math.isfinite(norm):
+        if math.isfinite(norm):  # the same norm, hence the same decision, on all processes
             for group in self.optimizer.param_groups:
                 group["lr"] = rates[group["name"]]
             self.optimizer.step()
@@ -337,7 +351,7 @@ class DeepSpeedEngine(Engine):
             from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
             for parameter in self._named.values():
-                register_external_parameter(learner, parameter)
+                register_external_parameter(learner, parameter)  # gathered with the learner
             self._flat = self._zero.fp32_partitioned_groups_flat
         else:
             self._flat = self._zero.single_partition_of_fp32_groups

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -36,6 +38,8 @@ WARM_UP = 8
 TIMED = 8
 """Prompts that are also decoded without heads, for the speedup."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Share:
@@ -56,21 +60,32 @@ class Share:
             number = first + self.accelerator.process_index
             numbers = batches[min(number, len(batches) - 1)]
             batch = self.rows.batch(numbers).to(self.accelerator.device)
-            yield (number if number < len(batches) else None), numbers, batch
+            is_own = number < len(batches)
+            yield number if is_own else None, numbers, batch
+
+    def inputs(self, features: FeatureSource) -> Iterator[tuple[int | None, Batch, Tensor]]:
+        """(batch number or None, batch, features_BTD)."""
+        for number, numbers, batch in self.batches():
+            with torch.autocast(batch.tokens_BT.device.type, enabled=False):  # as in training
+                features_BTD = features(numbers, batch)
+            yield number, batch, features_BTD
+
+
+def _in_order(parts: Sequence[tuple[int, T]]) -> list[T]:
+    """The numbered parts of all processes, by their numbers: no sum depends on who had which."""
+    everyone: list[tuple[int, T]] = sorted(gather_object(parts), key=itemgetter(0))
+    return [part for _, part in everyone]
 
 
 @torch.no_grad()
 def heldout_ranks(head: DraftHead, target: Target, share: Share, features: FeatureSource) -> Tensor:
     """ranks_MK of all held-out rows, in row order, on every process."""
     mine: list[tuple[int, Tensor]] = []
-    for number, numbers, batch in share.batches():
-        with torch.autocast(batch.tokens_BT.device.type, enabled=False):  # as in training
-            features_BTD = features(numbers, batch)
+    for number, batch, features_BTD in share.inputs(features):
         ranks_MK = head.token_ranks(batch, features_BTD, target).cpu()
         if number is not None:
             mine.append((number, ranks_MK))
-    everyone = sorted(gather_object(mine), key=lambda part: part[0])
-    return torch.cat([ranks_MK for _, ranks_MK in everyone])
+    return torch.cat(_in_order(mine))
 
 
 @torch.no_grad()
@@ -81,17 +96,13 @@ def heldout_loss(head: DraftHead, target: Target, share: Share, features: Featur
     mine: list[tuple[int, float]] = []
     is_training = head.training
     head.eval()
-    for number, numbers, batch in share.batches():
-        with torch.autocast(batch.tokens_BT.device.type, enabled=False):
-            features_BTD = features(numbers, batch)
+    for number, batch, features_BTD in share.inputs(features):
         torch.manual_seed(number or 0)  # of the anchors of block heads
         loss = float(head(batch, features_BTD, target).loss)
         if number is not None:
             mine.append((number, loss))
     head.train(is_training)
-    everyone = sorted(gather_object(mine))
-    total: float = sum(loss for _, loss in everyone)
-    return total / sum(share.rows.learned[: heldout_rows(share.rows)])
+    return sum(_in_order(mine)) / sum(share.rows.learned[: heldout_rows(share.rows)])
 
 
 @dataclass(frozen=True)
@@ -116,12 +127,12 @@ def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
     none = StaticTree(())
     total = none.fitted(first_MK, nodes).expected_tokens(second_MK) * len(second_MK)
     total += none.fitted(second_MK, nodes).expected_tokens(first_MK) * len(first_MK)
-    found_MK = ranks_MK >= 0
+    has_rank_MK = ranks_MK >= 0
     return Calibration(
         tree=tree.fitted(ranks_MK, nodes),
         tokens_per_step=total / len(ranks_MK),
         top1=(ranks_MK == 0).float().mean(0).tolist(),
-        top5=(found_MK & (ranks_MK < 5)).float().mean(0).tolist(),
+        top5=(has_rank_MK & (ranks_MK < 5)).float().mean(0).tolist(),
     )
 
 
@@ -177,13 +188,13 @@ class Measured:
         both = [(run, plain) for run, plain in pairs if plain]
         # sampled texts differ in length: compare the time per token
         plain = sum(plain.seconds * len(run.tokens) / len(plain.tokens) for run, plain in both)
-        written = sum(len(run.tokens) for run, _ in pairs)
+        tokens = sum(len(run.tokens) for run, _ in pairs)
         return cls(
             prompts=len(pairs),
             tokens_per_step=total.tokens_per_step,
             standard_error=tau_error([(part.tokens, part.steps) for part in each]),
             acceptance=total.acceptance_by_depth,
-            tokens_per_second=written / sum(run.seconds for run, _ in pairs),
+            tokens_per_second=tokens / sum(run.seconds for run, _ in pairs),
             speedup=plain / sum(run.seconds for run, _ in both),
         )
 
@@ -212,11 +223,12 @@ class Evaluation:
 
     def __str__(self) -> str:
         top1 = " ".join(f"{share:.3f}" for share in self.calibration.top1)
-        tau, measured, drift = self.calibration.tokens_per_step, self.measured, self.drift
+        tau = self.calibration.tokens_per_step
         line = f"held-out: {tau:.2f} tokens per step simulated, top-1 accuracy by depth {top1}"
+        measured, drift = self.measured, self.drift
         if measured:
-            tau, error = measured.tokens_per_step, measured.standard_error
-            line += f"; decoding: {tau:.2f} +- {error:.2f} tokens per step"
+            tau = measured.tokens_per_step
+            line += f"; decoding: {tau:.2f} +- {measured.standard_error:.2f} tokens per step"
             line += f", speedup {measured.speedup:.2f} over decoding without heads"
         if self.loss is not None:
             line += f"; loss {self.loss:.4f}"
@@ -239,10 +251,14 @@ class Evaluator:
         data: TrainingData,
         features: FeatureSource,
     ) -> None:
-        self.recipe, self.accelerator, self.target = recipe, accelerator, target
+        self.recipe = recipe
+        self.accelerator = accelerator
+        self.target = target
         self.share = Share(data.heldout, recipe.data.rows_per_batch, accelerator)
         self.features = features
-        self.prompts = heldout_prompts(recipe, data, target.context) if recipe.decodes else []
+        self.prompts: list[BenchPrompt] = []
+        if recipe.decodes:
+            self.prompts = heldout_prompts(recipe, data, target.context)
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to evaluate after this step of `steps`."""
@@ -261,11 +277,14 @@ class Evaluator:
                 loss = heldout_loss(head, self.target, self.share, self.features)
         calibration = calibrate(ranks_MK, self.recipe.head.nodes, head.tree)
         head.tree = calibration.tree
-        adapter, drift = self.target.adapter, None
+        drift = None
+        adapter = self.target.adapter
         if adapter:
             drift = measure_drift(self.target, self.share, head.training_layers)
             adapter.drift = asdict(drift)
-        measured = self.decode(head) if decode and self.prompts else None
+        measured = None
+        if decode and self.prompts:
+            measured = self.decode(head)
         return Evaluation(calibration, measured, drift, loss)
 
     def decode(self, head: DraftHead) -> Measured:
@@ -276,7 +295,7 @@ class Evaluator:
         heads = Candidate("heads", head.tree.draft_nodes, decoded, rule)
         plain = Candidate(PLAIN, 0, Speculator(self.target), rule)
         mine = self.prompts[accelerator.process_index :: accelerator.num_processes]
-        found = []
+        runs: list[tuple[int, tuple[Run, Run | None]]] = []
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             if mine:
@@ -286,9 +305,8 @@ class Evaluator:
             for prompt in mine:
                 run = _seeded(heads, prompt, rule)
                 other = _seeded(plain, prompt, rule) if prompt.number < TIMED else None
-                found.append((prompt.number, run, other))
-        everyone = sorted(gather_object(found), key=lambda part: part[0])
-        return Measured.of([(run, other) for _, run, other in everyone])
+                runs.append((prompt.number, (run, other)))
+        return Measured.of(_in_order(runs))
 
 
 def _seeded(candidate: Candidate, prompt: BenchPrompt, rule: Acceptance) -> Run:

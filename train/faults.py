@@ -45,8 +45,8 @@ def memory_errors(advice: str) -> Iterator[None]:
             raise
         device = "GPU" if re.search("CUDA|CUBLAS|HIP", text) else "CPU"
         amount = AMOUNT.search(text)
-        asked = f", which was asked for {_in_gb(amount[1])} more" if amount else ""
-        raise OutOfMemoryError(f"out of memory on the {device}{asked}; {advice}") from error
+        request = f", which was asked for {_in_gb(amount[1])} more" if amount else ""
+        raise OutOfMemoryError(f"out of memory on the {device}{request}; {advice}") from error
 
 
 def _in_gb(amount: str) -> str:

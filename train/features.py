@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,11 +53,15 @@ class OnlineFeatures:
     """Computes features of every batch. adapted: with the target's adapter enabled."""
 
     def __init__(self, target: Target, layers: Sequence[int], *, adapted: bool = False) -> None:
-        self.target, self.layers, self.adapted = target, tuple(layers), adapted
+        self.target = target
+        self.layers = tuple(layers)
+        self.adapted = adapted
 
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
         """A `FeatureSource`."""
-        with nullcontext() if self.adapted else self.target.disable_adapter():
+        if self.adapted:
+            return self.target.features(batch, self.layers)
+        with self.target.disable_adapter():
             return self.target.features(batch, self.layers)
 
     def row(self, rows: Rows, number: int) -> Tensor:
@@ -67,12 +70,17 @@ class OnlineFeatures:
 
 
 class MemoryFeatures:
-    """Keeps features in main memory for further epochs, up to `gb`."""
+    """Keeps features in main memory for further epochs, up to `gb`.
+
+    Nothing is ever dropped: rows are read once per epoch, so that a cache which drops the row that
+    was read longest ago would drop each just before it is read again.
+    """
 
     def __init__(self, online: OnlineFeatures, rows: Rows, gb: float) -> None:
-        self.online, self.rows = online, rows
+        self.online = online
+        self.rows = rows
         self._room = int(gb * 1e9)
-        self._known: dict[int, Tensor] = {}
+        self._features: dict[int, Tensor] = {}
 
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
         """A `FeatureSource`."""
@@ -80,12 +88,12 @@ class MemoryFeatures:
         return pad_sequence([self._row(n).to(device) for n in numbers], batch_first=True)
 
     def _row(self, number: int) -> Tensor:
-        if number in self._known:
-            return self._known[number]
+        if number in self._features:
+            return self._features[number]
         features_TD = self.online.row(self.rows, number)
         if features_TD.nbytes <= self._room:
             self._room -= features_TD.nbytes
-            self._known[number] = features_TD.cpu()
+            self._features[number] = features_TD.cpu()
         return features_TD
 
 
@@ -95,16 +103,18 @@ class StoredFeatures:
     def __init__(
         self, folder: Path, online: OnlineFeatures, rows: Rows, count: int, dtype: str, bits: Any
     ) -> None:
-        self.folder, self.online, self.rows, self.dtype = folder, online, rows, dtype
+        self.folder = folder
+        self.online = online
+        self.rows = rows
+        self.dtype = dtype
+        self.layers = len(online.layers)
         target = online.target
-        self.layers, hidden = len(online.layers), target.hidden_size
-        scale = 4 if dtype == "fp8" else 0
-        token_bytes = self.layers * (hidden * DTYPES[dtype].itemsize + scale)
-        size = max(1, (SHARD_BYTES - HEADER_BYTES) // (rows.length * token_bytes))
+        of_token = token_bytes(self.layers, target.hidden_size, dtype)
+        size = max(1, (SHARD_BYTES - HEADER_BYTES) // (rows.length * of_token))
         self.shards = [range(at, min(at + size, count)) for at in range(0, count, size)]
         """Row numbers of each shard."""
         self.shard_tokens = [sum(rows.sizes[row] for row in shard) for shard in self.shards]
-        self.shard_bytes = [tokens * token_bytes + HEADER_BYTES for tokens in self.shard_tokens]
+        self.shard_bytes = [tokens * of_token + HEADER_BYTES for tokens in self.shard_tokens]
         """Upper bounds."""
         self.manifest = {
             "format": FORMAT,
@@ -112,7 +122,7 @@ class StoredFeatures:
             "target_dtype": str(target.dtype).removeprefix("torch."),
             "target_bits": bits,
             "layers": list(online.layers),
-            "hidden": hidden,
+            "hidden": target.hidden_size,
             "dtype": dtype,
             "sequence_length": rows.length,
             "rows": count,
@@ -125,16 +135,18 @@ class StoredFeatures:
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
         """A `FeatureSource` that does not run the target."""
         tokens_BT = batch.tokens_BT
-        stored: Tensors = {}
+        tensors: Tensors = {}
         for line, number in enumerate(numbers):
             shard = number // len(self.shards[0])
             start = sum(self.rows.sizes[self.shards[shard].start : number])
             size = self.rows.sizes[number]
             for name, part in self._open(shard).items():
-                if name not in stored:
-                    stored[name] = torch.zeros((*tokens_BT.shape, part.shape[-1]), dtype=part.dtype)
-                stored[name][line, :size] = part[start : start + size]
-        on_device = {name: part.to(tokens_BT.device) for name, part in stored.items()}
+                if name not in tensors:
+                    shape = (*tokens_BT.shape, part.shape[-1])
+                    tensors[name] = torch.zeros(shape, dtype=part.dtype)
+                tensors[name][line, :size] = part[start : start + size]
+        # decoded after the transfer: what is stored as fp8 has fewer bytes
+        on_device = {name: part.to(tokens_BT.device) for name, part in tensors.items()}
         return decode(on_device, self.online.target.dtype)
 
     def missing(self) -> list[int]:
@@ -173,7 +185,8 @@ class StoredFeatures:
             group = missing[first : first + world]
             mine = self.shards[group[rank]] if rank < len(group) else range(0)
             features = [self.online.row(self.rows, number).cpu() for number in mine]
-            for _ in range(max(len(self.shards[shard]) for shard in group) - len(mine)):
+            most = max(len(self.shards[shard]) for shard in group)
+            for _ in range(most - len(mine)):  # forwards that others wait for
                 self.online.row(self.rows, 0)
             if features:
                 rows = [encode(features_TD, self.dtype, self.layers) for features_TD in features]
@@ -223,7 +236,9 @@ def make_features(
         count = heldout_rows(heldout)
         stores.append(StoredFeatures(folder / "heldout", online, heldout, count, *stored_as))
     write_missing(stores, int(recipe.features.disk_gb * 1e9), accelerator)
-    return stores[0], evaluated if target.adapter else stores[1]
+    if target.adapter:
+        return stores[0], evaluated
+    return stores[0], stores[1]
 
 
 def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Accelerator) -> None:
@@ -276,6 +291,12 @@ def _write(path: Path, data: bytes) -> None:
         ) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def token_bytes(layers: int, hidden: int, dtype: str) -> int:
+    """Bytes of the stored features of one token. dtype: a key of DTYPES."""
+    scale = 4 if dtype == "fp8" else 0
+    return layers * (hidden * DTYPES[dtype].itemsize + scale)
 
 
 def encode(features_TD: Tensor, dtype: str, layers: int) -> Tensors:

@@ -129,6 +129,8 @@ def agreeing(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
     try:
         yield values
     except (ValueError, OSError) as caught:
+        # not raised yet: the others are on their way to the collective below, and one that does not
+        # come would let them wait for PATIENCE and then report a lost process, not this error
         error = caught
     everyone = [(values, str(error or ""))]
     if accelerator.num_processes > 1:

@@ -113,8 +113,8 @@ class Run:
     def _micro_batches(self) -> Generator[MicroBatch]:
         """All that this process has left to read, made ahead by a thread."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        first, steps, order = self.state.step, self.state.steps, self.order
-        size, pins = self.recipe.data.rows_per_batch, self.accelerator.device.type == "cuda"
+        size = self.recipe.data.rows_per_batch
+        pins = self.accelerator.device.type == "cuda"
 
         def make(rows: Sequence[int]) -> Batch:
             batch = self.data.train.batch(rows)
@@ -122,14 +122,14 @@ class Run:
 
         due: deque[tuple[int, list[int], Future[Batch]]] = deque()
         with ThreadPoolExecutor(1, "batches") as thread:
-            for step in range(first, steps):
-                for number, rows in share(order.step(step), size, rank, world):
+            for step in range(self.state.step, self.state.steps):
+                for number, rows in share(self.order.step(step), size, rank, world):
                     due.append((number, rows, thread.submit(make, rows)))
                     if len(due) > AHEAD:
-                        number, rows, made = due.popleft()
-                        yield number, rows, made.result()
-            for number, rows, made in due:
-                yield number, rows, made.result()
+                        number, rows, future = due.popleft()
+                        yield number, rows, future.result()
+            for number, rows, future in due:
+                yield number, rows, future.result()
 
 
 class StepResult(NamedTuple):
@@ -159,12 +159,12 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
             accelerator = make_accelerator(recipe)
             ends.callback(accelerator.end_training)
             ends.callback(gc.collect)  # FSDP2 must release the process group first
-        saved = _resume_point(recipe, accelerator)
-        if saved and _is_over(saved.state, recipe, main_process_log(accelerator)):
-            _complete(saved, recipe, accelerator)
-            step = saved.state.step
-            return Outcome(saved.folder, step, step, trained=False)
-        run = start(recipe, accelerator, saved)
+        checkpoint = _resume_point(recipe, accelerator)
+        if checkpoint and _is_over(checkpoint.state, recipe, main_process_log(accelerator)):
+            _complete(checkpoint, recipe, accelerator)
+            step = checkpoint.state.step
+            return Outcome(checkpoint.folder, step, step, trained=False)
+        run = start(recipe, accelerator, checkpoint)
         ends.callback(delattr, run, "engine")  # a DDP that outlives its process group hangs
         ends.callback(run.checkpoints.close)
         ends.enter_context(closing(run.batches))
@@ -177,15 +177,16 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
 
 def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
     """Take steps until the run ends or is asked to stop; the last step is always saved."""
-    recipe, log = run.recipe, main_process_log(run.accelerator)
-    started, by = time.monotonic() - run.state.seconds, ""
+    recipe = run.recipe
+    began = time.monotonic() - run.state.seconds
+    by = ""
     while run.state.step < run.state.steps and not by and not run.state.exhausted:
         failed = run.checkpoints.failed or run.data.verification.failed
         result = train_step(run, stop.pending() or failed)
         _record(run, result, progress)
-        run.state = replace(run.state, seconds=time.monotonic() - started)
-        by = (stop.by or "another process") if result.stop else ""
-        if by:
+        run.state = replace(run.state, seconds=time.monotonic() - began)
+        if result.stop:
+            by = stop.by or "another process"
             run.checkpoints.wait()  # raises if a failed write is the reason
         due = run.evaluator.due(run.state.step, run.state.steps)
         if by or due or run.state.step % recipe.run.save_every == 0:
@@ -194,7 +195,7 @@ def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
     run.checkpoints.wait()
     step, steps = run.state.step, run.state.steps
     if run.state.exhausted and step < steps:
-        log(_early_end(run.state))
+        main_process_log(run.accelerator)(_early_end(run.state))
         steps = step
     return Outcome(run.checkpoints.folder(step), step, steps, trained=True, stopped_by=by)
 
@@ -210,11 +211,11 @@ def _is_over(state: RunState, recipe: Recipe, log: Log) -> bool:
     return state.exhausted
 
 
-def _complete(saved: Saved, recipe: Recipe, accelerator: Accelerator) -> None:
+def _complete(checkpoint: Saved, recipe: Recipe, accelerator: Accelerator) -> None:
     """What a process that was killed after the last checkpoint did not come to: `best`, the removal
     of old checkpoints and temporary files.
     """
-    Checkpoints(recipe, accelerator, saved.folder, size=0).close()
+    Checkpoints(recipe, accelerator, checkpoint.folder, size=0).close()
 
 
 def _less_memory(recipe: Recipe) -> str:
@@ -253,17 +254,18 @@ def train_step(run: Run, stop: bool) -> StepResult:
         losses.append(loss.detach())
         ranks.append(out.ranks_KR)
     mine = torch.stack(losses)
-    flags = torch.tensor([float(stop)], device=mine.device)
-    total, asked = run.accelerator.reduce(torch.cat([mine.sum()[None], flags]), "sum").tolist()
+    # one collective for both: whoever is asked to stop, all stop after the same step
+    sums = torch.stack([mine.sum(), torch.tensor(float(stop), device=mine.device)])
+    loss_sum, stops = run.accelerator.reduce(sums, "sum").tolist()
     rates = run.engine.learner.rates(recipe.optim, step, run.state.steps)
     norm = run.engine.update(rates)
     documents: list[int] = []
     if not math.isfinite(norm):
         bad = [rows for (_, rows), loss in zip(shares, mine, strict=True) if not loss.isfinite()]
-        found = [run.data.train.document_numbers(rows) for rows in bad]
-        documents = sorted({number for numbers in gather_object(found) for number in numbers})
+        suspects = [run.data.train.document_numbers(rows) for rows in bad]
+        documents = sorted({number for numbers in gather_object(suspects) for number in numbers})
     ranks_KR = torch.stack(ranks).sum(0)
-    return StepResult(total, norm, rates["heads"], ranks_KR, asked > 0, documents)
+    return StepResult(loss_sum, norm, rates["heads"], ranks_KR, stops > 0, documents)
 
 
 def _record(run: Run, result: StepResult, progress: Progress) -> None:
@@ -274,12 +276,13 @@ def _record(run: Run, result: StepResult, progress: Progress) -> None:
     run.state = replace(state, step=state.step + 1, tokens=state.tokens + tokens)
     if math.isfinite(result.norm):
         run.state = replace(run.state, loss=result.loss, skipped=0)
-        numbers = result.loss, result.norm, result.ranks_KR, tokens, result.lr
-        progress.step(run.state.step, *numbers)
+        progress.step(run.state.step, result.loss, result.norm, result.ranks_KR, tokens, result.lr)
         return
     run.state = replace(run.state, skipped=state.skipped + 1)
     documents = result.documents or sorted(set(run.data.train.document_numbers(rows)))
-    listed = ", ".join(map(str, documents[:SHOWN])) + (" ..." if documents[SHOWN:] else "")
+    listed = ", ".join(map(str, documents[:SHOWN]))
+    if documents[SHOWN:]:
+        listed += " ..."
     cause = f"loss {result.loss}, gradient norm {result.norm} in documents {listed}"
     progress.skipped(run.state.step, cause)
     if run.state.skipped >= recipe.run.max_skipped:
@@ -294,22 +297,24 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     """Evaluate the heads on held-out documents, fit their tree to the result, and begin to write a
     checkpoint. scheduled: False if the run was interrupted.
     """
-    head, step = run.engine.full_head(), run.state.step
+    head = run.engine.full_head()
+    step = run.state.step
     if not all(weight.isfinite().all() for weight in head.state_dict().values()):
         raise ValueError(
             f"weights are not finite after step {step}, which was not saved; lower optim.lr, then "
             "run again from the last checkpoint"
         )
-    found = run.evaluator(head, decode=scheduled)
+    evaluation = run.evaluator(head, decode=scheduled)
     run.head.tree = head.tree
-    progress.evaluated(step, found)
-    measured = asdict(found.measured) if found.measured else None
+    progress.evaluated(step, evaluation)
+    calibration = evaluation.calibration
+    measured = asdict(evaluation.measured) if evaluation.measured else None
     run.state = replace(
         run.state,
-        tokens_per_step=found.calibration.tokens_per_step,
+        tokens_per_step=calibration.tokens_per_step,
         measured=measured,
-        drift=asdict(found.drift) if found.drift else None,
-        heldout_loss=found.loss,
+        drift=asdict(evaluation.drift) if evaluation.drift else None,
+        heldout_loss=evaluation.loss,
     )
     if scheduled:
         run.state = run.state.evaluated()
@@ -318,9 +323,9 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
         "tokens": run.state.tokens,
         "seconds": run.state.seconds,
         "loss": run.state.loss,
-        "predicted_tokens_per_step": found.calibration.tokens_per_step,
-        "heldout_top1": found.calibration.top1,
-        "heldout_top5": found.calibration.top5,
+        "predicted_tokens_per_step": calibration.tokens_per_step,
+        "heldout_top1": calibration.top1,
+        "heldout_top5": calibration.top5,
         **({"decoding": measured} if measured else {}),
         **training_facts(run.recipe, run.data, run.accelerator),
     }
@@ -330,25 +335,26 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     optimizer_state = run.engine.optimizer_state(keep=is_main)
     if is_main:
         target = copy.copy(run.target)
-        target.adapter = target.adapter and target.adapter.on_host()
-        parts = run.engine.on_host(head), optimizer_state, run.state, target, facts
-        run.checkpoints.save(Content(*parts))
+        if target.adapter:
+            target.adapter = target.adapter.on_host()
+        on_host = run.engine.on_host(head)
+        run.checkpoints.save(Content(on_host, optimizer_state, run.state, target, facts))
 
 
-def start(recipe: Recipe, accelerator: Accelerator, saved: Saved | None) -> Run:
-    """Load and build all parts of a run, restored from the checkpoint `saved` if there is one."""
+def start(recipe: Recipe, accelerator: Accelerator, checkpoint: Saved | None) -> Run:
+    """Load and build all parts of a run, restored from `checkpoint` if there is one."""
     log = main_process_log(accelerator)
     check_eval(recipe, log)
     with agreeing(accelerator) as values:
         target = load_target(recipe, accelerator)
         data = load_data(recipe, target, log)
         values["target"], values["data"] = target.fingerprint(), data.counts["digest"]
-    order, state = _plan(recipe, accelerator, target, data, saved)
+    order, state = _plan(recipe, accelerator, target, data, checkpoint)
     head = create_head(recipe, target, data.documents)
-    if saved:
-        head.load_state_dict(load_file(saved.folder / WEIGHTS))
+    if checkpoint:
+        head.load_state_dict(load_file(checkpoint.folder / WEIGHTS))
         if target.adapter:
-            target.adapter.restore(saved.folder / ADAPTER)
+            target.adapter.restore(checkpoint.folder / ADAPTER)
     head.recompute = recipe.run.gradient_checkpointing
     if recipe.run.compile:
         head.compile_layers()
@@ -356,8 +362,8 @@ def start(recipe: Recipe, accelerator: Accelerator, saved: Saved | None) -> Run:
     trained = sum(parameter.numel() for parameter in learner.trained().values())
     log(f"training {trained:,} parameters of the {head.kind} head; the target is frozen")
     engine = make_engine(learner, recipe.optim, accelerator)
-    if saved:
-        engine.restore(load_optimizer_state(saved.folder))
+    if checkpoint:
+        engine.restore(load_optimizer_state(checkpoint.folder))
     rows = data.train, data.heldout
     features, heldout = make_features(recipe, target, rows, head.training_layers, accelerator)
     if not (recipe.decodes or target.adapter):
@@ -366,9 +372,20 @@ def start(recipe: Recipe, accelerator: Accelerator, saved: Saved | None) -> Run:
         log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
     evaluator = Evaluator(recipe, accelerator, target, data, heldout)
     size = 12 * trained  # weights and two moments, float32
-    checkpoints = Checkpoints(recipe, accelerator, saved.folder if saved else None, size)
-    parts = recipe, accelerator, target, data, order, head, engine, features
-    return Run(*parts, evaluator, checkpoints, state)
+    checkpoints = Checkpoints(recipe, accelerator, checkpoint.folder if checkpoint else None, size)
+    return Run(
+        recipe,
+        accelerator,
+        target,
+        data,
+        order,
+        head,
+        engine,
+        features,
+        evaluator,
+        checkpoints,
+        state,
+    )
 
 
 def _plan(
@@ -376,16 +393,19 @@ def _plan(
     accelerator: Accelerator,
     target: Target,
     data: TrainingData,
-    saved: Saved | None,
+    checkpoint: Saved | None,
 ) -> tuple[Order, RunState]:
     """The rows of each step, and the state to start from. A resumed run keeps its rows per step,
     and its length unless the recipe's has changed.
     """
-    world, log = accelerator.num_processes, main_process_log(accelerator)
+    world = accelerator.num_processes
+    log = main_process_log(accelerator)
     reading = Reading(len(data.train), data.train.length, recipe.run.epochs, world)
-    per_batch, note = recipe.data.rows_per_batch, ""
-    if saved:
-        rows_per_step, planned = saved.state.rows_per_step, saved.state.planned_steps(recipe)
+    per_batch = recipe.data.rows_per_batch
+    note = ""
+    if checkpoint:
+        rows_per_step = checkpoint.state.rows_per_step
+        planned = checkpoint.state.planned_steps(recipe)
     else:
         rows_per_step, note = reading.rows_per_step(recipe.run.tokens_per_step, per_batch)
         planned = recipe.run.steps
@@ -409,13 +429,13 @@ def _plan(
         data=data.counts,
         versions=versions(),
     )
-    if saved is None:
+    if checkpoint is None:
         return order, state
-    check_inputs(saved, state)
-    log(f"resuming {saved.folder} at step {saved.state.step} of {steps}")
-    if saved.state.versions != state.versions:
-        log(f"not bit for bit: saved with {saved.state.versions}, now {state.versions}")
-    return order, replace(saved.state, recipe=recipe, steps=steps, versions=state.versions)
+    check_inputs(checkpoint, state)
+    log(f"resuming {checkpoint.folder} at step {checkpoint.state.step} of {steps}")
+    if checkpoint.state.versions != state.versions:
+        log(f"not bit for bit: saved with {checkpoint.state.versions}, now {state.versions}")
+    return order, replace(checkpoint.state, recipe=recipe, steps=steps, versions=state.versions)
 
 
 def _resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
@@ -423,17 +443,17 @@ def _resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
     with agreeing(accelerator) as values:
         if accelerator.is_main_process:
             check_writable(recipe.run.output)  # before minutes of loading
-        saved, damaged = newest(recipe.run.output)
-        if saved:
-            refuse_changes(saved, "choices", differences(saved.state.recipe, recipe))
-        values["checkpoint"] = saved.folder.name if saved else "none"
+        checkpoint, damaged = newest(recipe.run.output)
+        if checkpoint:
+            refuse_changes(checkpoint, "choices", differences(checkpoint.state.recipe, recipe))
+        values["checkpoint"] = checkpoint.folder.name if checkpoint else "none"
         values.update(flat(recipe.model_dump(mode="json")))
         for key in ("target", "data.path", "data.cache_gb", "features.path", "run.output"):
             values.pop(key, None)  # paths and memory may differ between machines
     for fault in damaged:
         line = f"warning: skipped and set aside {recipe.run.output}/{fault}"
         main_process_log(accelerator)(line)
-    return saved
+    return checkpoint
 
 
 def _early_end(state: RunState) -> str:

@@ -54,8 +54,8 @@ class Progress:
         if accelerator.is_main_process:
             _start_trackers(accelerator, recipe, start)
             # a resumed run repeats the steps after its checkpoint
-            kept = [line for line in read_metrics(recipe.run.output) if line["step"] <= start]
-            write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+            lines = [line for line in read_metrics(recipe.run.output) if line["step"] <= start]
+            write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         silent = not accelerator.is_main_process
         self.bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=silent)
         self.losses: list[float] = []
@@ -98,7 +98,9 @@ class Progress:
             refresh=False,
         )
         self._write(step, values)
-        self.losses, self.tokens, self.ranks_KR = [], 0, None
+        self.losses = []
+        self.tokens = 0
+        self.ranks_KR = None
         self.since = time.monotonic()
 
     def skipped(self, step: int, reason: str) -> None:
@@ -107,20 +109,21 @@ class Progress:
         self.log(f"step {step} skipped: {reason}")
         self._write(step, {"skipped": reason})
 
-    def evaluated(self, step: int, found: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Log an evaluation on held-out documents."""
-        self.log(f"step {step}: {found}")
+        self.log(f"step {step}: {evaluation}")
+        calibration = evaluation.calibration
         values: Line = {
-            "heldout_tokens_per_step": found.calibration.tokens_per_step,
-            "heldout_top1": found.calibration.top1,
-            "heldout_top5": found.calibration.top5,
+            "heldout_tokens_per_step": calibration.tokens_per_step,
+            "heldout_top1": calibration.top1,
+            "heldout_top5": calibration.top5,
         }
-        if found.measured:
-            values["measured"] = asdict(found.measured)
-        if found.drift:
-            values["drift"] = asdict(found.drift)
-        if found.loss is not None:
-            values["heldout_loss"] = found.loss
+        if evaluation.measured:
+            values["measured"] = asdict(evaluation.measured)
+        if evaluation.drift:
+            values["drift"] = asdict(evaluation.drift)
+        if evaluation.loss is not None:
+            values["heldout_loss"] = evaluation.loss
         self._write(step, values)
 
     @contextmanager
@@ -195,8 +198,8 @@ def _start_trackers(accelerator: Accelerator, recipe: Recipe, step: int) -> None
     choices = _slashed(recipe.model_dump(mode="json", exclude_none=True))
     for tracker in accelerator.trackers:
         # MLflow refuses to change the parameters of a run, for example run.steps
-        known = tracker.tracker.data.params if tracker.name == "mlflow" else {}
-        tracker.store_init_configuration({key: x for key, x in choices.items() if key not in known})
+        fixed = tracker.tracker.data.params if tracker.name == "mlflow" else {}
+        tracker.store_init_configuration({key: x for key, x in choices.items() if key not in fixed})
         if tracker.name in RUN_IDS:
             runs[tracker.name] = str(attrgetter(RUN_IDS[tracker.name])(tracker.tracker))
     write_text(record, json.dumps(runs, indent=2) + "\n")
@@ -221,12 +224,12 @@ def _arguments(name: str, title: str, run: str | None, step: int) -> dict[str, A
 
 def _slashed(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Scalars under slash-joined names; lists are numbered from 1 (the depth)."""
-    found: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, list | tuple):
             value = dict(enumerate(value, start=1))
         if isinstance(value, dict):
-            found |= _slashed(value, f"{prefix}{key}/")
+            scalars |= _slashed(value, f"{prefix}{key}/")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            scalars[f"{prefix}{key}"] = value
+    return scalars

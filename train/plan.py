@@ -1,29 +1,32 @@
 """What a run needs, before anything is loaded: memory, disk and time.
 
 Weights, gradients and optimizer state are counted from shapes on the meta device, rows and steps
-from the data. Activations and seconds are measured: a child process (this file, run as a module)
-trains a few steps on a random target of the same widths. A target with more than DEEPEST layers is
-cut to SHALLOW, and what depends on depth is scaled by the number of layers.
+from the data. Activations and seconds are measured: `fit` trains a few steps in this process, on
+a random target of the same widths. A target with more than DEEPEST layers is cut to SHALLOW, and
+what depends on depth is scaled by the number of layers.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import logging
 import math
 import os
 import random
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -32,20 +35,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
 from draftheads.heads.adapter import Adapter
+from draftheads.heads.files import nearest
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.placement import check_path, check_placement, read_config, reading
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
 from draftheads.infer.measure.precision import Pace, measured_pace
-from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading
+from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
 from draftheads.train.data.answers import MANIFEST, has_shards, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
+from draftheads.train.entry import one_line
+from draftheads.train.features import token_bytes
 from draftheads.train.loop import fit
-from draftheads.train.recipe import Recipe, load_recipe
+from draftheads.train.recipe import Recipe
 from draftheads.train.setup import load_data
 
-FEATURE_BYTES = {"bf16": (2, 0), "fp8": (1, 4), "fp32": (4, 0)}
-"""Stored features: bytes per number, and per token and layer."""
 ENGINES: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "zero1": ("optimizer",),
@@ -61,8 +65,10 @@ FEWEST, MOST, TRIAL_TOKENS = 4, 16, 1 << 15
 """Steps of each kind in a trial: enough to read TRIAL_TOKENS, within these limits."""
 BYTES_PER_DOCUMENT = 90
 """Of a process that has the data open: scripts/benchmarks/answers_scale.py."""
-PATIENCE = 600
-"""Seconds that a trial may take."""
+LAUNCH = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED")
+"""What a launcher tells its processes."""
+CLEAR = Path("/proc/self/clear_refs")
+"""Where Linux lets a process reset its peak."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -85,7 +91,8 @@ class Shapes:
     frozen, per_layer: parameters of the target and of one of its layers. itemsize: bytes per
     number of the target. head, adapter: trained parameters; trained: their bytes in float32.
     adapted: layers with an adapter. states: number of target layers that training reads; features:
-    that the head reads. buffers: bytes of the head's other tensors.
+    that the head reads. vocabulary: of the head's drafts. buffers: bytes of the head's other
+    tensors.
 
     Raises OSError without the target's config.json, ValueError for a head or an adapter that does
     not fit the target.
@@ -98,7 +105,8 @@ class Shapes:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         self.target = ShapeTarget(model, name=recipe.target, fingerprint="")
         self.layers = self.target.layers
-        self.frozen, self.per_layer = _count(model), _count(decoder_layers(model)) // self.layers
+        self.frozen = _count(model)
+        self.per_layer = _count(decoder_layers(model)) // self.layers
         dtype = getattr(torch, recipe.target_dtype, self.target.config.dtype or torch.float32)
         on_cpu = recipe.target_dtype == "auto" and not torch.cuda.is_available()
         self.itemsize: int = 4 if on_cpu else dtype.itemsize
@@ -108,8 +116,10 @@ class Shapes:
         zeros_VD = torch.zeros(()).expand(lm_head.weight.shape)
         lm_head.weight = nn.Parameter(zeros_VD, requires_grad=False)
         choices = recipe.head.model_dump(exclude={"kind"})
-        if size := choices.pop("vocabulary", None):
-            choices["vocabulary"] = list(range(min(size, self.target.vocab_size)))
+        size = choices.pop("vocabulary", None)
+        self.vocabulary = min(size or self.target.vocab_size, self.target.vocab_size)
+        if size:
+            choices["vocabulary"] = list(range(self.vocabulary))
         self.adapter = self.adapted = 0
         with torch.device("meta"):
             head = HEADS[recipe.head.kind].create(self.target, **choices)
@@ -118,7 +128,8 @@ class Shapes:
                 adapter = Adapter.create(model, "", **recipe.adapter.model_dump(include=keys))
                 self.adapter = sum(p.numel() for p in adapter.parameters.values())
                 self.adapted = len(adapter.config["layers_to_transform"])
-        self.head, self.states = _count(head), len(head.training_layers)
+        self.head = _count(head)
+        self.states = len(head.training_layers)
         self.features = len(head.feature_layers)
         self.trained = 4 * (self.head + self.adapter)
         self.buffers = sum(x.nbytes for x in head.state_dict().values()) - 4 * self.head
@@ -141,43 +152,49 @@ class Workload:
     """A run's rows and steps. Without data, rows are assumed to be full.
 
     length: tokens of a full row. rows: to train on, with `tokens` in total; None: the data is
-    missing. data: bytes of memory. row_tokens: mean tokens per row. sizes: (tokens, learned tokens)
-    of each row. heldout: tokens evaluated at each save. rows_per_step, tokens_per_step: over all
-    processes. micro_batches: per process. steps, epochs, saves: None where unknown. alone: share of
-    the steps that train heads alone. Raises what `load_data` raises.
+    missing. data: bytes of memory. row_tokens: mean tokens per row. sizes, learned: tokens and
+    learned tokens of each row. heldout: tokens evaluated at each save. rows_per_step,
+    tokens_per_step: over all processes. micro_batches: per process. steps, epochs, saves: None
+    where unknown. alone: share of the steps that train heads alone. Raises what `load_data` raises.
     """
 
     def __init__(self, recipe: Recipe, target: Target, processes: int) -> None:
         data, run = recipe.data, recipe.run
         self.length = min(data.sequence_length, target.context)
-        self.rows, self.heldout = None, HELDOUT_TOKENS
-        self.sizes = [(self.length, self.length - 1)]
+        self.rows = None
+        self.heldout = HELDOUT_TOKENS
+        self.sizes: Sequence[int] = [self.length]
+        self.learned: Sequence[int] = [self.length - 1]
         self.data = 0
         if (data.path / MANIFEST).is_file():
-            found = load_data(recipe, target, log=lambda line: None)
-            self.rows = len(found.train)
-            self.data = BYTES_PER_DOCUMENT * len(found.documents)
-            if not has_shards(found.manifest):
-                self.data += 4 * found.documents.size
-            self.heldout = min(HELDOUT_TOKENS, sum(found.heldout.sizes))
-            self.sizes = list(zip(found.train.sizes, found.train.learned, strict=True))
-        self.tokens = sum(size for size, _ in self.sizes)
+            answers = load_data(recipe, target, log=lambda line: None)
+            self.rows = len(answers.train)
+            self.data = BYTES_PER_DOCUMENT * len(answers.documents)
+            if not has_shards(answers.manifest):
+                self.data += 4 * answers.documents.size
+            self.heldout = min(HELDOUT_TOKENS, sum(answers.heldout.sizes))
+            self.sizes = answers.train.sizes
+            self.learned = answers.train.learned
+        self.tokens = sum(self.sizes)
         self.row_tokens = self.tokens / len(self.sizes)
         reading = Reading(self.rows, self.length, run.epochs, processes)
         count, note = reading.rows_per_step(run.tokens_per_step, data.rows_per_batch)
-        self.rows_per_step, self.tokens_per_step = count, count * self.row_tokens
+        self.rows_per_step = count
+        self.tokens_per_step = count * self.row_tokens
         self.micro_batches = max(1, count // (data.rows_per_batch * processes))
-        self.steps, self.epochs, self.saves = run.steps, None, None
+        self.steps = run.steps
+        self.epochs = None
+        self.saves = None
         self.alone = recipe.adapter.start if recipe.adapter else 1.0
         if self.rows and run.epochs:
             self.steps = Order(self.rows, count, run.seed).steps(run.epochs)
-        warning = ""
+        notes = [note]
         if self.steps:
-            warning = reading.warning(self.steps, count)
+            notes.append(reading.warning(self.steps, count))
             self.epochs = self.steps * count / self.rows if self.rows else None
             self.saves = math.ceil(self.steps / run.save_every)
             self.alone = math.ceil(self.alone * self.steps - 1e-9) / self.steps  # as in training
-        self.note = "; ".join(filter(None, (note, warning)))
+        self.note = "; ".join(filter(None, notes))
 
 
 @dataclass(frozen=True)
@@ -197,78 +214,192 @@ class Trial:
     joint: float
 
 
-def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str) -> Trial:
-    """Train in a child process: a number of steps on new rows, the same number on the same rows,
-    and, where an adapter starts to learn later, the same number with it. Raises RuntimeError where
-    that fails.
+class Rehearsal:
+    """A short run like the recipe's, on a random target of `layers` layers, `adapted` of them with
+    an adapter, and on random rows.
+
+    It has `kinds` phases of `steps` steps: on new rows, on the same rows again and, where an
+    adapter begins to learn later, on these with the adapter. micro_batches: per step. sizes:
+    (tokens, learned tokens) of each row. cached: whether known features are kept, so that the first
+    two phases differ by the target's time.
     """
-    layers = shapes.layers if shapes.layers <= DEEPEST else max(SHALLOW, shapes.states)
-    adapted = min(layers, shapes.adapted)
-    batch = recipe.data.rows_per_batch
-    micro = min(2, work.micro_batches)  # the first makes gradients, others add to them
-    steps = TRIAL_TOKENS // int(micro * batch * work.row_tokens)
-    steps = min(MOST, max(FEWEST, steps))
-    kinds = 3 if 0 < work.alone < 1 else 2
-    rows = micro * batch * steps + batch  # the last ones are held out
-    # features of a shortened target are cached, too, to tell their time from the rest
-    cached = (
-        bool(recipe.data.cache_gb) or recipe.features.mode == "cached" or layers < shapes.layers
-    )
-    sizes = random.Random(0).choices(work.sizes, k=rows)
-    values = recipe.model_dump(mode="json")
-    values |= {"target_revision": None, "target_placement": "whole", "features": {}}
-    values["eval"] = {"every": 0}
-    values["data"] |= {"pack": False, "heldout": batch / rows, "cache_gb": 1e6 * cached}
-    values["run"] |= {"steps": kinds * steps, "save_every": kinds * steps, "epochs": None}
-    values["run"] |= {"tokens_per_step": micro * batch * work.length, "trackers": []}
-    if "feature_layers" in values["head"] and layers < shapes.layers:
-        values["head"]["feature_layers"] = list(range(shapes.features))
-    if recipe.adapter:
-        values["adapter"] |= {"layers": adapted, "start": 2 / 3 if kinds == 3 else 0}
-    with tempfile.TemporaryDirectory(prefix="draftheads-plan-") as name:
-        write_target(recipe, layers, Path(name) / "target")
-        vocabulary = getattr(recipe.head, "vocabulary", None) or shapes.target.vocab_size
-        write_rows(Path(name) / "data", sizes, min(vocabulary, shapes.target.vocab_size))
-        found = _run_child(Path(name), values, clock)
-    gaps = [after - before for before, after in pairwise(found["steps"])]  # without the first step
-    phases = [gaps[max(0, n * steps - 1) : (n + 1) * steps - 1] for n in range(kinds)]
-    new, again, joint = median(phases[0]), median(phases[1]), median(phases[-1])
-    features = max(0.0, new - again) if cached else 0.0
-    of_layer, deeper = features / layers, shapes.layers - layers
-    joint += of_layer * (deeper + BACKWARD * (shapes.adapted - adapted))
-    held = found["base"] + shapes.target_bytes(layers) + 4 * shapes.trained
-    if cached and _device() == "cpu":
-        held += shapes.feature_bytes(sum(size for size, _ in sizes))
-    batches = max(0, work.heldout / (batch * work.row_tokens) - 1)  # the trial evaluates one
-    of_batch = (features + of_layer * deeper + again / 3) / micro  # a third is the forward pass
-    times = work.micro_batches / micro
-    return Trial(
-        layers=layers,
-        base=found["base"],
-        activations=max(0, found["peak"] - held),
-        load=found["steps"][0] - found["begin"] - new,
-        save=found["end"] - found["steps"][-1] + batches * of_batch,
-        features=of_layer * shapes.layers * times,
-        alone=again * times if work.alone else 0.0,
-        joint=joint * times if work.alone < 1 else 0.0,
-    )
+
+    def __init__(self, recipe: Recipe, shapes: Shapes, work: Workload) -> None:
+        self.shapes = shapes
+        self.work = work
+        self.layers = shapes.layers
+        if shapes.layers > DEEPEST:
+            self.layers = max(SHALLOW, shapes.states)
+        self.adapted = min(self.layers, shapes.adapted)
+        self.cached = (
+            bool(recipe.data.cache_gb)
+            or recipe.features.mode == "cached"
+            or self.layers < shapes.layers  # only the target's time is scaled
+        )
+        self.batch = recipe.data.rows_per_batch
+        self.micro_batches = min(2, work.micro_batches)  # the first makes gradients, others add
+        steps = TRIAL_TOKENS // int(self.micro_batches * self.batch * work.row_tokens)
+        self.steps = min(MOST, max(FEWEST, steps))
+        self.kinds = 3 if 0 < work.alone < 1 else 2
+        rows = self.micro_batches * self.batch * self.steps + self.batch  # the last are held out
+        numbers = random.Random(0).choices(range(len(work.sizes)), k=rows)
+        self.sizes = [(work.sizes[number], work.learned[number]) for number in numbers]
+
+    def recipe(self, recipe: Recipe, folder: Path) -> Recipe:
+        """The recipe, with all paths in this folder."""
+        steps = self.kinds * self.steps
+        values = recipe.model_dump(mode="json")
+        values |= {
+            "target": str(folder / "target"),
+            "target_revision": None,
+            "target_placement": "whole",
+            "features": {},
+            "eval": {"every": 0},
+        }
+        values["data"] |= {
+            "path": str(folder / "data"),
+            "pack": False,
+            "heldout": self.batch / len(self.sizes),
+            "cache_gb": 1e6 if self.cached else 0,
+        }
+        values["run"] |= {
+            "output": str(folder / "run"),
+            "steps": steps,
+            "save_every": steps,
+            "epochs": None,
+            "tokens_per_step": self.micro_batches * self.batch * self.work.length,
+            "trackers": [],
+        }
+        if "feature_layers" in values["head"] and self.layers < self.shapes.layers:
+            values["head"]["feature_layers"] = list(range(self.shapes.features))
+        if recipe.adapter:
+            start = 2 / 3 if self.kinds == 3 else 0
+            values["adapter"] |= {"layers": self.adapted, "start": start}
+        return Recipe.model_validate(values)
+
+    def trial(self, log: Log) -> Trial:
+        """What a log of this run predicts."""
+        shapes, work = self.shapes, self.work
+        *seconds, save = log.seconds
+        new = median(seconds[1 : self.steps])  # the first step includes loading
+        again = median(seconds[self.steps : 2 * self.steps])
+        features = max(0.0, new - again) if self.cached else 0.0
+        of_layer = features / self.layers
+        deeper = shapes.layers - self.layers
+        joint = median(seconds[-self.steps :])
+        joint += of_layer * (deeper + BACKWARD * (shapes.adapted - self.adapted))
+        batches = max(0, work.heldout / (self.batch * work.row_tokens) - 1)  # the log has one
+        # the target's forward pass and the head's, a third of its step
+        of_batch = (features + of_layer * deeper + again / 3) / self.micro_batches
+        times = work.micro_batches / self.micro_batches
+        rest = log.base + shapes.target_bytes(self.layers) + 4 * shapes.trained
+        if self.cached and _device() == "cpu":
+            rest += shapes.feature_bytes(sum(tokens for tokens, _ in self.sizes))
+        return Trial(
+            layers=self.layers,
+            base=log.base,
+            activations=max(0, log.peak - rest),
+            load=seconds[0] - new,
+            save=save + batches * of_batch,
+            features=of_layer * shapes.layers * times,
+            alone=again * times if work.alone else 0.0,
+            joint=joint * times if work.alone < 1 else 0.0,
+        )
+
+
+def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str) -> Trial:
+    """Train a few steps on a random target and random rows. Raises what `fit` raises."""
+    rehearsal = Rehearsal(recipe, shapes, work)
+    with tempfile.TemporaryDirectory(prefix="draftheads-plan-") as name, _apart():
+        short = rehearsal.recipe(recipe, Path(name))
+        write_target(recipe, rehearsal.layers, Path(short.target))
+        write_rows(short.data.path, rehearsal.sizes, shapes.vocabulary)
+        log = watch(short, clock)
+    return rehearsal.trial(log)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Train in this process alone, whatever launch it belongs to, and print nothing."""
+    launch = {key: os.environ.pop(key) for key in LAUNCH if key in os.environ}
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        os.environ.update(launch)
+
+
+class Log(NamedTuple):
+    """A run that was watched. seconds: of each step, the first with all that loads, and of the end
+    with its checkpoint. base, peak: bytes before the run and at most, without that checkpoint.
+    """
+
+    seconds: list[float]
+    base: int
+    peak: int
+
+
+def watch(recipe: Recipe, clock: str) -> Log:
+    """Train, and note time and memory. clock: a key of CLOCKS."""
+    now = CLOCKS[clock]
+    gc.collect()
+    release()
+    forget_peak()
+    base = _resident() if _device() == "cpu" else 0
+    peak = base
+    times = [now()]
+
+    def note(*_: object) -> None:
+        nonlocal peak
+        times.append(now())
+        peak = peak_memory()
+
+    hook = register_optimizer_step_post_hook(note)
+    try:
+        outcome = fit(recipe)
+    finally:
+        hook.remove()
+    if outcome.stopped_by:  # `fit` has heeded the signal, which was meant for this command
+        signal.raise_signal(signal.Signals[outcome.stopped_by])
+    times.append(now())
+    return Log([after - before for before, after in pairwise(times)], base, peak)
+
+
+def forget_peak() -> None:
+    """Begin to count `peak_memory` anew."""
+    if _device() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif CLEAR.exists():
+        CLEAR.write_text("5")  # see proc(5)
+
+
+def peak_memory() -> int:
+    """Most bytes of memory since `forget_peak`; those of now where the system cannot forget."""
+    if _device() == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    if CLEAR.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _resident()
+
+
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def write_target(recipe: Recipe, layers: int, folder: Path) -> None:
-    """Save a random target like the recipe's, cut to this many layers."""
+    """Save a random target like the recipe's, cut to this many layers. No weights are read."""
     config = read_config(recipe.target, recipe.target_revision)
     text = config.get_text_config(decoder=True)
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == text.num_hidden_layers:  # layer_types etc.
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
-    dtype = config.dtype or torch.float32
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    logging.disable(logging.WARNING)  # saving imports libraries that log what they look for
-    try:
-        model.save_pretrained(folder)
-    finally:
-        logging.disable(logging.NOTSET)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=config.dtype or torch.float32, trust_remote_code=False
+    )
+    model.save_pretrained(folder)
 
 
 def write_rows(folder: Path, sizes: list[tuple[int, int]], vocabulary: int) -> None:
@@ -276,60 +407,19 @@ def write_rows(folder: Path, sizes: list[tuple[int, int]], vocabulary: int) -> N
     rows = []
     for number, (size, learned) in enumerate(sizes):
         tokens = random.Random(number).choices(range(vocabulary), k=size)
-        learn = [(size - learned, size)]
         rows += rows_of(
-            {"id": number, "tokens": tokens, "learn": learn, "turns": 1, "finish": "eos"}
+            {
+                "id": number,
+                "tokens": tokens,
+                "learn": [(size - learned, size)],
+                "turns": 1,
+                "finish": "eos",
+            }
         )
     folder.mkdir()
     prompts = {"count": len(sizes), "sha256": "0" * 12}
     manifest = new_manifest({"name": "random"}, {}, prompts)
     store_batch(folder, manifest, to_batch(rows))
-
-
-def _run_child(folder: Path, values: dict[str, Any], clock: str) -> dict[str, Any]:
-    values["target"], values["data"]["path"] = str(folder / "target"), str(folder / "data")
-    values["run"]["output"] = str(folder / "run")
-    (folder / "recipe.json").write_text(json.dumps(values))
-    launch = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED")
-    environment = {key: value for key, value in os.environ.items() if key not in launch}
-    command = [sys.executable, "-m", "draftheads.train.plan", str(folder), clock]
-    try:
-        subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=True
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"a trial was not done after {PATIENCE / 60:.0f} minutes") from error
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
-        raise RuntimeError(f"a trial failed: {lines[-1]}") from error
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
-
-
-def peak_memory() -> int:
-    """Most bytes that this process ever had, where the system knows; else those of now."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return int(psutil.Process().memory_info().rss)
-    fields = dict(line.split(":") for line in status.read_text().splitlines())
-    return int(fields["VmHWM"].split()[0]) * 1024
-
-
-def main(folder: Path, clock: str) -> None:
-    """The child: train the folder's recipe.json and write what it took to found.json."""
-    on_gpu, now = torch.cuda.is_available(), CLOCKS[clock]
-    recipe, steps, peak = load_recipe(folder / "recipe.json"), [], 0
-
-    def note(*_: object) -> None:  # before anything is saved, which needs memory of its own
-        nonlocal peak
-        steps.append(now())
-        peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory()
-
-    register_optimizer_step_post_hook(note)
-    base, begin = 0 if on_gpu else psutil.Process().memory_info().rss, now()
-    fit(recipe)
-    found = {"base": base, "peak": peak, "begin": begin, "end": now(), "steps": steps}
-    (folder / "found.json").write_text(json.dumps(found))
 
 
 @dataclass(frozen=True)
@@ -358,7 +448,7 @@ class Plan:
         shards = self.processes if self.recipe.target_placement == "sharded" else 1
         parts["target"] = shapes.target_bytes(shapes.layers, shards)
         if _device() == "cpu":
-            parts["libraries"] = trial.base if trial else psutil.Process().memory_info().rss
+            parts["libraries"] = trial.base if trial else _resident()
             parts["data"] = work.data
             # the first process trains on while a copy of weights and moments is written
             parts["checkpoint"] = self.disk["checkpoint"]
@@ -389,18 +479,16 @@ class Plan:
             tokens = round(work.row_tokens * (work.rows or work.rows_per_step * (work.steps or 1)))
             if not self.recipe.adapter:  # which changes the features of held-out rows
                 tokens += work.heldout
-        number, scale = FEATURE_BYTES[self.recipe.features.dtype]
-        features = tokens * shapes.states * (shapes.target.hidden_size * number + scale)
+        dtype = self.recipe.features.dtype
+        features = tokens * token_bytes(shapes.states, shapes.target.hidden_size, dtype)
         checkpoint = 3 * shapes.trained + shapes.buffers  # weights and two moments
         most = run.keep + 2  # the best one may be older, and one is being written
         count = min(work.saves or most, most)
-        output = run.output.absolute()
-        place = next(at for at in (output, *output.parents) if at.exists())
         return {
             "checkpoint": checkpoint,
             "checkpoints": count,
             "features": features,
-            "free": shutil.disk_usage(place).free,
+            "free": shutil.disk_usage(nearest(run.output)).free,
             "total": checkpoint * count + features,
         }
 
@@ -414,20 +502,27 @@ class Plan:
         if not trial:
             return {}
         rows = work.rows or work.rows_per_step
-        load, features = trial.load, trial.features
+        load = trial.load
+        features = trial.features
         if self.recipe.features.mode == "cached":
             load += features * rows / work.rows_per_step
             features = 0.0
         room = self.recipe.data.cache_gb * 1e9
-        kept = min(1.0, room / self.shapes.feature_bytes(rows * work.row_tokens))
-        features *= 1 - kept * (1 - 1 / max(1.0, work.epochs or 1.0))  # none after the first epoch
+        cached = min(1.0, room / self.shapes.feature_bytes(rows * work.row_tokens))
+        features *= 1 - cached * (1 - 1 / max(1.0, work.epochs or 1.0))  # none after one epoch
         later = work.alone * trial.alone + (1 - work.alone) * trial.joint
-        found = {"step": later + features, "later": later, "load": load, "save": trial.save}
-        found["alone"] = trial.alone + features if work.alone else 0.0
-        found["joint"] = trial.joint + features if work.alone < 1 else 0.0
+        step = later + features
+        seconds = {
+            "step": step,
+            "later": later,
+            "load": load,
+            "save": trial.save,
+            "alone": trial.alone + features if work.alone else 0.0,
+            "joint": trial.joint + features if work.alone < 1 else 0.0,
+        }
         if work.steps and work.saves:
-            found["total"] = load + work.steps * found["step"] + work.saves * trial.save
-        return found
+            seconds["total"] = load + work.steps * step + work.saves * trial.save
+        return seconds
 
     @property
     def break_even(self) -> dict[str, float]:
@@ -491,14 +586,17 @@ def make_plan(
     batch = min(recipe.data.rows_per_batch, work.rows_per_step // processes)
     data = recipe.data.model_copy(update={"rows_per_batch": batch})
     recipe = recipe.model_copy(update={"data": data})
-    trial, reason, pace = None, "--no-probe was given", None
+    trial = None
+    reason = "--no-probe was given"
+    pace = None
     if probe:
         if _device() == "cpu":
             pace = measured_pace(shapes.target.model.config, recipe.head.nodes)
         try:
-            trial, reason = try_steps(recipe, shapes, work, clock), ""
-        except RuntimeError as error:
-            reason = str(error)
+            trial = try_steps(recipe, shapes, work, clock)
+            reason = ""
+        except (RuntimeError, ValueError, OSError, MemoryError) as error:
+            reason = f"a trial failed: {one_line(error)}"  # shapes are worth printing
     return Plan(recipe, processes, engine, shapes, work, trial, reason, pace)
 
 
@@ -510,11 +608,10 @@ def device_memory() -> int:
     """Bytes of memory of the GPU, or of RAM within the cgroup's limit."""
     if _device() == "cuda":
         return int(torch.cuda.mem_get_info()[1])
-    group = Path("/sys/fs/cgroup/memory.max")
-    allowed = group.read_text().strip() if group.exists() else "max"
     total: int = psutil.virtual_memory().total
-    return min(total, int(allowed)) if allowed.isdigit() else total
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    group = Path("/sys/fs/cgroup/memory.max")
+    if group.exists():
+        limit = group.read_text().strip()
+        if limit != "max":
+            return min(total, int(limit))
+    return total

@@ -23,7 +23,6 @@ from tiny_training import (
     assert_same,
     conversation,
     recipe_of,
-    rewrite_state,
     run,
     tiny_recipe,
     tiny_target,
@@ -74,7 +73,7 @@ def timeless(line: dict) -> dict:
 
 def evaluator_of(folder: Path, target: Target, **choices) -> Evaluator:
     values = tiny_recipe(folder)
-    values["eval"] = {"prompts": 4, "new_tokens": 24, "report": False, **choices}
+    values["eval"] = {"prompts": 4, "new_tokens": 24, **choices}
     recipe, accelerator = recipe_of(values), Accelerator(cpu=True)
     data = load_data(recipe, target, lambda line: None)
     return Evaluator(recipe, accelerator, target, data, OnlineFeatures(target, (-1,)))
@@ -303,16 +302,9 @@ def test_a_continued_run_goes_on_by_its_own_measure(made, tmp_path, capsys):
     assert run(made, tmp_path / "run", *DECODING, "run.steps=8", *free) == 0
 
 
-def test_a_run_from_before_heads_were_decoded_goes_on_by_simulation(made, tmp_path, capsys):
+def test_decoding_may_begin_in_a_later_launch(made, tmp_path, capsys):
     output = tmp_path / "run"
     assert run(made, output) == 0
-
-    def earlier(state: dict) -> dict:
-        del state["recipe"]["eval"]
-        later = ("measured", "best", "best_step", "waited")
-        return {key: value for key, value in state.items() if key not in later}
-
-    rewrite_state(output / "step-000006", earlier)
     assert run(made, output, "run.steps=8") == 0
     assert run(made, output, "run.steps=9", *DECODING) == 2
     assert "eval.best: simulated -> tokens_per_step" in capsys.readouterr().err
@@ -382,7 +374,7 @@ def test_a_sharded_target_is_judged_by_simulation_and_that_is_said(made):
 
 def test_two_processes_judge_as_one(made, tmp_path):
     values = tiny_recipe(made, output=str(tmp_path / "run"), steps=2)
-    values["eval"] = {"prompts": 3, "new_tokens": 12, "report": False}
+    values["eval"] = {"prompts": 3, "new_tokens": 12}
     values["data"]["rows_per_batch"] = 1
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     with socket.socket() as free:
@@ -407,20 +399,3 @@ def test_two_processes_judge_as_one(made, tmp_path):
     assert saved is not None
     for key in set(alone) - TIMES:
         assert saved[key] == alone[key]
-
-
-def test_a_checkpoint_of_before_the_section_was_renamed_goes_on(made, tmp_path, capsys):
-    output = tmp_path / "run"
-    assert run(made, output, *DECODING) == 0
-
-    def earlier(state: dict) -> dict:
-        state["recipe"]["judge"] = state["recipe"].pop("eval")
-        return state
-
-    for step in output.glob("step-*"):
-        rewrite_state(step, earlier)
-    assert run(made, output, "run.steps=8", *DECODING) == 0
-    captured = capsys.readouterr()
-    assert "judge" not in captured.out + captured.err
-    assert run(made, output, "run.steps=9", *DECODING, "eval.prompts=2") == 2
-    assert "other choices (eval.prompts: 3 -> 2)" in capsys.readouterr().err

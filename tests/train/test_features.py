@@ -246,7 +246,8 @@ def killed_in_the_third_shard(folder: str) -> None:
 def test_a_killed_writer_is_continued(tmp_path, target, monkeypatch):
     code = f"import test_features as t; t.killed_in_the_third_shard({str(tmp_path / 'killed')!r})"
     tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}", "OMP_NUM_THREADS": "1"}
+    path = f"{tests}:{tests.parent / 'helpers'}"
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     store = store_of(tmp_path / "killed", target)

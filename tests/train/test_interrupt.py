@@ -218,8 +218,8 @@ STATES = [
     holding(b"[" * 200_000),
     holding(bytes(200)),
     holding(b"\xff\xfe{}"),
-    holding(b'{"format": 2}'),
-    holding(b'{"format": 2, "files": []}'),
+    holding(b'{"format": 3}'),
+    holding(b'{"format": 3, "files": []}'),
     without("step"),
     without("recipe"),
 ]
@@ -273,13 +273,12 @@ def test_every_digit_of_a_state_is_under_its_seal(whole, tmp_path):
     assert checkpoint.read_state(step).step == 6
 
 
-def test_a_run_from_before_states_were_sealed_goes_on(made, whole, half):
-    path = half / "step-000003" / "trainer" / "state.json"
-    state = json.loads(path.read_text())
-    del state[checkpoint.SEAL]
-    path.write_text(json.dumps({**state, "format": checkpoint.UNSEALED}))
-    assert run(made, half, "run.save_every=3") == 0
-    assert_like_uninterrupted(whole, half)
+def test_a_state_of_another_format_is_refused_in_one_line(made, half, capsys):
+    rewrite_state(half / "step-000003", lambda state: {**state, "format": 2})
+    assert run(made, half) == 2
+    error = capsys.readouterr().err.strip()
+    assert "state.json has format 2, expected 3" in error
+    assert error.endswith("restore one, or delete them to start over") and "\n" not in error
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(made, whole, tmp_path, capsys):
@@ -549,7 +548,7 @@ def killed_while_saving(made: Path, output: Path) -> None:
 
 
 TESTS = Path(__file__).parent
-OURS = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+OURS = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'helpers'}"}
 
 
 def in_python(function, *paths: Path) -> list[str]:

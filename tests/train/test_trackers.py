@@ -154,7 +154,7 @@ def launch(made: Path, output: Path, *overrides: str, processes: int = 1) -> tup
     threads, and warn.
     """
     recipe = tiny_recipe(made, output=str(output), save_every=2)
-    recipe["eval"] = {"every": 2, "prompts": 2, "new_tokens": 12, "report": False}
+    recipe["eval"] = {"every": 2, "prompts": 2, "new_tokens": 12}
     recipe["optim"]["schedule"] = "constant"
     (output.parent / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with socket.socket() as free:
