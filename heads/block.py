@@ -53,7 +53,6 @@ from draftheads.heads.layers import (
     refresh,
 )
 from draftheads.heads.losses import (
-    DPace,
     LowRank,
     Objective,
     Teacher,
@@ -67,7 +66,7 @@ from draftheads.heads.tree import NODES, DynamicTree, StaticTree, TokenTree, Tre
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 from draftheads.heads.vocabulary import Vocabulary, draft_index, token_map
 
-TRAINING = ("labels", "loss", "weighting", "decay_tokens", "anchors")
+TRAINING = ("labels", "loss", "decay_tokens", "anchors")
 """Choices of a recipe for training."""
 EVALUATED = 64
 """Anchors per row whose blocks are evaluated together."""
@@ -192,7 +191,6 @@ class BlockHead(Vocabulary, DraftHead):
     feature_layers: tuple[int, ...] = ()
     labels: Literal["hard", "soft"] = "hard"
     loss: Objective = "ce"  # for soft labels
-    weighting: Literal["decay", "dpace"] = "decay"
     decay_tokens = 4.0  # slot j weighs exp(-j / decay_tokens), divided by the sum of these weights
     anchors = 64  # per row and step
     confidence_threshold = 0.0  # drafts less likely to be accepted end the tree
@@ -426,13 +424,10 @@ class BlockHead(Vocabulary, DraftHead):
         share_M = np.broadcast_to(share_B1, chosen_BT.shape)[chosen_BT].astype(np.float32)
         share_M1 = batch.upload(share_M)[:, None]
         weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share_M1
-        weights: Tensor | DPace = weights_MK.flatten()
-        if self.weighting == "dpace":
-            weights = DPace(self.depth, (blocks.real_MK * share_M1 / self.depth).flatten())
         factors = self._factors(batch, blocks, target)
         teacher = self._teacher(features_BTD, blocks, target)
         loss, ranks_R, accepted_R = linear_cross_entropy(
-            *factors, weights_R=weights, teacher=teacher
+            *factors, weights_R=weights_MK.flatten(), teacher=teacher
         )
         if self.confidence_head is not None:
             logits_MK = self.confidence(blocks.tokens_MK, blocks.states_MKD).float()
@@ -555,7 +550,7 @@ class BlockHead(Vocabulary, DraftHead):
             self.token_map,
             self.loss,
             self.vocab_size,
-            acceptance=self.weighting == "dpace" or self.confidence_head is not None,
+            acceptance=self.confidence_head is not None,
         )
 
 

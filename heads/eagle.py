@@ -36,7 +36,7 @@ from draftheads.heads.layers import (
     project,
     refresh,
 )
-from draftheads.heads.losses import Objective, Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import Unrolled, unroll
@@ -46,7 +46,7 @@ from draftheads.heads.vocabulary import Vocabulary, draft_index, token_map
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 """Keys of config.json, which engines know by these names."""
-TRAINING = ("steps", "decay", "noise", "labels", "loss", "regression", "classification")
+TRAINING = ("steps", "decay", "noise", "labels", "regression", "classification")
 """Choices of a recipe for training."""
 
 
@@ -120,7 +120,6 @@ class AutoregressiveHead(DraftHead):
     decay = 0.8  # step k weighs decay^k, divided by the sum of these weights
     noise: float  # width of the uniform noise on features in training
     labels = "soft"  # the target's distribution; "hard": the true token
-    loss: Objective = "ce"  # for soft labels
     regression: float | None = None  # weight of EAGLE-1's SmoothL1 loss on features
     classification = 1.0  # weight of the loss on tokens, if there is a regression
 
@@ -237,7 +236,7 @@ class AutoregressiveHead(DraftHead):
         def logits(places: Tensor) -> Tensor:
             return target.unembed(last_PD[places])
 
-        return Teacher(unrolled.on_host_R, logits, self.token_map, self.loss, self.vocab_size)
+        return Teacher(unrolled.on_host_R, logits, self.token_map, vocab_size=self.vocab_size)
 
 
 class EagleHead(AutoregressiveHead):

@@ -162,9 +162,7 @@ class DecoderChoices(LayerSizes):
 
 
 class Eagle3Choices(DecoderChoices):
-    """EAGLE-3 (arXiv 2503.01840), with the switches of EAGLE-3.1 (arXiv 2605.09992) and the
-    losses of arXiv 2602.23881.
-    """
+    """EAGLE-3 (arXiv 2503.01840), with the switches of EAGLE-3.1 (arXiv 2605.09992)."""
 
     kind: Literal["eagle3"] = Field("eagle3", description="reads three hidden states of the target")
     feature_layers: list[Annotated[int, Ge(0)]] | None = Field(
@@ -178,19 +176,12 @@ class Eagle3Choices(DecoderChoices):
     qk_norm: bool = Field(False, description="normalise queries and keys per head, as Qwen3 does")
     steps: int = Field(7, ge=1, le=16, description="steps of training-time test")
     labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
-    loss: Literal["ce", "tv", "lk", "hybrid"] = Field(
-        "ce",
-        description="ce: cross-entropy; tv: total variation = 1 - acceptance; lk: -log acceptance; "
-        "hybrid: l * ce + (1 - l) * tv with l = exp(-3 * acceptance)",
-    )
     noise: float = Field(0.0, ge=0, description="uniform noise on the features, as in kind eagle")
 
     @model_validator(mode="after")
     def _check_together(self) -> Eagle3Choices:
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc exclude each other; set one to false")
-        if self.loss != "ce" and self.labels != "soft":
-            raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
         return self
 
 
@@ -248,15 +239,11 @@ class BlockChoices(LayerSizes):
     lm_head: Literal["own", "shared"] = Field("shared", description="shared: of the target, frozen")
     embeddings: Literal["own", "shared"] = Field("shared", description="shared: of the target")
     labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
-    loss: Literal["ce", "kl", "tv", "lk", "hybrid", "dspark"] = Field(
+    loss: Literal["ce", "dspark"] = Field(
         "ce",
-        description="as for eagle3; kl: ce less the target's entropy; dspark: 0.1 cross-entropy + "
-        "0.9 |p - q|",
+        description="ce: cross-entropy; dspark: 0.1 cross-entropy with the true token + 0.9 |p - q|",
     )
-    weighting: Literal["decay", "dpace"] = Field(
-        "decay", description="of a block's tokens; dpace: by expected acceptance (D-PACE)"
-    )
-    decay_tokens: float = Field(4.0, gt=0, description="decay: token k weighs exp(-k/decay_tokens)")
+    decay_tokens: float = Field(4.0, gt=0, description="token k weighs exp(-k/decay_tokens)")
     anchors: int = Field(64, ge=1, description="random blocks per row and step")
     nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the tree")
     top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")

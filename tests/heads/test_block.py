@@ -46,12 +46,12 @@ CHOICES: dict[str, dict[str, Any]] = {
         "kv_heads": 4,
         "rope_scaling": LLAMA3,
     },
-    "rnn": {"conditioning": "rnn", "confidence": True, "weighting": "dpace", "decay_tokens": 2.0},
-    "kl": {"labels": "soft", "loss": "kl", "weighting": "dpace", "lm_head": "own"},
-    "tv": {"labels": "soft", "loss": "tv", "kv_heads": 1, "conditioning": "gated"},
+    "rnn": {"conditioning": "rnn", "confidence": True, "decay_tokens": 2.0},
+    "own lm_head": {"labels": "soft", "lm_head": "own"},
+    "one group": {"labels": "soft", "kv_heads": 1, "conditioning": "gated"},
     "dspark": {"labels": "soft", "loss": "dspark", "conditioning": "markov", "confidence": True},
-    "soft": {"labels": "soft", "conditioning": "rnn", "weighting": "dpace", "embeddings": "own"},
-    "reduced": {"vocabulary": ODD, "conditioning": "rnn", "weighting": "dpace", "confidence": True},
+    "soft": {"labels": "soft", "conditioning": "rnn", "embeddings": "own"},
+    "reduced": {"vocabulary": ODD, "conditioning": "rnn", "confidence": True},
     "reduced dspark": {
         "vocabulary": ODD,
         "labels": "soft",
@@ -97,13 +97,6 @@ def documents_of(batch: Batch) -> list[tuple[int, list[int]]]:
         for document in sorted(set(numbers) - {-1}):
             found.append((row, [i for i, number in enumerate(numbers) if number == document]))
     return found
-
-
-def dpace(accepted: list[float]) -> list[float]:
-    """D-PACE: the weight of each draft of a block, from the acceptances of those that are real."""
-    softened = [0.5 * each + 0.5 for each in accepted]
-    reached = [float(torch.tensor(softened[: m + 1]).prod()) for m in range(len(softened))]
-    return [sum(reached[j:]) for j in range(len(softened))]
 
 
 class Judge:
@@ -154,8 +147,6 @@ def plain_training(head: BlockHead, batch: Batch, features_BTX, target: Target):
                 accepted.append(row_accepted)
                 confidences.append(confidence)
             weights = decay_K.tolist()
-            if head.weighting == "dpace":
-                weights = [each / head.depth for each in dpace(accepted)]
             loss = loss + sum(w * each for w, each in zip(weights, losses, strict=False))
             if head.confidence_head is not None:
                 for w, c, a in zip(decay_K.tolist(), confidences, accepted, strict=False):
@@ -315,11 +306,10 @@ def test_anchors_are_random_sorted_few_and_a_function_of_the_seed(target, batch)
     assert anchors_of(head, batch, features_BTX, target) != drawn(2), "a step after it draws others"
 
 
-@pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @torch.no_grad()
-def test_the_loss_of_few_anchors_is_on_average_that_of_all(target, batch, weighting):
+def test_the_loss_of_few_anchors_is_on_average_that_of_all(target, batch):
     """Though one row has twice as many anchors as the other."""
-    head = new_head(target, layers=1, conditioning="markov", weighting=weighting)
+    head = new_head(target, layers=1, conditioning="markov")
     features_BTX = target.features(batch, head.training_layers)
     wanted = float(head(batch, features_BTX, target).loss)
     head.anchors, draws = 3, 100
@@ -359,9 +349,8 @@ def test_gradient_checkpointing_changes_nothing(target, batch, conditioning):
 
 
 @pytest.mark.parametrize("length", [2, 12])
-@pytest.mark.parametrize("weighting", ["decay", "dpace"])
-def test_nothing_to_learn_costs_nothing_and_leaves_zero_gradients(target, weighting, length):
-    head = new_head(target, conditioning="rnn", confidence=True, weighting=weighting)
+def test_nothing_to_learn_costs_nothing_and_leaves_zero_gradients(target, length):
+    head = new_head(target, conditioning="rnn", confidence=True)
     tokens_BT = torch.randint(0, VOCABULARY, (2, length))
     nothing_BT = torch.zeros_like(tokens_BT)
     batch = Batch(tokens_BT, nothing_BT.bool(), torch.arange(length).expand(2, -1), nothing_BT)

@@ -91,7 +91,7 @@ def plain_training(head: SequentialHead, batch: Batch, features_BTD, target: Tar
             if head.labels == "soft":
                 feature_D = features_BTD[row, places[root + k]].double()
                 teacher = target.model.lm_head.weight.double() @ feature_D
-            loss = loss + head.decay**k * plain_loss("ce", logits_v, teacher, plain.vocabulary)
+            loss = loss + head.decay**k * plain_loss(logits_v, teacher, plain.vocabulary)
     return loss, ranks_KR, plain.weights
 
 

@@ -82,7 +82,7 @@ def eagle3_by_hand(head: Eagle3Head, batch: Batch, features_BTD, target: Target)
             target.model.lm_head.weight.double() @ last_state if head.labels == "soft" else token
         )
         weight = head.decay**step / sum(head.decay**k for k in range(steps))
-        loss = loss + weight * plain_loss(head.loss, logits, teacher, vocabulary)
+        loss = loss + weight * plain_loss(logits, teacher, vocabulary)
     return loss, ranks_KR, plain.weights
 
 
@@ -101,7 +101,7 @@ def eagle_by_hand(head: EagleHead, batch: Batch, features_BTD, noisy_BTD, target
         gap = (hidden - feature).abs()
         regression = torch.where(gap < 1, gap * gap / 2, gap - 0.5).sum() / len(gap)
         teacher = lm_head_VD @ feature if head.labels == "soft" else token
-        classification = plain_loss("ce", logits, teacher, everything)
+        classification = plain_loss(logits, teacher, everything)
         weight = head.decay**step / sum(head.decay**k for k in range(steps))
         part = head.regression * regression + head.classification * classification
         loss = loss + weight * part
@@ -132,7 +132,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two layers and a window": {"layers": 2, "sliding_window": 3},
     "llama3 rope": {"rope_scaling": LLAMA3},
     "hard labels": {"labels": "hard"},
-    "hybrid": {"loss": "hybrid"},
     "last features only": {"feature_layers": [3]},
     "one step": {"steps": 1},
     "decay": {"decay": 0.5},

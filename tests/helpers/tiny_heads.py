@@ -25,7 +25,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sequential-low-rank": ("sequential", {"rank": 24}),
     "sequential-hydra": ("sequential", {"conditioning": "hydra"}),
     "sequential-prefix": ("sequential", {"prefix": True}),
-    "block-none": ("block", {"conditioning": "none", "weighting": "dpace"}),
+    "block-none": ("block", {"conditioning": "none"}),
     "block-markov": ("block", {"conditioning": "markov", "sample_from_anchor": False, "mask": 3}),
     "block-gated": ("block", {"conditioning": "gated", "confidence": True, "embeddings": "own"}),
 }
