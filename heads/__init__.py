@@ -3,8 +3,10 @@
 from draftheads.heads.base import Committed, Drafter, DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead
+from draftheads.heads.choices import HeadChoices
 from draftheads.heads.eagle import Eagle3Head, EagleHead
-from draftheads.heads.formats.hub import HEADS, load_head, load_pair, save_head
+from draftheads.heads.formats.hub import load_head, load_pair, save_head
+from draftheads.heads.kinds import HEADS, register
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target
@@ -20,6 +22,7 @@ __all__ = [
     "DynamicTree",
     "Eagle3Head",
     "EagleHead",
+    "HeadChoices",
     "HeadLoss",
     "MedusaHead",
     "SequentialHead",
@@ -30,5 +33,6 @@ __all__ = [
     "load_head",
     "load_pair",
     "parse_tree",
+    "register",
     "save_head",
 ]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.batch import Batch
+from draftheads.heads.choices import HeadChoices
 from draftheads.heads.target import Target
 from draftheads.heads.tree import TokenTree, Tree
 
@@ -152,15 +153,27 @@ class DraftHead(nn.Module, ABC):
     """
 
     kind: ClassVar[str]
+    title: ClassVar[str]
+    """Its name in the model card."""
+    paper: ClassVar[str]
+    """URL of its source."""
+    Choices: ClassVar[type[HeadChoices]]
+    """Its section of a recipe."""
     architecture: ClassVar[str]
     """The `architectures` entry of config.json, by which serving engines choose a class."""
 
+    choices: HeadChoices
+    """How it is trained; of a loaded head the defaults."""
     tree: Tree
     """The default tree of `drafter`."""
     hidden_size: int
     vocab_size: int
     recompute: bool = False
     """Gradient checkpointing: layers are computed again in the backward pass. Never saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = self.Choices()
 
     @property
     @abstractmethod
@@ -173,9 +186,19 @@ class DraftHead(nn.Module, ABC):
         """Indices into the target's hidden states (0 = embeddings, -1 = last, after the norm)."""
 
     @property
+    def has_soft_labels(self) -> bool:
+        """Whether the labels are the target's distribution, not the true tokens."""
+        return getattr(self.choices, "labels", "hard") == "soft"
+
+    @property
     def training_layers(self) -> tuple[int, ...]:
-        """The states that `forward` and `token_ranks` read: features, then states for labels."""
-        return self.feature_layers
+        """The states that `forward` and `token_ranks` read: the features; for soft labels, also the
+        last state, at the end.
+        """
+        layers = self.feature_layers
+        if self.has_soft_labels and layers[-1] != -1:
+            return (*layers, -1)
+        return layers
 
     @property
     @abstractmethod
@@ -215,8 +238,19 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def create(cls, target: Target, **choices: Any) -> DraftHead:
-        """A new head for `target`, ready to be trained; choices: the recipe's `head.*` keys."""
+    def create(
+        cls, target: Target, choices: Any = None, vocabulary: Sequence[int] | None = None
+    ) -> DraftHead:
+        """A new head for `target`, ready to be trained.
+
+        choices: an instance of `Choices`; None: its defaults. vocabulary: target ids of a reduced
+        draft vocabulary; None: all. Raises ValueError for a target that this head does not fit.
+        """
+
+    def check_labels(self, target: Target) -> None:
+        """Raise ValueError, before the first step, for soft labels of a target without logits."""
+        if self.has_soft_labels:
+            target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
 
     def compile_layers(self, **options: Any) -> None:
         """Compile all `Stateless` layers in place with `torch.compile` options. Names in

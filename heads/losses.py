@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.base import RANKS
+from draftheads.heads.target import Target
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
 """Logits per chunk: 8 MiB stay in a CPU's cache, 512 MiB keep a GPU busy."""
@@ -57,6 +58,24 @@ class Teacher:
     """V, which limits the rows of a chunk; 0: only v does."""
     acceptance: bool = False
     """Whether to compute the acceptance with objectives ce and kl, too; without, it is 0."""
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        states_UD: Tensor,
+        places_R: np.ndarray,
+        token_map: Tensor | None = None,
+        objective: Objective = "ce",
+        *,
+        acceptance: bool = False,
+    ) -> Teacher:
+        """For row r, the target's logits of the last hidden state `states_UD[places_R[r]]`."""
+
+        def logits(places_U: Tensor) -> Tensor:
+            return target.unembed(states_UD[places_U])
+
+        return cls(places_R, logits, token_map, objective, target.vocab_size, acceptance)
 
 
 def linear_cross_entropy(

@@ -23,15 +23,18 @@ vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import count
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from draftheads.heads.base import Committed, Drafter
 from draftheads.heads.batch import Batch, at_places
+from draftheads.heads.choices import MOST_RANKS, LayerSizes
 from draftheads.heads.layers import (
     Angles,
     Cached,
@@ -46,15 +49,51 @@ from draftheads.heads.layers import (
     project,
     refresh,
 )
-from draftheads.heads.medusa import MedusaDesign, MedusaHead, States
+from draftheads.heads.medusa import MedusaChoices, MedusaDesign, MedusaHead, States
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import matrix, needed
 from draftheads.heads.training_time_test import RowMemory
-from draftheads.heads.tree import NODES, DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import DraftCache, gather_nodes, tree_builder
 
 KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Size limits, by device, for each of the two large `Products`; default: the CPU's."""
+
+
+class SequentialChoices(MedusaChoices, LayerSizes):
+    """Medusa heads conditioned on the preceding draft tokens (as in Hydra, arXiv 2402.05109). The
+    layer sizes apply to the prefix layer.
+    """
+
+    decoding_keys = frozenset({"nodes", "top_k"})
+
+    kind: Literal["sequential"] = Field(  # type: ignore[assignment]
+        "sequential", description="Medusa heads conditioned on the preceding draft tokens"
+    )
+    conditioning: Literal["markov", "recurrent", "hydra"] = Field(
+        "recurrent",
+        description="markov: the previous token adds to the logits; recurrent: all draft tokens "
+        "update the hidden state; hydra: they are inputs of the head",
+    )
+    rank: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_RANKS,
+        description="inner width; null: 64 for markov, else the target's width",
+    )
+    prefix: bool = Field(False, description="add a decoder layer over the whole text (Hydra++)")
+    top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> SequentialChoices:
+        if self.conditioning == "hydra" and self.rank is not None:
+            raise ValueError("rank should be null with conditioning: hydra; remove rank")
+        sizes = [name for name in LayerSizes.model_fields if getattr(self, name) is not None]
+        if sizes and not self.prefix:
+            raise ValueError(f"{sizes[0]} is a size of the prefix layer; set prefix: true")
+        if self.top_k is not None:
+            DynamicTree(self.nodes, self.depth, self.top_k)  # refuses too many nodes
+        return self
 
 
 class SequentialHead(MedusaHead):
@@ -65,6 +104,8 @@ class SequentialHead(MedusaHead):
     """
 
     kind = "sequential"
+    title, paper = "Sequential Medusa", "https://arxiv.org/abs/2402.05109"
+    Choices = SequentialChoices
     architecture = "SequentialMedusaModel"
     conditioning: ClassVar[str]
     normed = True
@@ -75,20 +116,26 @@ class SequentialHead(MedusaHead):
         self.add_conditioning(rank)
 
     @classmethod
-    def create(cls, target: Target, **choices: Any) -> SequentialHead:
-        """As for Medusa, with more choices: conditioning, rank, prefix and the sizes of its layer;
-        top_k of a dynamic tree, or None for a fixed tree, fitted to held-out text.
+    def create(  # type: ignore[override]
+        cls,
+        target: Target,
+        choices: SequentialChoices | None = None,
+        vocabulary: Sequence[int] | None = None,
+    ) -> SequentialHead:
+        """As for Medusa. The tree is dynamic if there is a top_k, else fixed and fitted to held-out
+        text.
         """
+        choices = choices or SequentialChoices()
         check_embeddings(target)
         prefix = None
-        if choices.get("prefix"):
+        if choices.prefix:
             shape = LayerShape.of(target, choices)
             prefix = PrefixLayer(shape, Rope.of(target, choices, shape.head_dim))
-        kind = CONDITIONINGS[choices.get("conditioning", "recurrent")]
-        head = kind(MedusaDesign.of(target, choices), choices.get("rank"), prefix)
+        kind = CONDITIONINGS[choices.conditioning]
+        head = kind(MedusaDesign.of(target, choices, vocabulary), choices.rank, prefix)
         head.prepare(target, choices)
-        if choices.get("top_k"):
-            head.tree = DynamicTree(choices.get("nodes", NODES), head.depth, choices["top_k"])
+        if choices.top_k is not None:
+            head.tree = DynamicTree(choices.nodes, choices.depth, choices.top_k)
         return head
 
     def config(self) -> dict[str, Any]:
@@ -103,11 +150,6 @@ class SequentialHead(MedusaHead):
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> SequentialHead:
         """The shape of the tensors; the prefix layer and `norm_embeddings` of the config."""
-        if config.get("conditioning") == "state":
-            raise ValueError(
-                f"expected conditioning {', '.join(CONDITIONINGS)}, got state, which was removed; "
-                "retrain with head.conditioning=recurrent"
-            )
         design, rank = MedusaDesign.read(config, tensors), None
         kind: type[SequentialHead] = HydraHead
         if "down.0.weight" in tensors:

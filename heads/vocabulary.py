@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from draftheads.heads.target import Target
 from draftheads.heads.tensors import integers
 
 
@@ -68,6 +69,14 @@ def token_map(vocabulary: Sequence[int] | None, vocab_size: int) -> Tensor | Non
     ids = sorted(set(vocabulary))
     check_ids(ids, vocab_size)
     return torch.tensor(ids)
+
+
+def lm_head_rows(target: Target, token_map: Tensor | None) -> Tensor:
+    """The target's lm_head for the draft vocabulary, float32 (v, D) on the CPU: where heads with
+    their own start from.
+    """
+    weight_VD: Tensor = target.model.get_output_embeddings().weight.detach().float().cpu()
+    return weight_VD if token_map is None else weight_VD[token_map]
 
 
 def draft_index(tokens_M: Tensor, token_map: Tensor | None) -> Tensor:

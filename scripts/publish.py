@@ -28,7 +28,8 @@ from draftheads.heads.formats.card import HERE, HUB_ID, REMOTE_CODE, is_hub_id, 
 from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head_config, open_head
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import as_ours
-from draftheads.train.recipe import HEAD_MODELS, recipe_keys
+from draftheads.heads.kinds import HEADS
+from draftheads.train.recipe import recipe_keys
 
 PLACES = re.compile(
     r"(?i)[a-z][\w+.-]*://[^\s\"'`,;|<>)]+|(?<![\w.])(?:~?/|\.\.?/|[A-Z]:\\)[^\s\"'`,;]+"
@@ -200,7 +201,7 @@ def is_local(name: str | None) -> bool:
 @cache
 def published_keys() -> frozenset[str]:
     """All keys of metadata that are published."""
-    recipe = {key.rpartition(".")[2] for kind in HEAD_MODELS for key, _ in recipe_keys(kind)}
+    recipe = {key.rpartition(".")[2] for kind in HEADS for key, _ in recipe_keys(kind)}
     return frozenset(FACTS.split()) | recipe
 
 

@@ -35,7 +35,7 @@ from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.launch import agreeing
-from draftheads.train.recipe import Recipe, recorded_recipe
+from draftheads.train.recipe import Recipe
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"
 BEST, LOCK = "best", ".lock"
@@ -137,7 +137,7 @@ def read_state(folder: Path) -> RunState:
         if is_sealed and values.pop(SEAL) != _crc32(values):
             raise ValueError(f"{SEAL}: expected that of the other values")
         if version in (FORMAT, UNSEALED):
-            return _STATE.validate_python({**values, "recipe": recorded_recipe(values["recipe"])})
+            return _STATE.validate_python(values)
     except (OSError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder.name}: {TRAINER}/{STATE} is missing or damaged") from error
     raise ValueError(f"{folder.name}: {TRAINER}/{STATE} has format {version}, expected {FORMAT}")

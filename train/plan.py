@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -32,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
 from draftheads.heads.adapter import Adapter
-from draftheads.heads.formats.hub import HEADS
+from draftheads.heads.kinds import HEADS
 from draftheads.heads.placement import check_path, check_placement, read_config, reading
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
@@ -107,12 +108,12 @@ class Shapes:
         lm_head = model.get_output_embeddings()
         zeros_VD = torch.zeros(()).expand(lm_head.weight.shape)
         lm_head.weight = nn.Parameter(zeros_VD, requires_grad=False)
-        choices = recipe.head.model_dump(exclude={"kind"})
-        if size := choices.pop("vocabulary", None):
-            choices["vocabulary"] = list(range(min(size, self.target.vocab_size)))
+        vocabulary: Sequence[int] | None = None
+        if recipe.head.draft_vocabulary is not None:
+            vocabulary = range(min(recipe.head.draft_vocabulary, self.target.vocab_size))
         self.adapter = self.adapted = 0
         with torch.device("meta"):
-            head = HEADS[recipe.head.kind].create(self.target, **choices)
+            head = HEADS[recipe.head.kind].create(self.target, recipe.head, vocabulary)
             if recipe.adapter:
                 keys = {"rank", "alpha", "layers", "modules"}
                 adapter = Adapter.create(model, "", **recipe.adapter.model_dump(include=keys))

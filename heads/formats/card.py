@@ -18,16 +18,10 @@ from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.llamacpp import server_options
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import WRITERS, loss
+from draftheads.heads.kinds import HEADS
 from draftheads.heads.tables import flat, markdown_table
 from draftheads.heads.tree import DynamicTree, tree_from_json
 
-PAPERS = {
-    "medusa": ("Medusa", "https://arxiv.org/abs/2401.10774"),
-    "sequential": ("Sequential Medusa", "https://arxiv.org/abs/2402.05109"),
-    "eagle": ("EAGLE", "https://arxiv.org/abs/2401.15077"),
-    "eagle3": ("EAGLE-3", "https://arxiv.org/abs/2503.01840"),
-    "block": ("DSpark", "https://github.com/deepseek-ai/DeepSpec"),
-}
 ENGINES = {
     "vllm": "vLLM (0.33; for Medusa 0.9.2 to 0.32)",
     "sglang": "SGLang (0.5.23)",
@@ -78,8 +72,8 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text()).render(
         card_data=data.to_yaml(),
-        title=PAPERS[kind][0],
-        paper=PAPERS[kind][1],
+        title=HEADS[kind].title,
+        paper=HEADS[kind].paper,
         kind=kind,
         target=target or "an unnamed target",
         known=known,

@@ -27,8 +27,6 @@ from huggingface_hub.errors import (
 from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
-from draftheads.heads.block import BlockHead
-from draftheads.heads.eagle import Eagle3Head, EagleHead
 from draftheads.heads.files import CONFIG as CONFIG
 from draftheads.heads.files import staged, write_text
 from draftheads.heads.formats.card import HUB_ID, render_card, write_remote_code
@@ -44,16 +42,10 @@ from draftheads.heads.formats.stored import (
     target_name,
 )
 from draftheads.heads.formats.table import as_ours, translated
-from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.kinds import HEADS as HEADS
 from draftheads.heads.pretrained import same_weights
-from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target, template_variables
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree, tree_from_json
-
-HEADS: dict[str, type[DraftHead]] = {
-    kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head, BlockHead)
-}
-"""All head kinds. A new one is a new file and an entry here."""
 
 FORMAT = 1
 WEIGHTS, CARD = WEIGHT_FILES[0], "README.md"

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from draftheads.heads.choices import LayerSizes
 from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
 from draftheads.heads.layers import LayerShape
 from draftheads.heads.target import Target
@@ -90,7 +91,7 @@ def from_hydra(stored: Stored, target: Target | None) -> Stored:
     if has_prefix:
         known = require(target, f"the prefix layer has the sizes of {name}")
         rope = getattr(known.config, "rope_parameters", None) or {}
-        layer = LayerShape.of(known, {}).config()
+        layer = LayerShape.of(known, LayerSizes()).config()
         layer["rope_parameters"] = rope.get("full_attention", rope)
     facts = {"kind": "sequential", "target": {"name": name or "its target"}}
     config = {"norm_embeddings": False, "prefix_layer": layer, "draftheads": facts}

@@ -59,7 +59,6 @@ READERS: list[tuple[str, str, Translates]] = [
 """Layouts in addition to our own: name, a config key or tensor name unique to it, its reader."""
 
 WRITERS: dict[str, dict[str, Translates]] = {
-    "draftheads": dict.fromkeys(("medusa", "sequential", "eagle", "eagle3", "block"), as_ours),
     "vllm": {
         "medusa": medusa.to_vllm,
         "eagle": eagle.to_vllm,
@@ -74,10 +73,10 @@ WRITERS: dict[str, dict[str, Translates]] = {
     "tgi": {"medusa": medusa.to_tgi},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
-"""Destination -> kind of head -> its writer."""
+"""Other programs -> kind of head -> its writer."""
 
-REMOVED = {"llamacpp": "gguf", "eagle": "sglang", "specforge": "sglang", "fasterdecoding": "tgi"}
-"""Destinations of earlier versions -> the one that has the same tensors."""
+DESTINATIONS = ("draftheads", *WRITERS)
+"""What `convert --to` writes: our own layout, of every kind, and those of other programs."""
 
 RISING = "features in another order than the target's layers"
 """Engines gather features on their way through the layers, whatever config.json says."""
@@ -286,17 +285,16 @@ def _check_foreign(stored: Stored) -> None:
 def written(stored: Stored, to: str, target: Target | None) -> Stored:
     """A head of ours in the layout of `to`. Raises ValueError for what `to` does not support."""
     kind = stored.facts["kind"]
-    if to not in WRITERS:
-        hint = f"; --to {REMOVED[to]} writes the same tensors" if to in REMOVED else ""
-        raise ValueError(f"--to: expected one of {', '.join(WRITERS)}, got {to!r}{hint}")
-    if kind not in WRITERS[to]:
-        known = ", ".join(name for name in WRITERS if kind in WRITERS[name])
-        raise ValueError(
-            f"expected a head of kind {' or '.join(WRITERS[to])} for {to}, got {kind}; use --to "
-            f"{known}"
-        )
+    if to not in DESTINATIONS:
+        raise ValueError(f"--to: expected one of {', '.join(DESTINATIONS)}, got {to!r}")
     if to == "draftheads":
         return as_ours(stored, target)
+    if kind not in WRITERS[to]:
+        others = ", ".join(["draftheads", *(name for name in WRITERS if kind in WRITERS[name])])
+        raise ValueError(
+            f"expected a head of kind {' or '.join(WRITERS[to])} for {to}, got {kind}; use --to "
+            f"{others}"
+        )
     if kind == "eagle3" and stored.facts["target"].get("layers") is None:
         raise ValueError(
             "expected a head that records the number of layers of its target, got none; pass "

@@ -4,10 +4,10 @@ tokens[i + k] from features[i].
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_heads import make_head
 from tiny_training import VOCABULARY, random_answers, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,8 +43,8 @@ def five_rows_at_a_time(monkeypatch):
     monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
 
 
-def make_head(target: Target, **choices) -> MedusaHead:
-    head = MedusaHead.create(target, depth=DEPTH, layers=2, decay=0.7, **choices)
+def medusa_head(target: Target, **choices) -> MedusaHead:
+    head = make_head(MedusaHead, target, depth=DEPTH, layers=2, decay=0.7, **choices)
     torch.manual_seed(1)
     for block in head.blocks:  # zero at first; gradients of all parts are wanted
         for parameter in block.parameters():
@@ -86,7 +86,7 @@ def plain(head: MedusaHead, target: Target, batch: Batch, features_BTD):
             counts[k - 1, min(int((logits > logits[place]).sum()), RANKS)] += 1
         else:
             counts[k - 1, RANKS] += 1
-        if head.labels == "soft":
+        if head.choices.labels == "soft":
             teacher = target.model.lm_head(features_BTD[row, i + k])
             if int(teacher.argmax()) not in vocabulary:
                 continue
@@ -95,7 +95,7 @@ def plain(head: MedusaHead, target: Target, batch: Batch, features_BTD):
             wanted = F.one_hot(torch.tensor(place), len(vocabulary)).float()
         else:
             continue
-        loss = loss - head.decay**k * (wanted * logits.log_softmax(-1)).sum()
+        loss = loss - head.choices.decay**k * (wanted * logits.log_softmax(-1)).sum()
     return loss, counts
 
 
@@ -104,7 +104,7 @@ def plain(head: MedusaHead, target: Target, batch: Batch, features_BTD):
 @pytest.mark.parametrize("vocabulary", [None, list(range(0, VOCABULARY, 2))])
 @pytest.mark.usefixtures("five_rows_at_a_time")
 def test_chunked_loss_equals_the_plain_one(target, batch, labels, lm_head, vocabulary):
-    head = make_head(target, labels=labels, lm_head=lm_head, vocabulary=vocabulary)
+    head = medusa_head(target, labels=labels, lm_head=lm_head, vocabulary=vocabulary)
     features_BTD = target.features(batch, head.feature_layers)
     got = head(batch, features_BTD, target)
     loss, counts = plain(head, target, batch, features_BTD)
@@ -119,7 +119,7 @@ def test_chunked_loss_equals_the_plain_one(target, batch, labels, lm_head, vocab
 
 
 def test_observed_ranks_are_those_of_the_token_k_places_ahead(target, batch):
-    head = make_head(target)
+    head = medusa_head(target)
     features_BTD = target.features(batch, head.feature_layers)
     places = [(row, i) for row, i in batch.loss_mask_BT.nonzero().tolist()]
     expected = torch.full((len(places), DEPTH), -1)
@@ -131,7 +131,7 @@ def test_observed_ranks_are_those_of_the_token_k_places_ahead(target, batch):
 
 
 def test_a_batch_without_learned_tokens_still_has_gradients(target, batch):
-    head = make_head(target)
+    head = medusa_head(target)
     empty = Batch(
         batch.tokens_BT,
         torch.zeros_like(batch.loss_mask_BT),
@@ -300,7 +300,7 @@ def test_five_heads_on_a_large_vocabulary_learn_as_from_all_logits_at_once():
     )  # fmt: skip
     torch.manual_seed(5)
     target = Target(LlamaForCausalLM(config), name="wide")
-    head = MedusaHead.create(target, depth=depth)
+    head = make_head(MedusaHead, target, depth=depth)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     documents = Documents.read([Answer(torch.randint(vocabulary, (length,)).tolist(), [(0, 605)])])
@@ -317,6 +317,6 @@ def test_five_heads_on_a_large_vocabulary_learn_as_from_all_logits_at_once():
         assert int(learned.sum()) > 2 * losses.CHUNK_ROWS
         logits_MV = F.linear(block(features_BTD[0, :-k][learned]), lm_head.weight)
         labels_M = batch.tokens_BT[0, k:][learned]
-        loss = loss + head.decay**k * F.cross_entropy(logits_MV, labels_M, reduction="sum")
+        loss = loss + head.choices.decay**k * F.cross_entropy(logits_MV, labels_M, reduction="sum")
     for left, right in zip(got, asked(loss), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))

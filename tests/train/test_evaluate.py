@@ -407,20 +407,3 @@ def test_two_processes_judge_as_one(made, tmp_path):
     assert saved is not None
     for key in set(alone) - TIMES:
         assert saved[key] == alone[key]
-
-
-def test_a_checkpoint_of_before_the_section_was_renamed_goes_on(made, tmp_path, capsys):
-    output = tmp_path / "run"
-    assert run(made, output, *DECODING) == 0
-
-    def earlier(state: dict) -> dict:
-        state["recipe"]["judge"] = state["recipe"].pop("eval")
-        return state
-
-    for step in output.glob("step-*"):
-        rewrite_state(step, earlier)
-    assert run(made, output, "run.steps=8", *DECODING) == 0
-    captured = capsys.readouterr()
-    assert "judge" not in captured.out + captured.err
-    assert run(made, output, "run.steps=9", *DECODING, "eval.prompts=2") == 2
-    assert "other choices (eval.prompts: 3 -> 2)" in capsys.readouterr().err
