@@ -173,7 +173,7 @@ def _public(value: Any, key: str = "", whole: bool = False) -> Any:
         return {
             name: _public(each, name, whole or name in WHOLE)
             for name, each in value.items()
-            if name in published_keys() or (whole and not PLACES.search(name))
+            if name in published_keys(tuple(HEADS)) or (whole and not PLACES.search(name))
         }
     if isinstance(value, list):
         return [_public(each, key, whole) for each in value]
@@ -199,9 +199,9 @@ def is_local(name: str | None) -> bool:
 
 
 @cache
-def published_keys() -> frozenset[str]:
-    """All keys of metadata that are published."""
-    recipe = {key.rpartition(".")[2] for kind in HEADS for key, _ in recipe_keys(kind)}
+def published_keys(kinds: tuple[str, ...]) -> frozenset[str]:
+    """All keys of metadata that are published, of heads of these kinds."""
+    recipe = {key.rpartition(".")[2] for kind in kinds for key, _ in recipe_keys(kind)}
     return frozenset(FACTS.split()) | recipe
 
 
