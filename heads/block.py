@@ -721,44 +721,71 @@ class BlockDrafter:
         )
 
     def propose(self, committed: Committed) -> TokenTree:
-        head, builder = self.head, self.builder
         self.cache.commit(committed)
         roots_B = committed.last_tokens_B()
-        size = head.design.block_size
-        self.cache.extend_block(size)
-        x_BSD = head.block(roots_B[:, None], self.target)
-        states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
-        states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
-        base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
-        given_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
-        builder.start()
-        tokens_BF, carried_BFr = roots_B[:, None], None
-        reached_BF1 = base_BKv.new_ones(len(roots_B), 1, 1)
-        for level in count():
-            if head.confidence_head is not None and head.confidence_threshold:
-                chance_BF = head.confidence(tokens_BF, states_BKD[:, level, None]).sigmoid()
-                reached_BF1 = reached_BF1 * chance_BF[:, :, None]
-                # the one wait for the device, and only with a threshold
-                if level and not bool((reached_BF1 >= head.confidence_threshold).any()):
-                    break
-            logits_BFv = base_BKv[:, level, None]
-            if head.markov_head is not None and given_BKX is not None:
-                given_B1X = given_BKX[:, level, None]
-                codes_BFr, carried_BFr = head.markov_head.step(tokens_BF, given_B1X, carried_BFr)
-                logits_BFv = logits_BFv + head.markov_head.markov_w2(codes_BFr)
-            elif level:
-                logits_BFv = logits_BFv.expand(-1, tokens_BF.shape[1], -1)
-            if not builder.add(logits_BFv):
-                break
-            tokens_BF = builder.tokens_BF
-            if head.confidence_threshold:
-                reached_BF1 = gather_nodes(reached_BF1, builder.parents_BF)
-            if carried_BFr is not None:
-                carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
-        return builder.tree(roots_B)
+        self.builder.start()
+        self._grow(roots_B, self._states(roots_B))
+        return self.builder.tree(roots_B)
 
     def rewind(self, length: int) -> None:
         self.cache.rewind(length)
+
+    def _states(self, roots_B: Tensor) -> Tensor:
+        """The states (B, K, D) of the slots that predict, as deep as the tree."""
+        head, size = self.head, self.head.design.block_size
+        self.cache.extend_block(size)
+        x_BSD = head.block(roots_B[:, None], self.target)
+        states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
+        return states_BSD[:, -head.depth :][:, : self.depth]
+
+    def _grow(self, roots_B: Tensor, states_BKD: Tensor) -> None:
+        """Give the builder the logits of one level after another, until the tree is complete or no
+        node is likely enough to be accepted.
+        """
+        head, builder = self.head, self.builder
+        base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
+        parts_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
+        tokens_BF, carried_BFr = roots_B[:, None], None
+        reached_BF1 = base_BKv.new_ones(len(roots_B), 1, 1)
+        has_threshold = head.confidence_head is not None and head.confidence_threshold > 0
+        for level in count():
+            if has_threshold:
+                chance_BF = head.confidence(tokens_BF, states_BKD[:, level, None]).sigmoid()
+                reached_BF1 = reached_BF1 * chance_BF[:, :, None]
+                if level and self._is_unlikely(reached_BF1):
+                    break
+            part_B1X = None if parts_BKX is None else parts_BKX[:, level, None]
+            logits_BFv, carried_BFr = self._logits(
+                base_BKv[:, level, None], tokens_BF, part_B1X, carried_BFr
+            )
+            if not builder.add(logits_BFv):
+                break
+            tokens_BF = builder.tokens_BF
+            if has_threshold:
+                reached_BF1 = gather_nodes(reached_BF1, builder.parents_BF)
+            if carried_BFr is not None:
+                carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
+
+    def _is_unlikely(self, reached_BF1: Tensor) -> bool:
+        """Whether no node of a level reaches the threshold. This waits for the device."""
+        return not bool((reached_BF1 >= self.head.confidence_threshold).any())
+
+    def _logits(
+        self,
+        base_B1v: Tensor,
+        tokens_BF: Tensor,
+        part_B1X: Tensor | None,
+        carried_BFr: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, F, v) of a slot after these tokens, and the recurrent state for the next slot.
+        part_B1X: from `Conditioning.prepare`, None without one.
+        """
+        conditioning = self.head.markov_head
+        if conditioning is None or part_B1X is None:
+            nodes = tokens_BF.shape[1]
+            return base_B1v if nodes == 1 else base_B1v.expand(-1, nodes, -1), None
+        codes_BFr, carried_BFr = conditioning.step(tokens_BF, part_B1X, carried_BFr)
+        return base_B1v + conditioning.markov_w2(codes_BFr), carried_BFr
 
     def _write(self, tokens_BA: Tensor, features_BAD: Tensor, angles: Angles) -> Tensor:
         context_BAD = self.head.context(features_BAD)
