@@ -112,12 +112,12 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
     if not HUB_ID.fullmatch(repo_id):
         raise ValueError(f"repository {repo_id!r}: expected user/name in letters, digits and ._-")
     folder = open_head(source)
-    if folder.facts.get("tree") is None or "target" not in folder.facts:
+    if not folder.facts.has_tree or "target" not in folder.facts.json:
         raise ValueError(
             f"{folder.path / CONFIG}: expected a head in this project's own layout; draftheads "
             "convert SRC DST --to draftheads writes one"
         )
-    has_adapter = bool(folder.facts.get("adapter") or folder.adapter)
+    has_adapter = bool(folder.facts.adapter or folder.adapter)
     is_downloaded = not Path(os.path.expanduser(source)).is_dir()  # as links into the Hub's cache
     root = folder.path.parents[1] if is_downloaded else folder.path
     own = {
@@ -125,9 +125,9 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
         for name in [CONFIG, WEIGHTS, CARD, *(adapter.FILES if has_adapter else ())]
     }
     head, stored = folder.read()
-    facts = public_facts(folder.facts)
+    facts = public_facts(folder.facts.json)
     card = _card(folder, ours(head, stored, facts), repo_id, licence)
-    if is_local(folder.facts["target"].get("name")):
+    if is_local(folder.facts.target.name):
         facts["target"]["name"] = ""  # the last part of a path may be the name of another model
     texts = {CONFIG: ours(head, stored, facts).config}
     if has_adapter:
@@ -254,7 +254,7 @@ def _card(folder: HeadFolder, public: Stored, repo_id: str, licence: str | None)
     if text == render_card(folder.config) + "\n":
         text = render_card(public.config) + "\n"
     else:
-        text = without(text, private_texts(folder.facts, public.facts))
+        text = without(text, private_texts(folder.facts.json, public.facts.json))
     try:
         card = ModelCard(text.replace(HERE, repo_id))
     except (ValueError, TypeError, yaml.YAMLError) as error:
@@ -283,10 +283,10 @@ def check_licence(licence: Any, place: Path) -> None:
 
 def _notes(folder: HeadFolder, card: str) -> Iterator[str]:
     """What readers will miss."""
-    target = folder.facts["target"].get("name")
+    target = folder.facts.target.name
     if not is_hub_id(target):
         yield f"the target is not on the Hub ({target}): others cannot load it"
-    if not folder.facts.get("measured"):
+    if not folder.facts.measured:
         yield "no measurements: draftheads bench --card adds them to the card"
     if "\nlicense:" not in card:
         yield "no licence: check the target's own, then pass --license"

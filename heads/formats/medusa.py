@@ -72,7 +72,7 @@ def _ours(stored: Stored, tensors: dict[str, Tensor], target: Target | None) -> 
         for name in [name for name in tensors if name.startswith("blocks.")]:
             weight_DD = matrix(tensors, name)
             tensors[name.replace("weight", "bias")] = weight_DD.new_zeros(len(weight_DD))
-    facts = {"target": {"name": target_name(stored.config)}, **stored.facts, "kind": "medusa"}
+    facts = {"target": {"name": target_name(stored.config)}, **stored.facts.json, "kind": "medusa"}
     return Stored({"vocab_size": vocab_size, "draftheads": facts}, tensors)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftheads.heads.files import CONFIG, read_json
+from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.tensors import _damaged, check_finite, opened
 
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
@@ -44,10 +45,9 @@ class Stored:
     file: str = WEIGHT_FILES[0]
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The metadata that draftheads recorded; {} for other layouts."""
-        facts: dict[str, Any] = self.config.get("draftheads") or {}
-        return facts
+    def facts(self) -> HeadFacts:
+        """What draftheads recorded; nothing for other layouts."""
+        return HeadFacts(self.config.get("draftheads") or {})
 
     def check(self, expected: dict[str, Tensor]) -> None:
         """Raise ValueError for tensors that are missing, unexpected or of other shapes or kinds."""
@@ -155,9 +155,9 @@ def _is_plain(value: Any) -> bool:
 
 def target_name(config: dict[str, Any]) -> str | None:
     """The target that a head's config.json names, in any layout."""
-    ours = (config.get("draftheads") or {}).get("target") or {}
+    ours = HeadFacts(config.get("draftheads") or {}).target.name
     served = (config.get("speculators_config") or {}).get("verifier") or {}
-    name = ours.get("name") or config.get("base_model_name_or_path") or served.get("name_or_path")
+    name = ours or config.get("base_model_name_or_path") or served.get("name_or_path")
     return str(name) if name else None
 
 

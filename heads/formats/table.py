@@ -21,7 +21,7 @@ def as_is(stored: Stored, target: Target | None) -> Stored:
 def as_ours(stored: Stored, target: Target | None) -> Stored:
     """Our layout; for EAGLE-3 with the keys by which `vllm serve FOLDER` finds the target."""
     config = stored.config
-    if stored.facts["kind"] == "eagle3" and stored.facts["target"].get("name"):
+    if stored.facts.kind == "eagle3" and stored.facts.target.name:
         config = {**config, **eagle.speculators_config(config)}
     return Stored(config, stored.tensors)
 
@@ -203,8 +203,8 @@ last state before the final norm, and our heads after it.
 def loss(to: str, stored: Stored) -> str | None:
     """The traits of a head of ours that a destination does not support; None if it supports all."""
     config, bias = stored.config, stored.tensors.get("fc.bias")
-    features = stored.facts.get("feature_layers") or config.get(eagle.AUX_LAYERS) or [None]
-    layers = config.get("num_target_layers") or stored.facts["target"].get("layers")
+    features = stored.facts.feature_layers or config.get(eagle.AUX_LAYERS) or [None]
+    layers = config.get("num_target_layers") or stored.facts.target.layers
     is_deep = config.get("num_hidden_layers") not in (None, 0, 1)
     traits = {
         "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
@@ -228,7 +228,7 @@ def loss(to: str, stored: Stored) -> str | None:
         "the last state as a feature": -1 in features or layers in features,
         **_traits_of_block(config),
     }
-    unsupported = UNSUPPORTED.get((to, stored.facts["kind"]), [])
+    unsupported = UNSUPPORTED.get((to, stored.facts.kind), [])
     return ", ".join(name for name in unsupported if traits[name]) or None
 
 
@@ -254,7 +254,7 @@ def translated(stored: Stored, target: Target | None) -> Stored:
 
     Raises ValueError for a folder without a head, or with one that is not supported.
     """
-    if "format" in stored.facts:  # absent in what was converted for others
+    if stored.facts.is_ours:
         return stored
     _check_foreign(stored)
     names = [*stored.config, *stored.tensors]
@@ -284,7 +284,7 @@ def _check_foreign(stored: Stored) -> None:
 
 def written(stored: Stored, to: str, target: Target | None) -> Stored:
     """A head of ours in the layout of `to`. Raises ValueError for what `to` does not support."""
-    kind = stored.facts["kind"]
+    kind = stored.facts.kind
     if to not in DESTINATIONS:
         raise ValueError(f"--to: expected one of {', '.join(DESTINATIONS)}, got {to!r}")
     if to == "draftheads":
@@ -295,7 +295,7 @@ def written(stored: Stored, to: str, target: Target | None) -> Stored:
             f"expected a head of kind {' or '.join(WRITERS[to])} for {to}, got {kind}; use --to "
             f"{others}"
         )
-    if kind == "eagle3" and stored.facts["target"].get("layers") is None:
+    if kind == "eagle3" and stored.facts.target.layers is None:
         raise ValueError(
             "expected a head that records the number of layers of its target, got none; pass "
             "--target"
@@ -305,5 +305,5 @@ def written(stored: Stored, to: str, target: Target | None) -> Stored:
             f"{to} does not support this {kind} head: it has {unsupported}; nothing was written, "
             "choose another destination or train another head"
         )
-    facts = {key: value for key, value in stored.facts.items() if key != "format"}
+    facts = {key: value for key, value in stored.facts.json.items() if key != "format"}
     return WRITERS[to][kind](Stored({**stored.config, "draftheads": facts}, stored.tensors), target)

@@ -345,7 +345,7 @@ def test_what_drifted_too_far_is_never_the_best(made, tmp_path):
 
 
 def test_heads_and_adapter_load_together(joint, made):
-    facts = open_head(joint).facts["adapter"]
+    facts = open_head(joint).facts.adapter
     assert (facts["rank"], facts["alpha"], facts["layers"]) == (4, 16.0, 2)
     assert facts["drift"]["tokens"] > 0 and 0 <= facts["drift"]["agreement"] <= 1
     target, head = load_pair(joint)

@@ -141,7 +141,7 @@ def test_a_recipe_takes_its_choices_and_nothing_else(tmp_path):
 
 def test_what_it_learned_is_saved_loaded_and_measured(made, run):
     folder = open_head(run)
-    training = folder.facts["training"]
+    training = folder.facts.training
     assert training["recipe"]["head"] == {"kind": "matrix", "scale": 2.0, "nodes": 3}
     target = Target.load(made / "target")
     head = load_head(run, target=target)
