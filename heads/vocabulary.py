@@ -46,17 +46,17 @@ class Vocabulary:
     @staticmethod
     def sizes_in(tensors: dict[str, Tensor]) -> tuple[int, int] | None:
         """v and V of stored tensors; None without maps. Raises ValueError where they disagree."""
-        offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
-        if offsets_v is None or known_V is None:  # if one is missing, loading fails
+        offsets_v, mask_V = integers(tensors, "d2t"), integers(tensors, "t2d")
+        if offsets_v is None or mask_V is None:  # if one is missing, loading fails
             return None
         ids_v = offsets_v + torch.arange(len(offsets_v), device=offsets_v.device)
-        if ids_v.sort().values.tolist() != known_V.nonzero()[:, 0].tolist():
+        if ids_v.sort().values.tolist() != mask_V.nonzero()[:, 0].tolist():
             raise ValueError(
                 "expected d2t to hold target id minus draft index for each token in t2d, got "
                 f"{len(ids_v)} ids from {int(ids_v.min())} to {int(ids_v.max())} for "
-                f"{int(known_V.sum())} tokens; were absolute ids stored?"
+                f"{int(mask_V.sum())} tokens; were absolute ids stored?"
             )
-        return len(offsets_v), len(known_V)
+        return len(offsets_v), len(mask_V)
 
 
 def token_map(vocabulary: Sequence[int] | None, vocab_size: int) -> Tensor | None:
@@ -89,9 +89,9 @@ def draft_index(tokens_M: Tensor, token_map: Tensor | None) -> Tensor:
 
 def t2d(token_map: Tensor, vocab_size: int) -> Tensor:
     """bool (V,): the target ids that are in the draft vocabulary."""
-    known_V = torch.zeros(vocab_size, dtype=torch.bool, device=token_map.device)
-    known_V[token_map] = True
-    return known_V
+    mask_V = torch.zeros(vocab_size, dtype=torch.bool, device=token_map.device)
+    mask_V[token_map] = True
+    return mask_V
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:

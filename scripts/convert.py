@@ -41,8 +41,8 @@ def converted(
     """
     if out.exists():
         raise FileExistsError(f"{out} already exists; choose another name, or remove it")
-    found = open_head(source)
-    head, stored = found.read(target)
+    folder = open_head(source)
+    head, stored = folder.read(target)
     recorded = {"name": None, "revision": None, **(stored.facts.json.get("target") or {})}
     if target_file is not None:
         recorded.setdefault("layers", target_file.layers)
@@ -59,8 +59,8 @@ def converted(
     dtypes = [each.dtype for each in stored.tensors.values() if each.is_floating_point()]
     ours = head_config(head, dtypes[0], facts)
     tensors = {name: tensor.contiguous() for name, tensor in stored.tensors.items()}
-    with named(found.path):
-        if found.facts.adapter:
+    with named(folder.path):
+        if folder.facts.adapter:
             raise ValueError(
                 "this head was trained with an adapter, which no other layout has; `draftheads "
                 "merge` writes the adapted target and its heads first"

@@ -222,10 +222,10 @@ def private_texts(facts: dict[str, Any], public: dict[str, Any]) -> dict[str, st
     """Texts of the metadata that are not published, the hosts of their URLs and the paths in them
     -> what replaces them in a card.
     """
-    known = {text for _, text in _texts(public)}
+    public_texts = {text for _, text in _texts(public)}
     private = {}
     for key, text in _texts(facts):
-        if not text or text in known:
+        if not text or text in public_texts:
             continue
         private[text] = _public_text(text, key) if key in NAMES | PATHS else ""
         for place in PLACES.findall(text):
@@ -271,10 +271,10 @@ def _card(folder: HeadFolder, public: Stored, repo_id: str, licence: str | None)
 
 def check_licence(licence: Any, place: Path) -> None:
     """Raise ValueError for a licence that the Hub does not know; None is no licence."""
-    known = LICENCES.split()
+    licences = LICENCES.split()
     for name in licence if isinstance(licence, list) else [licence]:
-        if name is not None and name not in known:
-            near = get_close_matches(str(name).lower(), known, 1, 0.0)[0]
+        if name is not None and name not in licences:
+            near = get_close_matches(str(name).lower(), licences, 1, 0.0)[0]
             raise ValueError(
                 f"--license, or {place}: expected a licence identifier of the Hub, got {name!r}; "
                 f"try {near!r}, or other"

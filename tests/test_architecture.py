@@ -20,12 +20,12 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 44_600, "infer": 12_900, "train": 26_700}
+CORE = {"heads": 46_500, "infer": 12_900, "train": 24_800}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
-    "heads.formats": 14_400,
+    "heads.formats": 14_300,
     "infer.drafters": 5_600,
     "infer.measure": 12_300,
     "infer.chat": 7_000,
@@ -34,7 +34,7 @@ WINGS = {
     "train.data": 20_600,
     "train.plan": 4_400,
     "train.doctor": 4_900,
-    "scripts": 14_600,
+    "scripts": 14_500,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}

@@ -61,12 +61,12 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     shape = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
     growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
     shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
-    known = is_hub_id(target)
+    on_hub = is_hub_id(target)
     data = ModelCardData(
         library_name="draftheads",
         pipeline_tag="text-generation",
-        base_model=target if known else None,
-        base_model_relation="adapter" if known else None,
+        base_model=target if on_hub else None,
+        base_model_relation="adapter" if on_hub else None,
         datasets=[str(source)] if is_hub_id(source) else None,
         tags=["speculative-decoding", "draft-head", kind],
     )
@@ -77,7 +77,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         paper=HEADS[kind].paper,
         kind=kind,
         target=target or "an unnamed target",
-        known=known,
+        on_hub=on_hub,
         to=to,
         dtype=" --dtype float32" if facts.target.dtype == "float32" else "",
         quantised=facts.target.quantisation,

@@ -316,8 +316,8 @@ def shared_template_args(heads: Sequence[HeadFolder]) -> dict[str, Any]:
 
     Raises ValueError if they differ: no prompt is right for all of them.
     """
-    known = [(str(head.path), head.template_args) for head in heads]
-    recorded = [(path, variables) for path, variables in known if variables is not None]
+    records = [(str(head.path), head.template_args) for head in heads]
+    recorded = [(path, variables) for path, variables in records if variables is not None]
     if any(variables != recorded[0][1] for _, variables in recorded):
         got = ", ".join(f"{path}: {json.dumps(variables)}" for path, variables in recorded)
         raise ValueError(
@@ -343,10 +343,10 @@ def _head_in(folder: Path) -> Path:
     for candidate in candidates:
         if (candidate / CONFIG).is_file():
             return candidate
-    found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+    names = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
     raise FileNotFoundError(
         f"{folder}: expected a head folder ({CONFIG}, {WEIGHTS}) or a run with step-* folders, "
-        f"found {found}"
+        f"found {names}"
     )
 
 
@@ -358,9 +358,9 @@ def _download(repo_id: str, revision: str | None) -> Path:
 
     try:  # the library's messages are paragraphs, or do not name the repository
         folder = snapshot([CONFIG, *PLACES, CARD, *ADAPTER_FILES])
-        found = next((name for name in PLACES if (folder / name).is_file()), None)
-        if found in INDEXES:
-            snapshot(shards(folder / found))
+        weights = next((name for name in PLACES if (folder / name).is_file()), None)
+        if weights in INDEXES:
+            snapshot(shards(folder / weights))
     except (LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         at = f" at {revision}" if revision else ""
         raise FileNotFoundError(

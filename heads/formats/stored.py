@@ -95,13 +95,14 @@ def read_files(folder: Path, config: dict[str, Any]) -> Stored:
 
     Raises FileNotFoundError for missing weights, ValueError for unreadable ones.
     """
-    found = next((name for name in PLACES if (folder / name).is_file()), None)
-    if found is None:
+    name = next((place for place in PLACES if (folder / place).is_file()), None)
+    if name is None:
         raise FileNotFoundError(f"{folder}: expected one of {', '.join(WEIGHT_FILES)}, found none")
     tensors: dict[str, Tensor] = {}
-    for file in shards(folder / found) if found in INDEXES else [found]:
+    files = shards(folder / name) if name in INDEXES else [name]
+    for file in files:
         tensors |= _tensors(folder / file)
-    return Stored(config, tensors, found)
+    return Stored(config, tensors, name)
 
 
 def shards(index: Path) -> list[str]:
@@ -181,5 +182,5 @@ def check_values(config: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) ->
     """Raise ValueError for a key with a value not in `allowed`; None is an absent key."""
     for key, values in allowed.items():
         if config.get(key) not in values:
-            known = ", ".join("absent" if value is None else str(value) for value in values)
-            raise ValueError(f"expected {key}: {known}; got {config[key]!r:.60}")
+            choices = ", ".join("absent" if value is None else str(value) for value in values)
+            raise ValueError(f"expected {key}: {choices}; got {config[key]!r:.60}")

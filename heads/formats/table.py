@@ -261,9 +261,9 @@ def translated(stored: Stored, target: Target | None) -> Stored:
     for _, pattern, read in READERS:
         if any(re.search(pattern, name) for name in names):
             return read(stored, target)
-    known = ", ".join(name for name, *_ in READERS)
+    layouts = ", ".join(name for name, *_ in READERS)
     raise ValueError(
-        f"expected a head in one of the layouts draftheads, {known}; got tensors "
+        f"expected a head in one of the layouts draftheads, {layouts}; got tensors "
         f"{sorted(stored.tensors)[:3]}; is this a head folder?"
     )
 
