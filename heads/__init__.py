@@ -3,9 +3,11 @@
 from draftheads.heads.base import DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead
+from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.eagle import Eagle3Head, EagleHead
-from draftheads.heads.formats.hub import HEADS, load_head, load_pair, save_head
+from draftheads.heads.formats.hub import load_head, load_pair, save_head
+from draftheads.heads.kinds import HEADS, register
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target
@@ -21,6 +23,7 @@ __all__ = [
     "DynamicTree",
     "Eagle3Head",
     "EagleHead",
+    "HeadChoices",
     "HeadLoss",
     "MedusaHead",
     "SequentialHead",
@@ -31,5 +34,6 @@ __all__ = [
     "load_head",
     "load_pair",
     "parse_tree",
+    "register",
     "save_head",
 ]

@@ -83,18 +83,18 @@ class Adapter:
         if first < 0:
             raise ValueError(f"adapter.layers: expected {len(stack)} or fewer, got {layers}")
         linear = [name for name, each in stack.named_modules() if isinstance(each, nn.Linear)]
-        known = sorted({name.rpartition(".")[2] for name in linear})
-        missing = sorted(set(modules or ()) - set(known))
-        if missing or not known:
+        names = sorted({name.rpartition(".")[2] for name in linear})
+        missing = sorted(set(modules or ()) - set(names))
+        if missing or not names:
             raise ValueError(
-                f"adapter.modules: expected some of {', '.join(known) or 'none'}, got "
+                f"adapter.modules: expected some of {', '.join(names) or 'none'}, got "
                 f"{', '.join(missing) or 'none'}; list matrices of the target's layers"
             )
         places: dict[nn.Module, str] = {each: name for name, each in model.named_modules()}
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
-            target_modules=known if modules is None else sorted(modules),
+            target_modules=names if modules is None else sorted(modules),
             layers_to_transform=list(range(first, len(stack))),
             layers_pattern=places[stack].rpartition(".")[2],
             task_type="CAUSAL_LM",
@@ -235,18 +235,18 @@ def read_settings(folder: Path) -> dict[str, Any]:
             f"{path}: expected the settings of a LoRA adapter, got {values.get(key)!r:.60} as "
             f"{key} ({first['msg']}); get the folder again"
         ) from error
-    known = json.loads(json.dumps(LoraConfig().to_dict(), default=str))
+    defaults = json.loads(json.dumps(LoraConfig().to_dict(), default=str))
     others = [
         key
         for key, value in values.items()
-        if key not in FREE | chosen.keys() and value not in (known.get(key), None, False, {}, [])
+        if key not in FREE | chosen.keys() and value not in (defaults.get(key), None, False, {}, [])
     ]
     if others:
         raise ValueError(
             f"{path}: expected a plain LoRA adapter, got {others[0]}: {values[others[0]]!r:.60}; "
             "merge it into the target with PEFT instead"
         )
-    return {key: values[key] for key in known if key in values}
+    return {key: values[key] for key in defaults if key in values}
 
 
 def check_weights(file: Path, rank: int) -> set[str]:

@@ -15,7 +15,7 @@ Legend: B batch, T tokens, D feature width, K draft depth, R ranks, M positions 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.batch import Batch
+from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Drafter
 from draftheads.heads.layers import Stateless
 from draftheads.heads.target import Target
@@ -64,9 +65,17 @@ class DraftHead(nn.Module, ABC):
     """
 
     kind: ClassVar[str]
+    title: ClassVar[str]
+    """Its name in the model card."""
+    paper: ClassVar[str]
+    """URL of its source."""
+    Choices: ClassVar[type[HeadChoices]]
+    """Its section of a recipe."""
     architecture: ClassVar[str]
     """The `architectures` entry of config.json, by which serving engines choose a class."""
 
+    choices: HeadChoices
+    """How it is trained; of a loaded head the defaults."""
     tree: Tree
     """The default tree of `drafter`."""
     hidden_size: int
@@ -75,6 +84,10 @@ class DraftHead(nn.Module, ABC):
     """Gradient checkpointing: layers are computed again in the backward pass. Never saved."""
     rows_may_leave: ClassVar[bool] = True
     """A drafter knows of a row what is in its `cache`, so rows may leave a batch and join it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = self.Choices()
 
     @property
     @abstractmethod
@@ -87,9 +100,19 @@ class DraftHead(nn.Module, ABC):
         """Indices into the target's hidden states (0 = embeddings, -1 = last, after the norm)."""
 
     @property
+    def has_soft_labels(self) -> bool:
+        """Whether the labels are the target's distribution, not the true tokens."""
+        return getattr(self.choices, "labels", "hard") == "soft"
+
+    @property
     def training_layers(self) -> tuple[int, ...]:
-        """The states that `forward` and `token_ranks` read: features, then states for labels."""
-        return self.feature_layers
+        """The states that `forward` and `token_ranks` read: the features; for soft labels, also the
+        last state, at the end.
+        """
+        layers = self.feature_layers
+        if self.has_soft_labels and layers[-1] != -1:
+            return (*layers, -1)
+        return layers
 
     @property
     @abstractmethod
@@ -134,8 +157,19 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def create(cls, target: Target, **choices: Any) -> DraftHead:
-        """A new head for `target`, ready to be trained; choices: the recipe's `head.*` keys."""
+    def create(
+        cls, target: Target, choices: Any = None, vocabulary: Sequence[int] | None = None
+    ) -> DraftHead:
+        """A new head for `target`, ready to be trained.
+
+        choices: an instance of `Choices`; None: its defaults. vocabulary: target ids of a reduced
+        draft vocabulary; None: all. Raises ValueError for a target that this head does not fit.
+        """
+
+    def check_labels(self, target: Target) -> None:
+        """Raise ValueError, before the first step, for soft labels of a target without logits."""
+        if self.has_soft_labels:
+            target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
 
     def compile_layers(self, **options: Any) -> None:
         """Compile all `Stateless` layers in place with `torch.compile` options. Names in

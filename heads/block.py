@@ -31,19 +31,23 @@ vocabulary, V vocabulary of the target, H query heads, G key/value heads, W head
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places, packed
+from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
 from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     GEMMA4_ROPES,
@@ -63,9 +67,7 @@ from draftheads.heads.layers import (
 )
 from draftheads.heads.losses import (
     Capped,
-    DPace,
     LowRank,
-    Objective,
     Teacher,
     capped,
     chunked_ranks,
@@ -74,12 +76,18 @@ from draftheads.heads.losses import (
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import extended, joined, per_query_head
-from draftheads.heads.tree import NODES, DynamicTree, StaticTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import (
+    MOST_NODES,
+    NODES,
+    DynamicTree,
+    StaticTree,
+    TokenTree,
+    Tree,
+    check_fits,
+)
 from draftheads.heads.tree_drafting import gather_nodes, tree_builder
-from draftheads.heads.vocabulary import Vocabulary, draft_index, token_map
+from draftheads.heads.vocabulary import Vocabulary, draft_index, lm_head_rows, token_map
 
-TRAINING = ("labels", "loss", "weighting", "decay_tokens", "anchors")
-"""Choices of a recipe for training."""
 EVALUATED = 64
 """Anchors per row whose blocks are evaluated together."""
 MARKOV_TYPES = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
@@ -88,6 +96,72 @@ SHARP = 128
 """Width of the heads whose normed queries and keys have scores large enough (Qwen3's)."""
 RESERVED = ("reserved", "unused", "placeholder", "mask")
 """Parts of the names of tokens that no text contains."""
+
+
+class BlockChoices(HeadChoices, LayerSizes):
+    """Block-parallel heads (DFlash, DSpark)."""
+
+    decoding_keys = frozenset({"nodes", "top_k", "confidence_threshold"})
+
+    kind: Literal["block"] = Field("block", description="drafts a whole block in one pass")
+    layers: int = Field(2, ge=1, le=16, description="decoder layers")
+    block_size: int = Field(7, ge=2, le=16, description="slots of a block, the anchor's included")
+    sample_from_anchor: bool = Field(
+        True,
+        description="true: each slot predicts the next token (DSpark); false: its own (DFlash)",
+    )
+    feature_layers: list[Annotated[int, Ge(0)]] | None = Field(
+        None, min_length=1, description="0: embeddings; null: five from 2 to n-2"
+    )
+    mask: int | Literal["auto", "learned"] = Field(
+        "auto",
+        description="input of unknown slots: a token id, a learned vector, or auto: an id that no "
+        "text contains, else learned",
+    )
+    conditioning: Literal["none", "markov", "gated", "rnn"] = Field(
+        "rnn",
+        description="on the preceding draft tokens; markov: the previous one adds to the logits; "
+        "gated: as much as the state lets it; rnn: all of them, by a recurrence",
+    )
+    rank: int = Field(64, ge=1, le=MOST_RANKS, description="inner width of the conditioning")
+    confidence: bool = Field(False, description="also predict the acceptance of each draft")
+    confidence_threshold: float = Field(
+        0.0, ge=0, lt=1, description="drafts less likely to be accepted are not proposed"
+    )
+    sliding_window: int | None = Field(
+        None, ge=1, description="attention window, at least the block; null: all tokens"
+    )
+    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
+    lm_head: Literal["own", "shared"] = Field("shared", description="shared: of the target, frozen")
+    embeddings: Literal["own", "shared"] = Field("shared", description="shared: of the target")
+    labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
+    loss: Literal["ce", "dspark"] = Field(
+        "ce",
+        description="dspark: 0.1 cross-entropy with the true token + 0.9 |p - q|",
+    )
+    decay_tokens: float = Field(4.0, gt=0, description="token k weighs exp(-k/decay_tokens)")
+    anchors: int = Field(64, ge=1, description="random blocks per row and step")
+    nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the tree")
+    top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
+
+    @field_validator("mask", mode="before")
+    @classmethod
+    def _check_mask(cls, value: Any) -> Any:
+        if not re.fullmatch(r"\d+|auto|learned", str(value)):
+            raise ValueError("expected a token id, auto or learned")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> BlockChoices:
+        if self.top_k is not None:  # refuses too many nodes
+            DynamicTree(self.nodes, self.block_size - (not self.sample_from_anchor), self.top_k)
+        if self.loss != "ce" and self.labels != "soft":
+            raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
+        if self.confidence_threshold and not self.confidence:
+            raise ValueError("confidence_threshold needs the confidence head; set confidence: true")
+        if self.vocabulary is not None and self.lm_head != "own":
+            raise ValueError("vocabulary needs an lm_head of as many tokens; set lm_head to own")
+        return self
 
 
 @dataclass(frozen=True)
@@ -111,6 +185,33 @@ class BlockDesign:
     own_lm_head: bool
     own_embeddings: bool
     softcap: float | None = None  # of the logits of lm_head
+
+    @classmethod
+    def of(cls, target: Target, choices: BlockChoices, ids_v: Tensor | None) -> BlockDesign:
+        """The choices of a recipe; ids_v: the draft vocabulary, None: all tokens."""
+        shape = LayerShape.of(target, choices)
+        features = tuple(choices.feature_layers or default_features(target.layers))
+        check_features(features, target)
+        has_conditioning = choices.conditioning != "none"
+        confidence = "state+token" if has_conditioning else "state"
+        return cls(
+            shape,
+            rope=Rope.of(target, choices, shape.head_dim),
+            vocab_size=target.vocab_size,
+            target_layers=target.layers,
+            layers=choices.layers,
+            block_size=choices.block_size,
+            sample_from_anchor=choices.sample_from_anchor,
+            feature_layers=features,
+            mask_token=mask_token(target, choices.mask),
+            conditioning=choices.conditioning if has_conditioning else None,
+            rank=choices.rank if has_conditioning else 0,
+            confidence=confidence if choices.confidence else None,
+            window=choices.sliding_window,
+            draft_vocab_size=target.vocab_size if ids_v is None else len(ids_v),
+            own_lm_head=choices.lm_head == "own" or ids_v is not None,
+            own_embeddings=choices.embeddings == "own",
+        )
 
     def __post_init__(self) -> None:
         if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
@@ -201,13 +302,11 @@ class BlockHead(Vocabulary, DraftHead):
     """One pass over a block of slots, and a thin product per level of the tree."""
 
     kind = "block"
+    title, paper = "DSpark", "https://github.com/deepseek-ai/DeepSpec"
+    Choices = BlockChoices
+    choices: BlockChoices
     feature_layers: tuple[int, ...] = ()
-    labels: Literal["hard", "soft"] = "hard"
-    loss: Objective = "ce"  # for soft labels
-    weighting: Literal["decay", "dpace"] = "decay"
-    decay_tokens = 4.0  # slot j weighs exp(-j / decay_tokens), divided by the sum of these weights
-    anchors = 64  # per row and step
-    confidence_threshold = 0.0  # drafts less likely to be accepted end the tree
+    confidence_threshold: float  # drafts less likely to be accepted end the tree
 
     def __init__(self, design: BlockDesign) -> None:
         super().__init__()
@@ -215,6 +314,7 @@ class BlockHead(Vocabulary, DraftHead):
         self.hidden_size, self.vocab_size = shape.hidden_size, design.vocab_size
         self.feature_layers, self.rope = design.feature_layers, design.rope
         self.window = design.window
+        self.confidence_threshold = self.choices.confidence_threshold
         self.tree: Tree = StaticTree.unfitted(self.depth)
         width = shape.hidden_size
         self.fc = nn.Linear(len(design.feature_layers) * width, width, bias=False)
@@ -237,54 +337,37 @@ class BlockHead(Vocabulary, DraftHead):
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(read, 1)})
 
     @classmethod
-    def create(cls, target: Target, **choices: Any) -> BlockHead:
-        """A new head for `target`; choices: keys of a recipe's head section, all optional;
-        vocabulary: target ids of the draft vocabulary, default all.
+    def create(
+        cls,
+        target: Target,
+        choices: BlockChoices | None = None,
+        vocabulary: Sequence[int] | None = None,
+    ) -> BlockHead:
+        """A new head for `target`.
 
         Raises ValueError for a target whose embeddings or lm_head it cannot share.
         """
+        choices = choices or BlockChoices()
         check_embeddings(target)
-        shape = LayerShape.of(target, choices)
-        ids_v = token_map(choices.get("vocabulary"), target.vocab_size)
-        features = tuple(choices.get("feature_layers") or default_features(target.layers))
-        check_features(features, target)
-        conditioning = choices.get("conditioning", "rnn")
-        confidence = "state" if conditioning == "none" else "state+token"
-        design = BlockDesign(
-            shape,
-            rope=Rope.of(target, choices, shape.head_dim),
-            vocab_size=target.vocab_size,
-            target_layers=target.layers,
-            layers=choices.get("layers", 2),
-            block_size=choices.get("block_size", 7),
-            sample_from_anchor=choices.get("sample_from_anchor", True),
-            feature_layers=features,
-            mask_token=mask_token(target, choices.get("mask", "auto")),
-            conditioning=None if conditioning == "none" else conditioning,
-            rank=0 if conditioning == "none" else choices.get("rank", 64),
-            confidence=confidence if choices.get("confidence") else None,
-            window=choices.get("sliding_window"),
-            draft_vocab_size=target.vocab_size if ids_v is None else len(ids_v),
-            own_lm_head=choices.get("lm_head") == "own" or ids_v is not None,
-            own_embeddings=choices.get("embeddings") == "own",
-        )
-        head = cls(design)
-        head.prepare(target, choices, ids_v)
+        ids_v = token_map(vocabulary, target.vocab_size)
+        head = cls(BlockDesign.of(target, choices, ids_v))
+        head.prepare(target, choices)
+        if ids_v is not None:
+            head.fill_vocabulary(ids_v)
+        if head.design.own_lm_head:
+            head.lm_head.weight.data.copy_(lm_head_rows(target, ids_v))
+        if head.needs_unembed:
+            target.unembed_weight()  # raises here rather than in the first step
         return head
 
-    def prepare(self, target: Target, choices: dict[str, Any], ids_v: Tensor | None) -> None:
-        """Start from the target's matrices; set a recipe's choices for training and its tree."""
-        for name in (*TRAINING, "confidence_threshold"):
-            setattr(self, name, choices.get(name) or getattr(self, name))
-        if choices.get("top_k"):
-            self.tree = DynamicTree(choices.get("nodes", NODES), self.depth, choices["top_k"])
-        if ids_v is not None:
-            self.fill_vocabulary(ids_v)
-        if self.design.own_lm_head:
-            weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
-            self.lm_head.weight.data.copy_(weight_VD if ids_v is None else weight_VD[ids_v])
-        if not self.design.own_lm_head or self.labels == "soft":
-            target.unembed_weight()  # raises here rather than in the first step
+    def prepare(self, target: Target, choices: BlockChoices) -> None:
+        """Set the choices for training and decoding; draw what starts neither as zeros nor from
+        the target's lm_head.
+        """
+        self.choices = choices
+        self.confidence_threshold = choices.confidence_threshold
+        if choices.top_k is not None:
+            self.tree = DynamicTree(choices.nodes, self.depth, choices.top_k)
         embedded_VD = target.model.get_input_embeddings().weight.detach()
         if self.design.own_embeddings:
             self.embed_tokens.weight.data.copy_(embedded_VD[: self.vocab_size])
@@ -309,12 +392,8 @@ class BlockHead(Vocabulary, DraftHead):
         return "Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"
 
     @property
-    def training_layers(self) -> tuple[int, ...]:
-        return (*self.feature_layers, -1) if self.labels == "soft" else self.feature_layers
-
-    @property
     def needs_unembed(self) -> bool:
-        return self.labels == "soft" or not self.design.own_lm_head
+        return self.has_soft_labels or not self.design.own_lm_head
 
     def check_tree(self, tree: Tree) -> None:
         check_fits(tree, self.design.draft_vocab_size, self.depth)
@@ -459,18 +538,15 @@ class BlockHead(Vocabulary, DraftHead):
         learned_BT, chosen_BT = masks[0], self._chosen(masks[0])
         blocks = self._blocks(batch, features_BTD, target, masks, chosen_BT)
         steps_K = torch.arange(self.depth, device=features_BTD.device)
-        weights_K = torch.exp(-steps_K / self.decay_tokens)
+        weights_K = torch.exp(-steps_K / self.choices.decay_tokens)
         share_B1 = learned_BT.sum(1, keepdims=True) / chosen_BT.sum(1, keepdims=True).clip(1)
         share_M = np.broadcast_to(share_B1, chosen_BT.shape)[chosen_BT].astype(np.float32)
         share_M1 = batch.upload(share_M)[:, None]
         weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share_M1
-        weights: Tensor | DPace = weights_MK.flatten()
-        if self.weighting == "dpace":
-            weights = DPace(self.depth, (blocks.real_MK * share_M1 / self.depth).flatten())
         factors = self._factors(batch, blocks, target)
         teacher = self._teacher(features_BTD, blocks, target)
         loss, ranks_R, accepted_R = linear_cross_entropy(
-            *factors, weights_R=weights, teacher=teacher
+            *factors, weights_R=weights_MK.flatten(), teacher=teacher
         )
         if self.confidence_head is not None:
             logits_MK = self.confidence(blocks.tokens_MK, blocks.states_MKD).float()
@@ -512,7 +588,7 @@ class BlockHead(Vocabulary, DraftHead):
     def _chosen(self, learned_BT: np.ndarray) -> np.ndarray:
         """bool (B, T): at most `anchors` of the true places of each row, at random, on the host."""
         noise_BT = np.where(learned_BT, torch.rand(learned_BT.shape).numpy(), -1.0)
-        count = min(self.anchors, noise_BT.shape[1])
+        count = min(self.choices.anchors, noise_BT.shape[1])
         chosen_BT: np.ndarray = learned_BT & (noise_BT >= -np.sort(-noise_BT)[:, count - 1, None])
         return chosen_BT
 
@@ -585,16 +661,16 @@ class BlockHead(Vocabulary, DraftHead):
         return blocks.states_MKD.flatten(0, 1), weight_vD, labels_MK.flatten(), added
 
     def _teacher(self, features_BTD: Tensor, blocks: Blocks, target: Target) -> Teacher | None:
-        if self.labels == "hard":
+        if not self.has_soft_labels:
             return None
         last_PD = features_BTD[..., -self.hidden_size :].flatten(0, 1).to(target.dtype)
-        return Teacher(
+        return Teacher.of(
+            target,
+            last_PD,
             blocks.on_host_MK.ravel(),
-            lambda places: target.unembed(last_PD[places]),
             self.token_map,
-            self.loss,
-            self.vocab_size,
-            acceptance=self.weighting == "dpace" or self.confidence_head is not None,
+            self.choices.loss,
+            acceptance=self.confidence_head is not None,
         )
 
 
@@ -687,46 +763,73 @@ class BlockDrafter:
         )
 
     def propose(self, committed: Committed) -> TokenTree:
-        head, builder = self.head, self.builder
         self.cache.commit(committed)
         roots_B = committed.last_tokens_B()
-        size = head.design.block_size
-        self.cache.extend_block(size)
-        x_BSD = head.block(roots_B[:, None], self.target)
-        states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
-        states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
-        base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
-        if head.design.softcap is not None:
-            base_BKv = capped(base_BKv, head.design.softcap)
-        given_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
-        builder.start()
-        tokens_BF, carried_BFr = roots_B[:, None], None
-        reached_BF1 = base_BKv.new_ones(len(roots_B), 1, 1)
-        for level in count():
-            if head.confidence_head is not None and head.confidence_threshold:
-                chance_BF = head.confidence(tokens_BF, states_BKD[:, level, None]).sigmoid()
-                reached_BF1 = reached_BF1 * chance_BF[:, :, None]
-                # the one wait for the device, and only with a threshold
-                if level and not bool((reached_BF1 >= head.confidence_threshold).any()):
-                    break
-            logits_BFv = base_BKv[:, level, None]
-            if head.markov_head is not None and given_BKX is not None:
-                given_B1X = given_BKX[:, level, None]
-                codes_BFr, carried_BFr = head.markov_head.step(tokens_BF, given_B1X, carried_BFr)
-                logits_BFv = logits_BFv + head.markov_head.markov_w2(codes_BFr)
-            elif level:
-                logits_BFv = logits_BFv.expand(-1, tokens_BF.shape[1], -1)
-            if not builder.add(logits_BFv):
-                break
-            tokens_BF = builder.tokens_BF
-            if head.confidence_threshold:
-                reached_BF1 = gather_nodes(reached_BF1, builder.parents_BF)
-            if carried_BFr is not None:
-                carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
-        return builder.tree(roots_B)
+        self.builder.start()
+        self._grow(roots_B, self._states(roots_B))
+        return self.builder.tree(roots_B)
 
     def rewind(self, length: int) -> None:
         self.cache.rewind(length)
+
+    def _states(self, roots_B: Tensor) -> Tensor:
+        """The states (B, K, D) of the slots that predict, as deep as the tree."""
+        head, size = self.head, self.head.design.block_size
+        self.cache.extend_block(size)
+        x_BSD = head.block(roots_B[:, None], self.target)
+        states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
+        return states_BSD[:, -head.depth :][:, : self.depth]
+
+    def _grow(self, roots_B: Tensor, states_BKD: Tensor) -> None:
+        """Give the builder the logits of one level after another, until the tree is complete or no
+        node is likely enough to be accepted.
+        """
+        head, builder = self.head, self.builder
+        base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
+        if head.design.softcap is not None:
+            base_BKv = capped(base_BKv, head.design.softcap)
+        parts_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
+        tokens_BF, carried_BFr = roots_B[:, None], None
+        reached_BF1 = base_BKv.new_ones(len(roots_B), 1, 1)
+        has_threshold = head.confidence_head is not None and head.confidence_threshold > 0
+        for level in count():
+            if has_threshold:
+                chance_BF = head.confidence(tokens_BF, states_BKD[:, level, None]).sigmoid()
+                reached_BF1 = reached_BF1 * chance_BF[:, :, None]
+                if level and self._is_unlikely(reached_BF1):
+                    break
+            part_B1X = None if parts_BKX is None else parts_BKX[:, level, None]
+            logits_BFv, carried_BFr = self._logits(
+                base_BKv[:, level, None], tokens_BF, part_B1X, carried_BFr
+            )
+            if not builder.add(logits_BFv):
+                break
+            tokens_BF = builder.tokens_BF
+            if has_threshold:
+                reached_BF1 = gather_nodes(reached_BF1, builder.parents_BF)
+            if carried_BFr is not None:
+                carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
+
+    def _is_unlikely(self, reached_BF1: Tensor) -> bool:
+        """Whether no node of a level reaches the threshold. This waits for the device."""
+        return not bool((reached_BF1 >= self.head.confidence_threshold).any())
+
+    def _logits(
+        self,
+        base_B1v: Tensor,
+        tokens_BF: Tensor,
+        part_B1X: Tensor | None,
+        carried_BFr: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, F, v) of a slot after these tokens, and the recurrent state for the next slot.
+        part_B1X: from `Conditioning.prepare`, None without one.
+        """
+        conditioning = self.head.markov_head
+        if conditioning is None or part_B1X is None:
+            nodes = tokens_BF.shape[1]
+            return base_B1v if nodes == 1 else base_B1v.expand(-1, nodes, -1), None
+        codes_BFr, carried_BFr = conditioning.step(tokens_BF, part_B1X, carried_BFr)
+        return base_B1v + conditioning.markov_w2(codes_BFr), carried_BFr
 
     def _write(self, tokens_BC: Tensor, features_BCD: Tensor, angles: Angles) -> Tensor:
         context_BCD = self.head.context(features_BCD)

@@ -15,14 +15,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch
+from draftheads.heads.choices import HeadChoices, LayerSizes
 from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     Angles,
@@ -37,18 +40,34 @@ from draftheads.heads.layers import (
     project,
     refresh,
 )
-from draftheads.heads.losses import Objective, Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import Unrolled, unroll
-from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import MOST_NODES, NODES, DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
-from draftheads.heads.vocabulary import Vocabulary, draft_index, token_map
+from draftheads.heads.vocabulary import Vocabulary, draft_index, lm_head_rows, token_map
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 """Keys of config.json, which engines know by these names."""
-TRAINING = ("steps", "decay", "noise", "labels", "loss", "regression", "classification")
-"""Choices of a recipe for training."""
+
+
+class DecoderChoices(HeadChoices, LayerSizes):
+    """Choices of both kinds of EAGLE: decoder layers and a dynamic tree."""
+
+    decoding_keys = frozenset({"nodes", "depth", "top_k"})
+
+    layers: int = Field(1, ge=1, le=8, description="decoder layers")
+    sliding_window: int | None = Field(None, ge=1, description="attention window; null: all tokens")
+    decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of step k, normalised")
+    nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the dynamic tree")
+    depth: int = Field(8, ge=1, le=32, description="depth of the tree = tokens drafted ahead")
+    top_k: int = Field(4, ge=1, description="nodes expanded per level, children per node")
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> DecoderChoices:
+        DynamicTree(self.nodes, self.depth, self.top_k)  # refuses too many nodes
+        return self
 
 
 @dataclass(frozen=True)
@@ -74,14 +93,13 @@ class EagleDesign:
     qk_norm: bool = False  # queries and keys are normed per head, as in Qwen3
 
     @classmethod
-    def of(cls, target: Target, choices: dict[str, Any], **more: Any) -> EagleDesign:
-        """The choices of a recipe."""
+    def of(cls, target: Target, choices: DecoderChoices, **more: Any) -> EagleDesign:
+        """The choices of a recipe; more: fields that vary in EAGLE-3."""
         check_embeddings(target)
         shape = LayerShape.of(target, choices)
         rope = Rope.of(target, choices, shape.head_dim)
-        layers, window = choices.get("layers", 1), choices.get("sliding_window")
-        more |= {name: bool(choices.get(name)) for name in (*SWITCHES, "qk_norm")}
-        return cls(shape, rope, target.vocab_size, layers, window, **more)
+        window = choices.sliding_window
+        return cls(shape, rope, target.vocab_size, choices.layers, window, **more)
 
     @classmethod
     def read(
@@ -117,13 +135,7 @@ class AutoregressiveHead(DraftHead):
     """The common part of EAGLE-1 and EAGLE-3."""
 
     feature_layers: tuple[int, ...] = ()
-    steps: int  # of training-time test
-    decay = 0.8  # step k weighs decay^k, divided by the sum of these weights
-    noise: float  # width of the uniform noise on features in training
-    labels = "soft"  # the target's distribution; "hard": the true token
-    loss: Objective = "ce"  # for soft labels
-    regression: float | None = None  # weight of EAGLE-1's SmoothL1 loss on features
-    classification = 1.0  # weight of the loss on tokens, if there is a regression
+    choices: Eagle3Choices | EagleChoices
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__()
@@ -132,13 +144,10 @@ class AutoregressiveHead(DraftHead):
         self.layer_count, self.rope, self.window = design.layers, design.rope, design.window
         self.feature_layers, self.tree = design.feature_layers, DynamicTree()
 
-    def prepare(self, choices: dict[str, Any]) -> None:
+    def prepare(self, choices: Eagle3Choices | EagleChoices) -> None:
         """Set a recipe's choices for training and its tree."""
-        for name in TRAINING:
-            if name in choices and getattr(self, name) is not None:
-                setattr(self, name, choices[name])
-        names = {"nodes": "draft_nodes", "depth": "depth", "top_k": "top_k"}
-        self.tree = DynamicTree(**{names[key]: choices[key] for key in names.keys() & choices})
+        self.choices = choices
+        self.tree = DynamicTree(choices.nodes, choices.depth, choices.top_k)
 
     @property
     def depth(self) -> int:
@@ -175,27 +184,25 @@ class AutoregressiveHead(DraftHead):
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """The weighted loss, summed over steps and learned tokens."""
-        inputs_BTD = self._inputs(features_BTD)
-        unrolled = self._unroll(batch, self.noisy(inputs_BTD), target, self.steps)
-        weights = self.decay ** torch.arange(self.steps, device=inputs_BTD.device).float()
+        inputs_BTD, steps = self._inputs(features_BTD), self.choices.steps
+        unrolled = self._unroll(batch, self.noisy(inputs_BTD), target, steps)
+        weights = self.choices.decay ** torch.arange(steps, device=inputs_BTD.device).float()
         weights_R = (weights / weights.sum())[unrolled.steps_R]
         loss, ranks_R, _ = linear_cross_entropy(
             *self._predictions(batch, unrolled, target),
             weights_R=weights_R,
             teacher=self._teacher(features_BTD, unrolled, target),
         )
-        if self.regression is not None:
-            true_PD = inputs_BTD.flatten(0, 1)
-
-            def distances(hidden_RH: Tensor) -> Tensor:
-                true_RH = true_PD[unrolled.places_R].float()
-                return F.smooth_l1_loss(hidden_RH.float(), true_RH, reduction="none").mean(1)
-
-            regression = (self.checkpointed(distances, unrolled.hidden_RH) * weights_R).sum()
-            loss = self.regression * regression + self.classification * loss
+        loss = self.regressed(loss, inputs_BTD, unrolled, weights_R)
         cells_R = unrolled.steps_R * (RANKS + 1) + ranks_R
-        counts = counted(cells_R, self.steps * (RANKS + 1))
-        return HeadLoss(loss, counts.view(self.steps, RANKS + 1))
+        counts = counted(cells_R, steps * (RANKS + 1))
+        return HeadLoss(loss, counts.view(steps, RANKS + 1))
+
+    def regressed(
+        self, loss: Tensor, inputs_BTD: Tensor, unrolled: Unrolled, weights_R: Tensor
+    ) -> Tensor:
+        """The loss on tokens, with one on features where the head predicts these."""
+        return loss
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
@@ -208,9 +215,9 @@ class AutoregressiveHead(DraftHead):
 
     def noisy(self, features_BTD: Tensor) -> Tensor:
         """In training, features plus the uniform noise of EAGLE: (u - 0.5) noise 512 / T."""
-        if not self.training or not self.noise:
+        if not self.training or not self.choices.noise:
             return features_BTD
-        width = self.noise * 512 / features_BTD.shape[1]
+        width = self.choices.noise * 512 / features_BTD.shape[1]
         return features_BTD + (torch.rand_like(features_BTD) - 0.5) * width
 
     def _inputs(self, features_BTD: Tensor) -> Tensor:
@@ -231,14 +238,27 @@ class AutoregressiveHead(DraftHead):
         return self.states(unrolled.hidden_RH), self.unembed_weight(target), labels_R
 
     def _teacher(self, features_BTD: Tensor, unrolled: Unrolled, target: Target) -> Teacher | None:
-        if self.labels == "hard":
+        if not self.has_soft_labels:
             return None
         last_PD = features_BTD[..., -self.hidden_size :].flatten(0, 1).to(target.dtype)
+        return Teacher.of(target, last_PD, unrolled.on_host_R, self.token_map)
 
-        def logits(places: Tensor) -> Tensor:
-            return target.unembed(last_PD[places])
 
-        return Teacher(unrolled.on_host_R, logits, self.token_map, self.loss, self.vocab_size)
+class EagleChoices(DecoderChoices):
+    """EAGLE-1 (arXiv 2401.15077)."""
+
+    kind: Literal["eagle"] = Field("eagle", description="EAGLE-1: predicts the target's features")
+    steps: int = Field(1, ge=1, le=16, description="steps for which training unrolls the head")
+    regression: float = Field(1.0, ge=0, description="weight of the SmoothL1 loss on features")
+    classification: float = Field(0.1, ge=0, description="weight of the cross-entropy")
+    labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
+    noise: float = Field(0.2, ge=0, description="(u - 0.5) * noise * 512 / sequence_length")
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> EagleChoices:
+        if not self.regression and not self.classification:
+            raise ValueError("regression and classification are both 0; raise one of them")
+        return self
 
 
 class EagleHead(AutoregressiveHead):
@@ -248,12 +268,12 @@ class EagleHead(AutoregressiveHead):
     """
 
     kind = "eagle"
+    title, paper = "EAGLE", "https://arxiv.org/abs/2401.15077"
+    Choices = EagleChoices
+    choices: EagleChoices
     architecture = "LlamaForCausalLMEagle"
     needs_unembed = True
     token_map = None
-    steps, noise = 1, 0.2
-    regression: float | None = 1.0
-    classification = 0.1
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__(design)
@@ -267,15 +287,33 @@ class EagleHead(AutoregressiveHead):
         )
 
     @classmethod
-    def create(cls, target: Target, **choices: Any) -> EagleHead:
-        """A new head for `target`; choices: keys of a recipe's head section, all optional.
+    def create(
+        cls,
+        target: Target,
+        choices: EagleChoices | None = None,
+        vocabulary: Sequence[int] | None = None,
+    ) -> EagleHead:
+        """A new head for `target`. Its vocabulary is always the target's.
 
         Raises ValueError for a target whose logits are not lm_head(last state).
         """
+        choices = choices or EagleChoices()
         head = cls(EagleDesign.of(target, choices, draft_vocab_size=target.vocab_size))
         target.unembed_weight()  # raises here rather than in the first step
         head.prepare(choices)
         return head
+
+    def regressed(
+        self, loss: Tensor, inputs_BTD: Tensor, unrolled: Unrolled, weights_R: Tensor
+    ) -> Tensor:
+        true_PD = inputs_BTD.flatten(0, 1)
+
+        def distances(hidden_RH: Tensor) -> Tensor:
+            true_RH = true_PD[unrolled.places_R].float()
+            return F.smooth_l1_loss(hidden_RH.float(), true_RH, reduction="none").mean(1)
+
+        regression = (self.checkpointed(distances, unrolled.hidden_RH) * weights_R).sum()
+        return self.choices.regression * regression + self.choices.classification * loss
 
     def advance(
         self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
@@ -298,13 +336,39 @@ class EagleHead(AutoregressiveHead):
         return cls(EagleDesign.read(config, tensors, vocab_size, draft_vocab_size=vocab_size))
 
 
+class Eagle3Choices(DecoderChoices):
+    """EAGLE-3 (arXiv 2503.01840), with the switches of EAGLE-3.1 (arXiv 2605.09992)."""
+
+    kind: Literal["eagle3"] = Field("eagle3", description="reads three hidden states of the target")
+    feature_layers: list[Annotated[int, Ge(0)]] | None = Field(
+        None, min_length=1, description="0: embeddings; null: [2, n//2, n-3]"
+    )
+    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
+    fc_norm: bool = Field(False, description="normalise each of the target's features")
+    norm_output: bool = Field(False, description="feed back the normalised output")
+    norm_before_fc: bool = Field(False, description="normalise the concatenated features")
+    norm_before_residual: bool = Field(False, description="use the normalised feature as residual")
+    qk_norm: bool = Field(False, description="normalise queries and keys per head, as Qwen3 does")
+    steps: int = Field(7, ge=1, le=16, description="steps of training-time test")
+    labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
+    noise: float = Field(0.0, ge=0, description="uniform noise on the features, as in kind eagle")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Eagle3Choices:
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other; set one to false")
+        return self
+
+
 class Eagle3Head(Vocabulary, AutoregressiveHead):
     """EAGLE-3 (arXiv 2503.01840): fuses low, middle and high features, predicts tokens directly and
     is trained on its own output. The norms of EAGLE-3.1 are switches of the design.
     """
 
     kind = "eagle3"
-    steps, noise = 7, 0.0
+    title, paper = "EAGLE-3", "https://arxiv.org/abs/2503.01840"
+    Choices = Eagle3Choices
+    choices: Eagle3Choices
 
     def __init__(self, design: EagleDesign) -> None:
         super().__init__(design)
@@ -328,22 +392,26 @@ class Eagle3Head(Vocabulary, AutoregressiveHead):
         self.add_vocabulary(design.draft_vocab_size, design.vocab_size)
 
     @classmethod
-    def create(cls, target: Target, **choices: Any) -> Eagle3Head:
-        """A new head for `target`, whose lm_head it starts from.
-
-        choices: keys of a recipe's head section, all optional; vocabulary: target ids of the draft
-        vocabulary, default all.
-        """
-        ids_v = token_map(choices.get("vocabulary"), target.vocab_size)
-        layers = tuple(choices.get("feature_layers") or default_features(target.layers))
+    def create(
+        cls,
+        target: Target,
+        choices: Eagle3Choices | None = None,
+        vocabulary: Sequence[int] | None = None,
+    ) -> Eagle3Head:
+        """A new head for `target`, whose lm_head it starts from."""
+        choices = choices or Eagle3Choices()
+        ids_v = token_map(vocabulary, target.vocab_size)
+        layers = tuple(choices.feature_layers or default_features(target.layers))
         check_features(layers, target)
-        words = target.vocab_size if ids_v is None else len(ids_v)
-        head = cls(EagleDesign.of(target, choices, feature_layers=layers, draft_vocab_size=words))
+        more = {name: getattr(choices, name) for name in (*SWITCHES, "qk_norm")}
+        more |= {
+            "feature_layers": layers,
+            "draft_vocab_size": target.vocab_size if ids_v is None else len(ids_v),
+        }
+        head = cls(EagleDesign.of(target, choices, **more))
         head.prepare(choices)
-        if head.labels == "soft":  # raises here rather than in the first step
-            target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
-        weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
-        head.lm_head.weight.data.copy_(weight_VD if ids_v is None else weight_VD[ids_v])
+        head.check_labels(target)
+        head.lm_head.weight.data.copy_(lm_head_rows(target, ids_v))
         if ids_v is not None:
             head.fill_vocabulary(ids_v)
         return head
@@ -353,12 +421,8 @@ class Eagle3Head(Vocabulary, AutoregressiveHead):
         return "Eagle3Qwen3ForCausalLM" if self.design.qk_norm else "LlamaForCausalLMEagle3"
 
     @property
-    def training_layers(self) -> tuple[int, ...]:
-        return (*self.feature_layers, -1) if self.labels == "soft" else self.feature_layers
-
-    @property
     def needs_unembed(self) -> bool:
-        return self.labels == "soft"
+        return self.has_soft_labels
 
     def fuse(self, features_BQD: Tensor) -> Tensor:
         if self.design.norm_before_fc:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftheads.heads.choices import LayerSizes
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import needed
 
@@ -205,19 +206,19 @@ class LayerShape:
             )
 
     @classmethod
-    def of(cls, target: Target, choices: dict[str, Any]) -> LayerShape:
+    def of(cls, target: Target, choices: LayerSizes) -> LayerShape:
         """The recipe's sizes; by default those of the target's first layer."""
         config, width = target.config.per_layer_config[0], target.hidden_size
 
         def size(choice: str, default: int) -> int:
-            return int(choices.get(choice) or getattr(config, KEYS[choice], None) or default)
+            return int(getattr(choices, choice) or getattr(config, KEYS[choice], None) or default)
 
         heads = size("heads", 1)
         kv_heads = size("kv_heads", heads)
         return cls(
             width,
             heads,
-            kv_heads if choices.get("kv_heads") or heads % kv_heads == 0 else heads,
+            kv_heads if choices.kv_heads or heads % kv_heads == 0 else heads,
             size("head_dim", width // heads),
             size("intermediate_size", 4 * width),
             getattr(config, "rms_norm_eps", None) or 1e-5,
@@ -288,12 +289,12 @@ class Rope:
         self.frequencies = torch.cat([frequencies, frequencies])
 
     @classmethod
-    def of(cls, target: Target, choices: dict[str, Any], head_dim: int) -> Rope:
+    def of(cls, target: Target, choices: LayerSizes, head_dim: int) -> Rope:
         """The recipe's RoPE; the base is the target's by default."""
         parameters = getattr(target.config, "rope_parameters", None) or {}
         parameters = parameters.get("full_attention") or parameters  # one set per layer type
-        scaling = choices.get("rope_scaling") or {}
-        theta = choices.get("rope_theta") or scaling.get("rope_theta")
+        scaling = choices.rope_scaling or {}
+        theta = choices.rope_theta or scaling.get("rope_theta")
         return cls(head_dim, theta or parameters.get("rope_theta") or 10000.0, scaling)
 
     @classmethod

@@ -48,11 +48,11 @@ class LongRope:
         limit = self.limit
 
         def choose(rope: nn.Module, args: Any, kwargs: Any, output: Any) -> tuple[Tensor, ...]:
-            given = inspect.signature(rope.forward).bind(*args, **kwargs).arguments
-            positions_BT = given.pop("position_ids")
+            arguments = inspect.signature(rope.forward).bind(*args, **kwargs).arguments
+            positions_BT = arguments.pop("position_ids")
             beyond_B1 = torch.full_like(positions_BT[:, :1], limit)
-            short = rope.forward(position_ids=positions_BT.clamp(max=limit - 1), **given)
-            long = rope.forward(position_ids=torch.cat([positions_BT, beyond_B1], 1), **given)
+            short = rope.forward(position_ids=positions_BT.clamp(max=limit - 1), **arguments)
+            long = rope.forward(position_ids=torch.cat([positions_BT, beyond_B1], 1), **arguments)
             is_long_BT1 = (lengths_BT > limit).to(positions_BT.device)[:, :, None]
             pairs = zip(long, short, strict=True)
             return tuple(torch.where(is_long_BT1, a[:, :-1], b) for a, b in pairs)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.base import RANKS
+from draftheads.heads.target import Target
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
 """Logits per chunk: 8 MiB stay in a CPU's cache, 512 MiB keep a GPU busy."""
@@ -34,11 +35,9 @@ class Capped(NamedTuple):
     plus: LowRank | None
 
 
-Objective = Literal["ce", "kl", "tv", "lk", "hybrid", "dspark"]
-"""ce: cross-entropy. kl: ce less the entropy of p. The others depend on the acceptance
-a = sum min(p, q). tv: 1 - a. lk: -log a. hybrid: s ce + (1 - s) tv, where s = exp(-3 a) falls as
-the head improves (LK losses, arXiv 2602.23881). dspark: 0.1 of the cross-entropy with the true
-token and 0.9 of |p - q| = 2 tv.
+Objective = Literal["ce", "kl", "dspark"]
+"""ce: cross-entropy. kl: ce less the entropy of p, which has the same gradient. dspark: 0.1 of the
+cross-entropy with the true token and 0.9 of |p - q| = 2 (1 - sum min(p, q)).
 """
 
 
@@ -69,26 +68,23 @@ class Teacher:
     acceptance: bool = False
     """Whether to compute the acceptance with objectives ce and kl, too; without, it is 0."""
 
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        states_UD: Tensor,
+        places_R: np.ndarray,
+        token_map: Tensor | None = None,
+        objective: Objective = "ce",
+        *,
+        acceptance: bool = False,
+    ) -> Teacher:
+        """For row r, the target's logits of the last hidden state `states_UD[places_R[r]]`."""
 
-@dataclass(frozen=True)
-class DPace:
-    """Weights of D-PACE (dynamic position-aware cross-entropy): row j of a block weighs
-    sum over m >= j of prod over i <= m of (1 - floor) a_i + floor, where a_i is the acceptance of
-    row i. So the loss has the gradient of the expected number of tokens accepted.
+        def logits(places_U: Tensor) -> Tensor:
+            return target.unembed(states_UD[places_U])
 
-    slots: rows of a block. real_R: 1, or 0 for rows after the end of a document, and any scale.
-    """
-
-    slots: int
-    real_R: Tensor
-    floor: float = 0.5
-
-    def weights(self, accepted_C: Tensor, part: slice) -> Tensor:
-        """The weights of the rows of a chunk, which consists of whole blocks."""
-        real_C = self.real_R[part]
-        kept_C = ((1 - self.floor) * accepted_C + self.floor) * (real_C > 0)
-        reached = kept_C.view(-1, self.slots).cumprod(1)
-        return reached.flip(1).cumsum(1).flip(1).flatten() * real_C
+        return cls(places_R, logits, token_map, objective, target.vocab_size, acceptance)
 
 
 def linear_cross_entropy(
@@ -97,7 +93,7 @@ def linear_cross_entropy(
     labels_R: Tensor,
     plus: LowRank | Capped | None = None,
     *,
-    weights_R: Tensor | DPace | None = None,
+    weights_R: Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of logits `hidden @ weight.T`, summed over rows (scalar, float32); the rank of each
@@ -144,7 +140,7 @@ class _LinearLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         labels_R: Tensor,
-        weights_R: Tensor | DPace,
+        weights_R: Tensor,
         teacher: Teacher | None,
         cap: float | None,
         *factors: Tensor,
@@ -157,8 +153,7 @@ class _LinearLoss(torch.autograd.Function):
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
         ranks, accepted = [labels_R[:0]], [loss.new_zeros(0)]
         widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
-        multiple = weights_R.slots if isinstance(weights_R, DPace) else 1
-        for part in _chunks(hidden_RD, widest, multiple):
+        for part in _chunks(hidden_RD, widest):
             logits_Cv, slope_Cv = _logits(factors, part, cap)
             ranks.append(_ranks(logits_Cv, labels_R[part]))
             if teacher is None:
@@ -166,10 +161,7 @@ class _LinearLoss(torch.autograd.Function):
             else:
                 scored = _soft(logits_Cv, labels_R[part], teacher, part)
             accepted.append(scored.accepted_C)
-            if isinstance(weights_R, DPace):
-                weights_C = weights_R.weights(scored.accepted_C, part) * scored.known_C
-            else:
-                weights_C = weights_R[part] * scored.known_C
+            weights_C = weights_R[part] * scored.known_C
             loss += scored.loss_C @ weights_C
             _add_gradients(gradients, factors, scored.grad_Cv, slope_Cv, weights_C, part)
         ctx.save_for_backward(*gradients)
@@ -185,9 +177,8 @@ class _LinearLoss(torch.autograd.Function):
         return None, None, None, None, *scaled
 
 
-def _chunks(rows: Tensor, vocab_size: int, multiple: int = 1) -> list[slice]:
+def _chunks(rows: Tensor, vocab_size: int) -> list[slice]:
     size = max(CHUNK_ROWS, CHUNK_LOGITS.get(rows.device.type, 1 << 25) // vocab_size)
-    size = max(size - size % multiple, multiple)
     return [slice(start, start + size) for start in range(0, len(rows), size)]
 
 
@@ -258,19 +249,16 @@ def _soft(logits_Cv: Tensor, labels_C: Tensor, teacher: Teacher, part: slice) ->
     label_C = logits_Cv.gather(1, index_C1)[:, 0]
     q_Cv, normaliser_C1 = _softmax(logits_Cv)
     entropy_C = normaliser_C1[:, 0] - expected_C
-    if teacher.objective in ("ce", "kl"):
-        accepted_C = (
-            torch.minimum(p_Cv, q_Cv).sum(1) if teacher.acceptance else torch.zeros_like(entropy_C)
-        )
-        known = torch.special.entr(p_Cv).sum(1) if teacher.objective == "kl" else 0.0
-        return Scored(entropy_C - known, q_Cv.sub_(p_Cv), known_C, accepted_C)
-    loss_C, grad_Cv, accepted_C = _acceptance(q_Cv, p_Cv, entropy_C, teacher.objective)
+    accepted_C = torch.zeros_like(entropy_C)
+    if teacher.acceptance or teacher.objective == "dspark":
+        accepted_C = torch.minimum(p_Cv, q_Cv).sum(1)
     if teacher.objective == "dspark":
-        share_C = 0.1 * (labels_C >= 0)
-        loss_C = 1.8 * loss_C + share_C * (normaliser_C1[:, 0] - label_C)
-        grad_Cv = grad_Cv.mul_(1.8).addcmul_(share_C[:, None], q_Cv)
-        grad_Cv.scatter_add_(1, index_C1, -share_C[:, None])
-    return Scored(loss_C, grad_Cv, known_C, accepted_C)
+        hard_C = normaliser_C1[:, 0] - label_C
+        loss_C, grad_Cv = _dspark(q_Cv, p_Cv, accepted_C, labels_C, hard_C)
+        return Scored(loss_C, grad_Cv, known_C, accepted_C)
+    if teacher.objective == "kl":
+        entropy_C = entropy_C - torch.special.entr(p_Cv).sum(1)
+    return Scored(entropy_C, q_Cv.sub_(p_Cv), known_C, accepted_C)
 
 
 def _softmax(logits_Cv: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,24 +271,19 @@ def _softmax(logits_Cv: Tensor) -> tuple[Tensor, Tensor]:
     return q_Cv.div_(total_C1), total_C1.log() + top_C1
 
 
-def _acceptance(
-    q_Cv: Tensor, p_Cv: Tensor, entropy_C: Tensor, objective: Objective
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of each row, its gradient by the logits and the acceptance, for objectives that depend
-    on it (dspark: of tv); entropy_C: the cross-entropy of each row.
+def _dspark(
+    q_Cv: Tensor, p_Cv: Tensor, accepted_C: Tensor, labels_C: Tensor, hard_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss of each row and its gradient by the logits; overwrites q. hard_C: the cross-entropy with
+    the true token.
     """
-    accepted_C = torch.minimum(p_Cv, q_Cv).sum(1)
     short_Cv = (q_Cv < p_Cv).float()  # where more probability increases acceptance
-    tv_Cv = q_Cv * (torch.linalg.vecdot(q_Cv, short_Cv)[:, None] - short_Cv)
-    if objective in ("tv", "dspark"):
-        return 1 - accepted_C, tv_Cv, accepted_C
-    if objective == "lk":
-        floor_C = accepted_C.clamp(min=torch.finfo(torch.float32).tiny)
-        return -floor_C.log(), tv_Cv / floor_C[:, None], accepted_C
-    share_C = torch.exp(-3 * accepted_C)
-    loss_C = share_C * entropy_C + (1 - share_C) * (1 - accepted_C)
-    grad_Cv = share_C[:, None] * (q_Cv - p_Cv) + (1 - share_C[:, None]) * tv_Cv
-    return loss_C, grad_Cv, accepted_C
+    grad_Cv = q_Cv * (torch.linalg.vecdot(q_Cv, short_Cv)[:, None] - short_Cv)
+    share_C = 0.1 * (labels_C >= 0)
+    loss_C = 1.8 * (1 - accepted_C) + share_C * hard_C
+    grad_Cv = grad_Cv.mul_(1.8).addcmul_(share_C[:, None], q_Cv)
+    grad_Cv.scatter_add_(1, labels_C.clamp(min=0)[:, None], -share_C[:, None])
+    return loss_C, grad_Cv
 
 
 def _distribution(teacher: Teacher, part: slice, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,23 +10,25 @@ of the target, v draft vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
+from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project, refresh
 from draftheads.heads.losses import LowRank, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, integers, matrix, needed
-from draftheads.heads.tree import StaticTree, TokenTree, Tree, check_fits
-from draftheads.heads.vocabulary import check_ids, draft_index, token_map
+from draftheads.heads.tree import MOST_NODES, NODES, StaticTree, TokenTree, Tree, check_fits
+from draftheads.heads.vocabulary import check_ids, draft_index, lm_head_rows, token_map
 
 STACK_BYTES = 1 << 26
 """Smaller heads are stacked for drafting, whose cost is then the number of kernels."""
@@ -35,6 +37,23 @@ States = Iterator[tuple[Tensor, Tensor, LowRank | None]]
 """For each depth: the places of roots, int64 (M,); the input of lm_head, (M, D); a term added to
 the logits.
 """
+
+
+class MedusaChoices(HeadChoices):
+    """Medusa heads (arXiv 2401.10774)."""
+
+    takes_adapter = True
+
+    kind: Literal["medusa"] = Field("medusa", description="heads over the last hidden state")
+    depth: int = Field(4, ge=1, le=16, description="number of heads = tokens drafted ahead")
+    layers: int = Field(1, ge=1, le=8, description="residual blocks per head")
+    lm_head: Literal["own", "shared"] = Field("own", description="shared: of the target")
+    labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
+    decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of depth k")
+    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
+    nodes: int = Field(
+        NODES, ge=1, le=MOST_NODES, description="draft tokens in the calibrated tree"
+    )
 
 
 @dataclass(frozen=True)
@@ -49,15 +68,17 @@ class MedusaDesign:
     token_map: Tensor | None  # int64 (v,), target ids of the draft vocabulary; None: all
 
     @classmethod
-    def of(cls, target: Target, choices: dict[str, Any]) -> MedusaDesign:
-        """The choices of a recipe."""
+    def of(
+        cls, target: Target, choices: MedusaChoices, vocabulary: Sequence[int] | None
+    ) -> MedusaDesign:
+        """The choices of a recipe; vocabulary: as in `DraftHead.create`."""
         return cls(
             target.hidden_size,
             target.vocab_size,
-            choices.get("depth", 4),
-            choices.get("layers", 1),
-            choices.get("lm_head", "own") == "own",
-            token_map(choices.get("vocabulary"), target.vocab_size),
+            choices.depth,
+            choices.layers,
+            choices.lm_head == "own",
+            token_map(vocabulary, target.vocab_size),
         )
 
     @classmethod
@@ -79,13 +100,12 @@ class MedusaDesign:
 
 
 class MedusaHead(DraftHead):
-    """K heads of residual blocks; head k reads features[i] and predicts tokens[i + k].
-
-    labels: "hard" (the true token) or "soft" (the target's distribution). decay: the loss at depth
-    k has the weight decay^k.
-    """
+    """K heads of residual blocks; head k reads features[i] and predicts tokens[i + k]."""
 
     kind = "medusa"
+    title, paper = "Medusa", "https://arxiv.org/abs/2401.10774"
+    Choices = MedusaChoices
+    choices: MedusaChoices
     architecture = "MedusaModel"
     feature_layers: tuple[int, ...] = (-1,)
     token_map: Tensor | None
@@ -96,7 +116,6 @@ class MedusaHead(DraftHead):
         self.hidden_size, self.vocab_size = width, design.vocab_size
         self.layers, self.own_lm_head = design.layers, design.own_lm_head
         self.draft_vocab_size = design.vocab_size if ids_v is None else len(ids_v)
-        self.labels, self.decay = "hard", 0.8
         self._stack: Cached[StackedHeads] = Cached()
         self._shared_rows: Cached[Tensor] = Cached()
         self.tree = StaticTree.unfitted(depth)
@@ -108,25 +127,25 @@ class MedusaHead(DraftHead):
         )
 
     @classmethod
-    def create(cls, target: Target, **choices: Any) -> MedusaHead:
-        """New heads for `target`, which compute its own logits until they are trained.
-
-        choices: depth (default 4), layers (1), lm_head "own" | "shared", labels "hard" | "soft",
-        decay, vocabulary (target ids of a reduced vocabulary; default: all).
-        """
-        head = cls(MedusaDesign.of(target, choices))
+    def create(
+        cls,
+        target: Target,
+        choices: MedusaChoices | None = None,
+        vocabulary: Sequence[int] | None = None,
+    ) -> MedusaHead:
+        """New heads for `target`, which compute its own logits until they are trained."""
+        choices = choices or MedusaChoices()
+        head = cls(MedusaDesign.of(target, choices, vocabulary))
         head.prepare(target, choices)
         return head
 
-    def prepare(self, target: Target, choices: dict[str, Any]) -> None:
+    def prepare(self, target: Target, choices: MedusaChoices) -> None:
         """Set the choices for training, and initialise own lm_heads with the target's."""
-        self.labels, self.decay = choices.get("labels", "hard"), choices.get("decay", 0.8)
+        self.choices = choices
         if not self.own_lm_head:
             target.unembed_weight()  # raises here rather than in the first step
-        if self.labels == "soft":
-            target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
-        weight_VD = target.model.get_output_embeddings().weight.detach().float().cpu()
-        weight_vD = weight_VD if self.token_map is None else weight_VD[self.token_map]
+        self.check_labels(target)
+        weight_vD = lm_head_rows(target, self.token_map)
         for parameter in self.lm_heads.parameters():
             parameter.data.copy_(weight_vD)
 
@@ -136,7 +155,7 @@ class MedusaHead(DraftHead):
 
     @property
     def needs_unembed(self) -> bool:
-        return self.labels == "soft" or not self.own_lm_head
+        return self.has_soft_labels or not self.own_lm_head
 
     def config(self) -> dict[str, Any]:
         """config.json with the keys of vLLM's MedusaConfig."""
@@ -162,10 +181,12 @@ class MedusaHead(DraftHead):
         predictions = self._predictions(batch, features_BTD, target)
         for k, (roots_M, factors) in enumerate(predictions, start=1):
             teacher = None
-            if self.labels == "soft":
-                teacher = self._teacher(at_places(features_BTD, roots_M + k), target)
+            if self.has_soft_labels:
+                features_MD = at_places(features_BTD, roots_M + k)
+                rows_M = np.arange(len(features_MD))
+                teacher = Teacher.of(target, features_MD, rows_M, self.token_map)
             part, ranks_M, _ = linear_cross_entropy(*factors, teacher=teacher)
-            loss = loss + self.decay**k * part
+            loss = loss + self.choices.decay**k * part
             counts.append(counted(ranks_M, RANKS + 1))
         return HeadLoss(loss, torch.stack(counts))
 
@@ -245,14 +266,6 @@ class MedusaHead(DraftHead):
         for k, (roots_M, hidden_MD, low_rank) in enumerate(states, start=1):
             labels_M = draft_index(batch.tokens_BT.flatten()[roots_M + k], self.token_map)
             yield roots_M, (hidden_MD, weights[k - 1], labels_M, low_rank)
-
-    def _teacher(self, features_MD: Tensor, target: Target) -> Teacher:
-        return Teacher(
-            np.arange(len(features_MD)),
-            lambda rows: target.unembed(features_MD[rows]),
-            self.token_map,
-            vocab_size=self.vocab_size,
-        )
 
 
 class MedusaDrafter:

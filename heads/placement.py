@@ -214,9 +214,9 @@ def end_ids(given: Any, name: str, vocabulary: int | None = None) -> tuple[int, 
     ids = given if isinstance(given, list | tuple) else [] if given is None else [given]
     wrong = [each for each in ids if type(each) is not int or not 0 <= each < (vocabulary or inf)]
     if wrong:
-        known = f"from 0 to {vocabulary - 1}" if vocabulary else "from 0 on"
+        span = f"from 0 to {vocabulary - 1}" if vocabulary else "from 0 on"
         raise ValueError(
-            f"target {name}: eos_token_id: expected token ids {known}, got {wrong[0]!r}; correct "
+            f"target {name}: eos_token_id: expected token ids {span}, got {wrong[0]!r}; correct "
             f"it in {GENERATION_CONFIG_NAME} or config.json"
         )
     return tuple(ids)
@@ -234,7 +234,7 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
     place, file = location(path)
     with reading(path):
         model: PreTrainedModel
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             place,
             config=config,
             revision=revision,
@@ -244,11 +244,11 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
             **file,
             **options,
         )
-    wrong = [f"{name} {tuple(got)}" for name, got, _ in found["mismatched_keys"]]
-    left_out = layer_weights(model, found["unexpected_keys"])
+    wrong = [f"{name} {tuple(got)}" for name, got, _ in report["mismatched_keys"]]
+    left_out = layer_weights(model, report["unexpected_keys"])
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for names, fault in (
-        (found["missing_keys"], f"none for {len(found['missing_keys'])} of them"),
+        (report["missing_keys"], f"none for {len(report['missing_keys'])} of them"),
         (wrong, f"other shapes for {len(wrong)} of them"),
         (left_out, f"{len(left_out)} for which its {layers} decoder layers have no place"),
     ):
@@ -322,17 +322,17 @@ def _load_sharded(
     """
     waiting = dist.new_group(backend="gloo", timeout=READING)
     whole = None
-    found: list[Any] = [None]
+    results: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             whole = read()
-            found = [fingerprint(whole)]
+            results = [fingerprint(whole)]
         except (OSError, ValueError) as error:  # the other processes must raise it too
-            found = [error]
-    dist.broadcast_object_list(found, src=0, group=waiting)  # by then, files are downloaded
+            results = [error]
+    dist.broadcast_object_list(results, src=0, group=waiting)  # by then, files are downloaded
     dist.destroy_process_group(waiting)
-    if isinstance(found[0], Exception):
-        raise found[0]
+    if isinstance(results[0], Exception):
+        raise results[0]
     model = read(device_map="meta").requires_grad_(False)
     if getattr(model.config, "quantization_config", None):
         raise ValueError(
@@ -351,7 +351,7 @@ def _load_sharded(
         if whole is not None:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
-    return model, str(found[0])
+    return model, str(results[0])
 
 
 def _shard(model: PreTrainedModel, device: torch.device) -> None:

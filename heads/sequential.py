@@ -23,14 +23,17 @@ vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import count
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from draftheads.heads.batch import Batch, at_places
+from draftheads.heads.choices import MOST_RANKS, LayerSizes
 from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     Angles,
@@ -46,15 +49,51 @@ from draftheads.heads.layers import (
     project,
     refresh,
 )
-from draftheads.heads.medusa import MedusaDesign, MedusaHead, States
+from draftheads.heads.medusa import MedusaChoices, MedusaDesign, MedusaHead, States
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import matrix, needed
 from draftheads.heads.training_time_test import RowMemory
-from draftheads.heads.tree import NODES, DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, tree_builder
 
 KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Size limits, by device, for each of the two large `Products`; default: the CPU's."""
+
+
+class SequentialChoices(MedusaChoices, LayerSizes):
+    """Medusa heads conditioned on the preceding draft tokens (as in Hydra, arXiv 2402.05109). The
+    layer sizes apply to the prefix layer.
+    """
+
+    decoding_keys = frozenset({"nodes", "top_k"})
+
+    kind: Literal["sequential"] = Field(  # type: ignore[assignment]
+        "sequential", description="Medusa heads conditioned on the preceding draft tokens"
+    )
+    conditioning: Literal["markov", "recurrent", "hydra"] = Field(
+        "recurrent",
+        description="markov: the previous token adds to the logits; recurrent: all draft tokens "
+        "update the hidden state; hydra: they are inputs of the head",
+    )
+    rank: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_RANKS,
+        description="inner width; null: 64 for markov, else the target's width",
+    )
+    prefix: bool = Field(False, description="add a decoder layer over the whole text (Hydra++)")
+    top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> SequentialChoices:
+        if self.conditioning == "hydra" and self.rank is not None:
+            raise ValueError("rank should be null with conditioning: hydra; remove rank")
+        sizes = [name for name in LayerSizes.model_fields if getattr(self, name) is not None]
+        if sizes and not self.prefix:
+            raise ValueError(f"{sizes[0]} is a size of the prefix layer; set prefix: true")
+        if self.top_k is not None:
+            DynamicTree(self.nodes, self.depth, self.top_k)  # refuses too many nodes
+        return self
 
 
 class SequentialHead(MedusaHead):
@@ -65,6 +104,8 @@ class SequentialHead(MedusaHead):
     """
 
     kind = "sequential"
+    title, paper = "Sequential Medusa", "https://arxiv.org/abs/2402.05109"
+    Choices = SequentialChoices
     architecture = "SequentialMedusaModel"
     conditioning: ClassVar[str]
     normed = True
@@ -75,20 +116,26 @@ class SequentialHead(MedusaHead):
         self.add_conditioning(rank)
 
     @classmethod
-    def create(cls, target: Target, **choices: Any) -> SequentialHead:
-        """As for Medusa, with more choices: conditioning, rank, prefix and the sizes of its layer;
-        top_k of a dynamic tree, or None for a fixed tree, fitted to held-out text.
+    def create(  # type: ignore[override]
+        cls,
+        target: Target,
+        choices: SequentialChoices | None = None,
+        vocabulary: Sequence[int] | None = None,
+    ) -> SequentialHead:
+        """As for Medusa. The tree is dynamic if there is a top_k, else fixed and fitted to held-out
+        text.
         """
+        choices = choices or SequentialChoices()
         check_embeddings(target)
         prefix = None
-        if choices.get("prefix"):
+        if choices.prefix:
             shape = LayerShape.of(target, choices)
             prefix = PrefixLayer(shape, Rope.of(target, choices, shape.head_dim))
-        kind = CONDITIONINGS[choices.get("conditioning", "recurrent")]
-        head = kind(MedusaDesign.of(target, choices), choices.get("rank"), prefix)
+        kind = CONDITIONINGS[choices.conditioning]
+        head = kind(MedusaDesign.of(target, choices, vocabulary), choices.rank, prefix)
         head.prepare(target, choices)
-        if choices.get("top_k"):
-            head.tree = DynamicTree(choices.get("nodes", NODES), head.depth, choices["top_k"])
+        if choices.top_k is not None:
+            head.tree = DynamicTree(choices.nodes, choices.depth, choices.top_k)
         return head
 
     def config(self) -> dict[str, Any]:
@@ -103,11 +150,6 @@ class SequentialHead(MedusaHead):
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> SequentialHead:
         """The shape of the tensors; the prefix layer and `norm_embeddings` of the config."""
-        if config.get("conditioning") == "state":
-            raise ValueError(
-                f"expected conditioning {', '.join(CONDITIONINGS)}, got state, which was removed; "
-                "retrain with head.conditioning=recurrent"
-            )
         design, rank = MedusaDesign.read(config, tensors), None
         kind: type[SequentialHead] = HydraHead
         if "down.0.weight" in tensors:
@@ -380,42 +422,58 @@ class LowRankDrafter(SequentialDrafter):
 
     def propose(self, committed: Committed) -> TokenTree:
         inputs_BD, roots_B = self.start(committed)
-        builder, (codes_Vr, mixers_KDr, logits_rv) = self.builder, self.products
-        given_KBX = hidden_KBD = self.head.hidden(inputs_BD, self.depth, self.stack)
-        if logits_rv is not None:
-            logits_KBv = self.head.unembed(hidden_KBD, self.target, self.stack)
-            given_KBX = logits_KBv.to(hidden_KBD.dtype)
-        given_B1X = given_KBX[:, :, None].unbind()
-        mixed_B1r = None
-        if mixers_KDr is not None:
-            mixed_B1r = torch.bmm(hidden_KBD, mixers_KDr[: self.depth])[:, :, None].unbind()
+        builder = self.builder
+        state_B1X, mixed_B1r = self._state(inputs_BD)
         tokens_BF, carried_BFr = roots_B[:, None], None
         for index in count():
-            if codes_Vr is None:
-                codes_BFr = self.head.codes(index, tokens_BF, self.target)
-            else:
-                codes_BFr = F.embedding(tokens_BF, codes_Vr[index])
+            codes_BFr = self._token_codes(index, tokens_BF)
             if mixed_B1r is not None:
                 codes_BFr = codes_BFr + mixed_B1r[index]
             if carried_BFr is not None:
                 codes_BFr = codes_BFr + carried_BFr
             codes_BFr = F.silu(codes_BFr)
-            if not builder.add(self._logits(index, given_B1X[index], codes_BFr)):
+            if not builder.add(self._logits(index, state_B1X[index], codes_BFr)):
                 break
-            if self.carries_rr:
-                carried_BFr = project(codes_BFr, self.carries_rr[index])
-                if index:  # nodes of the first level share their parent
-                    carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
+            carried_BFr = self._carry(index, codes_BFr)
             tokens_BF = builder.tokens_BF
         return builder.tree(roots_B)
 
-    def _logits(self, index: int, given_B1X: Tensor, codes_BFr: Tensor) -> Tensor:
+    def _state(self, inputs_BD: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+        """What the target's state brings to each head: logits (B, 1, v), or states (B, 1, D) where
+        these are not kept; and the codes (B, 1, r), None for markov.
+        """
+        _, mixers_KDr, logits_rv = self.products
+        hidden_KBD = self.head.hidden(inputs_BD, self.depth, self.stack)
+        state_KBX, mixed_B1r = hidden_KBD, None
+        if logits_rv is not None:
+            logits_KBv = self.head.unembed(hidden_KBD, self.target, self.stack)
+            state_KBX = logits_KBv.to(hidden_KBD.dtype)
+        if mixers_KDr is not None:
+            mixed_B1r = torch.bmm(hidden_KBD, mixers_KDr[: self.depth])[:, :, None].unbind()
+        return state_KBX[:, :, None].unbind(), mixed_B1r
+
+    def _token_codes(self, index: int, tokens_BF: Tensor) -> Tensor:
+        """What the preceding tokens bring to the codes of a head, (B, F, r)."""
+        if self.products.codes_Vr is None:
+            return self.head.codes(index, tokens_BF, self.target)
+        return F.embedding(tokens_BF, self.products.codes_Vr[index])
+
+    def _carry(self, index: int, codes_BFr: Tensor) -> Tensor | None:
+        """What the codes of a level bring to those of the next, by its nodes."""
+        if not self.carries_rr:
+            return None
+        carried_BFr = project(codes_BFr, self.carries_rr[index])
+        if index == 0:  # nodes of the first level share their parent
+            return carried_BFr
+        return gather_nodes(carried_BFr, self.builder.parents_BF)
+
+    def _logits(self, index: int, state_B1X: Tensor, codes_BFr: Tensor) -> Tensor:
         if self.products.logits_rv is not None:
             up_rv = self.products.logits_rv[index]
             if len(codes_BFr) == 1:  # the usual case, without a pass of its own for the sum
-                return torch.addmm(given_B1X[0], codes_BFr[0], up_rv)[None].float()
-            return (given_B1X + project(codes_BFr, up_rv.T)).float()
-        states_BFD = given_B1X + self.head.up[index](codes_BFr)
+                return torch.addmm(state_B1X[0], codes_BFr[0], up_rv)[None].float()
+            return (state_B1X + project(codes_BFr, up_rv.T)).float()
+        states_BFD = state_B1X + self.head.up[index](codes_BFr)
         weight_vD = self.weights_vD[index]
         return project(states_BFD.to(weight_vD.dtype), weight_vD).float()
 

@@ -142,7 +142,7 @@ class Target:
         or damaged weights.
         """
         path = str(name_or_path)
-        model, known = load_model(
+        model, fingerprint = load_model(
             path, dtype=dtype, device=device, revision=revision, placement=placement, bits=bits
         )
         local, tokenizer = Path(os.path.expanduser(path)), None
@@ -153,7 +153,7 @@ class Target:
                     place, revision=revision, trust_remote_code=False, **file
                 )
         commit = revision or getattr(model.config, "_commit_hash", None)
-        target = cls(model, tokenizer, name=path, revision=commit, fingerprint=known)
+        target = cls(model, tokenizer, name=path, revision=commit, fingerprint=fingerprint)
         saved = read_config(path, revision).get_text_config(decoder=True).dtype
         target.saved_dtype = str(saved or torch.float32).removeprefix("torch.")
         return target
@@ -189,10 +189,10 @@ class Target:
             return "GGUF, dequantised"
         if config is None:
             return None
-        known = config if isinstance(config, dict) else config.to_dict()
-        bits = 4 if known.get("load_in_4bit") else 8 if known.get("load_in_8bit") else None
-        bits = bits or known.get("bits")
-        return f"{known.get('quant_method')}{f', {bits} bits' if bits else ''}"
+        values = config if isinstance(config, dict) else config.to_dict()
+        bits = 4 if values.get("load_in_4bit") else 8 if values.get("load_in_8bit") else None
+        bits = bits or values.get("bits")
+        return f"{values.get('quant_method')}{f', {bits} bits' if bits else ''}"
 
     @property
     def device(self) -> torch.device:

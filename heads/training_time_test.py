@@ -58,9 +58,9 @@ class Sight:
         """0 or -inf, (B, 1, C, S): which of `keys` these queries see, when they are `later`
         positions further away.
         """
-        known = (part.start, later if self.window else 0, dtype)
-        if known in self._masks:
-            return self._masks[known]
+        key = (part.start, later if self.window else 0, dtype)
+        if key in self._masks:
+            return self._masks[key]
         keys, batch = self.keys(part), self.batch
         places_BC = self.places_BQ[:, part]
         places_S = torch.arange(keys.start, keys.stop, device=places_BC.device)
@@ -75,7 +75,7 @@ class Sight:
         mask_BCS = torch.zeros(seen_BCS.shape, dtype=dtype, device=seen_BCS.device)
         mask_B1CS = mask_BCS.masked_fill_(~seen_BCS, -torch.inf)[:, None]
         if self.queries <= CHUNK:  # else too large to keep
-            self._masks[known] = mask_B1CS
+            self._masks[key] = mask_B1CS
         return mask_B1CS
 
     def in_chunks(self, attend: Callable[[slice], Tensor]) -> Tensor:

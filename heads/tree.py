@@ -194,8 +194,8 @@ class StaticTree:
 
     def fitted(self, ranks_MK: Tensor, nodes: int) -> StaticTree:
         """`most_frequent`, or this tree if no first draft token was right."""
-        known = bool((ranks_MK[:, 0] >= 0).any())
-        return StaticTree.most_frequent(ranks_MK, nodes) if known else self
+        has_ranks = bool((ranks_MK[:, 0] >= 0).any())
+        return StaticTree.most_frequent(ranks_MK, nodes) if has_ranks else self
 
     def to_json(self) -> list[list[int]]:
         """The input of `tree_from_json`."""
@@ -341,8 +341,8 @@ def parse_tree(text: str) -> Tree:
     value: Any = None
     try:
         if "=" in text:
-            given = dict(part.strip().split("=") for part in text.split(","))
-            value = {name.replace("nodes", "draft_nodes"): int(given[name]) for name in given}
+            fields = dict(part.strip().split("=") for part in text.split(","))
+            value = {name.replace("nodes", "draft_nodes"): int(fields[name]) for name in fields}
         else:
             value = json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
     except (ValueError, RecursionError):

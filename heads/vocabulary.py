@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from draftheads.heads.target import Target
 from draftheads.heads.tensors import integers
 
 
@@ -45,17 +46,17 @@ class Vocabulary:
     @staticmethod
     def sizes_in(tensors: dict[str, Tensor]) -> tuple[int, int] | None:
         """v and V of stored tensors; None without maps. Raises ValueError where they disagree."""
-        offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
-        if offsets_v is None or known_V is None:  # if one is missing, loading fails
+        offsets_v, mask_V = integers(tensors, "d2t"), integers(tensors, "t2d")
+        if offsets_v is None or mask_V is None:  # if one is missing, loading fails
             return None
         ids_v = offsets_v + torch.arange(len(offsets_v), device=offsets_v.device)
-        if ids_v.sort().values.tolist() != known_V.nonzero()[:, 0].tolist():
+        if ids_v.sort().values.tolist() != mask_V.nonzero()[:, 0].tolist():
             raise ValueError(
                 "expected d2t to hold target id minus draft index for each token in t2d, got "
                 f"{len(ids_v)} ids from {int(ids_v.min())} to {int(ids_v.max())} for "
-                f"{int(known_V.sum())} tokens; were absolute ids stored?"
+                f"{int(mask_V.sum())} tokens; were absolute ids stored?"
             )
-        return len(offsets_v), len(known_V)
+        return len(offsets_v), len(mask_V)
 
 
 def token_map(vocabulary: Sequence[int] | None, vocab_size: int) -> Tensor | None:
@@ -70,6 +71,14 @@ def token_map(vocabulary: Sequence[int] | None, vocab_size: int) -> Tensor | Non
     return torch.tensor(ids)
 
 
+def lm_head_rows(target: Target, token_map: Tensor | None) -> Tensor:
+    """The target's lm_head for the draft vocabulary, float32 (v, D) on the CPU: where heads with
+    their own start from.
+    """
+    weight_VD: Tensor = target.model.get_output_embeddings().weight.detach().float().cpu()
+    return weight_VD if token_map is None else weight_VD[token_map]
+
+
 def draft_index(tokens_M: Tensor, token_map: Tensor | None) -> Tensor:
     """int64: the draft index of each target id; -1 if the draft vocabulary lacks it."""
     if token_map is None:
@@ -80,9 +89,9 @@ def draft_index(tokens_M: Tensor, token_map: Tensor | None) -> Tensor:
 
 def t2d(token_map: Tensor, vocab_size: int) -> Tensor:
     """bool (V,): the target ids that are in the draft vocabulary."""
-    known_V = torch.zeros(vocab_size, dtype=torch.bool, device=token_map.device)
-    known_V[token_map] = True
-    return known_V
+    mask_V = torch.zeros(vocab_size, dtype=torch.bool, device=token_map.device)
+    mask_V[token_map] = True
+    return mask_V
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:

@@ -37,6 +37,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftheads.heads.base import DraftHead
+from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import WEIGHTS, check_target, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
@@ -148,7 +149,7 @@ class SpeculativeDecoding:
             if isinstance(drafts, str):
                 drafts = named_drafts(drafts).load(target)
             elif isinstance(drafts, DraftHead):
-                check_target(drafts, target, {})
+                check_target(drafts, target, HeadFacts({}))
                 drafts.to(target.device)
             self.speculator = Speculator(target, drafts, tree=self.tree, compile=self.compile)
         return self.speculator

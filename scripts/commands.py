@@ -484,7 +484,7 @@ def tune(
         place = (dtype, device, threads)
         model = load_fast_target(name, place, commit, [folder], template_args)
         ids = opening_ids(model, prompts, prompt_words, limit)
-        found = run(model, folder.load(model), ids, options, others=[folder.trained_tree])
+        found = run(model, folder.load(model), ids, options, others=[folder.facts.trained_tree])
         print_tuned(found)
         if not dry_run:
             record_tuned(folder.path, found.best.tree, found.facts())

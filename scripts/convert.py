@@ -41,15 +41,15 @@ def converted(
     """
     if out.exists():
         raise FileExistsError(f"{out} already exists; choose another name, or remove it")
-    found = open_head(source)
-    head, stored = found.read(target)
-    recorded = {"name": None, "revision": None, **(stored.facts.get("target") or {})}
+    folder = open_head(source)
+    head, stored = folder.read(target)
+    recorded = {"name": None, "revision": None, **(stored.facts.json.get("target") or {})}
     if target_file is not None:
         recorded.setdefault("layers", target_file.layers)
     facts = {
         "training": {},
         "measured": [],
-        **stored.facts,
+        **stored.facts.json,
         **tree_facts(head.tree),
         "format": FORMAT,
         "kind": head.kind,
@@ -59,8 +59,8 @@ def converted(
     dtypes = [each.dtype for each in stored.tensors.values() if each.is_floating_point()]
     ours = head_config(head, dtypes[0], facts)
     tensors = {name: tensor.contiguous() for name, tensor in stored.tensors.items()}
-    with named(found.path):
-        if found.facts.get("adapter"):
+    with named(folder.path):
+        if folder.facts.adapter:
             raise ValueError(
                 "this head was trained with an adapter, which no other layout has; `draftheads "
                 "merge` writes the adapted target and its heads first"
@@ -102,8 +102,7 @@ def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
         model.model.to(getattr(torch, dtype)).save_pretrained(staging)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(staging)
-        facts = folder.facts
-        training = {**facts.get("training", {}), "merged_adapter": facts.get("adapter")}
+        training = {**folder.facts.training, "merged_adapter": folder.facts.adapter}
         plain = Target(model.model, name=str(out))
         save_head(heads, staging / "heads", target=plain, training=training)
     return out / "heads"

@@ -54,7 +54,7 @@ def doctor(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding with a price
         drafter = folder.load(model)
-    training = folder.facts.get("training") or {}
+    training = folder.facts.training
     documents, manifest = _read_data(data, training, model)
     if prompts:
         openings = opening_ids(model, prompts, prompt_words, limit)

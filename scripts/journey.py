@@ -51,9 +51,7 @@ def load_drafts(
 
 def _adaptive(option: NamedDrafts, loaded: DrafterSource, target: Target) -> Adaptive:
     """Raises ValueError unless this is a tuned head; warns if it was tuned in another dtype."""
-    facts = option.folders[0].facts if isinstance(loaded, DraftHead) else {}
-    found = facts.get("tuned")
-    tuned: dict[str, Any] = found if isinstance(found, dict) else {}
+    tuned = option.folders[0].facts.tuned if isinstance(loaded, DraftHead) else {}
     costs = tuned.get("costs")
     if costs is None:
         raise ValueError(
@@ -165,7 +163,7 @@ def check_outputs(
     for source in card_heads:
         if not Path(source).is_dir():
             raise ValueError(f"{option}: expected a head folder on this machine, got {source}")
-        if "format" not in open_head(source).facts:
+        if not open_head(source).facts.is_ours:
             raise ValueError(
                 f"{option}: expected a head in this project's own layout, got {source}; "
                 f"draftheads convert {source} DIR --to draftheads writes one"

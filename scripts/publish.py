@@ -28,7 +28,8 @@ from draftheads.heads.formats.card import HERE, HUB_ID, REMOTE_CODE, is_hub_id, 
 from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head_config, open_head
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import as_ours
-from draftheads.train.recipe import HEAD_MODELS, recipe_keys
+from draftheads.heads.kinds import HEADS
+from draftheads.train.recipe import recipe_keys
 
 PLACES = re.compile(
     r"(?i)[a-z][\w+.-]*://[^\s\"'`,;|<>)]+|(?<![\w.])(?:~?/|\.\.?/|[A-Z]:\\)[^\s\"'`,;]+"
@@ -111,12 +112,12 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
     if not HUB_ID.fullmatch(repo_id):
         raise ValueError(f"repository {repo_id!r}: expected user/name in letters, digits and ._-")
     folder = open_head(source)
-    if folder.facts.get("tree") is None or "target" not in folder.facts:
+    if not folder.facts.has_tree or "target" not in folder.facts.json:
         raise ValueError(
             f"{folder.path / CONFIG}: expected a head in this project's own layout; draftheads "
             "convert SRC DST --to draftheads writes one"
         )
-    has_adapter = bool(folder.facts.get("adapter") or folder.adapter)
+    has_adapter = bool(folder.facts.adapter or folder.adapter)
     is_downloaded = not Path(os.path.expanduser(source)).is_dir()  # as links into the Hub's cache
     root = folder.path.parents[1] if is_downloaded else folder.path
     own = {
@@ -124,9 +125,9 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
         for name in [CONFIG, WEIGHTS, CARD, *(adapter.FILES if has_adapter else ())]
     }
     head, stored = folder.read()
-    facts = public_facts(folder.facts)
+    facts = public_facts(folder.facts.json)
     card = _card(folder, ours(head, stored, facts), repo_id, licence)
-    if is_local(folder.facts["target"].get("name")):
+    if is_local(folder.facts.target.name):
         facts["target"]["name"] = ""  # the last part of a path may be the name of another model
     texts = {CONFIG: ours(head, stored, facts).config}
     if has_adapter:
@@ -172,7 +173,7 @@ def _public(value: Any, key: str = "", whole: bool = False) -> Any:
         return {
             name: _public(each, name, whole or name in WHOLE)
             for name, each in value.items()
-            if name in published_keys() or (whole and not PLACES.search(name))
+            if name in published_keys(tuple(HEADS)) or (whole and not PLACES.search(name))
         }
     if isinstance(value, list):
         return [_public(each, key, whole) for each in value]
@@ -198,9 +199,9 @@ def is_local(name: str | None) -> bool:
 
 
 @cache
-def published_keys() -> frozenset[str]:
-    """All keys of metadata that are published."""
-    recipe = {key.rpartition(".")[2] for kind in HEAD_MODELS for key, _ in recipe_keys(kind)}
+def published_keys(kinds: tuple[str, ...]) -> frozenset[str]:
+    """All keys of metadata that are published, of heads of these kinds."""
+    recipe = {key.rpartition(".")[2] for kind in kinds for key, _ in recipe_keys(kind)}
     return frozenset(FACTS.split()) | recipe
 
 
@@ -221,10 +222,10 @@ def private_texts(facts: dict[str, Any], public: dict[str, Any]) -> dict[str, st
     """Texts of the metadata that are not published, the hosts of their URLs and the paths in them
     -> what replaces them in a card.
     """
-    known = {text for _, text in _texts(public)}
+    public_texts = {text for _, text in _texts(public)}
     private = {}
     for key, text in _texts(facts):
-        if not text or text in known:
+        if not text or text in public_texts:
             continue
         private[text] = _public_text(text, key) if key in NAMES | PATHS else ""
         for place in PLACES.findall(text):
@@ -253,7 +254,7 @@ def _card(folder: HeadFolder, public: Stored, repo_id: str, licence: str | None)
     if text == render_card(folder.config) + "\n":
         text = render_card(public.config) + "\n"
     else:
-        text = without(text, private_texts(folder.facts, public.facts))
+        text = without(text, private_texts(folder.facts.json, public.facts.json))
     try:
         card = ModelCard(text.replace(HERE, repo_id))
     except (ValueError, TypeError, yaml.YAMLError) as error:
@@ -270,10 +271,10 @@ def _card(folder: HeadFolder, public: Stored, repo_id: str, licence: str | None)
 
 def check_licence(licence: Any, place: Path) -> None:
     """Raise ValueError for a licence that the Hub does not know; None is no licence."""
-    known = LICENCES.split()
+    licences = LICENCES.split()
     for name in licence if isinstance(licence, list) else [licence]:
-        if name is not None and name not in known:
-            near = get_close_matches(str(name).lower(), known, 1, 0.0)[0]
+        if name is not None and name not in licences:
+            near = get_close_matches(str(name).lower(), licences, 1, 0.0)[0]
             raise ValueError(
                 f"--license, or {place}: expected a licence identifier of the Hub, got {name!r}; "
                 f"try {near!r}, or other"
@@ -282,10 +283,10 @@ def check_licence(licence: Any, place: Path) -> None:
 
 def _notes(folder: HeadFolder, card: str) -> Iterator[str]:
     """What readers will miss."""
-    target = folder.facts["target"].get("name")
+    target = folder.facts.target.name
     if not is_hub_id(target):
         yield f"the target is not on the Hub ({target}): others cannot load it"
-    if not folder.facts.get("measured"):
+    if not folder.facts.measured:
         yield "no measurements: draftheads bench --card adds them to the card"
     if "\nlicense:" not in card:
         yield "no licence: check the target's own, then pass --license"

@@ -27,21 +27,21 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 45_500, "infer": 12_900, "train": 26_700}
+CORE = {"heads": 47_500, "infer": 12_700, "train": 24_800}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
-    "heads.formats": 14_700,
-    "infer.drafters": 5_600,
+    "heads.formats": 14_800,
+    "infer.drafters": 5_400,
     "infer.measure": 12_300,
     "infer.chat": 7_000,
     "infer.serve": 11_900,
     "infer.generate": 2_200,
-    "train.data": 20_600,
+    "train.data": 20_700,
     "train.plan": 4_400,
     "train.doctor": 4_900,
-    "scripts": 14_600,
+    "scripts": 14_400,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}
@@ -133,7 +133,8 @@ def test_the_prose_stays_short(page):
 
 
 def test_functions_are_short(tree):
-    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions(tree)}
+    """Without their signatures, which for commands are the options that a person types."""
+    lengths = {f.name: (f.end_lineno or 0) - f.body[0].lineno + 1 for f in functions(tree)}
     assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
 
 

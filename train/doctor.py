@@ -26,6 +26,7 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead, mask_token
+from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
@@ -98,14 +99,14 @@ class Decoded:
 class Evidence:
     """A head, what it is examined on, and lazy measurements.
 
-    facts: the "draftheads" section of its config.json. openings: token ids of prompts to decode.
+    facts: what its config.json records. openings: token ids of prompts to decode.
     documents, manifest: the data, if any. sampling: tried in addition to greedy decoding. findings:
     of the checks so far.
     """
 
     target: Target
     head: DraftHead
-    facts: dict[str, Any]
+    facts: HeadFacts
     openings: list[list[int]]
     documents: Documents | None = None
     manifest: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class Evidence:
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.training: dict[str, Any] = self.facts.get("training") or {}
+        self.training = self.facts.training
         choices = self.training.get("recipe", {}).get("head", {})
         self.nodes: int = choices.get("nodes") or self.head.tree.draft_nodes
         states = self.target.layers + 1  # layer 0: the embeddings
@@ -503,18 +504,17 @@ def common_mask(evidence: Evidence) -> Finding | None:
 def other_target(evidence: Evidence) -> Finding | None:
     """A target or an adapter that the head was not trained on."""
     facts, target = evidence.facts, evidence.target
-    recorded = facts.get("target", {})
-    now = target.fingerprint()
-    if not same_weights(recorded.get("fingerprint"), now):
+    recorded, now = facts.target, target.fingerprint()
+    if not same_weights(recorded.fingerprint, now):
         return Finding(
             "target",
             evidence.rest,
-            f"trained on {recorded.get('name')} with fingerprint {recorded.get('fingerprint')} "
-            f"(revision {recorded.get('revision')}); {target.name} has {now}",
+            f"trained on {recorded.name} with fingerprint {recorded.fingerprint} "
+            f"(revision {recorded.revision}); {target.name} has {now}",
             "the same fingerprint",
             "load the target that it was trained on, at that revision, or train on this one",
         )
-    expected = facts["adapter"]["fingerprint"] if facts.get("adapter") else "none"
+    expected = facts.adapter_fingerprint or "none"
     got = target.adapter.fingerprint() if target.adapter else "none"
     if expected == got:
         return None

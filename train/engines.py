@@ -173,12 +173,7 @@ def divergence(states_MD: Tensor, frozen_MD: Tensor, target: Target) -> Tensor:
     """KL(frozen || adapted) in nats, summed over M, from last hidden states. Only `states_MD` gets
     a gradient.
     """
-    teacher = Teacher(
-        np.arange(len(states_MD)),
-        lambda positions: target.unembed(frozen_MD[positions]),
-        objective="kl",
-        vocab_size=target.vocab_size,
-    )
+    teacher = Teacher.of(target, frozen_MD, np.arange(len(states_MD)), objective="kl")
     # for ranks, which are not used
     labels_M = torch.zeros(len(states_MD), dtype=torch.long, device=states_MD.device)
     return linear_cross_entropy(states_MD, target.unembed_weight(), labels_M, teacher=teacher)[0]

@@ -18,13 +18,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from draftheads.train.faults import LostProcessError, OutOfMemoryError, memory_errors
 from draftheads.train.signals import HANG_UPS, handling, hang_up
-
-if TYPE_CHECKING:
-    from draftheads.train.recipe import Kind
 
 INTERRUPTED = 130
 LONGEST_LINE = 800
@@ -42,7 +39,7 @@ saved. DRAFTHEADS_DEBUG=1 shows tracebacks.
 usage: train/{script}.py RECIPE.yaml [key.path=value ...]"""
 
 
-def main(argv: Sequence[str] | None = None, *, script: str, kind: Kind) -> int:
+def main(argv: Sequence[str] | None = None, *, script: str, kind: str) -> int:
     """Run the recipe named in `argv` (None: the arguments of the process); returns the exit code.
 
     kind: of the head, if the recipe has no `head.kind`.
@@ -60,7 +57,7 @@ def main(argv: Sequence[str] | None = None, *, script: str, kind: Kind) -> int:
         return int(ended.code or 0)
 
 
-def train(recipe: str, overrides: Sequence[str], kind: Kind) -> int:
+def train(recipe: str, overrides: Sequence[str], kind: str) -> int:
     """Train from a recipe; returns 0, or 130 if the run was interrupted and saved."""
     from draftheads.train.loop import fit
     from draftheads.train.recipe import load_recipe

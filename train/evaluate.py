@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.formats.hub import HEADS
+from draftheads.heads.kinds import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled

@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM
 
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.files import nearest
-from draftheads.heads.formats.hub import HEADS
+from draftheads.heads.kinds import HEADS
 from draftheads.heads.placement import check_path, check_placement, read_config, reading
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
@@ -115,14 +115,13 @@ class Shapes:
         lm_head = model.get_output_embeddings()
         zeros_VD = torch.zeros(()).expand(lm_head.weight.shape)
         lm_head.weight = nn.Parameter(zeros_VD, requires_grad=False)
-        choices = recipe.head.model_dump(exclude={"kind"})
-        size = choices.pop("vocabulary", None)
-        self.vocabulary = min(size or self.target.vocab_size, self.target.vocab_size)
-        if size:
-            choices["vocabulary"] = list(range(self.vocabulary))
+        vocabulary: Sequence[int] | None = None
+        if recipe.head.draft_vocabulary is not None:
+            vocabulary = range(min(recipe.head.draft_vocabulary, self.target.vocab_size))
+        self.vocabulary = self.target.vocab_size if vocabulary is None else len(vocabulary)
         self.adapter = self.adapted = 0
         with torch.device("meta"):
-            head = HEADS[recipe.head.kind].create(self.target, **choices)
+            head = HEADS[recipe.head.kind].create(self.target, recipe.head, vocabulary)
             if recipe.adapter:
                 keys = {"rank", "alpha", "layers", "modules"}
                 adapter = Adapter.create(model, "", **recipe.adapter.model_dump(include=keys))

@@ -11,287 +11,44 @@ import inspect
 import json
 import logging
 import math
-import os
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import cache, reduce
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializeAsAny,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from draftheads.heads.base import DraftHead
+from draftheads.heads.choices import LARGEST, MOST_RANKS, HeadChoices, Section
+from draftheads.heads.kinds import HEADS
+from draftheads.heads.medusa import MedusaChoices
 from draftheads.heads.tables import flat
-from draftheads.heads.tree import MOST_NODES, NODES, DynamicTree
 
 logger = logging.getLogger("draftheads")
 
-Kind = Literal["medusa", "sequential", "eagle3", "eagle", "block"]
 Precision = Literal["fp32", "bf16"]
 Measure = Literal["tokens_per_step", "tokens_per_second", "simulated", "loss"]
 DECODED = ("tokens_per_step", "tokens_per_second")
 """Measures that require decoding."""
 
 Beta = Annotated[float, Ge(0), Lt(1)]
-
-# Limits that no recipe means to pass: a larger number is refused before anything is loaded.
-LARGEST = 2**43
-"""Of all numbers: epochs are shuffled by seed * 1,000,003 + epoch, an int64."""
-WIDEST = 2**18
-"""Inner width of a layer."""
-MOST_HEADS = 2**12
-"""Attention heads of a layer, and the width of one."""
-MOST_RANKS = 2**15
-"""Rank of a product of two thin matrices."""
-
-
-class Section(BaseModel):
-    """Refuses unknown keys, empty values, non-finite and absurdly large numbers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plain(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        for key, value in values.items():
-            if value == "":  # of an unset variable, as in run.output=$OUT
-                raise ValueError(f"{key} is empty; set it, or leave it out")
-        expand = os.path.expanduser  # no shell expands ~ in key=~/value
-        return {key: expand(x) if isinstance(x, str) else x for key, x in values.items()}
-
-    @field_validator("*")
-    @classmethod
-    def _check_size(cls, value: Any) -> Any:
-        if isinstance(value, int | float) and value > LARGEST:
-            raise ValueError(f"expected a number of at most {LARGEST:.3g}")
-        return value
-
-
-class MedusaChoices(Section):
-    """Medusa heads (arXiv 2401.10774)."""
-
-    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes"})
-    """Keys that only decoding reads, so they may change when a run is resumed."""
-
-    kind: Literal["medusa"] = Field("medusa", description="heads over the last hidden state")
-    depth: int = Field(4, ge=1, le=16, description="number of heads = tokens drafted ahead")
-    layers: int = Field(1, ge=1, le=8, description="residual blocks per head")
-    lm_head: Literal["own", "shared"] = Field("own", description="shared: of the target")
-    labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
-    decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of depth k")
-    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
-    nodes: int = Field(
-        NODES, ge=1, le=MOST_NODES, description="draft tokens in the calibrated tree"
-    )
-
-
-class LayerSizes(Section):
-    """Sizes of a decoder layer; null: as in the target."""
-
-    heads: int | None = Field(None, ge=1, le=MOST_HEADS, description="attention heads")
-    kv_heads: int | None = Field(None, ge=1, le=MOST_HEADS, description="key-value heads")
-    head_dim: int | None = Field(
-        None, ge=1, le=MOST_HEADS, description="width of an attention head"
-    )
-    intermediate_size: int | None = Field(
-        None, ge=1, le=WIDEST, description="inner width of the MLP"
-    )
-    rope_theta: float | None = Field(None, gt=0, description="RoPE base frequency")
-    rope_scaling: dict[str, Any] | None = Field(None, description="as in a model's config.json")
-
-
-class SequentialChoices(MedusaChoices, LayerSizes):
-    """Medusa heads conditioned on the preceding draft tokens (as in Hydra, arXiv 2402.05109). The
-    layer sizes apply to the prefix layer.
-    """
-
-    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "top_k"})
-
-    kind: Literal["sequential"] = Field(  # type: ignore[assignment]
-        "sequential", description="Medusa heads conditioned on the preceding draft tokens"
-    )
-    conditioning: Literal["markov", "recurrent", "hydra"] = Field(
-        "recurrent",
-        description="markov: the previous token adds to the logits; recurrent: all draft tokens "
-        "update the hidden state; hydra: they are inputs of the head",
-    )
-    rank: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_RANKS,
-        description="inner width; null: 64 for markov, else the target's width",
-    )
-    prefix: bool = Field(False, description="add a decoder layer over the whole text (Hydra++)")
-    top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
-
-    @model_validator(mode="after")
-    def _check_together(self) -> SequentialChoices:
-        if self.conditioning == "hydra" and self.rank is not None:
-            raise ValueError("rank should be null with conditioning: hydra; remove rank")
-        sizes = [name for name in LayerSizes.model_fields if getattr(self, name) is not None]
-        if sizes and not self.prefix:
-            raise ValueError(f"{sizes[0]} is a size of the prefix layer; set prefix: true")
-        if self.top_k is not None:
-            DynamicTree(self.nodes, self.depth, self.top_k)  # refuses too many nodes
-        return self
-
-
-class DecoderChoices(LayerSizes):
-    """Choices of both kinds of EAGLE: decoder layers and a dynamic tree."""
-
-    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "depth", "top_k"})
-
-    layers: int = Field(1, ge=1, le=8, description="decoder layers")
-    sliding_window: int | None = Field(None, ge=1, description="attention window; null: all tokens")
-    decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of step k, normalised")
-    nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the dynamic tree")
-    depth: int = Field(8, ge=1, le=32, description="depth of the tree = tokens drafted ahead")
-    top_k: int = Field(4, ge=1, description="nodes expanded per level, children per node")
-
-    @model_validator(mode="after")
-    def _check_tree(self) -> DecoderChoices:
-        DynamicTree(self.nodes, self.depth, self.top_k)  # refuses too many nodes
-        return self
-
-
-class Eagle3Choices(DecoderChoices):
-    """EAGLE-3 (arXiv 2503.01840), with the switches of EAGLE-3.1 (arXiv 2605.09992) and the
-    losses of arXiv 2602.23881.
-    """
-
-    kind: Literal["eagle3"] = Field("eagle3", description="reads three hidden states of the target")
-    feature_layers: list[Annotated[int, Ge(0)]] | None = Field(
-        None, min_length=1, description="0: embeddings; null: [2, n//2, n-3]"
-    )
-    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
-    fc_norm: bool = Field(False, description="normalise each of the target's features")
-    norm_output: bool = Field(False, description="feed back the normalised output")
-    norm_before_fc: bool = Field(False, description="normalise the concatenated features")
-    norm_before_residual: bool = Field(False, description="use the normalised feature as residual")
-    qk_norm: bool = Field(False, description="normalise queries and keys per head, as Qwen3 does")
-    steps: int = Field(7, ge=1, le=16, description="steps of training-time test")
-    labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
-    loss: Literal["ce", "tv", "lk", "hybrid"] = Field(
-        "ce",
-        description="ce: cross-entropy; tv: total variation = 1 - acceptance; lk: -log acceptance; "
-        "hybrid: l * ce + (1 - l) * tv with l = exp(-3 * acceptance)",
-    )
-    noise: float = Field(0.0, ge=0, description="uniform noise on the features, as in kind eagle")
-
-    @model_validator(mode="after")
-    def _check_together(self) -> Eagle3Choices:
-        if self.fc_norm and self.norm_before_fc:
-            raise ValueError("fc_norm and norm_before_fc exclude each other; set one to false")
-        if self.loss != "ce" and self.labels != "soft":
-            raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
-        return self
-
-
-class EagleChoices(DecoderChoices):
-    """EAGLE-1 (arXiv 2401.15077)."""
-
-    kind: Literal["eagle"] = Field("eagle", description="EAGLE-1: predicts the target's features")
-    steps: int = Field(1, ge=1, le=16, description="steps for which training unrolls the head")
-    regression: float = Field(1.0, ge=0, description="weight of the SmoothL1 loss on features")
-    classification: float = Field(0.1, ge=0, description="weight of the cross-entropy")
-    labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
-    noise: float = Field(0.2, ge=0, description="(u - 0.5) * noise * 512 / sequence_length")
-
-    @model_validator(mode="after")
-    def _check_loss(self) -> EagleChoices:
-        if not self.regression and not self.classification:
-            raise ValueError("regression and classification are both 0; raise one of them")
-        return self
-
-
-class BlockChoices(LayerSizes):
-    """Block-parallel heads (DFlash, DSpark)."""
-
-    decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes", "top_k", "confidence_threshold"})
-
-    kind: Literal["block"] = Field("block", description="drafts a whole block in one pass")
-    layers: int = Field(2, ge=1, le=16, description="decoder layers")
-    block_size: int = Field(7, ge=2, le=16, description="slots of a block, the anchor's included")
-    sample_from_anchor: bool = Field(
-        True,
-        description="true: each slot predicts the next token (DSpark); false: its own (DFlash)",
-    )
-    feature_layers: list[Annotated[int, Ge(0)]] | None = Field(
-        None, min_length=1, description="0: embeddings; null: five from 2 to n-2"
-    )
-    mask: int | Literal["auto", "learned"] = Field(
-        "auto",
-        description="input of unknown slots: a token id, a learned vector, or auto: an id that no "
-        "text contains, else learned",
-    )
-    conditioning: Literal["none", "markov", "gated", "rnn"] = Field(
-        "rnn",
-        description="on the preceding draft tokens; markov: the previous one adds to the logits; "
-        "gated: as much as the state lets it; rnn: all of them, by a recurrence",
-    )
-    rank: int = Field(64, ge=1, le=MOST_RANKS, description="inner width of the conditioning")
-    confidence: bool = Field(False, description="also predict the acceptance of each draft")
-    confidence_threshold: float = Field(
-        0.0, ge=0, lt=1, description="drafts less likely to be accepted are not proposed"
-    )
-    sliding_window: int | None = Field(
-        None, ge=1, description="attention window, at least the block; null: all tokens"
-    )
-    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
-    lm_head: Literal["own", "shared"] = Field("shared", description="shared: of the target, frozen")
-    embeddings: Literal["own", "shared"] = Field("shared", description="shared: of the target")
-    labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
-    loss: Literal["ce", "kl", "tv", "lk", "hybrid", "dspark"] = Field(
-        "ce",
-        description="as for eagle3; kl: ce less the target's entropy; dspark: 0.1 cross-entropy + "
-        "0.9 |p - q|",
-    )
-    weighting: Literal["decay", "dpace"] = Field(
-        "decay", description="of a block's tokens; dpace: by expected acceptance (D-PACE)"
-    )
-    decay_tokens: float = Field(4.0, gt=0, description="decay: token k weighs exp(-k/decay_tokens)")
-    anchors: int = Field(64, ge=1, description="random blocks per row and step")
-    nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the tree")
-    top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
-
-    @field_validator("mask", mode="before")
-    @classmethod
-    def _check_mask(cls, value: Any) -> Any:
-        if not re.fullmatch(r"\d+|auto|learned", str(value)):
-            raise ValueError("expected a token id, auto or learned")
-        return value
-
-    @model_validator(mode="after")
-    def _check_together(self) -> BlockChoices:
-        if self.top_k is not None:  # refuses too many nodes
-            DynamicTree(self.nodes, self.block_size - (not self.sample_from_anchor), self.top_k)
-        if self.loss != "ce" and self.labels != "soft":
-            raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
-        if self.confidence_threshold and not self.confidence:
-            raise ValueError("confidence_threshold needs the confidence head; set confidence: true")
-        if self.vocabulary is not None and self.lm_head != "own":
-            raise ValueError("vocabulary needs an lm_head of as many tokens; set lm_head to own")
-        return self
-
-
-HeadChoices = Annotated[
-    MedusaChoices | SequentialChoices | Eagle3Choices | EagleChoices | BlockChoices,
-    Field(discriminator="kind"),
-]
-HEAD_MODELS: dict[str, type[Section]] = {
-    "medusa": MedusaChoices,
-    "sequential": SequentialChoices,
-    "eagle3": Eagle3Choices,
-    "eagle": EagleChoices,
-    "block": BlockChoices,
-}
 
 
 class DataChoices(Section):
@@ -422,7 +179,7 @@ class Recipe(Section):
     target_bits: Literal[4, 8] | None = Field(None, description="quantise with bitsandbytes")
     data: DataChoices
     features: FeatureChoices = Field(default_factory=FeatureChoices)
-    head: HeadChoices = Field(default_factory=MedusaChoices)
+    head: SerializeAsAny[HeadChoices] = Field(default_factory=MedusaChoices)
     optim: OptimChoices = Field(default_factory=OptimChoices)
     adapter: AdapterChoices | None = Field(None, description="Medusa-2; null: a frozen target")
     eval: EvalChoices = Field(default_factory=EvalChoices)
@@ -440,6 +197,11 @@ class Recipe(Section):
         """The measure that picks the best checkpoint."""
         return self.eval.best or ("tokens_per_step" if self.decodes else "simulated")
 
+    @field_validator("head", mode="before")
+    @classmethod
+    def _of_kind(cls, value: Any) -> HeadChoices:
+        return _choices_of(tuple(HEADS.values())).validate_python(value)
+
     @model_validator(mode="after")
     def _check_together(self) -> Recipe:
         sharded = self.target_placement == "sharded"
@@ -448,14 +210,22 @@ class Recipe(Section):
                 f"data.cache_gb should be 0 with target_placement=sharded, got "
                 f"{self.data.cache_gb}; set features.mode=cached instead"
             )
-        if self.adapter and not isinstance(self.head, MedusaChoices):
-            raise ValueError(f"adapter needs head.kind medusa or sequential, got {self.head.kind}")
+        if self.adapter and not self.head.takes_adapter:
+            kinds = " or ".join(kind for kind in HEADS if HEADS[kind].Choices.takes_adapter)
+            raise ValueError(f"adapter needs head.kind {kinds}, got {self.head.kind}")
         if self.adapter and (self.target_bits or sharded):
             raise ValueError("adapter needs target_bits null and target_placement whole or split")
         return self
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "medusa") -> Recipe:
+@cache
+def _choices_of(kinds: tuple[type[DraftHead], ...]) -> TypeAdapter[HeadChoices]:
+    """Validates a section `head` as the choices of the kind that it names."""
+    union: Any = reduce(or_, (kind.Choices for kind in kinds))
+    return TypeAdapter(Annotated[union, Field(discriminator="kind")])
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "medusa") -> Recipe:
     """Read a recipe. Overrides are like "optim.lr=1e-3": literal text where the key takes text,
     else YAML. `head.kind=...` drops the keys that only the previous kind has. kind: of the head, if
     neither the file nor an override sets `head.kind`.
@@ -472,31 +242,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: Kind = "m
         raise ValueError(f"{path}: not YAML in UTF-8: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
-    renamed = [re.sub(r"^judge\.", "eval.", text) for text in overrides]
-    if "judge" in values or renamed != list(overrides):
-        logger.warning("the recipe section judge: is now called eval:; rename it")
-    values = {
-        "eval" if key == "judge" else key: value
-        for key, value in values.items()
-        if value is not None  # a section whose keys are all commented out
-    }
+    # None: a section whose keys are all commented out
+    values = {key: value for key, value in values.items() if value is not None}
     head = values.setdefault("head", {})
     if isinstance(head, dict) and head.get("kind") is None:
         head["kind"] = kind
-    overridden = [_override(values, text) for text in renamed]
+    overridden = [_override(values, text) for text in overrides]
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:  # its message has several lines and a link
         raise ValueError(_explain(error.errors()[0], path, overridden)) from error
-
-
-def recorded_recipe(values: dict[str, Any]) -> Recipe:
-    """The recipe in a checkpoint. In earlier versions the section `eval` was named `judge`, or was
-    missing and nothing was decoded.
-    """
-    section = values.get("eval", values.get("judge", {"every": 0}))
-    kept = {key: value for key, value in values.items() if key != "judge"}
-    return Recipe.model_validate({**kept, "eval": section})
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
@@ -533,7 +288,9 @@ def recipe_keys(
     for name, field in model.model_fields.items():
         yield prefix + name, field
         types = (field.annotation, *get_args(field.annotation))
-        for section in (HEAD_MODELS[kind],) if name == "head" else types:
+        if name == "head":
+            types = (HEADS[kind].Choices,)
+        for section in types:
             if isinstance(section, type) and issubclass(section, BaseModel):
                 yield from recipe_keys(kind, section, f"{prefix}{name}.")
 
@@ -541,7 +298,7 @@ def recipe_keys(
 def key_table() -> list[tuple[str, ...]]:
     """(key, type, default or "required", description) of the keys of all kinds."""
     kinds_of: dict[tuple[str, ...], list[str]] = {}
-    for kind in HEAD_MODELS:
+    for kind in HEADS:
         for key, field in recipe_keys(kind):
             default = field.get_default(call_default_factory=True)
             if isinstance(default, BaseModel) or not field.description:
@@ -555,7 +312,7 @@ def key_table() -> list[tuple[str, ...]]:
     table = []
     for key, *rest in sorted(kinds_of, key=lambda row: sections.index(row[0].partition(".")[0])):
         kinds = kinds_of[key, *rest]
-        shown = key if len(kinds) == len(HEAD_MODELS) else f"{key} ({', '.join(kinds)})"
+        shown = key if len(kinds) == len(HEADS) else f"{key} ({', '.join(kinds)})"
         table.append((shown, *rest))
     return table
 
@@ -571,7 +328,7 @@ def _override(values: dict[str, Any], text: str) -> str:
         if not isinstance(section.get(each), dict):
             section[each] = {}
         section = section[each]
-    fields = [dict(recipe_keys(kind)).get(key) for kind in HEAD_MODELS]
+    fields = [dict(recipe_keys(kind)).get(key) for kind in HEADS]
     types = [str(field.annotation) for field in fields if field]
     takes_text = re.search(r"\bstr\b|Path|\['", " ".join(types))
     is_text = takes_text and not re.match(r"[\[{'\"]|~?$|null$", value)
@@ -580,9 +337,9 @@ def _override(values: dict[str, Any], text: str) -> str:
         section[name] = value if is_text else _parse_yaml(value)
     except ValueError as error:
         raise ValueError(f"override {text!r}: {value!r} is not a YAML value") from error
-    if key == "head.kind" and old_kind in HEAD_MODELS and value in HEAD_MODELS:
-        others = HEAD_MODELS[old_kind].model_fields.keys() - HEAD_MODELS[value].model_fields.keys()
-        dropped = [other for other in section if other in others]
+    if key == "head.kind" and old_kind in HEADS and value in HEADS:
+        old, new = HEADS[old_kind].Choices.model_fields, HEADS[value].Choices.model_fields
+        dropped = [other for other in section if other in old and other not in new]
         for other in dropped:
             del section[other]
         if dropped:
@@ -598,7 +355,7 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
     key = ".".join(names)
     where = "command line" if any(f"{key}.".startswith(f"{x}.") for x in overridden) else str(path)
     if fault["type"] == "extra_forbidden":
-        keys = {kind: list(dict(recipe_keys(kind))) for kind in HEAD_MODELS}
+        keys = {kind: list(dict(recipe_keys(kind))) for kind in HEADS}
         owners = [kind for kind in keys if key in keys[kind]]
         near = difflib.get_close_matches(key, keys[kind], n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`draftheads keys` lists all"

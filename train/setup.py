@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats.hub import HEADS
+from draftheads.heads.kinds import HEADS
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows, Verification, release
@@ -116,11 +116,11 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
 
 def create_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
     """A new head of the recipe's kind, in float32 on the target's device."""
-    choices = recipe.head.model_dump(exclude={"kind"})
-    if size := choices.pop("vocabulary", None):
-        choices["vocabulary"] = documents.frequent_tokens(size, target.vocab_size)
+    choices, vocabulary = recipe.head, None
+    if choices.draft_vocabulary is not None:
+        vocabulary = documents.frequent_tokens(choices.draft_vocabulary, target.vocab_size)
     torch.manual_seed(recipe.run.seed)
-    return HEADS[recipe.head.kind].create(target, **choices).float().to(target.device)
+    return HEADS[choices.kind].create(target, choices, vocabulary).float().to(target.device)
 
 
 def versions() -> dict[str, str]:

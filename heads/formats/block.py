@@ -120,7 +120,7 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
         tensors.setdefault("confidence_head.proj.bias", zero_1)
     if _is_silent(tensors) and not config.get("confidence_head_with_markov"):
         tensors = renamed(tensors, [(r"^markov_head\..*", "")])
-    facts = {"target": {"name": target_name(config)}, **stored.facts, "kind": "block"}
+    facts = {"target": {"name": target_name(config)}, **stored.facts.json, "kind": "block"}
     ours = {
         **{key: config.get(key) for key in (*COPIED, "rope_parameters")},
         **_sizes(tensors),

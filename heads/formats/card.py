@@ -15,19 +15,14 @@ from jinja2 import Environment
 
 from draftheads.heads.formats import block
 from draftheads.heads.formats.eagle import AUX_LAYERS
+from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.llamacpp import server_options
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import WRITERS, loss
+from draftheads.heads.kinds import HEADS
 from draftheads.heads.tables import flat, markdown_table
-from draftheads.heads.tree import DynamicTree, tree_from_json
+from draftheads.heads.tree import DynamicTree
 
-PAPERS = {
-    "medusa": ("Medusa", "https://arxiv.org/abs/2401.10774"),
-    "sequential": ("Sequential Medusa", "https://arxiv.org/abs/2402.05109"),
-    "eagle": ("EAGLE", "https://arxiv.org/abs/2401.15077"),
-    "eagle3": ("EAGLE-3", "https://arxiv.org/abs/2503.01840"),
-    "block": ("DSpark", "https://github.com/deepseek-ai/DeepSpec"),
-}
 ENGINES = {
     "vllm": "vLLM (0.33; for Medusa 0.9.2 to 0.32)",
     "sglang": "SGLang (0.5.23)",
@@ -59,38 +54,38 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     to: the program for which its folder was converted; config: always in our own layout. Raises
     KeyError for a config without our own metadata.
     """
-    facts, kind = config["draftheads"], config["draftheads"]["kind"]
-    target, training = facts["target"].get("name"), dict(facts.get("training") or {})
-    tree, source = tree_from_json(facts["tree"]), flat(facts).get("training.data.prompts.source")
-    recipe = training.pop("recipe", None)
+    facts = HeadFacts(config["draftheads"])
+    kind, target, tree = facts.kind, facts.target.name, facts.tree
+    training = {key: value for key, value in facts.training.items() if key != "recipe"}
+    recipe, source = facts.training.get("recipe"), flat(training).get("data.prompts.source")
     shape = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
     growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
     shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
-    known = is_hub_id(target)
+    on_hub = is_hub_id(target)
     data = ModelCardData(
         library_name="draftheads",
         pipeline_tag="text-generation",
-        base_model=target if known else None,
-        base_model_relation="adapter" if known else None,
+        base_model=target if on_hub else None,
+        base_model_relation="adapter" if on_hub else None,
         datasets=[str(source)] if is_hub_id(source) else None,
         tags=["speculative-decoding", "draft-head", kind],
     )
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text()).render(
         card_data=data.to_yaml(),
-        title=PAPERS[kind][0],
-        paper=PAPERS[kind][1],
+        title=HEADS[kind].title,
+        paper=HEADS[kind].paper,
         kind=kind,
         target=target or "an unnamed target",
-        known=known,
+        on_hub=on_hub,
         to=to,
-        dtype=" --dtype float32" if facts["target"].get("dtype") == "float32" else "",
-        quantised=facts["target"].get("quantisation"),
-        adapter=_two_columns(flat(facts.get("adapter") or {})),
+        dtype=" --dtype float32" if facts.target.dtype == "float32" else "",
+        quantised=facts.target.quantisation,
+        adapter=_two_columns(flat(facts.adapter or {})),
         here=HERE,
         install=install_command(),
         engines=[_engine(each, config, to) for each in _engines(to) if kind in WRITERS[each]],
-        llamacpp=" ".join(["", *server_options(kind, facts["target"].get("eos_ids") or [])]),
+        llamacpp=" ".join(["", *server_options(kind, facts.target.eos_ids)]),
         window=config.get("sliding_window"),
         chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
         method=_method(config),
@@ -100,7 +95,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         training=_two_columns(flat(training)),
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
         measured=markdown_table(
-            MEASURED, [[row.get(key, "") for key in MEASURED] for row in facts.get("measured", [])]
+            MEASURED, [[row.get(key, "") for key in MEASURED] for row in facts.measured]
         ),
     )
 
@@ -118,7 +113,8 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
     """The card's entry of an engine. convert: options of `draftheads convert`, if the folder is in
     our layout and the engine needs another.
     """
-    kind = config["draftheads"]["kind"]
+    facts = HeadFacts(config["draftheads"])
+    kind, name = facts.kind, facts.target.name
     is_shared = kind == "medusa" and config["original_lm_head"]
     is_bare = _method(config) == "dspark" and not config["markov_rank"]
     converts = {
@@ -130,7 +126,6 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
         "trtllm": True,
         "gguf": False,  # it always is, for a file of the target
     }[to]
-    name = config["draftheads"]["target"].get("name")
     target = f" --target {name if is_hub_id(name) else 'TARGET_FOLDER'}" if is_shared else ""
     return {
         "to": to,
@@ -142,8 +137,9 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
 
 def _method(config: dict[str, Any]) -> str:
     """Engines' name of the way to draft: the kind, or the one of two that a block head is."""
-    if config["draftheads"]["kind"] != "block":
-        return str(config["draftheads"]["kind"])
+    kind = HeadFacts(config["draftheads"]).kind
+    if kind != "block":
+        return kind
     return "dflash" if "dflash_config" in config else "dspark"
 
 

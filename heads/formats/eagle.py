@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftheads.heads.eagle import SWITCHES, default_features
+from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import integers, matrix, needed, require
-from draftheads.heads.tree import tree_from_json
 from draftheads.heads.vocabulary import t2d
 
 RENAMES = [
@@ -100,7 +100,7 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
         kind = "eagle"
         ours["vocab_size"] = _vocab_size(config, target)
         tensors.setdefault("fc.bias", tensors["fc.weight"].new_zeros(ours["hidden_size"]))
-    facts = {"target": {"name": target_name(config)}, **stored.facts, "kind": kind}
+    facts = {"target": {"name": target_name(config)}, **stored.facts.json, "kind": kind}
     return Stored({**ours, "draftheads": facts}, tensors)
 
 
@@ -329,11 +329,11 @@ def speculators_config(
     name = target_name(config)
     if name is None:
         raise ValueError("exporting to speculators needs the target model; pass --target")
-    target = config["draftheads"]["target"]
+    facts = HeadFacts(config["draftheads"])
     layer = {key: value for key, value in config.items() if key not in OUTSIDE}
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": chain or max(1, tree_from_json(config["draftheads"]["tree"]).depth),
+        "speculative_tokens": chain or max(1, facts.tree.depth),
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
@@ -347,7 +347,7 @@ def speculators_config(
             "proposal_methods": [proposal],
             "verifier": {
                 "name_or_path": name,
-                "architectures": [target["architecture"]] if "architecture" in target else [],
+                "architectures": [facts.target.architecture] if facts.target.architecture else [],
             },
         },
     }

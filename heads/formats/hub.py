@@ -27,12 +27,11 @@ from huggingface_hub.errors import (
 from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
-from draftheads.heads.block import BlockHead
-from draftheads.heads.eagle import Eagle3Head, EagleHead
 from draftheads.heads.files import CONFIG as CONFIG
 from draftheads.heads.files import staged, write_text
 from draftheads.heads.formats.card import HUB_ID, render_card, write_remote_code
 from draftheads.heads.formats.config import read_config as read_config
+from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.stored import (
     INDEXES,
     PLACES,
@@ -44,16 +43,10 @@ from draftheads.heads.formats.stored import (
     target_name,
 )
 from draftheads.heads.formats.table import as_ours, translated
-from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.kinds import HEADS as HEADS
 from draftheads.heads.pretrained import same_weights
-from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target, template_variables
-from draftheads.heads.tree import DynamicTree, StaticTree, Tree, tree_from_json
-
-HEADS: dict[str, type[DraftHead]] = {
-    kind.kind: kind for kind in (MedusaHead, SequentialHead, EagleHead, Eagle3Head, BlockHead)
-}
-"""All head kinds. A new one is a new file and an entry here."""
+from draftheads.heads.tree import DynamicTree, Tree
 
 FORMAT = 1
 WEIGHTS, CARD = WEIGHT_FILES[0], "README.md"
@@ -111,14 +104,6 @@ def tree_facts(tree: Tree) -> dict[str, Any]:
     return {"tree": tree.to_json(), "tree_order": [list(path) for path in tree.order]}
 
 
-def recorded_tree(facts: dict[str, Any]) -> Tree:
-    """The tree of a head's metadata. Raises ValueError for anything else."""
-    tree, order = tree_from_json(facts["tree"]), tree_from_json(facts.get("tree_order") or [])
-    if isinstance(tree, StaticTree) and isinstance(order, StaticTree):
-        return tree.ordered(order)
-    return tree
-
-
 def head_config(head: DraftHead, dtype: torch.dtype, facts: dict[str, Any]) -> dict[str, Any]:
     """config.json of a head folder in our own layout."""
     return {
@@ -157,7 +142,7 @@ def record_tuned(folder: Path, tree: Tree, facts: dict[str, Any]) -> None:
     """
     config = read_config(folder)
     recorded = config["draftheads"]
-    trained = HeadFolder(folder, config, str(folder)).trained_tree.to_json()
+    trained = HeadFacts(recorded).trained_tree.to_json()
     recorded |= {"tree": tree.to_json(), "tuned": {**facts, "trained_tree": trained}}
     write_text(folder / CARD, render_card(config) + "\n")
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -176,8 +161,8 @@ class HeadFolder:
     revision: str | None = None
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The metadata that draftheads recorded; {} for other layouts."""
+    def facts(self) -> HeadFacts:
+        """What draftheads recorded; nothing for other layouts."""
         return Stored(self.config, {}).facts
 
     @property
@@ -185,7 +170,7 @@ class HeadFolder:
         """Name and revision of the recorded target. Raises ValueError if none is recorded."""
         name = target_name(self.config)
         if name is not None:
-            return name, self.facts.get("target", {}).get("revision")
+            return name, self.facts.target.revision
         if "medusa_num_heads" in self.config and self.config.get("architectures"):
             return self.name, self.revision  # Medusa v1.0: heads and target in one folder
         raise ValueError(
@@ -193,22 +178,16 @@ class HeadFolder:
         )
 
     @property
-    def trained_tree(self) -> Tree:
-        """The tree with which the head was saved, before any tuning; without drafts if unknown."""
-        tuned = self.facts.get("tuned") or {}
-        return tree_from_json(tuned.get("trained_tree", self.facts.get("tree") or []))
-
-    @property
     def template_args(self) -> dict[str, Any] | None:
         """The variables of the chat template with which the answers were made that the head learned
         from; None if that is not recorded. Raises ValueError for a damaged record.
         """
-        data = (self.facts.get("training") or {}).get("data") or {}
-        given = (data.get("sampling") or {}).get("template_args")
-        if given is None:
+        data = self.facts.training.get("data") or {}
+        variables = (data.get("sampling") or {}).get("template_args")
+        if variables is None:
             return None
         with named(self.path / CONFIG):
-            return template_variables(given)
+            return template_variables(variables)
 
     @property
     def adapter(self) -> Path | None:
@@ -222,7 +201,7 @@ class HeadFolder:
         """
         with named(self.path):
             stored = translated(read_files(self.path, self.config), target)
-            kind = stored.facts.get("kind", stored.config.get("model_type"))
+            kind = stored.facts.kind or stored.config.get("model_type")
             if kind not in HEADS:
                 raise ValueError(
                     f"expected a head of kind {', '.join(HEADS)}, got {kind!r}; is this a head "
@@ -234,8 +213,8 @@ class HeadFolder:
                 check_target(head, target, stored.facts)
             stored.check(head.state_dict())
             stored.check_finite()
-            if stored.facts.get("tree") is not None:  # [] is a tree without drafts
-                head.tree = recorded_tree(stored.facts)
+            if stored.facts.has_tree:
+                head.tree = stored.facts.tree
                 head.check_tree(head.tree)
         return head, stored
 
@@ -255,7 +234,7 @@ class HeadFolder:
         elif dtype is not None:
             head.to(dtype)
         if head.tree.nodes == 1:
-            machine = (stored.facts.get("tuned") or {}).get("machine", "an unknown machine")
+            machine = stored.facts.tuned.get("machine", "an unknown machine")
             warnings.warn(
                 f"this head decodes without drafts: tuning found that none pay on {machine}; "
                 "elsewhere, run `draftheads tune` again or choose a tree",
@@ -322,7 +301,7 @@ def shared_adapter(heads: Sequence[HeadFolder]) -> Path | None:
 
     Raises ValueError if they differ in it: no target is right for all of them.
     """
-    trained = {str(head.path): _adapter_fingerprint(head.facts) or "none" for head in heads}
+    trained = {str(head.path): head.facts.adapter_fingerprint or "none" for head in heads}
     if len(set(trained.values())) > 1:
         got = ", ".join(f"{path}: {fingerprint}" for path, fingerprint in trained.items())
         raise ValueError(
@@ -337,8 +316,8 @@ def shared_template_args(heads: Sequence[HeadFolder]) -> dict[str, Any]:
 
     Raises ValueError if they differ: no prompt is right for all of them.
     """
-    known = [(str(head.path), head.template_args) for head in heads]
-    recorded = [(path, variables) for path, variables in known if variables is not None]
+    records = [(str(head.path), head.template_args) for head in heads]
+    recorded = [(path, variables) for path, variables in records if variables is not None]
     if any(variables != recorded[0][1] for _, variables in recorded):
         got = ", ".join(f"{path}: {json.dumps(variables)}" for path, variables in recorded)
         raise ValueError(
@@ -346,10 +325,6 @@ def shared_template_args(heads: Sequence[HeadFolder]) -> dict[str, Any]:
             "of them at a time, or give --template-args"
         )
     return recorded[0][1] if recorded else {}
-
-
-def _adapter_fingerprint(facts: dict[str, Any]) -> str | None:
-    return (facts.get("adapter") or {}).get("fingerprint")
 
 
 def step_folders(run: Path) -> list[Path]:
@@ -368,10 +343,10 @@ def _head_in(folder: Path) -> Path:
     for candidate in candidates:
         if (candidate / CONFIG).is_file():
             return candidate
-    found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+    names = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
     raise FileNotFoundError(
         f"{folder}: expected a head folder ({CONFIG}, {WEIGHTS}) or a run with step-* folders, "
-        f"found {found}"
+        f"found {names}"
     )
 
 
@@ -383,9 +358,9 @@ def _download(repo_id: str, revision: str | None) -> Path:
 
     try:  # the library's messages are paragraphs, or do not name the repository
         folder = snapshot([CONFIG, *PLACES, CARD, *ADAPTER_FILES])
-        found = next((name for name in PLACES if (folder / name).is_file()), None)
-        if found in INDEXES:
-            snapshot(shards(folder / found))
+        weights = next((name for name in PLACES if (folder / name).is_file()), None)
+        if weights in INDEXES:
+            snapshot(shards(folder / weights))
     except (LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         at = f" at {revision}" if revision else ""
         raise FileNotFoundError(
@@ -396,13 +371,12 @@ def _download(repo_id: str, revision: str | None) -> Path:
     return folder
 
 
-def check_target(head: DraftHead, target: Target, facts: dict[str, Any]) -> None:
+def check_target(head: DraftHead, target: Target, facts: HeadFacts) -> None:
     """Raise ValueError when head and target differ in width or vocabulary or the head reads layers
     that the target does not have; warn when the target's weights or adapter are not those recorded
-    in `facts` ({}: nothing recorded).
+    in `facts`.
     """
-    recorded = facts.get("target") or {}
-    name = recorded.get("name") or "its target"
+    name = facts.target.name or "its target"
     for what, expected, got in (
         ("hidden size", head.hidden_size, target.hidden_size),
         ("vocabulary", head.vocab_size, target.vocab_size),
@@ -417,10 +391,10 @@ def check_target(head: DraftHead, target: Target, facts: dict[str, Any]) -> None
             f"head reads states {list(head.feature_layers)} ({name}), target has 0 (embeddings) "
             f"to {target.layers} ({target.name}); pass the target this head was trained for"
         )
-    trained = _adapter_fingerprint(facts)
+    trained = facts.adapter_fingerprint
     attached = target.adapter.fingerprint() if target.adapter else None
     difference = None
-    if not same_weights(recorded.get("fingerprint"), target.fingerprint()):
+    if not same_weights(facts.target.fingerprint, target.fingerprint()):
         difference = f"on other weights ({name}) than {target.name} has now"
     elif trained != attached:
         with_what = f"adapter {trained}" if trained else "no adapter"

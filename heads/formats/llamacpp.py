@@ -26,6 +26,7 @@ from draftheads.heads.block import feature_layers
 from draftheads.heads.files import own_name
 from draftheads.heads.formats.block import flat, to_engine
 from draftheads.heads.formats.eagle import AUX_LAYERS
+from draftheads.heads.formats.facts import TargetFacts
 from draftheads.heads.formats.stored import Renames, Stored, renamed
 from draftheads.heads.layers import Rope
 from draftheads.heads.placement import location
@@ -99,11 +100,11 @@ class TargetFile:
         """Raise ValueError for a head of another target: by sizes, architecture and, where the
         recorded target's tokenizer is on this machine, tokens.
         """
-        config, about = stored.config, stored.facts["target"]
+        config, about = stored.config, stored.facts.target
         tokens = self.value("tokenizer.ggml.tokens") or []
-        sizes = (config["hidden_size"], config["vocab_size"], about["layers"])
+        sizes = (config["hidden_size"], config["vocab_size"], about.layers)
         own_sizes = (self.number("embedding_length"), len(tokens), self.layers)
-        architecture = _architecture(about.get("architecture")) or self.architecture
+        architecture = _architecture(about.architecture) or self.architecture
         for what, expected, got in (
             ("hidden size, tokens and layers", sizes, own_sizes),
             ("architecture", architecture, self.architecture),
@@ -111,7 +112,7 @@ class TargetFile:
         ):
             if got != expected:
                 raise ValueError(
-                    f"expected a target of {what} {expected} ({about.get('name')}), got {got} in "
+                    f"expected a target of {what} {expected} ({about.name}), got {got} in "
                     f"{self.path}; pass the target this head was trained for"
                 )
 
@@ -126,15 +127,15 @@ def _architecture(model: str | None) -> str | None:
     return next((name for name in MODEL_ARCH_NAMES.values() if name.replace("-", "") == own), None)
 
 
-def _different_tokens(about: dict[str, Any], tokens: list[str]) -> tuple[list[str], list[str]]:
+def _different_tokens(about: TargetFacts, tokens: list[str]) -> tuple[list[str], list[str]]:
     """The first tokens of the recorded target, and those of a file in their place, that differ;
     none if nearly all are equal or the target's tokenizer is not on this machine.
     """
-    place, file = location(str(about.get("name")))
+    place, file = location(str(about.name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             place,
-            revision=about.get("revision"),
+            revision=about.revision,
             local_files_only=True,
             trust_remote_code=False,
             **file,
@@ -170,11 +171,11 @@ def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:
     target.check(stored)
     keys = _keys(stored)
     keys["context_length"] = target.number("context_length")
-    if target.architecture.startswith("gemma") and stored.facts["kind"] == "block":
+    if target.architecture.startswith("gemma") and stored.facts.kind == "block":
         keys["embedding_scale"] = math.sqrt(stored.config["hidden_size"])
     part = own_name(file)
     try:
-        with closing(GGUFWriter(part, ARCHITECTURES[stored.facts["kind"]])) as writer:
+        with closing(GGUFWriter(part, ARCHITECTURES[stored.facts.kind])) as writer:
             for key, value in keys.items():
                 _add(writer, f"{writer.arch}.{key}", value)
             for name, field in target.fields.items():
@@ -210,7 +211,7 @@ def _keys(stored: Stored) -> dict[str, Any]:
         "rope.freq_base": rope.theta,
         "rope.scaling.attn_factor": float(rope.attention_factor),
     }
-    if stored.facts["kind"] == "eagle3":
+    if stored.facts.kind == "eagle3":
         return keys | {
             "target_layers": config[AUX_LAYERS],
             "target_hidden_size": config["hidden_size"],
@@ -235,7 +236,7 @@ def _tensors(stored: Stored) -> dict[str, Tensor]:
     Angles of a scaled RoPE are stored as what llama.cpp divides those without a scaling by.
     """
     config = stored.config
-    if stored.facts["kind"] == "eagle3":
+    if stored.facts.kind == "eagle3":
         tensors = renamed(stored.tensors, RENAMES)
         for name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight"):
             tensors[name] = _paired(tensors[name], config["head_dim"])

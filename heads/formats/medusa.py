@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from draftheads.heads.choices import LayerSizes
 from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
 from draftheads.heads.layers import LayerShape
 from draftheads.heads.target import Target
@@ -71,7 +72,7 @@ def _ours(stored: Stored, tensors: dict[str, Tensor], target: Target | None) -> 
         for name in [name for name in tensors if name.startswith("blocks.")]:
             weight_DD = matrix(tensors, name)
             tensors[name.replace("weight", "bias")] = weight_DD.new_zeros(len(weight_DD))
-    facts = {"target": {"name": target_name(stored.config)}, **stored.facts, "kind": "medusa"}
+    facts = {"target": {"name": target_name(stored.config)}, **stored.facts.json, "kind": "medusa"}
     return Stored({"vocab_size": vocab_size, "draftheads": facts}, tensors)
 
 
@@ -90,7 +91,7 @@ def from_hydra(stored: Stored, target: Target | None) -> Stored:
     if has_prefix:
         known = require(target, f"the prefix layer has the sizes of {name}")
         rope = getattr(known.config, "rope_parameters", None) or {}
-        layer = LayerShape.of(known, {}).config()
+        layer = LayerShape.of(known, LayerSizes()).config()
         layer["rope_parameters"] = rope.get("full_attention", rope)
     facts = {"kind": "sequential", "target": {"name": name or "its target"}}
     config = {"norm_embeddings": False, "prefix_layer": layer, "draftheads": facts}

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftheads.heads.files import CONFIG, read_json
+from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.tensors import _damaged, check_finite, opened
 
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
@@ -44,10 +45,9 @@ class Stored:
     file: str = WEIGHT_FILES[0]
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The metadata that draftheads recorded; {} for other layouts."""
-        facts: dict[str, Any] = self.config.get("draftheads") or {}
-        return facts
+    def facts(self) -> HeadFacts:
+        """What draftheads recorded; nothing for other layouts."""
+        return HeadFacts(self.config.get("draftheads") or {})
 
     def check(self, expected: dict[str, Tensor]) -> None:
         """Raise ValueError for tensors that are missing, unexpected or of other shapes or kinds."""
@@ -95,13 +95,14 @@ def read_files(folder: Path, config: dict[str, Any]) -> Stored:
 
     Raises FileNotFoundError for missing weights, ValueError for unreadable ones.
     """
-    found = next((name for name in PLACES if (folder / name).is_file()), None)
-    if found is None:
+    name = next((place for place in PLACES if (folder / place).is_file()), None)
+    if name is None:
         raise FileNotFoundError(f"{folder}: expected one of {', '.join(WEIGHT_FILES)}, found none")
     tensors: dict[str, Tensor] = {}
-    for file in shards(folder / found) if found in INDEXES else [found]:
+    files = shards(folder / name) if name in INDEXES else [name]
+    for file in files:
         tensors |= _tensors(folder / file)
-    return Stored(config, tensors, found)
+    return Stored(config, tensors, name)
 
 
 def shards(index: Path) -> list[str]:
@@ -155,9 +156,9 @@ def _is_plain(value: Any) -> bool:
 
 def target_name(config: dict[str, Any]) -> str | None:
     """The target that a head's config.json names, in any layout."""
-    ours = (config.get("draftheads") or {}).get("target") or {}
+    ours = HeadFacts(config.get("draftheads") or {}).target.name
     served = (config.get("speculators_config") or {}).get("verifier") or {}
-    name = ours.get("name") or config.get("base_model_name_or_path") or served.get("name_or_path")
+    name = ours or config.get("base_model_name_or_path") or served.get("name_or_path")
     return str(name) if name else None
 
 
@@ -181,5 +182,5 @@ def check_values(config: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) ->
     """Raise ValueError for a key with a value not in `allowed`; None is an absent key."""
     for key, values in allowed.items():
         if config.get(key) not in values:
-            known = ", ".join("absent" if value is None else str(value) for value in values)
-            raise ValueError(f"expected {key}: {known}; got {config[key]!r:.60}")
+            choices = ", ".join("absent" if value is None else str(value) for value in values)
+            raise ValueError(f"expected {key}: {choices}; got {config[key]!r:.60}")

@@ -21,7 +21,7 @@ def as_is(stored: Stored, target: Target | None) -> Stored:
 def as_ours(stored: Stored, target: Target | None) -> Stored:
     """Our layout; for EAGLE-3 with the keys by which `vllm serve FOLDER` finds the target."""
     config = stored.config
-    if stored.facts["kind"] == "eagle3" and stored.facts["target"].get("name"):
+    if stored.facts.kind == "eagle3" and stored.facts.target.name:
         config = {**config, **eagle.speculators_config(config)}
     return Stored(config, stored.tensors)
 
@@ -59,7 +59,6 @@ READERS: list[tuple[str, str, Translates]] = [
 """Layouts in addition to our own: name, a config key or tensor name unique to it, its reader."""
 
 WRITERS: dict[str, dict[str, Translates]] = {
-    "draftheads": dict.fromkeys(("medusa", "sequential", "eagle", "eagle3", "block"), as_ours),
     "vllm": {
         "medusa": medusa.to_vllm,
         "eagle": eagle.to_vllm,
@@ -74,10 +73,8 @@ WRITERS: dict[str, dict[str, Translates]] = {
     "tgi": {"medusa": medusa.to_tgi},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
-"""Destination -> kind of head -> its writer."""
+"""Other programs -> kind of head -> its writer."""
 
-REMOVED = {"llamacpp": "gguf", "eagle": "sglang", "specforge": "sglang", "fasterdecoding": "tgi"}
-"""Destinations of earlier versions -> the one that has the same tensors."""
 
 RISING = "features in another order than the target's layers"
 """Engines gather features on their way through the layers, whatever config.json says."""
@@ -228,12 +225,17 @@ last state before the final norm, and our heads after it.
 """
 
 
+def destinations() -> tuple[str, ...]:
+    """What `convert --to` writes: our own layout, of every kind, and those of other programs."""
+    return ("draftheads", *WRITERS)
+
+
 def loss(to: str, stored: Stored) -> str | None:
     """The traits of a head of ours that a destination does not support; None if it supports all."""
     config, bias = stored.config, stored.tensors.get("fc.bias")
-    kind = stored.facts["kind"]
-    features = stored.facts.get("feature_layers") or config.get(eagle.AUX_LAYERS) or [None]
-    layers = config.get("num_target_layers") or stored.facts["target"].get("layers")
+    features = stored.facts.feature_layers or config.get(eagle.AUX_LAYERS) or [None]
+    layers = config.get("num_target_layers") or stored.facts.target.layers
+    kind = stored.facts.kind
     is_deep = config.get("num_hidden_layers") not in (None, 0, 1)
     traits = {
         "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
@@ -251,7 +253,7 @@ def loss(to: str, stored: Stored) -> str | None:
         "other than three features": len(features) != 3,
         "the same feature twice": len(set(features)) < len(features),
         RISING: None not in features and features != sorted(features),
-        UNFOUND: stored.facts["target"].get("architecture") in UNFOUND_TARGETS.get(kind, ()),
+        UNFOUND: stored.facts.target.architecture in UNFOUND_TARGETS.get(kind, ()),
         "a scaling of RoPE": config.get("rope_scaling") is not None,
         "a reduced vocabulary": config.get("draft_vocab_size") != config.get("vocab_size"),
         "embeddings as a feature": 0 in features,
@@ -285,16 +287,16 @@ def translated(stored: Stored, target: Target | None) -> Stored:
 
     Raises ValueError for a folder without a head, or with one that is not supported.
     """
-    if "format" in stored.facts:  # absent in what was converted for others
+    if stored.facts.is_ours:
         return stored
     _check_foreign(stored)
     names = [*stored.config, *stored.tensors]
     for _, pattern, read in READERS:
         if any(re.search(pattern, name) for name in names):
             return read(stored, target)
-    known = ", ".join(name for name, *_ in READERS)
+    layouts = ", ".join(name for name, *_ in READERS)
     raise ValueError(
-        f"expected a head in one of the layouts draftheads, {known}; got tensors "
+        f"expected a head in one of the layouts draftheads, {layouts}; got tensors "
         f"{sorted(stored.tensors)[:3]}; is this a head folder?"
     )
 
@@ -315,19 +317,18 @@ def _check_foreign(stored: Stored) -> None:
 
 def written(stored: Stored, to: str, target: Target | None) -> Stored:
     """A head of ours in the layout of `to`. Raises ValueError for what `to` does not support."""
-    kind = stored.facts["kind"]
-    if to not in WRITERS:
-        hint = f"; --to {REMOVED[to]} writes the same tensors" if to in REMOVED else ""
-        raise ValueError(f"--to: expected one of {', '.join(WRITERS)}, got {to!r}{hint}")
-    if kind not in WRITERS[to]:
-        known = ", ".join(name for name in WRITERS if kind in WRITERS[name])
-        raise ValueError(
-            f"expected a head of kind {' or '.join(WRITERS[to])} for {to}, got {kind}; use --to "
-            f"{known}"
-        )
+    kind = stored.facts.kind
+    if to not in destinations():
+        raise ValueError(f"--to: expected one of {', '.join(destinations())}, got {to!r}")
     if to == "draftheads":
         return as_ours(stored, target)
-    if kind == "eagle3" and stored.facts["target"].get("layers") is None:
+    if kind not in WRITERS[to]:
+        others = ", ".join(["draftheads", *(name for name in WRITERS if kind in WRITERS[name])])
+        raise ValueError(
+            f"expected a head of kind {' or '.join(WRITERS[to])} for {to}, got {kind}; use --to "
+            f"{others}"
+        )
+    if kind == "eagle3" and stored.facts.target.layers is None:
         raise ValueError(
             "expected a head that records the number of layers of its target, got none; pass "
             "--target"
@@ -337,5 +338,5 @@ def written(stored: Stored, to: str, target: Target | None) -> Stored:
             f"{to} does not support this {kind} head: it has {unsupported}; nothing was written, "
             "choose another destination or train another head"
         )
-    facts = {key: value for key, value in stored.facts.items() if key != "format"}
+    facts = {key: value for key, value in stored.facts.json.items() if key != "format"}
     return WRITERS[to][kind](Stored({**stored.config, "draftheads": facts}, stored.tensors), target)

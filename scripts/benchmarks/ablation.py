@@ -233,7 +233,7 @@ class Ablation:
 
     def _row(self, plan: Plan, recipe: dict[str, Any]) -> dict[str, Any]:
         folder = open_head(plan.recipe.run.output)
-        training = folder.facts["training"]
+        training = folder.facts.training
         head = folder.load(self.target)
         measured = self.meter.measure(head)
         # None when sampling, and where bfloat16 forbids to ask

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.medusa import MedusaChoices, MedusaHead
 from draftheads.heads.target import Target
 from draftheads.train.checkpoint import Checkpoints, Content, RunState
 from draftheads.train.engines import Engine, make_engine, make_learner
@@ -56,7 +56,8 @@ def measure(millions: float, steps: int, rounds: int, output: Path) -> None:
     """Print the medians of both ways."""
     accelerator, target = Accelerator(cpu=True), random_target()
     layers = round(millions * 1e6 / DEPTH / WIDTH**2) - VOCABULARY // WIDTH
-    head = MedusaHead.create(target, depth=DEPTH, layers=layers)
+    # more layers than a recipe takes
+    head = MedusaHead.create(target, MedusaChoices.model_construct(depth=DEPTH, layers=layers))
     recipe = load_recipe("recipes/demo-medusa.yaml", [f"run.output={output}", "run.keep=1"])
     engine = make_engine(make_learner(recipe, head, target), recipe.optim, accelerator)
     state = RunState(0, 1, 0, 0.0, None, 1.0, 0, 1, recipe, "", {}, {})

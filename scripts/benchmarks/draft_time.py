@@ -44,7 +44,7 @@ from transformers.initialization import no_init_weights
 from draftheads.heads.base import DraftHead
 from draftheads.heads.block import MARKOV_TYPES
 from draftheads.heads.drafting import Committed
-from draftheads.heads.formats.hub import HEADS
+from draftheads.heads.kinds import HEADS
 from draftheads.heads.sequential import CONDITIONINGS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
@@ -163,18 +163,21 @@ def create_target(setup: Setup, *, layers: int = 1) -> Target:
 def create_head(name: str, setup: Setup, target: Target) -> DraftHead:
     """A head of one of the `KINDS`, filled with random weights."""
     kind, choices = KINDS[name]
-    choices = {**choices, "depth": setup.depth, "labels": "hard"}
+    choices, vocabulary = {**choices, "labels": "hard"}, None
     if kind.startswith("eagle"):
         choices |= {"nodes": setup.nodes, "top_k": setup.top_k}
     if kind == "block":
         choices |= {"block_size": max(BLOCK, setup.depth), "mask": 0}
+    else:
+        choices["depth"] = setup.depth
     if setup.rank and choices.get("conditioning", "hydra") != "hydra":
         choices["rank"] = setup.rank
     if setup.draft_vocab:
         spread = torch.linspace(0, setup.vocab - 1, setup.draft_vocab, dtype=torch.float64)
-        choices["vocabulary"] = spread.long().tolist()
+        vocabulary = spread.long().tolist()
     with _default_dtype(target.dtype), no_init_weights():  # float32 would take twice the memory
-        head = HEADS[kind].create(target, **choices).to(target.device, target.dtype)
+        head = HEADS[kind].create(target, HEADS[kind].Choices(**choices), vocabulary)
+        head.to(target.device, target.dtype)
     fill(head)
     return head.eval()
 

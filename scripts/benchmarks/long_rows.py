@@ -49,7 +49,7 @@ def one_step(name: str, length: int, documents: str) -> int:
     )
     target = Target(LlamaForCausalLM(config))
     kind, choices = KINDS[name]
-    head = HEADS[kind].create(target, **choices).train()
+    head = HEADS[kind].create(target, HEADS[kind].Choices(**choices)).train()
     tokens_BT = torch.randint(3, 512, (1, length))
     places_BT = torch.arange(length)[None]
     size = length if documents == "1" else DOCUMENT

@@ -40,7 +40,7 @@ def write_recipe(kind: str, folder: Path) -> Path:
         "target": str(ROOT / "recipes/demo-target"),
         "data": {"path": str(folder / "data"), "sequence_length": 256, "rows_per_batch": 4},
         "head": {"kind": kind, **KINDS[kind]},
-        "judge": {"every": 0, "report": False},  # the old name of `eval`, which both read
+        "eval": {"every": 0},
         "run": {"steps": STEPS, "tokens_per_step": 2048, "log_every": 1, "save_every": 1000},
     }
     recipe.write_text(json.dumps(sections))  # JSON is YAML

@@ -71,7 +71,7 @@ def main() -> None:
                     head = load_head(folder, target=target)
                 each, answers = acceptance(target, head, prompts, options.new_tokens)
                 mean, low, high = interval(each)
-                trained = open_head(folder).facts["target"].get("quantisation") or "as trained"
+                trained = open_head(folder).facts.target.quantisation or "as trained"
                 same = sum(map(list.__eq__, answers, first.setdefault(folder, answers)))
                 row = {"target": name, "head": folder, "trained on": trained}
                 row |= {"tokens per step": f"{mean:.3f} ({low:.3f} to {high:.3f})"}

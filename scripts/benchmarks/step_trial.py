@@ -22,7 +22,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head
-from draftheads.heads.formats.hub import HEADS
+from draftheads.heads.kinds import HEADS
 from draftheads.heads.layers import DecoderLayer
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
@@ -100,10 +100,10 @@ def _medusa_parts(head: MedusaHead, batch: Batch) -> list[Part]:
 
 def _eagle3_parts(head: Eagle3Head, batch: Batch, target: Target) -> list[Part]:
     layers = head.midlayer if head.layer_count == 1 else head.layers
-    masks = root_masks(batch, head.steps)
+    masks = root_masks(batch, head.choices.steps)
     judged = [int(mask_BT.sum()) for mask_BT in masks]
     seen = [int(batch.positions_BT.sum())]  # the first token of a document makes no pair
-    for step in range(1, head.steps):
+    for step in range(1, head.choices.steps):
         seen.append(int(batch.positions_BT[masks[step]].sum()) + step * judged[step])
     width = head.design.shape.heads * head.design.shape.head_dim
     attention = _attention(sum(seen), width) * head.layer_count
@@ -118,7 +118,7 @@ def _eagle3_parts(head: Eagle3Head, batch: Batch, target: Target) -> list[Part]:
         Part("head: layer, later steps", later, 2 * later),
         Part("head: attention", attention, 2 * attention, is_linear=False),
         Part("head: lm_head", words, 2 * words),
-        *([Part("target: lm_head, for labels", labels)] if head.labels == "soft" else []),
+        *([Part("target: lm_head, for labels", labels)] if head.choices.labels == "soft" else []),
     ]
 
 
@@ -126,7 +126,7 @@ def _block_parts(head: BlockHead, batch: Batch) -> list[Part]:
     """Without conditioning, on the target's lm_head; random anchors stand for the mean one."""
     tokens, size, shape = batch.tokens_BT.numel(), head.design.block_size, head.design.shape
     masks = root_masks(batch, head.depth)
-    anchors = int(masks[0].sum(1).clamp(max=head.anchors).sum())
+    anchors = int(masks[0].sum(1).clamp(max=head.choices.anchors).sum())
     judged = anchors * int(sum(mask_BT.sum() for mask_BT in masks)) // int(masks[0].sum())
     seen = anchors * size * (int(batch.positions_BT[masks[0]].float().mean()) + size)
     attention = _attention(seen, shape.heads * shape.head_dim) * len(head.layers)
@@ -226,10 +226,12 @@ def create_head(kind: str, setup: Setup, target: Target) -> DraftHead:
     """A new head as the trainer makes it."""
     choices: dict[str, dict[str, Any]] = {
         "medusa": {"depth": setup.depth},
-        "eagle3": {"steps": setup.ttt, "vocabulary": range(setup.draft_vocabulary)},
+        "eagle3": {"steps": setup.ttt},
         "block": {"conditioning": "none", "anchors": setup.anchors},
     }
-    return HEADS[kind].create(target, **choices[kind]).float().to(target.device)
+    vocabulary = range(setup.draft_vocabulary) if kind == "eagle3" else None
+    head = HEADS[kind].create(target, HEADS[kind].Choices(**choices[kind]), vocabulary)
+    return head.float().to(target.device)
 
 
 KINDS = ("medusa", "eagle3", "block")

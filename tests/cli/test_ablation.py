@@ -107,7 +107,7 @@ def test_block_heads_are_varied_in_shape_and_loss(recipe, tmp_path):
     kind = "head.kind=block head.layers=1"
     shapes = f"{kind} head.conditioning=none,rnn head.block_size=3,5"
     losses = f"{kind} head.conditioning=markov head.feature_layers=[1],[0,2] head.labels=soft"
-    losses += " head.loss=tv,dspark head.weighting=dpace"
+    losses += " head.loss=ce,dspark"
     main(arguments(recipe, tmp_path, "--case", shapes, "--case", losses))
     report = report_of(tmp_path)
     assert report["skipped"] == {}

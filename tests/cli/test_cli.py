@@ -15,6 +15,7 @@ import torch
 import typer
 import yaml
 from tiny_chat import llama
+from tiny_heads import make_head
 from tiny_targets import random_model
 
 from draftheads.heads.formats.hub import HEADS as KINDS
@@ -24,7 +25,7 @@ from draftheads.heads.target import Target
 from draftheads.infer import threads as decoding_threads
 from draftheads.scripts import cli
 from draftheads.train.data.answers import count
-from draftheads.train.recipe import HEAD_MODELS, AdapterChoices, Recipe
+from draftheads.train.recipe import AdapterChoices, Recipe
 
 
 @pytest.fixture
@@ -248,7 +249,7 @@ def test_folder_that_cannot_be_written(run, target, tmp_path, where):
 def test_no_head_and_bad_trees(run, target, tmp_path):
     failed(run("chat", "--head", tmp_path / "nothing"), "nothing", "no such folder")
     failed(run("publish", tmp_path, "me/heads"), "expected a head folder")
-    save_head(MedusaHead.create(llama(), depth=2), tmp_path / "head", target=llama())
+    save_head(make_head(MedusaHead, llama(), depth=2), tmp_path / "head", target=llama())
     bench = [
         "bench",
         "--target",
@@ -351,13 +352,14 @@ def test_all_keys_of_all_kinds_are_listed(run):
     assert code == 0
     listed = dict(zip(out.splitlines()[::2], out.splitlines()[1::2], strict=True))
     assert all(described.strip() for described in listed.values())
-    keys: dict[str, set[str]] = {kind: set() for kind in HEAD_MODELS}
+    keys: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for line in listed:
         key, _, kinds = line.partition(" = ")[0].partition(" (")
-        for kind in kinds.rstrip(")").split(", ") if kinds else HEAD_MODELS:
+        for kind in kinds.rstrip(")").split(", ") if kinds else KINDS:
             assert key not in keys[kind], "once"
             keys[kind].add(key)
-    for kind, model in HEAD_MODELS.items():
+    for kind, head in KINDS.items():
+        model = head.Choices
         values = {"target": "t", "data": {"path": "d"}, "run": {"output": "o", "steps": 1}}
         dumped = Recipe(**values, head=model(), adapter=None).model_dump()
         assert keys[kind] >= {f"head.{name}" for name in model.model_fields} | {"adapter.rank"}

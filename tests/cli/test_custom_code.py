@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tiny_chat import llama
+from tiny_heads import make_head
 
 from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
@@ -49,7 +50,7 @@ def folder(request, tmp_path_factory) -> Path:
     """A target that transformers could only read by running code beside it, and a head for it."""
     folder = tmp_path_factory.mktemp("custom")
     tiny = llama()
-    save_head(MedusaHead.create(tiny, depth=1), folder / "HEAD", target=tiny)
+    save_head(make_head(MedusaHead, tiny, depth=1), folder / "HEAD", target=tiny)
     target = folder / "TARGET"
     tiny.model.save_pretrained(target)
     tiny.tokenizer.save_pretrained(target)

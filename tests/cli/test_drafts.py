@@ -11,6 +11,7 @@ from io import StringIO
 import pytest
 from test_cli import failed, questions, run, target  # noqa: F401
 from tiny_chat import llama
+from tiny_heads import make_head
 
 from draftheads.heads.formats.hub import record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
@@ -25,7 +26,7 @@ from draftheads.scripts.journey import openings
 def heads(tmp_path):
     """A head, and one in a folder with a plus in its name."""
     for name in ("medusa", "a+b"):
-        save_head(MedusaHead.create(llama(), depth=2), tmp_path / name, target=llama())
+        save_head(make_head(MedusaHead, llama(), depth=2), tmp_path / name, target=llama())
     return tmp_path
 
 

@@ -298,11 +298,11 @@ def test_facts_that_readers_need_are_published_as_they_are(hub, tmp_path, made):
     """Of what a training run writes, only server and places stay here."""
     run_tiny(made, tmp_path / "run", "run.save_every=5")
     folder = open_head(tmp_path / "run")
-    public = public_facts(folder.facts)
+    public = public_facts(folder.facts.json)
     private = {"draftheads.target.name", "draftheads.training.data.target.name"}
     private |= {f"draftheads.training.recipe.{key}" for key in ("target", "data.path")}
     private |= {"draftheads.training.recipe.run.output"}
-    before, after = flat({"draftheads": folder.facts}), flat({"draftheads": public})
+    before, after = flat({"draftheads": folder.facts.json}), flat({"draftheads": public})
     assert {key for key in before if before[key] != after.get(key)} <= private
     assert before.keys() == after.keys()
 

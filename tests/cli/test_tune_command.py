@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from test_cli import failed, questions, run, target  # noqa: F401
 from tiny_chat import llama
+from tiny_heads import make_head
 
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
@@ -19,7 +20,7 @@ QUICK = ["--max-new-tokens", 8, "--repetitions", 1, "--nodes", 6, "--threads", 1
 @pytest.fixture
 def folder(tmp_path, target) -> Path:  # noqa: F811
     tiny = llama()
-    return save_head(MedusaHead.create(tiny, depth=2, nodes=6), tmp_path / "head", target=tiny)
+    return save_head(make_head(MedusaHead, tiny, depth=2, nodes=6), tmp_path / "head", target=tiny)
 
 
 def test_mistakes_cost_no_measurement(run, target, folder, tmp_path):  # noqa: F811

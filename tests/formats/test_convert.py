@@ -17,7 +17,7 @@ from tiny_targets import random_model, some_prompts, tiny_target
 from typer.testing import CliRunner
 
 from draftheads.heads.formats.hub import load_head, open_head, save_head
-from draftheads.heads.formats.table import WRITERS
+from draftheads.heads.formats.table import destinations
 from draftheads.heads.target import Target
 from draftheads.scripts.cli import app, main
 from draftheads.scripts.convert import converted
@@ -65,7 +65,7 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "eagle3-residual": ({**USUAL, "norm_before_residual": True}, {"vllm", "gguf", "speculators"}),
     "eagle3-both-norms": (
-        {**USUAL, "norm_before_fc": True, "fc_norm": True},
+        {**USUAL, "norm_before_fc": True, "unchecked": {"fc_norm": True}},
         {"vllm", "sglang"},
     ),
     "eagle3-qk-norm": ({**USUAL, "qk_norm": True, "vocabulary": FEW}, {"vllm", "speculators"}),
@@ -189,7 +189,7 @@ def test_a_converted_head_drafts_the_same_without_our_facts(tmp_path, name, to):
 @pytest.mark.parametrize("name", CHOICES)
 def test_what_cannot_be_told_is_an_error_and_nothing_is_written(tmp_path, name):
     ours = saved(name, tmp_path / "ours")
-    for to in set(WRITERS) - CHOICES[name][1] - {"draftheads"}:
+    for to in set(destinations()) - CHOICES[name][1] - {"draftheads"}:
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is the test
             converted(ours, tmp_path / "theirs", to, tiny_target())
         message = str(caught.value)
@@ -211,15 +211,14 @@ REASONS = {
     ("block-reduced", "sglang"): "it has an lm_head of its own",
     ("eagle3-two", "gguf"): "it has other than three features; nothing",
     ("eagle3-norms", "gguf"): "it has fc_norm, norm_output; nothing",
-    ("eagle-plain", "llamacpp"): "got 'llamacpp'; --to gguf",
+    ("eagle-plain", "llamacpp"): "got 'llamacpp'",
     ("block-learned-mask", "vllm"): "it has a learned mask vector, gated or rnn conditioning",
     ("block-last", "gguf"): "it has the last state as a feature",
     ("block-dflash-rnn", "speculators"): "it has rnn conditioning of DFlash's slots; nothing",
     ("block-window", "speculators"): "it has sliding_window",
     ("sequential-hydra", "vllm"): "got sequential; use --to draftheads$",
     ("medusa-own", "sglang"): "got medusa; use --to draftheads, vllm, tgi$",
-    ("medusa-own", "fasterdecoding"): "got 'fasterdecoding'; --to tgi writes the same tensors",
-    ("eagle-plain", "eagle"): "got 'eagle'; --to sglang writes the same tensors",
+    ("medusa-own", "fasterdecoding"): "got 'fasterdecoding'",
 }
 
 
@@ -343,4 +342,4 @@ def test_the_command_prints_the_folder_and_mistakes_in_one_line(tmp_path, monkey
 
 def test_the_help_names_every_destination():
     text = CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "200"}).output
-    assert [to for to in WRITERS if to not in text] == []
+    assert [to for to in destinations() if to not in text] == []

@@ -33,6 +33,7 @@ from test_hub import FEW, trained
 from test_published import CONFIG as HYDRA
 from test_published import published
 from tiny_chat import llama
+from tiny_heads import make_head
 from tiny_targets import tiny_target
 from torch import Tensor
 
@@ -355,7 +356,7 @@ def joint(tmp_path_factory) -> Path:
 
 
 def trained_on(target: Target) -> Any:
-    return medusa.MedusaHead.create(target, depth=2)
+    return make_head(medusa.MedusaHead, target, depth=2)
 
 
 def cut(file: Path) -> None:

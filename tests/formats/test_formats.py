@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_heads import make_head
 from tiny_targets import VOCABULARY, tiny_target
 
 from draftheads.heads.formats.hub import HEADS, load_head, save_head
@@ -41,7 +42,7 @@ def saved(folder: Path, kind: str, **choices: Any) -> tuple[dict[str, torch.Tens
     keys).
     """
     target = tiny_target()
-    save_head(HEADS[kind].create(target, **choices), folder, target=target)
+    save_head(make_head(HEADS[kind], target, **choices), folder, target=target)
     config = json.loads((folder / "config.json").read_text())
     return load_file(folder / "model.safetensors"), config
 

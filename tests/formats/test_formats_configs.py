@@ -108,7 +108,7 @@ def read(path: Path) -> str:
     except ValueError as error:
         return str(error)
     with torch.device("meta"):
-        head = HEADS[ours.facts["kind"]].from_config(ours.config, ours.tensors)
+        head = HEADS[ours.facts.kind].from_config(ours.config, ours.tensors)
     ours.check(head.state_dict())
     return head.kind
 

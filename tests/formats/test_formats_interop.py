@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from plain_hydra import awake
 from safetensors.torch import load_file, save_file
 from test_formats_engines import features_of, our_chain
+from tiny_heads import make_head
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead
@@ -145,7 +146,7 @@ def their_logits(
 @torch.no_grad()
 def test_speculators_drafts_our_blocks(tmp_path, python, target, name):
     torch.manual_seed(1)
-    head = awake(BlockHead.create(target, **BLOCKS[name])).eval()
+    head = awake(make_head(BlockHead, target, **BLOCKS[name])).eval()
     ours = save_head(head, tmp_path / "ours", target=target)
     theirs = converted(ours, tmp_path / "theirs", "speculators", target)
     texts, features, logits = [], [], []
@@ -168,7 +169,7 @@ def test_speculators_drafts_our_blocks(tmp_path, python, target, name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_speculators_loads_what_we_export_and_gives_our_logits(tmp_path, python, target, name):
     torch.manual_seed(1)
-    head = awake(Eagle3Head.create(target, **VARIANTS[name])).eval()
+    head = awake(make_head(Eagle3Head, target, **VARIANTS[name])).eval()
     ours = save_head(head, tmp_path / "ours", target=target)
     # its window does not move on with the steps, as that of engines and ours does
     difference = compared(ours, python, target, tmp_path, steps=1 if name == "window" else STEPS)

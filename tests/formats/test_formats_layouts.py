@@ -279,7 +279,7 @@ def test_norms_are_told_by_names_and_other_switches_by_either_place(tmp_path):
 
 def test_of_both_norms_the_one_of_all_features_comes_first(tmp_path):
     """As in vLLM and SGLang; no recipe makes such heads."""
-    head = eagle3(fc_norm=True, norm_before_fc=True)
+    head = eagle3(fc_norm=True, unchecked={"norm_before_fc": True})
     folder = folder_of(
         tmp_path / "head", "model.safetensors", dict(head.state_dict()), {**LLAMA, **HEADLESS}
     )

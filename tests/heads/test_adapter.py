@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from accelerate.utils import DistributedType
 from placement_worker import random_batch
 from safetensors.torch import load_file, save_file
+from tiny_heads import make_head
 from tiny_targets import random_model
 from tiny_training import VOCABULARY, assert_same, recipe_of, run, tiny_recipe, weights
 from transformers import AutoModelForCausalLM
@@ -207,7 +208,7 @@ def test_an_adapter_with_numbers_that_are_not_finite_is_refused(made, tmp_path):
 def test_the_loss_is_that_of_the_heads_and_the_divergence(made, kind, recompute):
     target, batch = changed(fresh(made), 0.03), texts()
     torch.manual_seed(2)
-    head = HEADS[kind].create(target, depth=2).float()
+    head = make_head(HEADS[kind], target, depth=2).float()
     for parameter in head.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.05)
     weight = 0.3
@@ -243,7 +244,7 @@ def test_the_loss_is_that_of_the_heads_and_the_divergence(made, kind, recompute)
 def test_heads_read_the_target_as_it_is_when_a_longer_run_begins_again(made, learned):
     target, batch = fresh(made), texts()
     adapter = changed(target).adapter if learned else target.adapt(rank=4, alpha=8.0)
-    head = HEADS["medusa"].create(target, depth=2).float()
+    head = make_head(HEADS["medusa"], target, depth=2).float()
     learner = JointLearner(head, "fp32", adapter, AdapterChoices(start=0.5))
     with target.disable_adapter():
         before_BTD = target.features(batch, [-1])
@@ -277,7 +278,10 @@ def test_rates_and_weights_follow_the_recipe(made):
     assert choices.weight(0.6) == pytest.approx(0.5 * math.sin(math.pi / 4))
     assert AdapterChoices().weight(0.25) == 1.0
     learner = JointLearner(
-        HEADS["medusa"].create(target, depth=2), "fp32", target.adapt(rank=2, alpha=1.0), choices
+        make_head(HEADS["medusa"], target, depth=2),
+        "fp32",
+        target.adapt(rank=2, alpha=1.0),
+        choices,
     )
     optim = recipe_of(tiny_recipe(made)).optim.model_copy(update={"warmup": 0.25, "lr": 1.0})
     rates = [learner.rates(optim, step, 10) for step in range(10)]
@@ -341,7 +345,7 @@ def test_what_drifted_too_far_is_never_the_best(made, tmp_path):
 
 
 def test_heads_and_adapter_load_together(joint, made):
-    facts = open_head(joint).facts["adapter"]
+    facts = open_head(joint).facts.adapter
     assert (facts["rank"], facts["alpha"], facts["layers"]) == (4, 16.0, 2)
     assert facts["drift"]["tokens"] > 0 and 0 <= facts["drift"]["agreement"] <= 1
     target, head = load_pair(joint)
@@ -413,7 +417,7 @@ def test_mistakes_are_one_line(made, tmp_path, capsys, overrides, message):
 
 def test_engines_that_would_divide_the_adapter_are_refused(made, monkeypatch):
     target = fresh(made)
-    head = HEADS["medusa"].create(target, depth=2)
+    head = make_head(HEADS["medusa"], target, depth=2)
     learner = JointLearner(head, "fp32", target.adapt(rank=2, alpha=1.0), AdapterChoices())
     optim = recipe_of(tiny_recipe(made)).optim
     monkeypatch.setattr(engines, "asked_for_fsdp", lambda environment: True)

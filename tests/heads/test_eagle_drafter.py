@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plain_eagle import awake
+from tiny_heads import make_head
 from tiny_targets import VOCABULARY, some_prompts, tiny_target
 from torch import Tensor
 
@@ -90,7 +91,7 @@ def trained(head: Any, text: list[int], drafts: list[int]) -> Tensor:
 def test_drafting_says_what_training_says(name, shape):
     """In two rows of different lengths, for every node that has children."""
     kind, choices = HEADS[name]
-    head = awake(kind.create(TARGET, **{**SIZES, **choices})).eval()
+    head = awake(make_head(kind, TARGET, **{**SIZES, **choices})).eval()
     names = torch.arange(VOCABULARY) if head.token_map is None else head.token_map
     parents = shape.topology().parents_BN[0].tolist()
     for (done, tree, logits), counts in zip(drafted(head, shape), COMMITS, strict=True):

@@ -94,7 +94,7 @@ def test_a_gguf_target_has_the_weights_of_its_file(demo, file):
 def test_a_head_says_what_it_was_trained_on(demo, file, tmp_path):
     target = Target.load(file)
     save_head(random_head("eagle3", target), tmp_path / "head", target=target)
-    assert open_head(tmp_path / "head").facts["target"]["quantisation"] == "GGUF, dequantised"
+    assert open_head(tmp_path / "head").facts.target.quantisation == "GGUF, dequantised"
     assert "trained on a quantised target (GGUF" in (tmp_path / "head" / "README.md").read_text()
     with pytest.warns(UserWarning, match="weights"):
         load_head(tmp_path / "head", target=demo)

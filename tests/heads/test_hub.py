@@ -12,7 +12,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from tiny_heads import drafts_of, random_head
+from tiny_heads import drafts_of, make_head, random_head
 from tiny_targets import VOCABULARY, random_model, some_prompts, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -61,7 +61,7 @@ def trained(name: str = "medusa-plain", **choices: Any) -> DraftHead:
     name: of one of `CHOICES`, or a kind and nothing but `choices`.
     """
     kind = name.partition("-")[0]
-    head = HEADS[kind].create(tiny_target(), **{**CHOICES.get(name, {}), **choices})
+    head = make_head(HEADS[kind], tiny_target(), **{**CHOICES.get(name, {}), **choices})
     torch.manual_seed(2)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
@@ -90,7 +90,7 @@ def test_untrained_heads_compute_the_targets_own_logits():
     features = torch.randn(4, 32)
     expected = target.unembed(features)
     for choices in ({}, {"lm_head": "shared"}, {"layers": 3}):
-        head = MedusaHead.create(target, **choices)
+        head = make_head(MedusaHead, target, **choices)
         logits = head.unembed(head.hidden(features, 2), target)
         assert torch.equal(logits, torch.stack([expected, expected]))
 
@@ -112,7 +112,7 @@ def test_stacked_heads_compute_the_same(layers):
 
 def test_layers_are_distinct_modules():
     """Published code repeats one block: `[ResBlock(h)] * n`."""
-    head = MedusaHead.create(tiny_target(), layers=3)
+    head = make_head(MedusaHead, tiny_target(), layers=3)
     layers = [id(layer) for block in head.blocks for layer in block.layers]
     assert len(set(layers)) == len(layers) == 4 * 3
 

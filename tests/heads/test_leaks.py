@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from plain_hydra import awake
+from tiny_heads import make_head
 from tiny_targets import (
     CONFIGS,
     MASKLESS,
@@ -144,7 +145,7 @@ def test_step_0_sees_what_is_drawn():
 @pytest.fixture(params=[Eagle3Head, EagleHead], ids=lambda kind: kind.kind)
 def said(request):
     """A function: (tokens_BT, hidden_BTH) -> hidden states (R, H) in the order of JUDGED."""
-    head = request.param.create(tiny_target(), layers=2)
+    head = make_head(request.param, tiny_target(), layers=2)
 
     def log(tokens_BT, hidden_BTH):
         unrolled = unroll(head, replace(BATCH, tokens_BT=tokens_BT), hidden_BTH, tiny_target(), 4)
@@ -163,7 +164,7 @@ def said_behind_a_prefix(request):
     root and the tokens behind it.
     """
     target = tiny_target()
-    head = SequentialHead.create(target, conditioning=request.param, depth=2, prefix=True)
+    head = make_head(SequentialHead, target, conditioning=request.param, depth=2, prefix=True)
     head = awake(head)
 
     def log(tokens_BT, hidden_BTH):
@@ -181,7 +182,7 @@ def said_behind_a_prefix(request):
 @pytest.fixture(params=["none", "markov", "gated", "rnn"])
 def block(request):
     choices = {"block_size": 2, "mask": 3, "feature_layers": [3], "rank": 4}
-    return awake(BlockHead.create(tiny_target(), conditioning=request.param, **choices))
+    return awake(make_head(BlockHead, tiny_target(), conditioning=request.param, **choices))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from tiny_heads import (
     Oracle,
     decode,
     drafts_of,
+    make_head,
     overfitted,
     random_head,
     written_by,
@@ -239,4 +240,4 @@ def test_unembed_refuses_logits_of_a_layer_after_the_last_state():
 )
 def test_heads_that_need_uncapped_logits_are_refused_at_once_with_the_reason(kind, choices):
     with pytest.raises(ValueError, match=r"final_logit_softcapping.*own lm_head and hard labels"):
-        HEADS[kind].create(tiny_target(CAPPED), **choices)
+        make_head(HEADS[kind], tiny_target(CAPPED), **choices)

@@ -4,7 +4,6 @@ its loss, ranks and every gradient, in drafting every tree, whichever way its le
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from typing import Any
 
@@ -14,6 +13,7 @@ from plain_eagle import plain_loss, plain_rank
 from plain_hydra import PlainSequential, awake
 from test_training_time_test import assert_equal
 from test_tree_drafting import paths_of, searched
+from tiny_heads import make_head
 from tiny_targets import VOCABULARY, tiny_target
 
 from draftheads.heads.base import RANKS
@@ -66,8 +66,14 @@ def new_head(target: Target, conditioning: str, prefix: bool, **choices: Any) ->
     normed = choices.pop("normed", True)
     rank = None if conditioning == "hydra" else RANK
     sizes = {**SIZES, "prefix": True} if prefix else {}
-    head = SequentialHead.create(
-        target, conditioning=conditioning, depth=DEPTH, rank=rank, **sizes, **choices
+    head = make_head(
+        SequentialHead,
+        target,
+        conditioning=conditioning,
+        depth=DEPTH,
+        rank=rank,
+        **sizes,
+        **choices,
     )
     head.normed = normed
     return awake(head)
@@ -89,10 +95,10 @@ def plain_training(head: SequentialHead, batch: Batch, features_BTD, target: Tar
             came = tokens[root + k]
             ranks_KR[k - 1, plain_rank(logits_v, came, plain.vocabulary)] += 1
             teacher = came
-            if head.labels == "soft":
+            if head.choices.labels == "soft":
                 feature_D = features_BTD[row, places[root + k]].double()
                 teacher = target.model.lm_head.weight.double() @ feature_D
-            loss = loss + head.decay**k * plain_loss("ce", logits_v, teacher, plain.vocabulary)
+            loss = loss + head.choices.decay**k * plain_loss(logits_v, teacher, plain.vocabulary)
     return loss, ranks_KR, plain.weights
 
 
@@ -199,14 +205,6 @@ def test_drafting_equals_its_restatement(target, monkeypatch, conditioning, pref
         assert drafts_of(head, target, tokens_BT, features_BTD) == expected
 
 
-def test_a_head_of_the_conditioning_that_is_gone_is_refused(target, tmp_path):
-    folder = save_head(SequentialHead.create(target), tmp_path / "head", target=target)
-    config = json.loads((folder / "config.json").read_text()) | {"conditioning": "state"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="markov, recurrent, hydra, got state.*retrain"):
-        load_head(folder, target=target)
-
-
 def test_a_recurrent_head_of_depth_one_is_read_back(target, tmp_path):
-    folder = save_head(SequentialHead.create(target, depth=1), tmp_path / "head", target=target)
+    folder = save_head(make_head(SequentialHead, target, depth=1), tmp_path / "head", target=target)
     assert load_head(folder, target=target).config()["conditioning"] == "recurrent"

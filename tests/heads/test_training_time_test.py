@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from plain_eagle import PlainEagle, PlainEagle3, awake, plain_loss, plain_rank, plain_unroll
+from tiny_heads import make_head
 from tiny_targets import VOCABULARY, tiny_target
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -66,7 +67,8 @@ def batch() -> Batch:
 
 def eagle3_by_hand(head: Eagle3Head, batch: Batch, features_BTD, target: Target):
     """(loss, ranks_KR, weights) of the restatement."""
-    plain, steps = PlainEagle3(head), head.steps
+    plain, steps = PlainEagle3(head), head.choices.steps
+    is_soft = head.has_soft_labels
     vocabulary = list(range(VOCABULARY)) if head.token_map is None else head.token_map.tolist()
     width = head.fc.in_features
     said = plain_unroll(plain, batch, features_BTD[..., :width], target, steps)
@@ -78,17 +80,15 @@ def eagle3_by_hand(head: Eagle3Head, batch: Batch, features_BTD, target: Target)
         logits = plain.linear("lm_head", plain.state(hidden))
         ranks_KR[step, plain_rank(logits, token, vocabulary)] += 1
         last_state = features_BTD[row, place, width:].double()
-        teacher = (
-            target.model.lm_head.weight.double() @ last_state if head.labels == "soft" else token
-        )
-        weight = head.decay**step / sum(head.decay**k for k in range(steps))
-        loss = loss + weight * plain_loss(head.loss, logits, teacher, vocabulary)
+        teacher = target.model.lm_head.weight.double() @ last_state if is_soft else token
+        weight = head.choices.decay**step / sum(head.choices.decay**k for k in range(steps))
+        loss = loss + weight * plain_loss(logits, teacher, vocabulary)
     return loss, ranks_KR, plain.weights
 
 
 def eagle_by_hand(head: EagleHead, batch: Batch, features_BTD, noisy_BTD, target: Target):
     """(loss, ranks_KR, weights) of the restatement. noisy_BTD: what the head reads."""
-    plain, steps = PlainEagle(head), head.steps
+    plain, steps = PlainEagle(head), head.choices.steps
     everything = list(range(VOCABULARY))
     lm_head_VD = target.model.lm_head.weight.double()
     loss = torch.zeros((), dtype=torch.float64)
@@ -100,10 +100,10 @@ def eagle_by_hand(head: EagleHead, batch: Batch, features_BTD, noisy_BTD, target
         ranks_KR[step, plain_rank(logits, token, everything)] += 1
         gap = (hidden - feature).abs()
         regression = torch.where(gap < 1, gap * gap / 2, gap - 0.5).sum() / len(gap)
-        teacher = lm_head_VD @ feature if head.labels == "soft" else token
-        classification = plain_loss("ce", logits, teacher, everything)
-        weight = head.decay**step / sum(head.decay**k for k in range(steps))
-        part = head.regression * regression + head.classification * classification
+        teacher = lm_head_VD @ feature if head.choices.labels == "soft" else token
+        classification = plain_loss(logits, teacher, everything)
+        weight = head.choices.decay**step / sum(head.choices.decay**k for k in range(steps))
+        part = head.choices.regression * regression + head.choices.classification * classification
         loss = loss + weight * part
     return loss, ranks_KR, plain.weights
 
@@ -132,22 +132,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two layers and a window": {"layers": 2, "sliding_window": 3},
     "llama3 rope": {"rope_scaling": LLAMA3},
     "hard labels": {"labels": "hard"},
-    "hybrid": {"loss": "hybrid"},
     "last features only": {"feature_layers": [3]},
     "one step": {"steps": 1},
     "decay": {"decay": 0.5},
     **{switch: {switch: True} for switch in (*SWITCHES, "qk_norm")},
-    "all switches, two layers": {"layers": 2, "qk_norm": True, **dict.fromkeys(SWITCHES, True)},
+    "all switches, two layers": {
+        "layers": 2,
+        "qk_norm": True,
+        "unchecked": dict.fromkeys(SWITCHES, True),
+    },
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eagle3_equals_its_restatement(target, batch, variant):
-    head = awake(Eagle3Head.create(target, **{**EAGLE3, **VARIANTS[variant]}))
+    head = awake(make_head(Eagle3Head, target, **{**EAGLE3, **VARIANTS[variant]}))
     features_BTD = target.features(batch, head.training_layers)
     got = head(batch, features_BTD, target)
     assert_equal(head, got, *eagle3_by_hand(head, batch, features_BTD, target))
-    assert got.ranks_KR.sum(1).tolist() == [12, 8, 5, 3][: head.steps]  # counted by hand
+    assert got.ranks_KR.sum(1).tolist() == [12, 8, 5, 3][: head.choices.steps]  # counted by hand
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_eagle3_equals_its_restatement(target, batch, variant):
     ids=["one step", "unrolled", "hard labels", "two layers and a window"],
 )
 def test_eagle_equals_its_restatement_and_learns_clean_features(target, batch, choices):
-    head = awake(EagleHead.create(target, **{**SIZES, **choices}))
+    head = awake(make_head(EagleHead, target, **{**SIZES, **choices}))
     features_BTD = target.features(batch, head.training_layers)
     torch.manual_seed(6)
     noisy_BTD = features_BTD + 0.1 * torch.randn_like(features_BTD)
@@ -166,7 +169,7 @@ def test_eagle_equals_its_restatement_and_learns_clean_features(target, batch, c
 
 
 def test_noise_is_uniform_and_ends_with_training(target):
-    head = EagleHead.create(target, **{**SIZES, "noise": 0.2})
+    head = make_head(EagleHead, target, **{**SIZES, "noise": 0.2})
     features_BTD = torch.zeros(4, 64, 32)
     noise = head.noisy(features_BTD)
     reach = 0.2 * 512 / 64 / 2
@@ -211,11 +214,11 @@ def test_attention_equals_one_softmax_over_both_lists_of_entries(dtype, rounding
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_observed_ranks_equal_the_restatement(target, batch, kind):
     if kind == "eagle3":
-        head: Any = awake(Eagle3Head.create(target, **EAGLE3))
+        head: Any = awake(make_head(Eagle3Head, target, **EAGLE3))
         plain: Any = PlainEagle3(head)
         weight, vocabulary = plain.weights["lm_head.weight"], ODD
     else:
-        head = awake(EagleHead.create(target, **SIZES))
+        head = awake(make_head(EagleHead, target, **SIZES))
         plain, vocabulary = PlainEagle(head), list(range(VOCABULARY))
         weight = target.model.lm_head.weight.double()
     features_BTD = target.features(batch, head.feature_layers)
@@ -231,7 +234,7 @@ def test_observed_ranks_equal_the_restatement(target, batch, kind):
 @pytest.mark.parametrize("kind", [Eagle3Head, EagleHead])
 @pytest.mark.parametrize("length", [2, 12])
 def test_nothing_to_learn_costs_nothing_and_leaves_zero_gradients(target, kind, length):
-    head = kind.create(target, **SIZES)
+    head = make_head(kind, target, **SIZES)
     tokens_BT = torch.randint(0, VOCABULARY, (2, length))
     positions_BT = torch.arange(length).repeat(2, 1)
     nothing_BT = torch.zeros_like(tokens_BT)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_heads import make_head
 from tiny_targets import tiny_target
 
 from draftheads.heads.formats.hub import HEADS, load_head, save_head
@@ -238,7 +239,7 @@ def test_fixed_trees_take_the_ranks_of_their_paths(shape):
 )
 def test_a_draft_vocabulary_with_an_id_twice_is_refused(tmp_path, kind, name, message, unfit):
     """Equal children after one token would make sampling inexact."""
-    head = HEADS[kind].create(tiny_target(), vocabulary=[1, 5, 9])
+    head = make_head(HEADS[kind], tiny_target(), vocabulary=[1, 5, 9])
     folder = save_head(head, tmp_path / "head", target=tiny_target())
     weights = load_file(folder / "model.safetensors")
     weights[name] = torch.tensor(unfit) - (torch.arange(3) if name == "d2t" else 0)

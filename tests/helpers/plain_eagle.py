@@ -184,10 +184,10 @@ def plain_rank(logits_v: Tensor, token: int, vocabulary: list[int]) -> int:
     return min(int((logits_v > logits_v[vocabulary.index(token)]).sum()), RANKS)
 
 
-def plain_loss(
-    objective: str, logits_v: Tensor, teacher_V: Tensor | int, vocabulary: list[int]
-) -> Tensor:
-    """Of one row. teacher_V: the target's logits, or the token that came (hard labels)."""
+def plain_loss(logits_v: Tensor, teacher_V: Tensor | int, vocabulary: list[int]) -> Tensor:
+    """The cross-entropy of one row. teacher_V: the target's logits, or the token that came (hard
+    labels).
+    """
     log_q_v = logits_v - logits_v.exp().sum().log()
     if isinstance(teacher_V, int):
         known = teacher_V in vocabulary
@@ -195,10 +195,4 @@ def plain_loss(
     if int(teacher_V.argmax()) not in vocabulary:
         return 0.0 * logits_v[0]
     p_v = F.softmax(teacher_V[vocabulary], dim=0)
-    ce = -(p_v * log_q_v).sum()
-    if objective == "ce":
-        return ce
-    assert objective == "hybrid"
-    accepted = torch.minimum(p_v, log_q_v.exp()).sum()
-    share = torch.exp(-3 * accepted).detach()
-    return share * ce + (1 - share) * (1 - accepted)
+    return -(p_v * log_q_v).sum()

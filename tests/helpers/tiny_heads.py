@@ -26,7 +26,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sequential-low-rank": ("sequential", {"rank": 24}),
     "sequential-hydra": ("sequential", {"conditioning": "hydra"}),
     "sequential-prefix": ("sequential", {"prefix": True}),
-    "block-none": ("block", {"conditioning": "none", "weighting": "dpace"}),
+    "block-none": ("block", {"conditioning": "none"}),
     "block-markov": ("block", {"conditioning": "markov", "sample_from_anchor": False, "mask": 3}),
     "block-gated": ("block", {"conditioning": "gated", "confidence": True, "embeddings": "own"}),
 }
@@ -42,10 +42,20 @@ BY_HEART = {"labels": "hard", "noise": 0.0, "steps": 8, "classification": 1.0, "
 """Choices, of whatever kind has them, with which a head learns the very tokens of a batch."""
 
 
+def make_head(kind: type[DraftHead], target: Target, **choices: Any) -> Any:
+    """A new head with these choices of a recipe; vocabulary: target ids; unchecked: choices that a
+    recipe refuses, and a head of others can have.
+    """
+    vocabulary, unchecked = choices.pop("vocabulary", None), choices.pop("unchecked", {})
+    return kind.create(target, kind.Choices(**choices).model_copy(update=unchecked), vocabulary)
+
+
 def new_head(name: str, target: Target, **choices: Any) -> DraftHead:
-    """An untrained head of one of the `VARIANTS`."""
+    """An untrained head of one of the `VARIANTS`; choices: those that its kind has."""
     kind, own = VARIANTS[name]
-    return HEADS[kind].create(target, **{**own, **choices})
+    names = {*HEADS[kind].Choices.model_fields, "vocabulary", "unchecked"}
+    own = {key: value for key, value in {**own, **choices}.items() if key in names}
+    return make_head(HEADS[kind], target, **own)
 
 
 def random_head(name: str, target: Target, **choices: Any) -> DraftHead:

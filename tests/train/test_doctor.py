@@ -23,6 +23,7 @@ from tiny_training import write_answers
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
+from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
@@ -172,7 +173,7 @@ def test_a_head_slower_than_none_is_not_healthy(examine, good, monkeypatch, kind
 def test_what_a_step_costs_is_measured(bench, good):
     target = bench.target
     head = load_head(good["medusa"], target=target)
-    evidence = Evidence(target, head, {}, [[5, 6, 7], [8, 9]], new_tokens=24)
+    evidence = Evidence(target, head, HeadFacts({}), [[5, 6, 7], [8, 9]], new_tokens=24)
     assert evidence.break_even > 0.0
     assert len(evidence.decoded.seconds) == len(evidence.decoded.accepted)
     plain = evidence.decode(evidence.openings, drafts=False)

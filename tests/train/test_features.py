@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from tiny_heads import make_head
 from tiny_training import (
     HEAD_SECTIONS,
     VOCABULARY,
@@ -119,7 +120,7 @@ def losses(source, rows: Rows, target: Target, kind: str) -> list[float]:
     torch.manual_seed(0)
     choices = HEAD_SECTIONS[kind]
     vocabulary = {"vocabulary": range(VOCABULARY)} if "vocabulary" in choices else {}
-    head = HEADS[kind].create(target, **{**choices, **vocabulary})
+    head = make_head(HEADS[kind], target, **{**choices, **vocabulary})
     optimizer = torch.optim.AdamW((p for p in head.parameters() if p.requires_grad), lr=3e-3)
     found = []
     for step in range(8):
@@ -179,14 +180,11 @@ def test_rounded_features_err_as_much_as_is_said(dtype, largest, mean):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_training_on_stored_features(tmp_path, target, kind):
-    layers = (
-        HEADS[kind]
-        .create(
-            target,
-            **{**HEAD_SECTIONS[kind], **({"vocabulary": range(60)} if kind == "eagle3" else {})},
-        )
-        .training_layers
-    )
+    layers = make_head(
+        HEADS[kind],
+        target,
+        **{**HEAD_SECTIONS[kind], **({"vocabulary": range(60)} if kind == "eagle3" else {})},
+    ).training_layers
     rows = rows_of()
     found = {}
     for dtype in ("fp32", "bf16", "fp8"):
@@ -398,7 +396,7 @@ def test_a_cached_run_needs_no_forward_of_the_target(tmp_path, target, monkeypat
     rows = rows_of(), rows_of(20, seed=1)
     monkeypatch.setattr(batches, "HELDOUT_TOKENS", 3 * 64)  # not all rows held out
     accelerator = Accelerator(cpu=True)
-    head = HEADS["medusa"].create(target, **HEAD_SECTIONS["medusa"])
+    head = make_head(HEADS["medusa"], target, **HEAD_SECTIONS["medusa"])
     layers = head.training_layers
     count = heldout_rows(rows[1])
     assert sum(rows[1].sizes[: count - 1]) < batches.HELDOUT_TOKENS <= sum(rows[1].sizes[:count])
@@ -418,7 +416,7 @@ def test_a_cached_run_needs_no_forward_of_the_target(tmp_path, target, monkeypat
 
 def test_a_process_without_a_held_out_batch_runs_one_all_the_same(target, monkeypatch):
     rows = rows_of()
-    head = HEADS["medusa"].create(target, **HEAD_SECTIONS["medusa"])
+    head = make_head(HEADS["medusa"], target, **HEAD_SECTIONS["medusa"])
     monkeypatch.setattr(evaluate, "gather_object", lambda mine: mine)
     world = 3
     sizes = range(1, len(rows))

@@ -279,14 +279,3 @@ def test_only_choices_that_change_the_training_count_as_differences(path):
         "optim.lr: 0.001 -> 1.0",
         "run.seed: 0 -> 4",
     ]
-
-
-def test_the_old_name_of_the_evaluation_section_is_read_with_a_warning(path, caplog):
-    path.write_text(MINIMAL + "judge:\n  prompts: 5\n")
-    recipe = load_recipe(path, ["judge.every=0", "eval.patience=3"])
-    assert (recipe.eval.prompts, recipe.eval.every, recipe.eval.patience) == (5, 0, 3)
-    path.write_text(MINIMAL)
-    assert load_recipe(path, ["judge.every=0"]).eval.every == 0
-    assert caplog.messages == ["the recipe section judge: is now called eval:; rename it"] * 2
-    load_recipe(path, ["eval.every=0"])
-    assert len(caplog.messages) == 2

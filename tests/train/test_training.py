@@ -181,7 +181,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("eagle3", ["run.compile=true", "data.cache_gb=1"]),
         ("eagle3", ["features.mode=cached", "features.dtype=fp8", "head.labels=hard"]),
         ("eagle3", ["head.labels=hard", "head.layers=2"]),
-        ("eagle3", ["head.loss=hybrid", "head.norm_output=true", "head.fc_norm=true"]),
+        ("eagle3", ["head.norm_output=true", "head.fc_norm=true"]),
         (
             "eagle3",
             ["head.norm_before_fc=true", "head.norm_before_residual=true", "head.qk_norm=true"],
@@ -193,7 +193,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("eagle", ["head.regression=0", "head.rope_theta=500000"]),
         ("block", ["run.precision=bf16", "head.confidence=true", "head.conditioning=gated"]),
         ("block", ["features.mode=cached", "head.labels=soft", "head.loss=dspark"]),
-        ("block", ["run.compile=true", "run.gradient_checkpointing=true", "head.weighting=dpace"]),
+        ("block", ["run.compile=true", "run.gradient_checkpointing=true"]),
         ("block", ["head.vocabulary=40", "head.lm_head=own", "features.mode=cached"]),
         ("block", ["head.sample_from_anchor=false", "head.conditioning=none", "head.nodes=6"]),
         ("block", ["head.mask=3", "head.embeddings=own", "head.sliding_window=17"]),
