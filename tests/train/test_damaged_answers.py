@@ -265,13 +265,13 @@ def test_the_prompts_of_a_damaged_shard_are_answered_again(
     whole = {path.name: path.read_bytes() for path in (tmp_path / "o").iterdir()}
     held = len(shards.read_batch(shard(tmp_path / "o")))
     asked: list[int] = []
-    prefill = type(target).prefill
+    prefill = type(target).prefill_chunks
 
     def counted(self: Any, texts: Any, *more: Any) -> Any:
         asked.extend(texts)
         return prefill(self, texts, *more)
 
-    monkeypatch.setattr(type(target), "prefill", counted)
+    monkeypatch.setattr(type(target), "prefill_chunks", counted)
     path = shard(tmp_path / "o")
     damage(path)
     damaged = path.read_bytes() if path.is_file() else None

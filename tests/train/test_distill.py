@@ -39,9 +39,9 @@ def shared_target() -> Target:
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target; whatever a test does to its `prefill` is undone."""
+    """The shared target; whatever a test does to its `prefill_chunks` is undone."""
     yield shared_target
-    shared_target.__dict__.pop("prefill", None)
+    shared_target.__dict__.pop("prefill_chunks", None)
 
 
 # ---------------------------------------------------------------- what is stored
@@ -287,9 +287,9 @@ def test_a_prompt_that_fails_alone_is_counted_and_the_others_are_answered(
     def fail(prompts: Sequence[Sequence[int]], *more: Any) -> Decoded:
         if any(len(prompt) == 90 for prompt in prompts):
             raise error("no room\nfor it")
-        return Target.prefill(target, prompts, *more)
+        return Target.prefill_chunks(target, prompts, *more)
 
-    target.__dict__["prefill"] = fail
+    target.__dict__["prefill_chunks"] = fail
     report = distill(target, asked, options(tmp_path / "o"))
     assert (report.counts.done, report.counts.failed) == (11, 1)
     whole, found = records(tmp_path / "whole"), records(tmp_path / "o")
@@ -311,7 +311,7 @@ def test_cause_that_is_not_the_prompts_stops_the_run(target: Target, tmp_path: P
         distill(target, prompts(20), options(tmp_path / "o"))
     kept = records(tmp_path / "o")
     assert kept and not any("failed" in record for record in kept)
-    target.__dict__.pop("prefill")
+    target.__dict__.pop("prefill_chunks")
     assert distill(target, prompts(20), options(tmp_path / "o")).complete
     assert records(tmp_path / "o") == records(tmp_path / "whole")
 

@@ -35,9 +35,9 @@ def shared_target() -> Target:
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target; whatever a test does to its `prefill` is undone."""
+    """The shared target; whatever a test does to its `prefill_chunks` is undone."""
     yield shared_target
-    shared_target.__dict__.pop("prefill", None)
+    shared_target.__dict__.pop("prefill_chunks", None)
 
 
 @pytest.fixture(scope="module")
