@@ -40,7 +40,7 @@ WINGS = {
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}
 """What the core uses of its wings: head folders, and the answers that it learns from."""
 MENDS = "tests/mends.txt"
-COMPLEX = {"heads": 0, "infer": 2, "train": 2, "scripts": 0}
+COMPLEX = {"heads": 0, "infer": 2, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 160}
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
