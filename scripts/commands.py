@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
     from draftheads.train.data.distill import Answerer, DistillOptions
+    from draftheads.train.data.prompts import Prompt
 
 Keep = Literal["keep", "drop"]
 
@@ -220,16 +221,64 @@ def recorded_threads(out: Path) -> int | None:
 
 
 def local_answerer(
-    target: Target, head: str | None, tree: str | None, options: DistillOptions
+    target: str,
+    revision: str | None,
+    place: Place,
+    head: str | None,
+    tree: str | None,
+    options: DistillOptions,
 ) -> Answerer:
     """A target in this process that answers, with or without heads."""
     from draftheads.heads.formats.hub import load_head
     from draftheads.infer.engine import Speculator
     from draftheads.train.data.distill import LocalAnswerer
 
-    drafts = load_head(head, target=target) if head else None
-    engine = Speculator(target, drafts, tree=chosen_tree(drafts, tree, None))
+    dtype, device, threads = place
+    loaded = load_target(target, dtype, device, revision)
+    choose_threads(threads or recorded_threads(options.out), loaded, options.batch_size)
+    drafts = load_head(head, target=loaded) if head else None
+    engine = Speculator(loaded, drafts, tree=chosen_tree(drafts, tree, None))
     return LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
+
+
+def served_answerer(
+    target: str,
+    revision: str | None,
+    urls: list[str] | None,
+    model: str | None,
+    key: str | None,
+    concurrency: int,
+) -> Answerer:
+    """A target at servers. key: the environment variable that holds it."""
+    from draftheads.train.data.server import ServedTarget, ServerOptions
+
+    options = ServerOptions(
+        urls=urls or [""], model=model, api_key_env=key, concurrency=concurrency
+    )
+    return ServedTarget(target, options, revision)
+
+
+def stored_prompts(
+    source: str,
+    hub: tuple[str | None, bool | None],
+    limit: int | None,
+    prompt_words: int | None,
+    skip_empty: bool,
+    tools: Keep,
+) -> Sequence[Prompt]:
+    """The prompts to answer, without keeping them in memory. hub: split and streaming."""
+    from draftheads.train.data.prompts import Hub, StoredPrompts, iter_prompts
+
+    return StoredPrompts(
+        iter_prompts(
+            source,
+            hub=Hub(*hub),
+            limit=limit,
+            prompt_words=prompt_words,
+            skip_empty=skip_empty,
+            tools=tools,
+        )
+    )
 
 
 def distill(
@@ -263,18 +312,14 @@ def distill(
     threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
-    """Let the target answer prompts; its own tokens become the training set.
-
-    Exit code 1: some prompts are unanswered.
+    """Let the target answer prompts; its own tokens become the training set. Exit code 1: some
+    prompts are unanswered.
     """
-    from draftheads.train.data.distill import DistillOptions
-    from draftheads.train.data.distill import distill as run
-    from draftheads.train.data.prompts import Hub, StoredPrompts, iter_prompts
-    from draftheads.train.data.server import ServedTarget, ServerOptions
+    from draftheads.train.data import distill as distillation
 
     if server and (head or tree or max_batch_tokens):
         raise ValueError("--head, --tree, --max-batch-tokens: omit these, the server decodes")
-    options = DistillOptions(
+    options = distillation.DistillOptions(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
@@ -288,28 +333,12 @@ def distill(
         reasoning=reasoning,
         source=prompts,
     )
-    texts = StoredPrompts(
-        iter_prompts(
-            prompts,
-            hub=Hub(split, streaming),
-            limit=limit,
-            prompt_words=prompt_words,
-            skip_empty=skip_empty,
-            tools=tools,
-        )
-    )
+    texts = stored_prompts(prompts, (split, streaming), limit, prompt_words, skip_empty, tools)
     if server or server_model or api_key_env:
-        endpoints = ServerOptions(
-            urls=server or [""],
-            model=server_model,
-            api_key_env=api_key_env,
-            concurrency=concurrency,
-        )
-        report = run(ServedTarget(target, endpoints, revision), texts, options)
+        answerer = served_answerer(target, revision, server, server_model, api_key_env, concurrency)
     else:
-        local = load_target(target, dtype, device, revision)
-        choose_threads(threads or recorded_threads(out), local, batch_size)
-        report = run(local_answerer(local, head, tree, options), texts, options)
+        answerer = local_answerer(target, revision, (dtype, device, threads), head, tree, options)
+    report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise typer.Exit(1)
 

@@ -16,9 +16,10 @@ from pydantic import Field
 from tiny_targets import some_prompts
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, Committed, DraftHead, HeadLoss, counted
+from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
+from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, open_head
 from draftheads.heads.kinds import HEADS, register
 from draftheads.heads.losses import chunked_ranks, linear_cross_entropy
@@ -94,6 +95,8 @@ class MatrixHead(DraftHead):
 
 
 class MatrixDrafter:
+    cache = None  # has no layers of its own
+
     def __init__(self, head: MatrixHead, target: Target, tree: Tree) -> None:
         assert isinstance(tree, StaticTree)
         self.head, self.width = head, tree.width

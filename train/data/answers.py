@@ -85,7 +85,8 @@ COLUMNS = re.compile(
 )
 LINES = re.compile(r"answers-\d{5,}-of-\d{5,}\.jsonl")
 CARD = "README.md"
-BEGIN, END = "<!-- draftheads: rewritten with the data -->", "<!-- draftheads: end -->"
+BEGIN = "<!-- draftheads: rewritten with the data -->"
+END = "<!-- draftheads: end -->"
 """Marks around the part of the card that is written again when the data change."""
 REPAIR = "copy it again, or run the same `draftheads distill` again, which answers its prompts anew"
 PACKAGES = ("draftheads", "torch", "transformers", "tokenizers")
@@ -330,7 +331,8 @@ def _faults(
     are compared.
     """
     for entry in entries:
-        path, expected = Path(folder) / entry["name"], entry["sha256"]
+        path = Path(folder) / entry["name"]
+        expected = entry["sha256"]
         size = path.stat().st_size if path.is_file() else "no file"
         if size != entry["bytes"]:
             yield path, f"expected {entry['bytes']} bytes, got {size}"
@@ -436,7 +438,8 @@ def _parse(path: Path) -> Iterator[pa.RecordBatch]:
         size += len(line)
         if size > JOURNAL_BYTES:
             yield to_batch(rows)
-            rows, size = [], 0
+            rows = []
+            size = 0
     if rows:
         yield to_batch(rows)
 
@@ -489,7 +492,8 @@ class _Contents:
         places, records = np.unique(_places(names, [*ids, *others])[starts], return_index=True)
 
         def rows(chosen: Array) -> Array:
-            first, size = starts[chosen], sizes[chosen]
+            first = starts[chosen]
+            size = sizes[chosen]
             numbers: Array = np.arange(size.sum()) + np.repeat(first - (size.cumsum() - size), size)
             return numbers
 
@@ -539,7 +543,8 @@ class _Contents:
         while start < len(rows):
             stop = max(start + 1, int(np.searchsorted(ends, used + SHARD_TOKENS, side="right")))
             yield self._take(rows[start:stop])
-            start, used = stop, int(ends[stop - 1])
+            start = stop
+            used = int(ends[stop - 1])
 
     def _take(self, rows: Array) -> pa.RecordBatch:
         """These rows as one batch. `pa.Table.take` would first copy all columns into one piece."""
@@ -667,14 +672,16 @@ def _write_card(path: Path, manifest: Manifest) -> None:
     """Write what `datasets` and the Hub need to read the shards, and what they hold. Of a card that
     exists only our own part is replaced; a README without it is not ours and stays as it is.
     """
-    counts, name = manifest["counts"], manifest["target"]["name"]
+    counts = manifest["counts"]
+    name = manifest["target"]["name"]
     text = (
         f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, "
         f"{counts['learned_tokens']:,} of them written by the model, to train draft heads on. "
         "`learn` holds the half-open spans of `tokens` that the model wrote; manifest.json says "
         "how they were made."
     )
-    ours, pattern = f"{BEGIN}\n{text}\n{END}", f"answers-{manifest['digest']}-*.arrow"
+    ours = f"{BEGIN}\n{text}\n{END}"
+    pattern = f"answers-{manifest['digest']}-*.arrow"
     if path.exists():
         old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         before, begin, rest = old.partition(BEGIN)

@@ -24,7 +24,8 @@ from draftheads.infer.text import REPLACEMENT
 from draftheads.train.data.answers import Record
 from draftheads.train.data.prompts import Message, Messages, Prompt
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN = "<think>"
+CLOSE = "</think>"
 PLACEHOLDER = "DRAFTHEADS-ANSWER-PLACEHOLDER"
 TOO_LONG = "prompt does not fit into the target's context"
 ONLY_REASONING = "answers consist of reasoning only, which is not learned"
@@ -89,7 +90,8 @@ class Conversation:
             return False
         if first != self._first:
             self._closed += self._open()
-            self._learn, self._first = [], first
+            self._learn = []
+            self._first = first
         self.tokens = tokens
         return True
 
@@ -125,7 +127,8 @@ class Conversation:
         renderer = self._renderer
         # enough for decoders that join a token with its neighbours
         tail = [*self.tokens[-4:], *lead_ids][-4:]
-        start, newline = decode(renderer, tail), renderer.encode("\n")
+        start = decode(renderer, tail)
+        newline = renderer.encode("\n")
         after_end = renderer.encode(text)
         if renderer.eos_ids:
             after_end = _encode_after(renderer, renderer.eos_ids[0], text)
@@ -169,7 +172,8 @@ class Conversation:
 
         Raises TemplateError for messages that the template refuses.
         """
-        renderer, asked = self._renderer, len(self.answers)
+        renderer = self._renderer
+        asked = len(self.answers)
         if not asked:
             text = self.prompt.text
             return renderer.prompt_ids(self.turns[0] if text is None else text), 0
@@ -181,8 +185,10 @@ class Conversation:
 
     def _between(self, turns: Sequence[Turn]) -> list[int] | None:
         """Token ids between the last answer and the next; None if the template rewrites turns."""
-        renderer, last = self._renderer, self.tokens[-1]
-        history, answers = self.answers[: self._first], self.answers[self._first :]
+        renderer = self._renderer
+        last = self.tokens[-1]
+        history = self.answers[: self._first]
+        answers = self.answers[self._first :]
         if any(answer.get("tool_calls") for answer in answers):
             return None  # a template may refuse the results of calls that the placeholder replaces
         replaced = [*history, *[assistant(PLACEHOLDER)] * len(answers)]
@@ -270,7 +276,8 @@ def check_tools(renderer: PromptRenderer, conversations: Iterable[Messages | Non
         {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "A bird."},
     ]
     tokenizer = renderer.tokenizer
-    shown, problem = "", "drops them" if tokenizer.chat_template else "is missing"
+    shown = ""
+    problem = "drops them" if tokenizer.chat_template else "is missing"
     try:
         shown = renderer.text(example)
     except TemplateError as error:

@@ -199,7 +199,9 @@ class LocalAnswerer(Answerer):
 
     def __init__(self, engine: Speculator, rows: int = 32, most_tokens: int | None = None) -> None:
         super().__init__(engine.target, engine.target.context)
-        self._engine, self._rows, self._most_tokens = engine, rows, most_tokens
+        self._engine = engine
+        self._rows = rows
+        self._most_tokens = most_tokens
 
     def origin(self) -> Entry:
         """The target's name, revision, fingerprint and dtype."""
@@ -273,7 +275,10 @@ class Claims:
     """
 
     def __init__(self, total: int, most: int, rank: int, world: int, folder: Path) -> None:
-        self.total, self.most, self.rank, self.world = total, most, rank, world
+        self.total = total
+        self.most = most
+        self.rank = rank
+        self.world = world
         self._folder = folder
         self._store: Store | None = None
         if world > 1 and "MASTER_ADDR" in os.environ:
@@ -353,7 +358,8 @@ def distill(
             write_manifest(options.out, manifest)
             missing = _answer(answerer, renderer, prompts, names, options, journal)
             counts = finish(options.out, manifest)
-    complete, seconds = manifest["complete"], time.monotonic() - started
+    complete = manifest["complete"]
+    seconds = time.monotonic() - started
     report = DistillReport(options.out, len(prompts), counts, len(missing), complete, seconds)
     print(printable(str(report)))
     return report
@@ -414,7 +420,9 @@ def _answer(
 
 def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
     """The ids of prompts, hashes of their content, numbered if several are equal; a hash of all."""
-    seen, names, together = Counter[str](), [], hashlib.sha256()
+    seen = Counter[str]()
+    names = []
+    together = hashlib.sha256()
     for prompt in prompts:
         content = json.dumps([prompt.messages, prompt.text]).encode()
         together.update(content + b"\n")
@@ -486,7 +494,8 @@ def _begin(origin: Entry, names: Sequence[str], sha256: str, options: DistillOpt
     if not (out / MANIFEST).is_file():
         return manifest
     old = read_manifest(out)
-    before, now = _settings(old), _settings(manifest)
+    before = _settings(old)
+    now = _settings(manifest)
     changes = [key for key, value in now.items() if before.get(key) != value]
     if changes and count(out, old).done:
         listed = [f"{key}: expected {before.get(key)!r}, got {now[key]!r}" for key in changes]
@@ -521,9 +530,11 @@ def _note_other_prompts(out: Path, count_before: int, names: Sequence[str]) -> N
 
 def _settings(manifest: Manifest) -> Entry:
     """Everything that changes answers and must stay equal when a folder is resumed."""
-    target, source = manifest["target"], "this process"
+    target = manifest["target"]
+    source = "this process"
     if server := target.get("server"):  # its address may change, its model may not
-        model, context = server["model"], server["context"]
+        model = server["model"]
+        context = server["context"]
         source = f"a server with model {model}, context {context}, target {target['name']}"
     return {
         "answers come from": source,
@@ -547,8 +558,10 @@ def _store(
     Raises the answerer's error after `patience` consecutive prompts without an answer. Their lines
     are not written, as these prompts are not the cause.
     """
-    started, learned = time.monotonic(), 0
-    lost, held = 0, list[Record]()
+    started = time.monotonic()
+    learned = 0
+    lost = 0
+    held = list[Record]()
     for conversations, error in answers:
         new = [row for row in conversations if row.prompt.index in missing]
         records = [row.record() for row in new]
@@ -559,7 +572,8 @@ def _store(
                 raise error
         else:
             journal.append(held)
-            lost, held = 0, []
+            lost = 0
+            held = []
         missing.difference_update(row.prompt.index for row in new)
         documents = [document for record in records for document in documents_of(record)]
         learned += sum(end - start for each in documents for start, end in each["learn"])

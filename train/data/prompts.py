@@ -389,7 +389,8 @@ def _parse(where: str, record: Any, parts: _Parts) -> tuple[Messages | None, str
             f"got {_describe(record)}; rename the key"
         )
     parts.left_out.update(key for key in MEDIA if record.get(key))
-    turns, where = record[layout], f"{where}, {layout}"
+    turns = record[layout]
+    where = f"{where}, {layout}"
     if layout == "text":
         return None, _question(where, turns, parts)
     if layout == "instruction":

@@ -44,7 +44,8 @@ BUSY = {408, 425, 429}
 """HTTP statuses below 500 that a retry may fix."""
 REFUSED = {400, 413, 422}
 """HTTP statuses about one prompt; all others below 500 are about all prompts."""
-LONGEST_PAUSE, LONGEST_RETRY_AFTER = 60.0, 600.0
+LONGEST_PAUSE = 60.0
+LONGEST_RETRY_AFTER = 600.0
 """Seconds before a retry: by our own schedule, and as requested by the server."""
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
@@ -194,7 +195,8 @@ class ServedTarget(Answerer):
 
     async def _converse(self, asked: _Asked, client: Any, sampling: Sampling) -> None:
         """Answer all turns of one conversation, until an error."""
-        row, server = asked.row, asked.server
+        row = asked.row
+        server = asked.server
         asked.error = None
         try:
             while asked.is_open or row.ask():
@@ -236,7 +238,8 @@ class ServedTarget(Answerer):
 
     def _take(self, row: Conversation, completion: Completion, sampling: Sampling) -> None:
         """Append an answer, its end token included, to its conversation."""
-        eos_ids, ids = self.side.eos_ids, completion.token_ids
+        eos_ids = self.side.eos_ids
+        ids = completion.token_ids
         if ids is None:
             ids = row.retokenize(completion.text or "")
             if ids is None or len(ids) > sampling.max_new_tokens:  # not the generated ones
@@ -282,7 +285,8 @@ class _Work:
     def __init__(
         self, servers: list[_Server], concurrency: int, rows: Iterable[Conversation]
     ) -> None:
-        self.up, self.concurrency = list(servers), concurrency
+        self.up = list(servers)
+        self.concurrency = concurrency
         self.failed = Counter[_Server]()
         self.pending: dict[asyncio.Task[None], _Asked] = {}
         self._rows = iter(rows)
@@ -367,7 +371,8 @@ class _Server:
 
     def __init__(self, url: str, options: ServerOptions, key: str) -> None:
         self.url = url
-        self._options, self._key = options, key
+        self._options = options
+        self._key = key
         self._random = random.Random()  # leaves the caller's random state alone
         self._client: dict[str, Any] = {
             "base_url": self.url,
@@ -377,7 +382,8 @@ class _Server:
         }
         served = self._choose()
         self.shown = self._hide(served.id)  # in messages
-        self.model, length = served.id, served.max_model_len
+        self.model = served.id
+        length = served.max_model_len
         self.context = length if isinstance(length, int) and length > 1 else None
 
     def client(self) -> Any:

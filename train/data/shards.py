@@ -136,7 +136,8 @@ def _check_spans(batch: pa.RecordBatch) -> None:
         raise pa.ArrowInvalid("spans that are no pairs")
     shard = Shard(batch)
     documents_S = np.repeat(np.arange(len(batch)), np.diff(shard.spans_D1))
-    firsts_S, lasts_S = shard.bounds_D1[documents_S], shard.bounds_D1[documents_S + 1]
+    firsts_S = shard.bounds_D1[documents_S]
+    lasts_S = shard.bounds_D1[documents_S + 1]
     starts_S, stops_S = shard.starts_S, shard.starts_S + shard.sizes_S
     earliest_S = np.maximum(firsts_S, np.append(0, stops_S[:-1]))
     bad_S = (starts_S < earliest_S) | (stops_S < starts_S) | (stops_S > lasts_S)
@@ -154,7 +155,8 @@ class Shard:
     """
 
     def __init__(self, batch: pa.RecordBatch, path: Path | None = None, offset: int = 0) -> None:
-        tokens, learn = batch["tokens"], batch["learn"]
+        tokens = batch["tokens"]
+        learn = batch["learn"]
         self.batch = batch
         self.path = path
         self._file = pa.OSFile(str(path)) if path else None
