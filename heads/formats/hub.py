@@ -48,6 +48,7 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.sequential import SequentialHead
 from draftheads.heads.target import Target, template_variables
+from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree, tree_from_json
 
 HEADS: dict[str, type[DraftHead]] = {
@@ -124,7 +125,7 @@ def head_config(head: DraftHead, dtype: torch.dtype, facts: dict[str, Any]) -> d
     return {
         "architectures": [head.architecture],
         **head.config(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "draftheads": facts,
     }
 

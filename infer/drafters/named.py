@@ -9,6 +9,7 @@ from pathlib import Path
 
 from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import dtype_name
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
@@ -79,7 +80,7 @@ def _part(text: str, ngram: NGram) -> NamedDrafts:
 
 
 def _draft_model(path: str, target: Target) -> DrafterSource:
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     return _checked(DraftModel(Target.load(path, dtype=dtype, device=str(target.device))), target)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from draftheads.heads.base import Drafter
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
 from draftheads.infer.engine import DrafterSource, Speculator, Statistics
@@ -436,7 +437,7 @@ def _why_not_comparable(target: Target, rule: Acceptance) -> str | None:
         return "lossless: n/a when sampling, two random streams do not draw the same tokens."
     if target.dtype != torch.float32:
         return (
-            f"lossless: n/a in {str(target.dtype).removeprefix('torch.')}, where a tree of tokens "
+            f"lossless: n/a in {dtype_name(target.dtype)}, where a tree of tokens "
             "rounds differently from a single token and near-ties change; compare with "
             "--dtype float32."
         )

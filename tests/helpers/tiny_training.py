@@ -113,7 +113,7 @@ def tiny_recipe(folder: Path, kind: str = "medusa", **run: Any) -> dict[str, Any
         },
         "head": {"kind": kind, **HEAD_SECTIONS[kind]},
         "optim": {"lr": 3e-3},
-        "eval": {"every": 0, "report": False},
+        "eval": {"every": 0},
         "run": {
             "output": str(folder / "run"),
             "steps": 6,

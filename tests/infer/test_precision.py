@@ -100,7 +100,7 @@ def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, mo
     target, head = stored
     prompts = questions(tmp_path, 4)
     seen: list[torch.dtype] = []
-    module = import_module("draftheads.infer.chat")  # its package exports a function of that name
+    module = import_module("draftheads.infer.chat.repl")
     monkeypatch.setattr(module, "chat", lambda engine, _: seen.append(engine.target.dtype))
     assert run("chat", "--target", target)[0] == 0
     assert run("chat", "--target", target, "--dtype", "float32")[0] == 0

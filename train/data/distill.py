@@ -30,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from draftheads.heads.files import write_text
+from draftheads.heads.tensors import dtype_name
 from draftheads.heads.terminal import printable
 from draftheads.infer.accept import LEAST_TEMPERATURE, Seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
@@ -202,7 +203,7 @@ class LocalAnswerer(Answerer):
             "name": str(self._target.name),
             "revision": self._target.revision,
             "fingerprint": self._target.fingerprint(),
-            "dtype": str(self._target.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self._target.model.dtype),
         }
 
     def answer(
