@@ -373,6 +373,7 @@ def bench(
     markdown: Annotated[Path | None, Option(help="write the tables here")] = None,
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
+    analysis: Annotated[bool, Option("--analysis", help="add the chain model's view")] = False,
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
@@ -386,8 +387,9 @@ def bench(
     from draftheads.heads.formats.hub import record_measured
     from draftheads.infer.drafters.named import open_drafts
     from draftheads.infer.measure import report as reports
+    from draftheads.infer.measure.bench import BenchOptions
     from draftheads.infer.measure.bench import bench as run
-    from draftheads.infer.race import BenchOptions
+    from draftheads.infer.measure.plot import plot as write_plot
     from draftheads.scripts.journey import check_outputs, contestants, load_drafts, openings
 
     check_outputs([json_out, markdown], head if card else [], plot)
@@ -397,14 +399,22 @@ def bench(
     model = load_fast_target(target, place, revision, folders, template_args)
     sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
     loaded = load_drafts(drafts, model, sampling, adaptive)
-    settings: dict[str, Any] = {"seed": seed, "compile": compile, "batch": batch}
-    options = BenchOptions(max_new_tokens, sampling, repetitions, nodes or (), **settings)
+    options = BenchOptions(
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        repetitions=repetitions,
+        nodes=nodes or (),
+        seed=seed,
+        compile=compile,
+        batch=batch,
+        analysis=analysis,
+    )
     ids, categories = openings(model, prompts, prompt_words, limit)
     announce(compile)
     entries = contestants(model, loaded, tree or (), options)
     report = run(model, entries, ids, options, categories=categories)
     reports.print_report(report)
-    outputs = {reports.write_json: json_out, reports.write_markdown: markdown, reports.plot: plot}
+    outputs = {reports.write_json: json_out, reports.write_markdown: markdown, write_plot: plot}
     for write, path in outputs.items():
         if path:
             write(report, path)

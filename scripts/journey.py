@@ -21,11 +21,10 @@ from draftheads.infer.drafters.named import NamedDrafts
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import DrafterSource
 from draftheads.infer.measure.baseline import Baseline
-from draftheads.infer.measure.bench import Entry
+from draftheads.infer.measure.bench import BenchOptions, Entry
 from draftheads.infer.measure.costs import Costs
-from draftheads.infer.measure.report import new_figure
+from draftheads.infer.measure.plot import new_figure
 from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.race import BenchOptions
 from draftheads.train.data.conversation import turns_of
 from draftheads.train.data.prompts import Prompt, read_prompts
 

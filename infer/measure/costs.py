@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from operator import mul
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
-from draftheads.infer.engine import Step
-from draftheads.infer.race import Run, Runs
+from draftheads.infer.race import Run, Runs, steps_of
 
 FINALISTS, SPREAD = 4, 1.5
 ORDINARY = 2.0
@@ -256,9 +255,3 @@ def finalists(found: Sequence[Trial]) -> list[Trial]:
         if all(SPREAD * min(pair) <= max(pair) for pair in sizes):
             best.append(each)
     return best[:FINALISTS]
-
-
-def steps_of(runs: Sequence[Sequence[Run]]) -> Iterator[Step]:
-    """All steps of a candidate but the prefills."""
-    for run in chain.from_iterable(runs):
-        yield from (step for step in run.steps if step.accepted >= 0)

@@ -36,20 +36,22 @@ from draftheads.infer.measure.costs import (
     fitted_costs,
     predict,
     search,
-    steps_of,
 )
 from draftheads.infer.measure.precision import fair_clock
 from draftheads.infer.race import (
-    BenchOptions,
     BenchPrompt,
     Candidate,
+    RaceOptions,
     Run,
     Runs,
     describe_machine,
     fitting_prompts,
     machine_line,
+    own_randomness,
     race,
+    rule_name,
     speedup_interval,
+    steps_of,
     timed,
 )
 
@@ -130,8 +132,7 @@ def tune(
     if not held:
         raise ValueError("expected two or more prompts to tune with, got one; pass more prompts")
     track = Track(target, head, options, console)
-    devices = [target.device] if target.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with own_randomness(target):
         costs = track.costs(fit)
         seen, heldout = track.observe(fit), track.observe(held)
         own = [tree for tree in (head.tree, *others) if isinstance(tree, StaticTree)]
@@ -144,7 +145,7 @@ def tune(
         trials = track.trials([present, predict(NONE, heldout, costs), *finalists(found)], held)
     context = sum(len(each.prompt) + each.limit / 2 for each in fitting) / len(fitting)
     settings = {
-        "sampling": "greedy" if isinstance(options.sampling, Greedy) else repr(options.sampling),
+        "sampling": rule_name(options.sampling),
         "prompts": len(fitting),
         "max_new_tokens": options.max_new_tokens,
         "context": round(context),
@@ -196,9 +197,7 @@ class Track:
         in which other processes hardly count.
         """
         options = self.options
-        settings = BenchOptions(
-            options.max_new_tokens, options.sampling, repetitions, seed=options.seed
-        )
+        settings = RaceOptions(options.sampling, repetitions, options.seed)
         self.engines = {t: self.engines.get(t) or self.engine(t) for t in trees.values()}
         candidates = [
             Candidate(name, tree.nodes - 1, self.engines[tree], options.sampling)
@@ -274,14 +273,13 @@ class Track:
         runs = self.race(trees, prompts, self.options.repetitions)
         pace = speed(runs[names[trials.index(plain)]]) / plain.predicted
         sums = {name: speeds_P2(runs[name]) for name in names}
-        interval = BenchOptions(seed=self.options.seed)
         return [
             replace(
                 each,
                 predicted=each.predicted * pace,
                 tau=Statistics.of(steps_of(runs[name])).tokens_per_step,
                 measured=speed(runs[name]),
-                gain_ci95=speedup_interval(sums[name], sums[names[0]], interval),
+                gain_ci95=speedup_interval(sums[name], sums[names[0]], seed=self.options.seed),
             )
             for name, each in zip(names, trials, strict=True)
         ]
