@@ -22,7 +22,7 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
 from draftheads.infer.measure.report import print_report, write_json
 from draftheads.infer.threads import choose_threads
-from draftheads.scripts.journey import opening_ids
+from draftheads.scripts.openings import opening_ids
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.entry import INTERRUPTED
