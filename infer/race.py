@@ -208,11 +208,10 @@ def timed(
     return [Run(list(filter(None, row)), *shares) for row in zip(*steps, strict=True)]
 
 
-def top2_margin(target: Target, tokens: Sequence[int]) -> float:
-    """The target's best logit minus its second best after `tokens`."""
-    cache = target.new_cache(1, len(tokens))
-    best = target.prefill([tokens], cache, ()).logits_BNV[0, 0].float().topk(2).values
-    return float(best[0] - best[1])
+def speed(sums_P2: Tensor) -> float:
+    """Tokens per second. sums_P2: float64 tokens and seconds; further columns do not count."""
+    tokens, seconds = sums_P2.sum(0)[:2].tolist()
+    return float(tokens / seconds)
 
 
 def speedup_interval(
@@ -220,9 +219,8 @@ def speedup_interval(
 ) -> list[float]:
     """95 % interval [low, high] of the ratio of tokens per second: a paired bootstrap over prompts.
 
-    ours_P2, baseline_P2: float64 tokens and seconds (further columns do not count) of the same
-    prompts, or of batches of them. Each resample draws P prompts with replacement, the same for
-    both sides, and takes the ratio of the sums.
+    ours_P2, baseline_P2: as of `speed`, of the same prompts or batches of them. Each resample draws
+    P prompts with replacement, the same for both sides, and takes the ratio of the sums.
     """
     prompts = len(ours_P2)
     generator = torch.Generator().manual_seed(seed)

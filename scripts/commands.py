@@ -247,19 +247,13 @@ def bench(
     seed: Seed = 0,
 ) -> None:
     """Measure heads and other drafters against `generate` and this engine without drafts."""
-    from draftheads.heads.formats.hub import record_measured
     from draftheads.infer.accept import Greedy
     from draftheads.infer.drafters.named import load_drafts, open_drafts
+    from draftheads.infer.measure import report as reports
     from draftheads.infer.measure.baseline import rivals
     from draftheads.infer.measure.bench import BenchOptions
     from draftheads.infer.measure.bench import bench as run
     from draftheads.infer.measure.plot import plot as write_plot
-    from draftheads.infer.measure.report import (
-        measured_facts,
-        print_report,
-        write_json,
-        write_markdown,
-    )
     from draftheads.scripts.openings import openings
 
     check_file(json_out)
@@ -290,17 +284,15 @@ def bench(
     if isinstance(sampling, Greedy) and batch == 1:
         entries |= rivals(model, loaded)
     report = run(model, entries, ids, options, categories=categories)
-    print_report(report)
+    reports.print_report(report)
     if json_out:
-        write_json(report, json_out)
+        reports.write_json(report, json_out)
     if markdown:
-        write_markdown(report, markdown)
+        reports.write_markdown(report, markdown)
     if plot:
         write_plot(report, plot)
     if card:
-        for name, folder in zip(drafts, folders, strict=True):
-            results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
-            record_measured(folder.path, [measured_facts(report, each) for each in results])
+        reports.write_cards(report, dict(zip(drafts, folders, strict=True)))
 
 
 def tune(

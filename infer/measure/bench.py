@@ -43,10 +43,10 @@ from draftheads.infer.race import (
     own_randomness,
     race,
     rule_name,
+    speed,
     speedup_interval,
     steps_of,
     timed,
-    top2_margin,
 )
 
 ALONE = "generate alone"
@@ -337,7 +337,7 @@ def summarize(
     units = batched(prompts, options.batch)
     baselines = [each for each in BASELINES if each in runs]
     sums_P3 = {each: _sums(runs[each], units) for each in (*baselines, name)}
-    speeds = {each: _speed(sums) for each, sums in sums_P3.items()}
+    speeds = {each: speed(sums) for each, sums in sums_P3.items()}
     ours_P3 = sums_P3[name]
     generate_P3 = sums_P3[GENERATE]
     best = max(baselines, key=lambda each: speeds[each])
@@ -427,12 +427,6 @@ def _sums(runs: Sequence[Sequence[Run]], units: Sequence[Sequence[int]]) -> Tens
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def _speed(sums_P2: Tensor) -> float:
-    """Tokens per second."""
-    tokens, seconds = sums_P2.sum(0)[:2].tolist()
-    return float(tokens / seconds)
-
-
 def _compared(
     ours_P2: Tensor, baseline_P2: Tensor, options: BenchOptions
 ) -> tuple[float, list[float]]:
@@ -440,7 +434,7 @@ def _compared(
     interval = speedup_interval(
         ours_P2, baseline_P2, seed=options.seed, resamples=options.resamples
     )
-    return _speed(ours_P2) / _speed(baseline_P2), interval
+    return speed(ours_P2) / speed(baseline_P2), interval
 
 
 def _divergence(
@@ -467,6 +461,13 @@ def _divergence(
         got=got[token] if token < len(got) else None,
         top2_margin=top2_margin(target, [*prompt.prompt, *expected[:token]]),
     )
+
+
+def top2_margin(target: Target, tokens: Sequence[int]) -> float:
+    """The target's best logit minus its second best after `tokens`."""
+    cache = target.new_cache(1, len(tokens))
+    best = target.prefill([tokens], cache, ()).logits_BNV[0, 0].float().topk(2).values
+    return float(best[0] - best[1])
 
 
 def _why_not_comparable(target: Target, rule: Acceptance) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.heads.files import write_text
+from draftheads.heads.formats.hub import HeadFolder, record_measured
 from draftheads.heads.tables import markdown_table
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.measure import analysis
@@ -44,6 +45,13 @@ def measured_facts(report: BenchReport, name: str) -> dict[str, Any]:
     facts = {key: result[key] for key in FACTS}
     settings = {key: report.settings[key] for key in SETTINGS}
     return {**facts, **settings, "machine": machine_line(report.machine)}
+
+
+def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
+    """Write the results of each head into its config.json and model card."""
+    for name, folder in folders.items():
+        results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
+        record_measured(folder.path, [measured_facts(report, each) for each in results])
 
 
 def write_json(report: BenchReport, path: Path) -> None:

@@ -24,7 +24,7 @@ from draftheads.infer.accept import Greedy, Processed, Sampled, Typical
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.measure.analysis import Analysis, walltime_factor
 from draftheads.infer.measure.baseline import Baseline, without_defaults
-from draftheads.infer.measure.bench import BenchOptions, Replay, bench, summarize
+from draftheads.infer.measure.bench import BenchOptions, Replay, bench, summarize, top2_margin
 from draftheads.infer.measure.plot import plot, tree_spots
 from draftheads.infer.measure.report import (
     footnotes,
@@ -44,7 +44,6 @@ from draftheads.infer.race import (
     batched,
     speedup_interval,
     timed,
-    top2_margin,
 )
 
 NEW = 21  # one token from the prefill and four steps of an oracle of depth 4
