@@ -35,6 +35,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerprint
+from draftheads.heads.tensors import dtype_name
 
 Placement = Literal["whole", "split", "sharded"]
 Bits = Literal[4, 8]
@@ -303,7 +304,7 @@ def _quantisation(path: str, bits: Bits, dtype: str, revision: str | None) -> Bi
         return BitsAndBytesConfig(load_in_8bit=True)
     if dtype == "auto":
         own = read_config(path, revision).get_text_config(decoder=True)
-        dtype = str(own.dtype or torch.bfloat16).removeprefix("torch.")
+        dtype = dtype_name(own.dtype or torch.bfloat16)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

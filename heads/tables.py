@@ -17,12 +17,18 @@ def flat(values: dict[str, Any], name: str = "") -> dict[str, Any]:
     return result
 
 
-def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table, floats with four significant digits; "" without rows."""
+def markdown_table(
+    titles: Sequence[str], rows: Iterable[Sequence[Any]], texts: int | None = None
+) -> str:
+    """A Markdown table, floats with four significant digits; "" without rows. texts: number of
+    columns, the first ones, that are no numbers (default: all).
+    """
     lines = [[_cell(value) for value in row] for row in rows]
     if not lines:
         return ""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *lines])
+    texts = len(titles) if texts is None else texts
+    rule = ["---"] * texts + ["---:"] * (len(titles) - texts)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [titles, rule, *lines])
 
 
 def _cell(value: Any) -> str:

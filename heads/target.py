@@ -53,6 +53,7 @@ from draftheads.heads.pretrained import (
     slot_limit,
     usable_context,
 )
+from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import TokenTree, Topology, Tree
 
 PIECE = 8192
@@ -155,7 +156,7 @@ class Target:
         commit = revision or getattr(model.config, "_commit_hash", None)
         target = cls(model, tokenizer, name=path, revision=commit, fingerprint=fingerprint)
         saved = read_config(path, revision).get_text_config(decoder=True).dtype
-        target.saved_dtype = str(saved or torch.float32).removeprefix("torch.")
+        target.saved_dtype = dtype_name(saved or torch.float32)
         return target
 
     def adapt(self, **choices: Any) -> Adapter:

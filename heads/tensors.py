@@ -32,6 +32,11 @@ def check_finite(file: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> Non
                 )
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32: the name in options, configs and reports."""
+    return str(dtype).removeprefix("torch.")
+
+
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """An open safetensors file. Raises ValueError naming it when it is damaged."""

@@ -10,7 +10,7 @@ from typing import Any
 
 PUBLIC = {
     "Adaptive": "drafters.adaptive",
-    "BenchOptions": "race",
+    "BenchOptions": "measure.bench",
     "BenchReport": "measure.bench",
     "ChatOptions": "chat.repl",
     "Costs": "measure.costs",

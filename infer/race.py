@@ -11,10 +11,11 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from rich.progress import track
 from torch import Tensor
 
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import dtype_name
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.engine import Step
@@ -33,18 +35,18 @@ GENERATE, PLAIN = "generate", "plain"
 """Candidates of every bench: transformers' own, and this engine without a drafter."""
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """Settings of a bench; each number is at least 1."""
+RESAMPLES = 5000
+"""Of the bootstrap."""
 
-    max_new_tokens: int = 128
+
+@dataclass(frozen=True)
+class RaceOptions:
+    """Settings of a race."""
+
     sampling: Acceptance = field(default_factory=Greedy)
-    repetitions: int = 1  # runs per prompt and candidate
-    nodes: Sequence[int] = ()  # draft nodes of each head's own tree, resized; empty: as it is
-    seed: int = 0  # of sampling and of the bootstrap
-    resamples: int = 5000  # of the bootstrap
-    compile: bool = False  # every candidate once more, compiled
-    batch: int = 1  # prompts decoded together
+    repetitions: int = 1  # at least 1; runs per prompt and candidate
+    seed: int = 0  # of sampling
+    batch: int = 1  # at least 1; prompts decoded together
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,23 @@ Runs = Mapping[str, list[list[Run]]]
 """Name of a candidate -> for each prompt, its repetitions."""
 
 
+def steps_of(runs: Sequence[Sequence[Run]]) -> Iterator[Step]:
+    """All steps of a candidate but the prefills."""
+    for run in chain.from_iterable(runs):
+        yield from (step for step in run.steps if step.accepted >= 0)
+
+
+def rule_name(rule: Acceptance) -> str:
+    """A rule and its values, in settings and titles."""
+    return "greedy" if isinstance(rule, Greedy) else repr(rule)
+
+
+def own_randomness(target: Target) -> AbstractContextManager[None]:
+    """Within it torch's random streams are seeded freely; after it they are the caller's again."""
+    devices = [target.device] if target.device.type == "cuda" else []
+    return torch.random.fork_rng(devices=devices)
+
+
 def fitting_prompts(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[BenchPrompt]:
@@ -118,7 +137,7 @@ def fitting_prompts(
 def race(
     candidates: Sequence[Candidate],
     prompts: Sequence[BenchPrompt],
-    options: BenchOptions,
+    options: RaceOptions,
     console: Console | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> Runs:
@@ -189,23 +208,23 @@ def timed(
     return [Run(list(filter(None, row)), *shares) for row in zip(*steps, strict=True)]
 
 
-def top2_margin(target: Target, tokens: Sequence[int]) -> float:
-    """The target's best logit minus its second best after `tokens`."""
-    cache = target.new_cache(1, len(tokens))
-    best = target.prefill([tokens], cache, ()).logits_BNV[0, 0].float().topk(2).values
-    return float(best[0] - best[1])
+def speed(sums_P2: Tensor) -> float:
+    """Tokens per second. sums_P2: float64 tokens and seconds; further columns do not count."""
+    tokens, seconds = sums_P2.sum(0)[:2].tolist()
+    return float(tokens / seconds)
 
 
-def speedup_interval(ours_P2: Tensor, baseline_P2: Tensor, options: BenchOptions) -> list[float]:
+def speedup_interval(
+    ours_P2: Tensor, baseline_P2: Tensor, *, seed: int = 0, resamples: int = RESAMPLES
+) -> list[float]:
     """95 % interval [low, high] of the ratio of tokens per second: a paired bootstrap over prompts.
 
-    ours_P2, baseline_P2: float64 tokens and seconds (further columns do not count) of the same
-    prompts, or of batches of them. Each resample draws P
-    prompts with replacement, the same for both sides, and takes the ratio of the sums.
+    ours_P2, baseline_P2: as of `speed`, of the same prompts or batches of them. Each resample draws
+    P prompts with replacement, the same for both sides, and takes the ratio of the sums.
     """
     prompts = len(ours_P2)
-    generator = torch.Generator().manual_seed(options.seed)
-    drawn_RP = torch.randint(prompts, (options.resamples, prompts), generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    drawn_RP = torch.randint(prompts, (resamples, prompts), generator=generator)
     ours_R2, baseline_R2 = ours_P2[drawn_RP].sum(1), baseline_P2[drawn_RP].sum(1)
     ratio_R = (ours_R2[:, 0] / ours_R2[:, 1]) / (baseline_R2[:, 0] / baseline_R2[:, 1])
     bounds = torch.tensor([0.025, 0.975], dtype=torch.float64)
@@ -227,7 +246,7 @@ def describe_machine(target: Target) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "draftheads": version("draftheads"),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

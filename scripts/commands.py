@@ -4,213 +4,78 @@ instant.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
 from draftheads.infer.threads import choose_threads, set_threads
+from draftheads.scripts.models import Place, load_engine_parts, load_fast_target, load_target
+from draftheads.scripts.options import (
+    BATCH_TOKENS,
+    AnswerTokens,
+    Compile,
+    Device,
+    Dtype,
+    Heads,
+    IsAdaptive,
+    IsTypical,
+    Json,
+    Keep,
+    KeyVariable,
+    Lenience,
+    Limit,
+    MaybeHead,
+    MaybeNodes,
+    MaybeTarget,
+    MaybeTemplateArgs,
+    MaybeTree,
+    Overrides,
+    Prompts,
+    PromptWords,
+    Reasoning,
+    Recipe,
+    Repetitions,
+    Revision,
+    Seed,
+    ServerModel,
+    Servers,
+    Split,
+    Streaming,
+    TargetName,
+    Temperature,
+    TemplateArgs,
+    Threads,
+    Tools,
+    TopK,
+    TopP,
+    Trees,
+    check_file,
+    check_picture,
+    check_writable_head,
+    chosen_tree,
+    parsed_template_args,
+    rule,
+    with_trees,
+    write_figures,
+)
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
-    from draftheads.heads.formats.hub import HeadFolder
-    from draftheads.heads.target import Target
-    from draftheads.heads.tree import Tree
-    from draftheads.infer.accept import Acceptance
-    from draftheads.infer.engine import DrafterSource
+    from collections.abc import Sequence
+
     from draftheads.train.data.distill import Answerer, DistillOptions
     from draftheads.train.data.prompts import Prompt
-
-Keep = Literal["keep", "drop"]
-
-TargetName = Annotated[str, Option("--target", help="target model: a folder or a Hub id")]
-MaybeTarget = Annotated[str | None, Option("--target", help="default: the one the head records")]
-HEAD = """head folder, run folder or Hub id (user/name@revision); ngram, model:PATH, early-exit:K;
-or several of these joined by +"""
-Head = Annotated[str, Option(help=HEAD)]
-MaybeHead = Annotated[str | None, Option(help=f"{HEAD}; default: the plain model")]
-Heads = Annotated[list[str], Option(help="as for chat; repeatable")]
-Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
-PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
-gsm8k"""
-BATCH_TOKENS = "limit of prompts answered together x longest prompt and answer"
-Prompts = Annotated[str, Option(help=PROMPTS)]
-PromptWords = Annotated[int | None, Option(min=1, help="truncate plain texts to N words")]
-Limit = Annotated[int | None, Option(min=1, help="use only the first N prompts or conversations")]
-Split = Annotated[str | None, Option(help="of a Hub data set; default: the set's own, else train")]
-Streaming = Annotated[bool | None, Option(help="do not store a Hub data set; default: --limit")]
-TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
-MaybeTemplateArgs = Annotated[
-    str | None,
-    Option("--template-args", help="chat template variables, as JSON; default: the head's data's"),
-]
-Tools = Annotated[Keep, Option(help="tool calls and results in conversations")]
-Reasoning = Annotated[Keep, Option(help="<think> ... </think> of the answers")]
-Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option()]
-Device = Annotated[str | None, Option(help="e.g. cuda:0; default: CUDA if there is one")]
-IsAdaptive = Annotated[bool, Option("--adaptive", help="draft while it pays (tuned heads)")]
-Compile = Annotated[bool, Option("--compile", help="compile steps (takes a minute at first)")]
-Threads = Annotated[int | None, Option(min=1, max=1024, help="CPU threads; default: the fastest")]
-Temperature = Annotated[float, Option(min=0.0, help="0 is greedy")]
-TopP = Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")]
-TopK = Annotated[int, Option(min=0, help="tokens to keep; 0 keeps all")]
-IsTypical = Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")]
-LENIENCE = """draft models draw chains (speculative sampling), kept with probability
-min(1, LENIENCE p / q): 1 is lossless, more is LOSSY"""
-Lenience = Annotated[float | None, Option(help=LENIENCE)]
-Seed = Annotated[int, Option(min=-(2**62), max=2**62, help="for all sampling")]  # int64
-SERVER = "OpenAI-compatible server: http://HOST:PORT; repeatable, all of one model"
-Servers = Annotated[list[str] | None, Option(help=SERVER)]
-ServerModel = Annotated[str | None, Option(help="the server's name for the target")]
-KeyVariable = Annotated[str | None, Option(help="environment variable with the server's key")]
-Recipe = Annotated[Path, Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")]
-Overrides = Annotated[list[str] | None, Argument(help="key.path=value ...")]
-Json = Annotated[Path | None, Option("--json", help="write the figures here")]
-Place = tuple[str, str | None, int | None]
-"""dtype, device and threads"""
-TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for one head;
-default: the heads' own; repeatable"""
-Trees = Annotated[list[str] | None, Option(help=TREES)]
-
-
-def load_target(
-    name: str,
-    dtype: str,
-    device: str | None,
-    revision: str | None = None,
-    heads: Sequence[HeadFolder] = (),
-    template_args: str | None = None,
-) -> Target:
-    """Load the target, with the adapter that `heads` were trained with, if any, and the chat
-    template variables of their data, or those of --template-args. Raises ValueError for a device
-    that this machine does not have.
-    """
-    import torch
-    import transformers
-
-    from draftheads.heads.formats.hub import shared_adapter, shared_template_args
-    from draftheads.heads.target import Target
-
-    if device is not None:
-        try:
-            torch.empty(0, device=device)
-        except (AssertionError, RuntimeError) as error:  # several lines that name no option
-            usable = "cuda:0" if torch.cuda.is_available() else "cpu; torch finds no usable GPU"
-            raise ValueError(
-                f"--device: expected a device of this machine, got {device!r}; try {usable}"
-            ) from error
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    adapter = shared_adapter(heads)
-    if template_args is None:
-        variables = shared_template_args(heads)
-    else:
-        variables = parsed_template_args(template_args)
-    target = Target.load(name, dtype=dtype, device=device, revision=revision)
-    target.template_args = variables
-    return target.attach(adapter) if adapter else target
-
-
-def load_fast_target(
-    name: str,
-    place: Place,
-    revision: str | None = None,
-    heads: Sequence[HeadFolder] = (),
-    template_args: str | None = None,
-) -> Target:
-    """`load_target`, with threads chosen, and on a CPU with dtype "auto" as the faster one by a
-    measurement. Not for what learns or writes data: its results would depend on timing.
-    """
-    import torch
-
-    dtype, device, threads = place
-    on_cpu = (device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu"
-    set_threads(threads)
-    if on_cpu and dtype == "auto" and not name.endswith(".gguf"):
-        dtype = faster_dtype(name, revision)
-    target = load_target(name, dtype, device, revision, heads, template_args)
-    choose_threads(threads, target)
-    return target
-
-
-def faster_dtype(name: str, revision: str | None) -> str:
-    """The faster dtype for a target on this CPU; says so where there is a choice."""
-    import torch
-
-    from draftheads.heads.placement import check_path, read_config
-    from draftheads.infer.measure.precision import measured_pace, own_dtype
-
-    check_path(name)
-    config = read_config(name, revision)
-    if own_dtype(config) == torch.float32:
-        return "auto"
-    pace = measured_pace(config)
-    say(pace, sys.stderr)
-    return pace.dtype
-
-
-def rule(
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    typical: bool,
-    seed: int,
-    lenience: float | None = None,
-) -> Acceptance:
-    """The acceptance rule that these options request."""
-    from draftheads.infer.accept import Greedy, Sampled, Typical
-    from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
-
-    rule: Acceptance = Greedy()
-    if lenience is not None:
-        if typical or not temperature:
-            raise ValueError(
-                "--lenience: expected sampling, as with --temperature 1, and not --typical, got "
-                f"{'--typical' if typical else '--temperature 0'}; change that"
-            )
-        rule = SpeculativeSampling(temperature, top_p, top_k, lenience)
-    elif typical:
-        rule = Typical(temperature=temperature or 0.7)
-    elif temperature:
-        rule = Sampled(temperature=temperature, top_p=top_p, top_k=top_k)
-    rule.seed(seed)
-    return rule
-
-
-def parsed_template_args(text: str) -> dict[str, Any]:
-    """The value of --template-args. Raises ValueError as `template_variables`."""
-    from draftheads.heads.target import template_variables
-
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):  # json's message names no option
-        value = text
-    try:
-        return template_variables(value)
-    except ValueError as error:
-        raise ValueError(f"--template-args: {error}") from error
 
 
 def announce(compile: bool) -> None:
     """Say why the first answers take long."""
     if compile:
-        said = "compiling takes about a minute per candidate, and less the next time"
-        say(said, sys.stderr)
-
-
-def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write the figures of a --json option, if it is given."""
-    from draftheads.heads.files import write_text
-
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(figures, indent=2) + "\n")
+        say("compiling takes about a minute per candidate, and less the next time", sys.stderr)
 
 
 def recorded_threads(out: Path) -> int | None:
@@ -233,9 +98,8 @@ def local_answerer(
     from draftheads.infer.engine import Speculator
     from draftheads.train.data.distill import LocalAnswerer
 
-    dtype, device, threads = place
-    loaded = load_target(target, dtype, device, revision)
-    choose_threads(threads or recorded_threads(options.out), loaded, options.batch_size)
+    loaded = load_target(target, place.dtype, place.device, revision)
+    choose_threads(place.threads or recorded_threads(options.out), loaded, options.batch_size)
     drafts = load_head(head, target=loaded) if head else None
     engine = Speculator(loaded, drafts, tree=chosen_tree(drafts, tree, None))
     return LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
@@ -337,7 +201,8 @@ def distill(
     if server or server_model or api_key_env:
         answerer = served_answerer(target, revision, server, server_model, api_key_env, concurrency)
     else:
-        answerer = local_answerer(target, revision, (dtype, device, threads), head, tree, options)
+        place = Place(dtype, device, threads)
+        answerer = local_answerer(target, revision, place, head, tree, options)
     report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise typer.Exit(1)
@@ -410,7 +275,7 @@ def bench(
     tree: Trees = None,
     batch: Annotated[int, Option(min=1, help="prompts decoded together")] = 1,
     limit: Annotated[int, Option(min=1, help="prompts, taken evenly from all categories")] = 16,
-    repetitions: Annotated[int, Option(min=1, help="runs of every prompt")] = 3,
+    repetitions: Repetitions = 3,
     prompt_words: PromptWords = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -421,6 +286,7 @@ def bench(
     markdown: Annotated[Path | None, Option(help="write the tables here")] = None,
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
+    analysis: Annotated[bool, Option("--analysis", help="add the chain model's view")] = False,
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
@@ -431,34 +297,52 @@ def bench(
     seed: Seed = 0,
 ) -> None:
     """Measure heads and other drafters against `generate` and this engine without drafts."""
-    from draftheads.heads.formats.hub import record_measured
-    from draftheads.infer.drafters.named import open_drafts
+    from draftheads.infer.accept import Greedy
+    from draftheads.infer.drafters.named import load_drafts, open_drafts
     from draftheads.infer.measure import report as reports
+    from draftheads.infer.measure.baseline import rivals
+    from draftheads.infer.measure.bench import BenchOptions
     from draftheads.infer.measure.bench import bench as run
-    from draftheads.infer.race import BenchOptions
-    from draftheads.scripts.journey import check_outputs, contestants, load_drafts, openings
+    from draftheads.infer.measure.plot import plot as write_plot
+    from draftheads.scripts.openings import openings
 
-    check_outputs([json_out, markdown], head if card else [], plot)
+    check_file(json_out)
+    check_file(markdown)
+    check_picture(plot)
+    if card:
+        for source in head:
+            check_writable_head(source, "--card")
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
-    place = (dtype, device, threads)
+    place = Place(dtype, device, threads)
     model = load_fast_target(target, place, revision, folders, template_args)
-    sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
+    sampling = rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience)
     loaded = load_drafts(drafts, model, sampling, adaptive)
-    settings: dict[str, Any] = {"seed": seed, "compile": compile, "batch": batch}
-    options = BenchOptions(max_new_tokens, sampling, repetitions, nodes or (), **settings)
+    options = BenchOptions(
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        repetitions=repetitions,
+        nodes=nodes or (),
+        seed=seed,
+        compile=compile,
+        batch=batch,
+        analysis=analysis,
+    )
     ids, categories = openings(model, prompts, prompt_words, limit)
     announce(compile)
-    entries = contestants(model, loaded, tree or (), options)
+    entries = with_trees(loaded, tree or ())
+    if isinstance(sampling, Greedy) and batch == 1:
+        entries |= rivals(model, loaded)
     report = run(model, entries, ids, options, categories=categories)
     reports.print_report(report)
-    outputs = {reports.write_json: json_out, reports.write_markdown: markdown, reports.plot: plot}
-    for write, path in outputs.items():
-        if path:
-            write(report, path)
-    for name, folder in zip(drafts, folders, strict=True) if card else ():
-        results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
-        record_measured(folder.path, [reports.measured_facts(report, each) for each in results])
+    if json_out:
+        reports.write_json(report, json_out)
+    if markdown:
+        reports.write_markdown(report, markdown)
+    if plot:
+        write_plot(report, plot)
+    if card:
+        reports.write_cards(report, dict(zip(drafts, folders, strict=True)))
 
 
 def tune(
@@ -469,7 +353,7 @@ def tune(
     nodes: Annotated[int, Option(min=1, help="draft nodes of the largest tree")] = 64,
     context: Annotated[int, Option(min=1, help="tokens of text, without --head")] = 256,
     limit: Annotated[int, Option(min=2, help="use only the first N prompts")] = 24,
-    repetitions: Annotated[int, Option(min=1, help="runs of every prompt")] = 3,
+    repetitions: Repetitions = 3,
     prompt_words: PromptWords = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -491,49 +375,55 @@ def tune(
     from draftheads.heads.formats.hub import open_head, record_tuned
     from draftheads.infer.measure.tune import TuneOptions, verify_curve
     from draftheads.infer.measure.tune import tune as run
-    from draftheads.scripts.journey import check_outputs, opening_ids
+    from draftheads.scripts.openings import opening_ids
     from draftheads.scripts.printing import print_curve, print_tuned
 
-    sampling = rule(temperature, top_p, top_k, False, seed)
-    options = TuneOptions(max_new_tokens, sampling, repetitions, nodes, seed, compile)
-    check_outputs([json_out], [head] if head and not dry_run else [], option="--head")
-    figures: dict[str, Any]
+    options = TuneOptions(
+        max_new_tokens=max_new_tokens,
+        sampling=rule(temperature, top_p, top_k, seed=seed),
+        repetitions=repetitions,
+        nodes=nodes,
+        seed=seed,
+        compile=compile,
+    )
+    place = Place(dtype, device, threads)
+    check_file(json_out)
     if head is None:
         if target is None:
             raise ValueError("expected --target or --head to tune for, got neither; pass one")
-        model = load_fast_target(target, (dtype, device, threads), revision)
+        model = load_fast_target(target, place, revision)
         curve = verify_curve(model, context, options)
         print_curve(model, context, curve)
-        figures = {"context": context, "verify": curve}
-    else:
-        if prompts is None:
-            raise ValueError("expected --prompts to tune the head on, got none; pass a file")
-        folder = open_head(head)
-        name, commit = (target, revision) if target else folder.target
-        place = (dtype, device, threads)
-        model = load_fast_target(name, place, commit, [folder], template_args)
-        ids = opening_ids(model, prompts, prompt_words, limit)
-        found = run(model, folder.load(model), ids, options, others=[folder.facts.trained_tree])
-        print_tuned(found)
-        if not dry_run:
-            record_tuned(folder.path, found.best.tree, found.facts())
-            say(f"written to {folder.path}")
-        figures = asdict(found)
-    write_figures(json_out, figures)
+        write_figures(json_out, {"context": context, "verify": curve})
+        return
+    if not dry_run:
+        check_writable_head(head, "--head")
+    if prompts is None:
+        raise ValueError("expected --prompts to tune the head on, got none; pass a file")
+    folder = open_head(head)
+    name, commit = (target, revision) if target else folder.target
+    model = load_fast_target(name, place, commit, [folder], template_args)
+    ids = opening_ids(model, prompts, prompt_words, limit)
+    tuned = run(model, folder.load(model), ids, options, others=[folder.facts.trained_tree])
+    print_tuned(tuned)
+    if not dry_run:
+        record_tuned(folder.path, tuned.best.tree, tuned.facts())
+        say(f"written to {folder.path}")
+    write_figures(json_out, asdict(tuned))
 
 
 def chat(
     head: MaybeHead = None,
     target: MaybeTarget = None,
     system: Annotated[str | None, Option(help="system message")] = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="tokens per answer")] = 512,
+    max_new_tokens: AnswerTokens = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     typical: IsTypical = False,
     lenience: Lenience = None,
-    nodes: Annotated[int | None, Option(min=1, help="draft nodes per step")] = None,
-    tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
+    nodes: MaybeNodes = None,
+    tree: MaybeTree = None,
     show_accepted: Annotated[bool, Option(help="accepted draft tokens in green")] = True,
     plain: Annotated[bool, Option("--plain", help="plain text, as in a pipe")] = False,
     adaptive: IsAdaptive = False,
@@ -549,13 +439,21 @@ def chat(
     from draftheads.infer.chat.repl import chat as run
     from draftheads.infer.engine import Speculator
 
-    sampling = rule(temperature, top_p, top_k, typical, seed, lenience)
-    place = (dtype, device, threads)
-    model, drafter = open_engine(head, target, sampling, adaptive, place, template_args)
-    shape = chosen_tree(drafter, tree, nodes)
-    speculator = Speculator(model, drafter, tree=shape, compile=compile)
-    announce(speculator.compile)
-    run(speculator, ChatOptions(system, sampling, max_new_tokens, show_accepted, plain, seed))
+    sampling = rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience)
+    place = Place(dtype, device, threads)
+    model, drafts = load_engine_parts(head, target, sampling, adaptive, place, template_args)
+    shape = chosen_tree(drafts, tree, nodes)
+    engine = Speculator(model, drafts, tree=shape, compile=compile)
+    announce(engine.compile)
+    options = ChatOptions(
+        system=system,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        show_accepted=show_accepted,
+        is_plain=plain,
+        seed=seed,
+    )
+    run(engine, options)
 
 
 def serve(
@@ -577,8 +475,8 @@ def serve(
     slots: Annotated[int, Option(min=1, max=64, help="requests decoded at a time")] = 4,
     queue: Annotated[int, Option(min=1, help="requests that may wait; more get 429")] = 64,
     timeout: Annotated[float, Option(min=1, help="seconds for a request")] = 600.0,
-    nodes: Annotated[int | None, Option(min=1, help="draft nodes per step")] = None,
-    tree: Annotated[str | None, Option(help="a tree instead of the head's own")] = None,
+    nodes: MaybeNodes = None,
+    tree: MaybeTree = None,
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
@@ -595,63 +493,28 @@ def serve(
     from draftheads.infer.serve.app import serve as run
     from draftheads.train.data.server import secret
 
-    key = secret(api_key_env) if api_key_env else None
-    sampling = rule(temperature, top_p, top_k, False, 0)
     options = ServerOptions(
-        name or "",
-        key,
-        temperature,
-        top_p,
-        top_k,
-        slots,
-        queue,
-        timeout,
+        name=name or "",
+        key=secret(api_key_env) if api_key_env else None,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        slots=slots,
+        waiting=queue,
+        timeout=timeout,
         allowed_hosts=tuple(allowed_host or ()),
         root_path=root_path.rstrip("/"),
     )
-    place = (dtype, device, threads)
-    model, drafter = open_engine(head, target, sampling, adaptive, place, template_args)
-    shape = chosen_tree(drafter, tree, nodes)
-    speculator = Speculator(model, drafter, tree=shape, compile=compile)
-    announce(speculator.compile)
-    name = name or Path(os.path.expanduser(model.name)).absolute().name
-    run(speculator, replace(options, name=name), host, port)
-
-
-def open_engine(
-    head: str | None,
-    target: str | None,
-    sampling: Acceptance,
-    adaptive: bool,
-    place: Place,
-    template_args: str | None,
-) -> tuple[Target, DrafterSource | None]:
-    """Load a target and what --head names, if anything."""
-    from draftheads.infer.drafters.named import named_drafts
-    from draftheads.scripts.journey import load_drafts
-
-    if head is None and target is None:
-        raise ValueError("expected --head or --target, got neither; pass one")
-    drafts = named_drafts(head) if head else None
-    name, revision = (target, None) if target or drafts is None else drafts.target
-    folders = drafts.folders if drafts else []
-    model = load_fast_target(name or "", place, revision, folders, template_args)
-    if drafts is None:
-        return model, None
-    *_, drafter = load_drafts({"": drafts}, model, sampling, adaptive).values()
-    return model, drafter
-
-
-def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | None) -> Tree | None:
-    """The tree that --tree and --nodes ask for; default: the drafts' own. Raises ValueError."""
-    from draftheads.heads.tree import parse_tree
-
-    if drafts is None:
-        if tree or nodes:
-            raise ValueError("--tree and --nodes: expected drafts, got none; pass --head, too")
-        return None
-    shape = parse_tree(tree) if tree else drafts.tree
-    return shape.resized(nodes) if nodes else shape
+    sampling = rule(temperature, top_p, top_k)
+    place = Place(dtype, device, threads)
+    model, drafts = load_engine_parts(head, target, sampling, adaptive, place, template_args)
+    shape = chosen_tree(drafts, tree, nodes)
+    engine = Speculator(model, drafts, tree=shape, compile=compile)
+    announce(engine.compile)
+    if not name:
+        folder = Path(os.path.expanduser(model.name)).absolute()
+        options = replace(options, name=folder.name)
+    run(engine, options, host, port)
 
 
 def publish(

@@ -24,6 +24,7 @@ from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
 from draftheads.heads.placement import read_config
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import dtype_name
 
 
 def converted(
@@ -94,7 +95,7 @@ def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
     name, revision = (target, None) if target else folder.target
     if dtype == "auto":
         own = read_config(name, revision).get_text_config(decoder=True)
-        dtype = str(own.dtype or torch.float32).removeprefix("torch.")
+        dtype = dtype_name(own.dtype or torch.float32)
     # float32, so that the sum is rounded once
     model = Target.load(name, dtype="float32", revision=revision).attach(folder.adapter)
     heads = folder.load(model)

@@ -19,11 +19,10 @@ from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.chat.repl import sample_chat
 from draftheads.infer.engine import Speculator
-from draftheads.infer.measure.bench import BenchReport, bench
+from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
 from draftheads.infer.measure.report import print_report, write_json
-from draftheads.infer.race import BenchOptions
 from draftheads.infer.threads import choose_threads
-from draftheads.scripts.journey import opening_ids
+from draftheads.scripts.openings import opening_ids
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.entry import INTERRUPTED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Exit, Option
 
 from draftheads.infer.threads import choose_threads
-from draftheads.scripts import commands
+from draftheads.scripts import models
+from draftheads.scripts.options import (
+    Device,
+    Dtype,
+    Head,
+    Json,
+    MaybeTemplateArgs,
+    PromptWords,
+    Seed,
+    TargetName,
+    Temperature,
+    Threads,
+    rule,
+    write_figures,
+)
 
 if TYPE_CHECKING:
     from draftheads.heads.target import Target
@@ -20,36 +33,35 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    target: commands.TargetName,
-    head: commands.Head,
+    target: TargetName,
+    head: Head,
     data: Annotated[
         Path | None, Option(help="a folder that distill wrote; default: the head's training data")
     ] = None,
     prompts: Annotated[
         str | None, Option(help="decode these prompts instead of the data's own")
     ] = None,
-    prompt_words: commands.PromptWords = None,
+    prompt_words: PromptWords = None,
     limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16,
     max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64,
-    temperature: commands.Temperature = 0.0,
-    json_out: commands.Json = None,
-    template_args: commands.MaybeTemplateArgs = None,
-    dtype: commands.Dtype = "auto",
-    device: commands.Device = None,
-    threads: commands.Threads = None,
-    seed: commands.Seed = 0,
+    temperature: Temperature = 0.0,
+    json_out: Json = None,
+    template_args: MaybeTemplateArgs = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    seed: Seed = 0,
 ) -> None:
     """Find out why few draft tokens are accepted: faults, the numbers that show them, next steps.
 
     Exit code 0: healthy. 1: something was found.
     """
-    from draftheads.heads.files import write_text
     from draftheads.heads.formats.hub import open_head
-    from draftheads.scripts.journey import opening_ids
+    from draftheads.scripts.openings import opening_ids
     from draftheads.train.doctor import Evidence, diagnose, openings_of, unseen
 
     folder = open_head(head)
-    model = commands.load_target(target, dtype, device, None, [folder], template_args)
+    model = models.load_target(target, dtype, device, heads=[folder], template_args=template_args)
     choose_threads(threads, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding with a price
@@ -66,15 +78,13 @@ def doctor(
             "expected --prompts or --data, got neither, and the head's training data is not on "
             "this machine; give one of them"
         )
-    sampling = commands.rule(temperature, 1.0, 0, False, seed) if temperature else None
+    sampling = rule(temperature, seed=seed) if temperature else None
     evidence = Evidence(
         model, drafter, folder.facts, openings, documents, manifest, max_new_tokens, sampling
     )
     diagnosis = diagnose(evidence)
     print_diagnosis(evidence, diagnosis)
-    if json_out:
-        values = {"healthy": not diagnosis.findings, **asdict(diagnosis)}
-        write_text(json_out, json.dumps(values, indent=2) + "\n")
+    write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
     raise Exit(1 if diagnosis.findings else 0)
 
 

@@ -27,21 +27,21 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 47_500, "infer": 12_700, "train": 24_800}
+CORE = {"heads": 47_600, "infer": 12_800, "train": 24_800}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
     "heads.formats": 14_800,
-    "infer.drafters": 5_400,
-    "infer.measure": 12_300,
+    "infer.drafters": 5_700,
+    "infer.measure": 12_800,
     "infer.chat": 7_000,
     "infer.serve": 11_900,
     "infer.generate": 2_200,
     "train.data": 20_600,
     "train.plan": 4_400,
     "train.doctor": 4_900,
-    "scripts": 14_600,
+    "scripts": 14_300,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}

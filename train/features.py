@@ -32,6 +32,7 @@ from tqdm import tqdm
 from draftheads.heads.batch import Batch
 from draftheads.heads.files import nearest, own_name, remedy, sweep, write_text
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.launch import main_process_log
 from draftheads.train.recipe import Recipe
@@ -119,7 +120,7 @@ class StoredFeatures:
         self.manifest = {
             "format": FORMAT,
             "target": target.fingerprint(),
-            "target_dtype": str(target.dtype).removeprefix("torch."),
+            "target_dtype": dtype_name(target.dtype),
             "target_bits": bits,
             "layers": list(online.layers),
             "hidden": target.hidden_size,

@@ -46,6 +46,7 @@ from draftheads.heads.formats.table import as_ours, translated
 from draftheads.heads.kinds import HEADS as HEADS
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target, template_variables
+from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import DynamicTree, Tree
 
 FORMAT = 1
@@ -109,7 +110,7 @@ def head_config(head: DraftHead, dtype: torch.dtype, facts: dict[str, Any]) -> d
     return {
         "architectures": [head.architecture],
         **head.config(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "draftheads": facts,
     }
 

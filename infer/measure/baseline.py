@@ -1,8 +1,8 @@
-"""transformers' own `generate`, as a candidate of a bench."""
+"""transformers' own `generate`, as a candidate of a bench: alone, and with its own drafters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -12,7 +12,12 @@ from transformers import CompileConfig, GenerationConfig
 
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
-from draftheads.infer.engine import Step
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.engine import DrafterSource, Step
+
+LOOKUP_TOKENS = 10
+"""prompt_lookup_num_tokens of transformers' own prompt lookup, as in its documentation."""
 
 
 class Baseline:
@@ -75,6 +80,24 @@ class Baseline:
         rows = out_BT[:, width:].tolist()
         ends = [next((i for i, t in enumerate(row, 1) if t in eos), len(row)) for row in rows]
         yield [Step(row[:end], -1, None, 0.0, 0.0) for row, end in zip(rows, ends, strict=True)]
+
+
+def rivals(target: Target, drafts: Mapping[str, DrafterSource]) -> dict[str, Baseline]:
+    """transformers' own `generate` with each kind of drafter that it has, too. It draws other
+    tokens when sampling and takes no batches.
+    """
+    entries = {}
+    for name, each in drafts.items():
+        options: dict[str, Any] = {}
+        if isinstance(each, NGram):
+            options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+        elif isinstance(each, DraftModel):
+            options["assistant_model"] = each.model.model
+        elif isinstance(each, EarlyExit):
+            options["assistant_early_exit"] = each.layers
+        if options:
+            entries[f"generate {name}"] = Baseline(target, **options)
+    return entries
 
 
 @contextmanager

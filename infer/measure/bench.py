@@ -1,9 +1,9 @@
 """Benchmark of heads against this engine without a drafter and transformers' own `generate`.
 
 All candidates run in one process on the same prompts, in rotating order, so that a machine that
-slows down slows all of them alike. `infer/measure/report.py` shows what was measured.
+slows down slows all of them alike. `report.py` shows what was measured.
 
-Legend: P units of the bootstrap (prompts, or batches of them), R bootstrap resamples.
+Legend: P units of the bootstrap (prompts, or batches of them).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +22,54 @@ from torch import Tensor
 
 from draftheads.heads.drafting import Drafter
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
 from draftheads.infer.engine import DrafterSource, Speculator, Statistics
+from draftheads.infer.measure.analysis import Analysis
 from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.race import (
     GENERATE,
     PLAIN,
-    BenchOptions,
+    RESAMPLES,
     BenchPrompt,
     Candidate,
+    RaceOptions,
     Run,
     Runs,
     batched,
     describe_machine,
     fitting_prompts,
+    own_randomness,
     race,
+    rule_name,
+    speed,
     speedup_interval,
+    steps_of,
     timed,
-    top2_margin,
 )
 
 ALONE = "generate alone"
 """Reference of the outputs of batches, not timed: padding must not change an output."""
-COMPILED = "{} compiled"
-"""Name of a candidate whose steps are compiled."""
-BASELINES = (GENERATE, PLAIN, COMPILED.format(GENERATE), COMPILED.format(PLAIN))
-SAMPLED_PROMPTS = 8  # of the runs that are not timed
+COMPILED = " compiled"
+"""At the end of the names of candidates whose steps are compiled."""
+BASELINES = (GENERATE, PLAIN, GENERATE + COMPILED, PLAIN + COMPILED)
+REPLAYED_PROMPTS = 8
+"""At most so many are decoded once more, not timed."""
 
 Drafts = DrafterSource | Callable[[], Drafter]
 Entry = Drafts | tuple[Drafts, Tree] | Baseline
+
+
+@dataclass(frozen=True)
+class BenchOptions(RaceOptions):
+    """Settings of a bench; each number is at least 1."""
+
+    max_new_tokens: int = 128
+    nodes: Sequence[int] = ()  # draft nodes of each head's own tree, resized; empty: as it is
+    resamples: int = RESAMPLES  # of the bootstrap
+    compile: bool = False  # every candidate once more, compiled
+    analysis: bool = False  # also what the chain model says
 
 
 @dataclass(frozen=True)
@@ -65,40 +82,6 @@ class Divergence:
     expected: int | None  # token ids, None where one output has ended
     got: int | None
     top2_margin: float  # best logit minus second best; near zero, rounding decides
-
-
-LONGEST = 64
-"""Draft lengths among which the best one is sought."""
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """What the model of speculative decoding with a chain (Leviathan et al., arXiv 2211.17192,
-    section 3) says of a candidate.
-    """
-
-    alpha: float  # share of the draft tokens after accepted ones that are accepted, any of a level
-    gamma: int  # levels drafted per step
-    c: float  # time to draft one level, over that of a plain step
-    predicted: float  # speed over plain decoding, if a verification takes as long as a plain step
-    measured: float  # the same, as timed
-    best_gamma: int  # with the highest predicted speed, at the same alpha and c
-
-    @classmethod
-    def of(
-        cls, acceptance: Sequence[float], gamma: int, c: float, measured: float
-    ) -> Analysis | None:
-        """From the share of steps with 1, 2, ... accepted drafts; None if nothing is drafted."""
-        if not gamma:
-            return None
-        alpha = sum(acceptance) / sum([1.0, *acceptance][:gamma])
-        best = max(range(LONGEST + 1), key=lambda length: walltime_factor(alpha, length, c))
-        return cls(alpha, gamma, c, walltime_factor(alpha, gamma, c), measured, best)
-
-
-def walltime_factor(alpha: float, gamma: int, c: float) -> float:
-    """(1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)), as a sum; theorem 3.8 there."""
-    return sum(alpha**accepted for accepted in range(gamma + 1)) / (gamma * c + 1.0)
 
 
 @dataclass(frozen=True)
@@ -135,10 +118,15 @@ class Result:
     verify_seconds: float
     steps: int
     tokens: int  # includes the prefill's
-    analysis: Analysis | None  # None without drafts
     categories: dict[str, CategoryResult]  # empty unless there are several
-    tree: list[list[int]] | None = None  # paths of a fixed tree
-    acceptance_by_node: list[float] | None = None  # share of a few prompts' steps that accepted it
+    tree: list[list[int]] | None  # paths of a fixed tree
+    acceptance_by_node: list[float] | None  # share of a few prompts' steps that accepted it
+    analysis: Analysis | None  # only where options ask for it and drafts are timed
+
+    @property
+    def step_seconds(self) -> float:
+        """A mean step."""
+        return self.draft_seconds + self.verify_seconds
 
 
 @dataclass(frozen=True)
@@ -152,7 +140,7 @@ class BenchReport:
 
     def result(self, name: str) -> Result:
         """The result with this name."""
-        return {result.name: result for result in (self.plain, *self.heads)}[name]
+        return next(result for result in (self.plain, *self.heads) if result.name == name)
 
 
 def bench(
@@ -176,36 +164,36 @@ def bench(
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
     fitting = _arranged(fitting, categories, options.batch)
     candidates = [*_baselines(target, options), *_candidates(target, heads, options)]
-    sample = fitting[:: -(-len(fitting) // SAMPLED_PROMPTS)]
-    accelerator = [target.device] if target.device.type == "cuda" else []
-    with without_defaults(target), torch.random.fork_rng(devices=accelerator):
+    sample = fitting[:: -(-len(fitting) // REPLAYED_PROMPTS)]
+    with without_defaults(target), own_randomness(target):
         runs = race(candidates, fitting, options, console)
         if options.batch > 1:
             runs = {**runs, ALONE: [timed(candidates[0], [each]) for each in fitting]}
-        results = []
-        for each in candidates[1:]:
-            statistics, facts = _replayed(each, sample)
-            result = summarize(each, target, fitting, runs, options, statistics)
-            results.append(replace(result, **facts))
+        plain, *others = [
+            summarize(each, target, fitting, runs, options, replayed(each, sample))
+            for each in candidates[1:]
+        ]
     settings = {
         **vars(options),
         "target": target.name,
-        "sampling": "greedy" if isinstance(options.sampling, Greedy) else repr(options.sampling),
+        "sampling": rule_name(options.sampling),
         "nodes": list(options.nodes),
         "prompts": len(fitting),
         "prompts_shortened": sum(each.limit < options.max_new_tokens for each in fitting),
         "prompts_skipped": len(prompts) - len(fitting),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-    return BenchReport(describe_machine(target), settings, results[0], results[1:])
+    return BenchReport(describe_machine(target), settings, plain, others)
 
 
 def _arranged(
     prompts: Sequence[BenchPrompt], categories: Sequence[str | None], batch: int
 ) -> list[BenchPrompt]:
     """The prompts by category; those of a batch have the same limit."""
-    named = [replace(p, category=categories[p.number] or "other") for p in prompts if categories]
-    arranged = sorted(named or prompts, key=lambda each: each.category or "")
+    arranged = list(prompts)
+    if categories:
+        named = [replace(each, category=categories[each.number] or "other") for each in prompts]
+        arranged = sorted(named, key=lambda each: each.category or "")
     for unit in batched(arranged, batch):
         limit = min(arranged[place].limit for place in unit)
         for place in unit:
@@ -213,12 +201,17 @@ def _arranged(
     return arranged
 
 
+def _compilations(options: BenchOptions) -> dict[str, bool]:
+    """End of a candidate's name -> whether it is compiled."""
+    return {"": False, COMPILED: True} if options.compile else {"": False}
+
+
 def _baselines(target: Target, options: BenchOptions) -> Iterator[Candidate]:
-    for compile in (False, True)[: 1 + options.compile]:
-        shown = COMPILED if compile else "{}"
-        generate, plain = Baseline(target, compile=compile), Speculator(target, compile=compile)
-        yield Candidate(shown.format(GENERATE), None, generate, options.sampling)
-        yield Candidate(shown.format(PLAIN), 0, plain, options.sampling)
+    for ending, compile in _compilations(options).items():
+        generate = Baseline(target, compile=compile)
+        yield Candidate(GENERATE + ending, None, generate, options.sampling)
+        plain = Speculator(target, compile=compile)
+        yield Candidate(PLAIN + ending, 0, plain, options.sampling)
 
 
 def _candidates(
@@ -231,17 +224,23 @@ def _candidates(
             yield Candidate(name, None, entry, options.sampling)
             continue
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
-        trees = {name: tree}
-        if tree is None and isinstance(drafts, DrafterSource):
-            sizes = sorted({min(nodes, drafts.tree.largest) for nodes in options.nodes})
-            cut: dict[str, Tree | None] = {f"{name}@{n}": drafts.tree.resized(n) for n in sizes}
-            trees = cut or {name: drafts.tree}
-        for label, shape in trees.items():
+        for label, shape in _trees(name, drafts, tree, options.nodes).items():
             nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own
-            for compile in (False, True)[: 1 + options.compile]:
+            for ending, compile in _compilations(options).items():
                 engine = Speculator(target, drafts, tree=shape, compile=compile)
-                shown = COMPILED.format(label) if compile else label
-                yield Candidate(shown, nodes, engine, options.sampling)
+                yield Candidate(label + ending, nodes, engine, options.sampling)
+
+
+def _trees(
+    name: str, drafts: Drafts, tree: Tree | None, nodes: Sequence[int]
+) -> dict[str, Tree | None]:
+    """The trees to try with these drafts, by the names of their candidates."""
+    if tree is not None or not isinstance(drafts, DrafterSource):
+        return {name: tree}
+    sizes = sorted({min(size, drafts.tree.largest) for size in nodes})
+    if not sizes:
+        return {name: drafts.tree}
+    return {f"{name}@{size}": drafts.tree.resized(size) for size in sizes}
 
 
 @dataclass(frozen=True)
@@ -261,45 +260,67 @@ class Recorder(Acceptance):
     def choose(self, logits: Tensor) -> Tensor:
         return self.rule.choose(logits)
 
-    def facts(self, tree: Tree) -> dict[str, Any]:
-        """The share of steps that accepted each path. Drafters order nodes in their own ways, but
-        siblings by rank. Nothing if they proposed other trees.
-        """
+    def shares(self, tree: StaticTree) -> list[float] | None:
+        """The share of steps that accepted each path; None if other trees were proposed."""
         shapes = {tuple(parents_BN[0].tolist()) for parents_BN in self.parents}
-        if len(shapes) != 1 or not isinstance(tree, StaticTree):
-            return {}
-        children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for path in sorted(tree.paths, reverse=True):
-            children.setdefault(path[:-1], []).append(path)
-        paths: list[tuple[int, ...]] = [()]
-        for parent in shapes.pop()[1:]:
-            if not children.get(paths[parent]):
-                return {}
-            paths.append(children[paths[parent]].pop())
+        paths = _paths_of_nodes(tree, shapes.pop()) if len(shapes) == 1 else None
+        if paths is None:
+            return None
         accepted: Counter[tuple[int, ...]] = Counter()
         for node in torch.cat(self.ends).tolist():
-            accepted.update(paths[node][:depth] for depth in range(1, len(paths[node]) + 1))
-        shares = [accepted[path] / len(self.ends) for path in tree.paths]
-        return {"tree": tree.to_json(), "acceptance_by_node": shares}
+            path = paths[node]
+            accepted.update(path[:depth] for depth in range(1, len(path) + 1))
+        return [accepted[path] / len(self.ends) for path in tree.paths]
 
 
-def _replayed(
-    candidate: Candidate, prompts: Sequence[BenchPrompt]
-) -> tuple[Statistics | None, dict[str, Any]]:
-    """What separate runs tell: draft and verify times on an accelerator, which cost
-    synchronization, and how often each node of a fixed tree is accepted.
+def _paths_of_nodes(tree: StaticTree, parents: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """The path of each node of a proposed tree, the root first; None if it is another tree.
+
+    Drafters order nodes in their own ways, but siblings by rank.
     """
-    engine, recorder = candidate.engine, Recorder(candidate.rule)
+    children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for path in sorted(tree.paths, reverse=True):
+        children.setdefault(path[:-1], []).append(path)
+    paths: list[tuple[int, ...]] = [()]
+    for parent in parents[1:]:
+        siblings = children.get(paths[parent])
+        if not siblings:
+            return None
+        paths.append(siblings.pop())
+    return paths
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What separate runs tell that are not raced.
+
+    profile: draft and verify times on an accelerator, which cost synchronization. tree,
+    acceptance_by_node: as in `Result`.
+    """
+
+    profile: Statistics | None = None
+    tree: list[list[int]] | None = None
+    acceptance_by_node: list[float] | None = None
+
+
+def replayed(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Replay:
+    """Decode once more where that tells something: on an accelerator, or with a fixed tree."""
+    engine = candidate.engine
     if not isinstance(engine, Speculator):
-        return None, {}
+        return Replay()
+    tree = None
+    if isinstance(engine.tree, StaticTree) and engine.tree.nodes > 1 and not engine.compile:
+        tree = engine.tree  # a compiled step contains its own rule, so nothing can be recorded
     on_cpu = engine.target.device.type != "cuda"
-    has_fixed_tree = isinstance(engine.tree, StaticTree) and engine.tree.nodes > 1
-    if engine.compile or (on_cpu and not has_fixed_tree):  # compiled steps synchronize anyway
-        return None, {}
-    slow = Speculator(engine.target, engine.drafts, tree=engine.tree, profile=True)
-    watched = replace(candidate, engine=slow, rule=recorder)
-    statistics = _statistics([timed(watched, [each]) for each in prompts])
-    return None if on_cpu else statistics, recorder.facts(engine.tree)
+    if engine.compile or (on_cpu and tree is None):  # compiled steps synchronize anyway
+        return Replay()
+    recorder = Recorder(candidate.rule)
+    profiled = Speculator(engine.target, engine.drafts, tree=engine.tree, profile=True)
+    player = replace(candidate, engine=profiled, rule=recorder)
+    statistics = Statistics.of(steps_of([timed(player, [each]) for each in prompts]))
+    profile = None if on_cpu else statistics
+    shares = recorder.shares(tree) if tree else None
+    return Replay(profile, tree.to_json() if tree and shares else None, shares)
 
 
 def summarize(
@@ -308,34 +329,28 @@ def summarize(
     prompts: Sequence[BenchPrompt],
     runs: Runs,
     options: BenchOptions,
-    profile: Statistics | None = None,
+    replay: Replay,
 ) -> Result:
-    """Compare one candidate with the baselines. profile: source of the draft and verify times
-    (default: the timed runs).
-    """
+    """Compare one candidate with the baselines."""
     name = candidate.name
     units = batched(prompts, options.batch)
-    sums_P3 = {each: _sums(runs[each], units) for each in {*BASELINES, name} & runs.keys()}
-    speeds = {each: float(sums[:, 0].sum() / sums[:, 1].sum()) for each, sums in sums_P3.items()}
-    ours_P3, generate_P3 = sums_P3[name], sums_P3[GENERATE]
-    best = max(sums_P3.keys() & BASELINES, key=speeds.__getitem__)
+    baselines = [each for each in BASELINES if each in runs]
+    sums_P3 = {each: _sums(runs[each], units) for each in (*baselines, name)}
+    speeds = {each: speed(sums) for each, sums in sums_P3.items()}
+    ours_P3 = sums_P3[name]
+    generate_P3 = sums_P3[GENERATE]
+    best = max(baselines, key=lambda each: speeds[each])
     speedup, speedup_ci95 = _compared(ours_P3, generate_P3, options)
+    # tokens and CPU seconds
     cpu_speedup, cpu_speedup_ci95 = _compared(ours_P3[:, ::2], generate_P3[:, ::2], options)
     over_best, over_best_ci95 = _compared(ours_P3, sums_P3[best], options)
-    statistics = _statistics(runs[name])
-    profile = profile or statistics
-    draft_seconds = profile.draft_seconds / max(profile.steps, 1)
-    engine, gamma = candidate.engine, 0
-    if isinstance(engine, Speculator) and not engine.compile:  # compiled: drafts are not timed
-        gamma = max(engine.tree.depth, len(statistics.accepted))
-    plain = _statistics(runs[PLAIN])
-    plain_seconds = (plain.draft_seconds + plain.verify_seconds) / max(plain.steps, 1)
-    cost = draft_seconds / max(gamma, 1) / (plain_seconds or 1.0)
+    statistics = Statistics.of(steps_of(runs[name]))
+    profile = replay.profile or statistics
     reason = _why_not_comparable(target, options.sampling)
     divergence = None
     if isinstance(options.sampling, Greedy):
         divergence = _divergence(target, prompts, runs, name)
-    return Result(
+    result = Result(
         name=name,
         nodes=candidate.nodes,
         lossless=None if reason else divergence is None,
@@ -352,15 +367,33 @@ def summarize(
         cpu_speedup_ci95=cpu_speedup_ci95,
         speedup_over_best=over_best,
         speedup_over_best_ci95=over_best_ci95,
-        draft_seconds=draft_seconds,
+        draft_seconds=profile.draft_seconds / max(profile.steps, 1),
         verify_seconds=profile.verify_seconds / max(profile.steps, 1),
         steps=statistics.steps,
         tokens=int(ours_P3[:, 0].sum()),
-        analysis=Analysis.of(
-            statistics.acceptance_by_depth, gamma, cost, speeds[name] / speeds[PLAIN]
-        ),
         categories=_by_category(name, prompts, runs, options),
+        tree=replay.tree,
+        acceptance_by_node=replay.acceptance_by_node,
+        analysis=None,
     )
+    if options.analysis:
+        plain = Statistics.of(steps_of(runs[PLAIN]))
+        return replace(result, analysis=_analysis(candidate, result, plain))
+    return result
+
+
+def _analysis(candidate: Candidate, result: Result, plain: Statistics) -> Analysis | None:
+    """None for what drafts nothing, and for compiled steps, whose drafts are not timed."""
+    engine = candidate.engine
+    if not isinstance(engine, Speculator) or engine.compile:
+        return None
+    levels = max(engine.tree.depth, len(result.acceptance_by_depth))
+    if not levels:
+        return None
+    plain_seconds = (plain.draft_seconds + plain.verify_seconds) / max(plain.steps, 1)
+    level_cost = result.draft_seconds / levels / (plain_seconds or 1.0)
+    measured = result.tokens_per_second / result.plain_tokens_per_second
+    return Analysis.of(result.acceptance_by_depth, levels, level_cost, measured)
 
 
 def _by_category(
@@ -369,18 +402,17 @@ def _by_category(
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         places.setdefault(prompt.category or "", []).append(place)
+    if len(places) == 1:
+        return {}
     results = {}
-    for category, chosen in places.items() if len(places) > 1 else ():
-        units = batched([prompts[place] for place in chosen], options.batch)
-        ours, generate = ([runs[each][place] for place in chosen] for each in (name, GENERATE))
-        compared = _compared(_sums(ours, units), _sums(generate, units), options)
-        tau = _statistics(ours).tokens_per_step
-        results[category] = CategoryResult(len(chosen), tau, *compared)
+    for category, members in places.items():
+        units = batched([prompts[place] for place in members], options.batch)
+        ours = [runs[name][place] for place in members]
+        generate = [runs[GENERATE][place] for place in members]
+        speedup, interval = _compared(_sums(ours, units), _sums(generate, units), options)
+        tau = Statistics.of(steps_of(ours)).tokens_per_step
+        results[category] = CategoryResult(len(members), tau, speedup, interval)
     return results
-
-
-def _statistics(runs: Sequence[Sequence[Run]]) -> Statistics:
-    return Statistics.of(step for run in chain.from_iterable(runs) for step in run.steps)
 
 
 def _sums(runs: Sequence[Sequence[Run]], units: Sequence[Sequence[int]]) -> Tensor:
@@ -388,8 +420,9 @@ def _sums(runs: Sequence[Sequence[Run]], units: Sequence[Sequence[int]]) -> Tens
     sums = []
     for unit in units:
         together = [run for place in unit for run in runs[place]]
-        seconds = sum(run.seconds for run in together), sum(run.cpu_seconds for run in together)
-        sums.append([sum(len(run.tokens) for run in together), *seconds])
+        tokens = sum(len(run.tokens) for run in together)
+        seconds = sum(run.seconds for run in together)
+        sums.append([tokens, seconds, sum(run.cpu_seconds for run in together)])
     return torch.tensor(sums, dtype=torch.float64)
 
 
@@ -397,9 +430,10 @@ def _compared(
     ours_P2: Tensor, baseline_P2: Tensor, options: BenchOptions
 ) -> tuple[float, list[float]]:
     """The ratio of tokens per second, and its interval."""
-    ours, baseline = ours_P2.sum(0), baseline_P2.sum(0)
-    ratio = float((ours[0] / ours[1]) / (baseline[0] / baseline[1]))
-    return ratio, speedup_interval(ours_P2, baseline_P2, options)
+    interval = speedup_interval(
+        ours_P2, baseline_P2, seed=options.seed, resamples=options.resamples
+    )
+    return speed(ours_P2) / speed(baseline_P2), interval
 
 
 def _divergence(
@@ -428,6 +462,13 @@ def _divergence(
     )
 
 
+def top2_margin(target: Target, tokens: Sequence[int]) -> float:
+    """The target's best logit minus its second best after `tokens`."""
+    cache = target.new_cache(1, len(tokens))
+    best = target.prefill([tokens], cache, ()).logits_BNV[0, 0].float().topk(2).values
+    return float(best[0] - best[1])
+
+
 def _why_not_comparable(target: Target, rule: Acceptance) -> str | None:
     if not rule.lossless:
         return "lossless: n/a, this acceptance rule is lossy."
@@ -435,8 +476,7 @@ def _why_not_comparable(target: Target, rule: Acceptance) -> str | None:
         return "lossless: n/a when sampling, two random streams do not draw the same tokens."
     if target.dtype != torch.float32:
         return (
-            f"lossless: n/a in {str(target.dtype).removeprefix('torch.')}, where a tree of tokens "
-            "rounds differently from a single token and near-ties change; compare with "
-            "--dtype float32."
+            f"lossless: n/a in {dtype_name(target.dtype)}, where a tree of tokens rounds "
+            "differently from a single token and near-ties change; compare with --dtype float32."
         )
     return None

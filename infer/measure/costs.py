@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from operator import mul
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
-from draftheads.infer.engine import Step
-from draftheads.infer.race import Run, Runs
+from draftheads.infer.race import Run, steps_of
 
 FINALISTS, SPREAD = 4, 1.5
 ORDINARY = 2.0
@@ -112,7 +111,11 @@ class Trial:
     gain_ci95: Sequence[float] = (1.0, 1.0)  # measured speed over that of the present tree
 
 
-def fitted_costs(trees: Mapping[str, StaticTree], runs: Runs) -> Costs:
+TreeRuns = Mapping[StaticTree, Sequence[Sequence[Run]]]
+"""Tree -> for each prompt, its repetitions."""
+
+
+def fitted_costs(runs: TreeRuns) -> Costs:
     """The costs that explain these runs: of a verification by size, of drafting by least squares
     over all trees. Raises ValueError if a tree made no step.
 
@@ -120,33 +123,44 @@ def fitted_costs(trees: Mapping[str, StaticTree], runs: Runs) -> Costs:
     takes besides; the time of whole runs, by any clock, tells what a step takes. Compiled steps are
     not divided: what trees of one size differ by is put down to their levels.
     """
-    halves = {name: _halves(runs[name]) for name in trees}
-    firsts = [
-        run.steps[0].verify_seconds + run.steps[1].draft_seconds - halves[name][0]
-        for name in trees
-        for run in chain.from_iterable(runs[name])
-        if len(run.steps) > 1
-    ]
-    prompt = typical(firsts)
-    whole: dict[StaticTree, float] = {}
-    for name, tree in trees.items():
-        # of each prompt the run with the fastest steps, as in the race
-        timed = [min(each, key=lambda run: run.seconds / len(run.steps)) for each in runs[name]]
-        steps = sum(len(run.steps) - 1 for run in timed)
-        whole[tree] = (sum(run.seconds for run in timed) - len(timed) * prompt) / steps
-    compiled = not any(drafting for drafting, _ in halves.values())
-    level = _level_seconds(whole) if compiled else 0.0
+    halves = {tree: _halves(each) for tree, each in runs.items()}
+    prompt = _prompt_seconds(runs, halves)
+    whole = {tree: _step_seconds(each, prompt) for tree, each in runs.items()}
+    is_compiled = not any(drafting for drafting, _ in halves.values())
+    level = _level_seconds(whole) if is_compiled else 0.0
     curve: dict[int, float] = {}
-    for name, tree in trees.items():
-        share = halves[name][0] / sum(halves[name]) if tree.paths else 0.0
-        verified = (1.0 - share) * whole[tree] - level * tree.depth
-        curve[tree.draft_nodes] = min(verified, curve.get(tree.draft_nodes, verified))
-    del whole[NONE]
+    for tree, seconds in whole.items():
+        share = halves[tree][0] / sum(halves[tree]) if tree.paths else 0.0
+        verification = (1.0 - share) * seconds - level * tree.depth
+        curve[tree.draft_nodes] = min(verification, curve.get(tree.draft_nodes, verification))
     # noise only adds: no tree takes longer to verify than a larger one
     sizes = sorted(curve)
     verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
-    draft = (0.0, level, 0.0, 0.0) if compiled else _least_squares(whole, verify)
-    return Costs(verify, draft, prompt)
+    if is_compiled:
+        return Costs(verify, (0.0, level, 0.0, 0.0), prompt)
+    drafted = {tree: seconds for tree, seconds in whole.items() if tree.paths}
+    return Costs(verify, _least_squares(drafted, verify), prompt)
+
+
+def _prompt_seconds(runs: TreeRuns, halves: Mapping[StaticTree, tuple[float, float]]) -> float:
+    """What a prompt takes besides its steps: the prefill, and what its first draft takes more than
+    a typical one.
+    """
+    seconds = []
+    for tree, prompts in runs.items():
+        drafting, _ = halves[tree]
+        for run in chain.from_iterable(prompts):
+            if len(run.steps) > 1:
+                prefill, first = run.steps[:2]
+                seconds.append(prefill.verify_seconds + first.draft_seconds - drafting)
+    return typical(seconds)
+
+
+def _step_seconds(runs: Sequence[Sequence[Run]], prompt: float) -> float:
+    """A mean step, by of each prompt the run with the fastest steps, as in the race."""
+    fastest = [min(each, key=lambda run: run.seconds / len(run.steps)) for each in runs]
+    steps = sum(len(run.steps) - 1 for run in fastest)
+    return (sum(run.seconds for run in fastest) - len(fastest) * prompt) / steps
 
 
 def _level_seconds(whole: Mapping[StaticTree, float]) -> float:
@@ -199,16 +213,16 @@ def search(
     Of all trees with so many nodes and so deep, the prefix of an order by frequency is right most
     often: each path adds its own frequency, whatever else is in the tree.
     """
-    found: dict[StaticTree, Trial] = {}
+    trials: dict[StaticTree, Trial] = {}
     for order in orders:
         for depth in range(1, order.depth + 1):
             family = StaticTree(tuple(path for path in order.order if len(path) <= depth))
             places = [_places(family, ranks_TK) for ranks_TK in texts]
             for size in range(1, min(nodes, family.draft_nodes) + 1):
                 tree = family.head(size)
-                if tree not in found:
-                    found[tree] = _predicted(tree, places, costs)
-    return list(found.values())
+                if tree not in trials:
+                    trials[tree] = _predicted(tree, places, costs)
+    return list(trials.values())
 
 
 def predict(tree: StaticTree, texts: Sequence[Tensor], costs: Costs) -> Trial:
@@ -248,17 +262,11 @@ def replayed_steps(places: Sequence[Sequence[int]], nodes: int) -> int:
     return steps
 
 
-def finalists(found: Sequence[Trial]) -> list[Trial]:
+def finalists(trials: Sequence[Trial]) -> list[Trial]:
     """The trials with the best predictions; of any two, one has at least SPREAD times the nodes."""
     best: list[Trial] = []
-    for each in sorted(found, key=lambda trial: -trial.predicted):
+    for each in sorted(trials, key=lambda trial: -trial.predicted):
         sizes = [(each.tree.nodes, other.tree.nodes) for other in best]
         if all(SPREAD * min(pair) <= max(pair) for pair in sizes):
             best.append(each)
     return best[:FINALISTS]
-
-
-def steps_of(runs: Sequence[Sequence[Run]]) -> Iterator[Step]:
-    """All steps of a candidate but the prefills."""
-    for run in chain.from_iterable(runs):
-        yield from (step for step in run.steps if step.accepted >= 0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import NODES
 
 LARGEST = 1 << 25
@@ -92,7 +93,7 @@ def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> Pace:
             break
         for dtype, (plain, drafted) in pass_seconds(weights, nodes).items():
             best[dtype] = min(best[dtype][0], plain), min(best[dtype][1], drafted)
-    return Pace({str(dtype).removeprefix("torch."): each for dtype, each in best.items()})
+    return Pace({dtype_name(dtype): each for dtype, each in best.items()})
 
 
 def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor]:

@@ -10,7 +10,7 @@ Legend: P prompts, T new tokens of a text, K draft depth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median
@@ -37,20 +37,22 @@ from draftheads.infer.measure.costs import (
     fitted_costs,
     predict,
     search,
-    steps_of,
 )
 from draftheads.infer.measure.precision import fair_clock
 from draftheads.infer.race import (
-    BenchOptions,
     BenchPrompt,
     Candidate,
+    RaceOptions,
     Run,
-    Runs,
     describe_machine,
     fitting_prompts,
     machine_line,
+    own_randomness,
     race,
+    rule_name,
+    speed,
     speedup_interval,
+    steps_of,
     timed,
 )
 
@@ -131,21 +133,20 @@ def tune(
     if not held:
         raise ValueError("expected two or more prompts to tune with, got one; pass more prompts")
     track = Track(target, head, options, console)
-    devices = [target.device] if target.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with own_randomness(target):
         costs = track.costs(fit)
         seen, heldout = track.observe(fit), track.observe(held)
         own = [tree for tree in (head.tree, *others) if isinstance(tree, StaticTree)]
         fitted = StaticTree.unfitted(head.depth).fitted(torch.cat(seen), options.nodes)
         orders = [*own, fitted, StaticTree.from_widths([1] * head.depth)]
-        found = search(orders, heldout, costs, options.nodes)
-        present = Trial(head.tree)
+        best = finalists(search(orders, heldout, costs, options.nodes))
+        present = Trial(head.tree)  # a dynamic tree is not predicted
         if isinstance(head.tree, StaticTree):
             present = predict(head.tree, heldout, costs)
-        trials = track.trials([present, predict(NONE, heldout, costs), *finalists(found)], held)
+        trials = track.trials([present, predict(NONE, heldout, costs), *best], held)
     context = sum(len(each.prompt) + each.limit / 2 for each in fitting) / len(fitting)
     settings = {
-        "sampling": "greedy" if isinstance(options.sampling, Greedy) else repr(options.sampling),
+        "sampling": rule_name(options.sampling),
         "prompts": len(fitting),
         "max_new_tokens": options.max_new_tokens,
         "context": round(context),
@@ -191,30 +192,33 @@ class Track:
         self.engines: dict[Tree, Speculator] = {}  # of the race before, which may be compiled
 
     def race(
-        self, trees: Mapping[str, Tree], prompts: Sequence[BenchPrompt], repetitions: int
-    ) -> Runs:
+        self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], repetitions: int
+    ) -> dict[Tree, list[list[Run]]]:
         """Time every tree on every prompt, in turns. A single thread is timed by its CPU seconds,
         in which other processes hardly count.
         """
         options = self.options
-        settings = BenchOptions(
-            options.max_new_tokens, options.sampling, repetitions, seed=options.seed
-        )
-        self.engines = {t: self.engines.get(t) or self.engine(t) for t in trees.values()}
-        candidates = [
-            Candidate(name, tree.nodes - 1, self.engines[tree], options.sampling)
-            for name, tree in trees.items()
-        ]
+        settings = RaceOptions(options.sampling, repetitions, options.seed)
+        self.engines = {tree: self.engines.get(tree) or self.engine(tree) for tree in trees}
+        candidates = {
+            tree: Candidate(str(number), tree.nodes - 1, engine, options.sampling)
+            for number, (tree, engine) in enumerate(self.engines.items())
+        }
         if options.compile:
-            self.compile(candidates, prompts[0])
-        return race(candidates, prompts, settings, self.console, fair_clock(self.target.device))
+            self.compile([*candidates.values()], prompts[0])
+        clock = fair_clock(self.target.device)
+        runs = race([*candidates.values()], prompts, settings, self.console, clock)
+        return {tree: runs[candidate.name] for tree, candidate in candidates.items()}
 
     def compile(self, candidates: Sequence[Candidate], prompt: BenchPrompt) -> None:
         """Decode once with each, and say how long it took. Raises ValueError if one is not compiled
         after that.
         """
-        said = "each takes up to a minute the first time, and seconds if torch's cache has it"
-        self.console.print(f"compiling {len(candidates)} trees; {said}", style="dim")
+        self.console.print(
+            f"compiling {len(candidates)} trees; each takes up to a minute the first time, and "
+            "seconds if torch's cache has it",
+            style="dim",
+        )
         for number, each in enumerate(candidates, start=1):
             seconds = timed(each, [prompt])[0].seconds
             self.console.print(f"  tree {number}: {each.nodes} nodes, {seconds:.0f} s", style="dim")
@@ -239,10 +243,14 @@ class Track:
     def costs(self, prompts: Sequence[BenchPrompt]) -> Costs:
         """What steps cost, by those of fixed trees."""
         depth = self.head.depth if self.head else max(SIZES).bit_length()
-        choose = few_cost_trees if self.options.compile else cost_trees
-        trees = {str(n): tree for n, tree in enumerate(choose(depth, self.options.nodes))}
-        repetitions = self.options.repetitions if self.options.compile else 1  # few, so more often
-        return fitted_costs(trees, self.race(trees, prompts[:COST_PROMPTS], repetitions))
+        if self.options.compile:  # few trees, so more often
+            trees = few_cost_trees(depth, self.options.nodes)
+            repetitions = self.options.repetitions
+        else:
+            trees = cost_trees(depth, self.options.nodes)
+            repetitions = 1
+        runs = self.race(trees, prompts[:COST_PROMPTS], repetitions)
+        return fitted_costs({tree: runs[tree] for tree in trees})
 
     @torch.no_grad()
     def observe(self, prompts: Sequence[BenchPrompt]) -> list[Tensor]:
@@ -250,7 +258,8 @@ class Track:
         new token i.
         """
         assert self.head is not None
-        engine, texts = Speculator(self.target, self.head), []
+        engine = Speculator(self.target, self.head)
+        texts = []
         for each in prompts:
             steps = engine.generate(
                 each.prompt, sampling=self.options.sampling, max_new_tokens=each.limit
@@ -268,24 +277,23 @@ class Track:
         """Race the chosen trees; intervals are over the speed of the first. The pace of a machine
         drifts, so predictions are scaled to that of plain decoding, which is among them.
         """
-        trials = list({each.tree: each for each in chosen}.values())
-        plain = next(each for each in trials if each.tree == NONE)
-        names = list(map(str, range(len(trials))))
-        trees = {name: each.tree for name, each in zip(names, trials, strict=True)}
-        runs = self.race(trees, prompts, self.options.repetitions)
-        pace = speed(runs[names[trials.index(plain)]]) / plain.predicted
-        sums = {name: speeds_P2(runs[name]) for name in names}
-        interval = BenchOptions(seed=self.options.seed)
-        return [
-            replace(
-                each,
-                predicted=each.predicted * pace,
-                tau=Statistics.of(steps_of(runs[name])).tokens_per_step,
-                measured=speed(runs[name]),
-                gain_ci95=speedup_interval(sums[name], sums[names[0]], interval),
+        trials = {each.tree: each for each in chosen}
+        present = chosen[0].tree
+        runs = self.race([*trials], prompts, self.options.repetitions)
+        sums_P2 = {tree: speeds_P2(each) for tree, each in runs.items()}
+        pace = speed(sums_P2[NONE]) / trials[NONE].predicted
+        results = []
+        for tree, trial in trials.items():
+            interval = speedup_interval(sums_P2[tree], sums_P2[present], seed=self.options.seed)
+            result = replace(
+                trial,
+                predicted=trial.predicted * pace,
+                tau=Statistics.of(steps_of(runs[tree])).tokens_per_step,
+                measured=speed(sums_P2[tree]),
+                gain_ci95=interval,
             )
-            for name, each in zip(names, trials, strict=True)
-        ]
+            results.append(result)
+        return results
 
 
 class Filler(NoDraft):
@@ -316,7 +324,9 @@ def few_cost_trees(depth: int, nodes: int) -> list[StaticTree]:
     """As `cost_trees`, but each is compiled: two of the same size tell what a level costs."""
     size = min(depth, nodes, 8)
     trees = [NONE, StaticTree.from_widths([1] * size), likely(1, size)]
-    return list(dict.fromkeys([*trees, *(likely(depth, min(n, nodes)) for n in (16, 32, nodes))]))
+    for more in (16, 32, nodes):
+        trees.append(likely(depth, min(more, nodes)))
+    return list(dict.fromkeys(trees))
 
 
 def likely(depth: int, nodes: int) -> StaticTree:
@@ -332,13 +342,7 @@ def speeds_P2(runs: Sequence[Sequence[Run]]) -> Tensor:
     rows = []
     for repeated in runs:
         tokens = sum(len(run.tokens) for run in repeated) / len(repeated)
-        same = all(run.tokens == repeated[0].tokens for run in repeated)
-        choose = min if same else median
-        rows.append([tokens, tokens * choose([run.seconds / len(run.tokens) for run in repeated])])
+        is_same = all(run.tokens == repeated[0].tokens for run in repeated)
+        seconds = [run.seconds / len(run.tokens) for run in repeated]
+        rows.append([tokens, tokens * (min(seconds) if is_same else median(seconds))])
     return torch.tensor(rows, dtype=torch.float64)
-
-
-def speed(runs: Sequence[Sequence[Run]]) -> float:
-    """Tokens per second."""
-    tokens, seconds = speeds_P2(runs).sum(0).tolist()
-    return float(tokens / seconds)

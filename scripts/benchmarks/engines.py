@@ -30,7 +30,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree, parse_tree
 from draftheads.infer.engine import Speculator, Statistics, Step
 from draftheads.scripts.convert import converted
-from draftheads.scripts.journey import opening_ids
+from draftheads.scripts.openings import opening_ids
 from draftheads.train.entry import mistakes_in_one_line
 
 RUNS = Path(__file__).parent / "engine_runs"

@@ -3,7 +3,7 @@
     python scripts/benchmarks/step_time.py --threads 1 --rows 4 [--profile] [--json OUT]
 
 Builds a random Llama target in memory and times training steps of Medusa, EAGLE-3 and block heads
-on it. The floor of a step is its arithmetic (`scripts.step_floor`) divided by the rate at which
+on it. The floor of a step is its arithmetic (`step_trial.py`) divided by the rate at which
 this machine multiplies matrices, measured between the steps. Legend: B batch, T tokens, D width.
 """
 

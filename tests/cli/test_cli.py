@@ -22,7 +22,7 @@ from draftheads.heads.formats.hub import HEADS as KINDS
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
-from draftheads.infer import threads as decoding_threads
+from draftheads.infer import threads
 from draftheads.scripts import cli
 from draftheads.train.data.answers import count
 from draftheads.train.recipe import AdapterChoices, Recipe
@@ -535,22 +535,22 @@ def test_threads_spin_briefly_unless_the_user_has_chosen(chosen, spins):
 )
 def test_one_thread_decodes_where_more_gain_nothing(monkeypatch, given, seconds, chosen):
     """Measured on a clock of the test's own."""
-    clock, threads = [0.0], [4]
+    clock, count = [0.0], [4]
 
     def forward(tokens_B1, use_cache):
-        clock[0] += 0.01 * seconds[threads[0]]
+        clock[0] += 0.01 * seconds[count[0]]
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
-    monkeypatch.setattr(decoding_threads.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: count.__setitem__(0, number))
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: clock[0])
     target = SimpleNamespace(model=forward, device=torch.device("cpu"))
-    decoding_threads.choose_threads(given, target)
-    assert threads == [chosen]
+    threads.choose_threads(given, target)
+    assert count == [chosen]
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    threads[0] = 4
-    decoding_threads.choose_threads(None, target)
-    assert threads == [4], "the user has chosen"
+    count[0] = 4
+    threads.choose_threads(None, target)
+    assert count == [4], "the user has chosen"
 
 
 def test_a_demo_that_is_interrupted_while_it_trains_ends(monkeypatch, tmp_path):

@@ -19,7 +19,7 @@ from draftheads.heads.tree import StaticTree
 from draftheads.infer.measure.costs import Costs
 from draftheads.infer.prompt import encode_prompt
 from draftheads.scripts import commands
-from draftheads.scripts.journey import openings
+from draftheads.scripts.openings import openings
 
 
 @pytest.fixture

@@ -6,10 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
-from draftheads.scripts.benchmarks.step_memory import CASES, peak_bytes
-from draftheads.scripts.benchmarks.step_memory import main as memory_main
 from draftheads.scripts.benchmarks.step_time import main
 from draftheads.scripts.benchmarks.step_trial import (
     KINDS,
@@ -87,22 +84,3 @@ def test_a_report_comes_out(tmp_path, capsys):
     report = json.loads(out.read_text())
     assert report["setup"]["hidden_size"] == 32
     assert set(report["heads"]["eagle3"]["reached"]) == set(report["heads"]["medusa"]["reached"])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_peak_memory_of_a_step_is_measured(name, capsys):
-    memory_main([*TINY.arguments(), "--case", name])
-    assert int(capsys.readouterr().out) >= 0
-
-
-def test_all_logits_at_once_need_more_memory_than_the_chunked_loss():
-    setup = replace(TINY, vocabulary=20000, rows=8, length=128)
-    assert peak_bytes(setup, CASES["medusa"]) < peak_bytes(setup, CASES["medusa-at-once"])
-
-
-def test_all_logits_at_once_are_the_same_loss(trials):
-    trial, losses = trials["medusa"], []
-    for name in ("medusa-at-once", "medusa"):
-        with CASES[name].applied(trial):
-            losses.append(trial.head(trial.batch, trial.features_BTD, trial.target).loss)
-    torch.testing.assert_close(*losses)

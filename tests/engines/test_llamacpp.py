@@ -19,7 +19,7 @@ from draftheads.heads.target import Target
 from draftheads.scripts.benchmarks.engine_runs.llamacpp import target_gguf
 from draftheads.scripts.benchmarks.engines import Job, markdown, method, ours, row, theirs
 from draftheads.scripts.demo import RECIPES
-from draftheads.scripts.journey import opening_ids
+from draftheads.scripts.openings import opening_ids
 from draftheads.scripts.publish import prepare, publish
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts

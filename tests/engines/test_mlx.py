@@ -16,7 +16,7 @@ from real_engines import place_of
 from draftheads.heads.formats.hub import open_head
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
 from draftheads.scripts.demo import RECIPES
-from draftheads.scripts.journey import opening_ids
+from draftheads.scripts.openings import opening_ids
 
 pytestmark = pytest.mark.engines
 PLACE = place_of("mlx")

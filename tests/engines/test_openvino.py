@@ -26,7 +26,7 @@ from draftheads.heads.formats.hub import open_head, save_head
 from draftheads.heads.target import Target
 from draftheads.scripts.benchmarks.engines import Job, Outcome, ours, theirs
 from draftheads.scripts.demo import RECIPES
-from draftheads.scripts.journey import opening_ids
+from draftheads.scripts.openings import opening_ids
 
 pytestmark = pytest.mark.engines
 PLACE = place_of("openvino")

@@ -20,7 +20,7 @@ from draftheads.heads.target import Target
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
 from draftheads.scripts.convert import converted
 from draftheads.scripts.demo import RECIPES
-from draftheads.scripts.journey import opening_ids
+from draftheads.scripts.openings import opening_ids
 from draftheads.scripts.publish import prepare, publish
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]

@@ -41,7 +41,7 @@ from draftheads.heads import medusa
 from draftheads.heads.formats.hub import load_head, load_pair, open_head, record_measured, save_head
 from draftheads.heads.target import Target
 from draftheads.scripts.convert import converted
-from draftheads.scripts.journey import check_outputs
+from draftheads.scripts.options import check_writable_head
 from draftheads.scripts.publish import prepare
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -329,7 +329,7 @@ def test_no_home_of_that_name_is_no_head():
 
 
 def test_a_card_that_cannot_be_written_is_refused_before_the_race(folder):
-    line = outcome(lambda: check_outputs([], [str(folder)]), folder)
+    line = outcome(lambda: check_writable_head(str(folder), "--card"), folder)
     if (folder / "README.md").is_file():
         assert not line
         config = json.loads((folder / "config.json").read_text())

@@ -22,29 +22,28 @@ from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
 from draftheads.infer.accept import Greedy, Processed, Sampled, Typical
 from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.measure.analysis import Analysis, walltime_factor
 from draftheads.infer.measure.baseline import Baseline, without_defaults
-from draftheads.infer.measure.bench import Analysis, bench, summarize, walltime_factor
+from draftheads.infer.measure.bench import BenchOptions, Replay, bench, summarize, top2_margin
+from draftheads.infer.measure.plot import plot, tree_spots
 from draftheads.infer.measure.report import (
     footnotes,
+    legend,
     measured_facts,
-    plot,
     print_report,
     too_slow_notes,
-    tree_spots,
     write_json,
     write_markdown,
 )
 from draftheads.infer.race import (
     GENERATE,
     PLAIN,
-    BenchOptions,
     BenchPrompt,
     Candidate,
     Run,
     batched,
     speedup_interval,
     timed,
-    top2_margin,
 )
 
 NEW = 21  # one token from the prefill and four steps of an oracle of depth 4
@@ -107,7 +106,9 @@ def oracle(target, prompts):
 @pytest.fixture(scope="module")
 def report(target, prompts, oracle):
     heads = {"medusa": MedusaHead.create(target), "oracle": oracle}
-    options = BenchOptions(max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2, resamples=50)
+    options = BenchOptions(
+        max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2, resamples=50, analysis=True
+    )
     return bench(target, heads, prompts, options, categories=["prose", "code", None])
 
 
@@ -283,17 +284,16 @@ def test_the_interval_holds_the_estimate_and_repeats():
     slow_P = 2.0 + torch.rand(40, dtype=torch.float64)
     fast_P = slow_P / (2.0 + 0.4 * torch.rand(40, dtype=torch.float64))
     ours, baseline = torch.stack([tokens_P, fast_P], 1), torch.stack([tokens_P, slow_P], 1)
-    options = BenchOptions(seed=1)
-    low, high = speedup_interval(ours, baseline, options)
+    low, high = speedup_interval(ours, baseline, seed=1)
     assert low < float(slow_P.sum() / fast_P.sum()) < high
     assert high - low < 0.15, "prompts differ in length; pairing keeps that out of the interval"
-    assert [low, high] == speedup_interval(ours, baseline, options)
-    assert [low, high] != speedup_interval(ours, baseline, BenchOptions(seed=2))
+    assert [low, high] == speedup_interval(ours, baseline, seed=1)
+    assert [low, high] != speedup_interval(ours, baseline, seed=2)
 
 
 def test_an_equal_contestant_has_an_interval_of_one_point():
     sums = torch.tensor([[10.0, 1.0], [20.0, 3.0], [5.0, 2.0]], dtype=torch.float64)
-    assert speedup_interval(sums, sums, BenchOptions()) == [1.0, 1.0]
+    assert speedup_interval(sums, sums) == [1.0, 1.0]
 
 
 def measured(prompts, seconds, batch=1):
@@ -305,7 +305,8 @@ def measured(prompts, seconds, batch=1):
     runs["head"] = [[Run(steps, *each)] for each in seconds]
     target = tiny_target()
     candidate = Candidate("head", 4, Speculator(target), Greedy())
-    return summarize(candidate, target, prompts, runs, BenchOptions(resamples=200, batch=batch))
+    options = BenchOptions(resamples=200, batch=batch)
+    return summarize(candidate, target, prompts, runs, options, Replay())
 
 
 def some_of(*categories):
@@ -464,8 +465,27 @@ def test_the_chain_model_is_that_of_the_runs(report):
     step = plain.draft_seconds + plain.verify_seconds
     assert model.c == pytest.approx(oracle.draft_seconds / 4 / step)
     assert model.measured == pytest.approx(oracle.tokens_per_second / plain.tokens_per_second)
-    assert plain.analysis is None
-    assert Analysis.of([], 0, 0.0, 1.0) is None
+    assert plain.analysis is None, "it drafts nothing"
+
+
+def test_the_chain_model_is_shown_only_where_it_is_asked_for(target, prompts, report, tmp_path):
+    heads = {"medusa": MedusaHead.create(target)}
+    for analysis in (False, True):
+        asked = quick(target, prompts[:1], heads, analysis=analysis)
+        out = StringIO()
+        print_report(asked, Console(file=out, width=160))
+        write_json(asked, tmp_path / "bench.json")
+        written = json.loads((tmp_path / "bench.json").read_text())
+        assert ("best γ" in out.getvalue()) is analysis
+        rows = [written["plain"], *written["heads"]]
+        assert all(("analysis" in row) is analysis for row in rows)
+
+
+def test_a_legend_has_at_most_four_lines(report):
+    """With everything that a table can have."""
+    settings = {**report.settings, "compile": True, "batch": 2, "analysis": True}
+    assert len(legend(replace(report, settings=settings))) <= 4
+    assert len(legend(replace(report, settings={**settings, "compile": False}))) <= 3
 
 
 def test_measured_facts_are_plain_values(report):
@@ -484,7 +504,7 @@ def test_the_table_and_its_footnotes_name_what_they_count(report):
         "category",
         "CPU",
         "bonus token counted",
-        "interleaved",
+        "interval over 3 prompts",
         "token for token",
     ):
         assert text in out.getvalue()

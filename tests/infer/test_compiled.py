@@ -29,8 +29,7 @@ from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import speculative
-from draftheads.infer.measure.bench import bench
-from draftheads.infer.race import BenchOptions
+from draftheads.infer.measure.bench import BenchOptions, bench
 
 NEW = 24
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
@@ -163,7 +162,7 @@ def test_generate_can_be_sped_up_by_compiled_heads(traced):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_bench_measures_every_candidate_once_more(traced):
     target = tiny_target()
-    options = BenchOptions(max_new_tokens=8, compile=True)
+    options = BenchOptions(max_new_tokens=8, compile=True, analysis=True)
     heads = {"head": (random_head("medusa", target), TREE)}
     report = bench(target, heads, some_prompts(9, 5), options)
     names = ["generate compiled", "plain compiled", "head", "head compiled"]

@@ -24,9 +24,10 @@ from draftheads.infer.chat.conversation import History
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
 from draftheads.infer.serve.protocol import ChatRequest, CompletionRequest
 from draftheads.infer.serve.reader import Reader
-from draftheads.scripts import commands
+from draftheads.scripts import models
 from draftheads.scripts.cli import app
-from draftheads.scripts.journey import opening_ids
+from draftheads.scripts.openings import opening_ids
+from draftheads.scripts.options import parsed_template_args
 from draftheads.train.data.conversation import Conversation
 from draftheads.train.data.prompts import Prompt
 
@@ -142,7 +143,7 @@ def trained(tmp_path_factory) -> Path:
 def test_a_heads_own_variables_are_used_with_it(trained):
     target, _ = load_pair(trained / "head")
     assert target.tokenizer.decode(encode_prompt(target, MESSAGES)).endswith("<think></think>")
-    target = commands.load_target(target.name, "auto", None, None, [open_head(trained / "head")])
+    target = models.load_target(target.name, "auto", None, None, [open_head(trained / "head")])
     assert target.template_args == QUIET
     assert encode_prompt(target, MESSAGES, {"enable_thinking": True}) == encode_prompt(
         Side(target.tokenizer), MESSAGES
@@ -152,15 +153,15 @@ def test_a_heads_own_variables_are_used_with_it(trained):
 
 def test_variables_on_the_command_line_replace_the_heads_own(trained):
     heads = [open_head(trained / "head")]
-    target = commands.load_target(str(trained / "target"), "auto", None, None, heads, "{}")
+    target = models.load_target(str(trained / "target"), "auto", None, None, heads, "{}")
     assert target.template_args == {}
 
 
 def test_heads_of_different_variables_are_not_compared_on_one_prompt(trained):
     heads = [open_head(trained / name) for name in ("head", "other")]
     with pytest.raises(ValueError, match=r"the same chat template variables, .*--template-args"):
-        commands.load_target(str(trained / "target"), "auto", None, None, heads)
-    assert commands.load_target(str(trained / "target"), "auto", None, None, heads, "{}")
+        models.load_target(str(trained / "target"), "auto", None, None, heads)
+    assert models.load_target(str(trained / "target"), "auto", None, None, heads, "{}")
 
 
 def test_a_damaged_record_of_variables_is_one_line(trained):
@@ -174,12 +175,12 @@ def test_every_command_that_decodes_takes_template_args(command, trained, monkey
     given: list[str | None] = []
 
     def load(*arguments: Any, **more: Any) -> Target:
-        bound = inspect.signature(commands_load).bind(*arguments, **more).arguments
+        bound = inspect.signature(real_load).bind(*arguments, **more).arguments
         given.append(bound.get("template_args"))
         raise ValueError("seen")
 
-    commands_load = commands.load_target
-    monkeypatch.setattr(commands, "load_target", load)
+    real_load = models.load_target
+    monkeypatch.setattr(models, "load_target", load)
     options = ["--head", trained / "head", "--template-args", '{"mood": "calm"}']
     if command != "chat":
         options += ["--target", trained / "target"]
@@ -201,11 +202,11 @@ def test_every_command_that_decodes_takes_template_args(command, trained, monkey
 )
 def test_other_template_args_are_refused(text, message):
     with pytest.raises(ValueError, match=f"^--template-args: .*{message}"):
-        commands.parsed_template_args(text)
+        parsed_template_args(text)
 
 
 def test_variables_that_the_template_itself_has_are_taken():
-    assert commands.parsed_template_args('{"tools": [], "mood": "calm"}')
+    assert parsed_template_args('{"tools": [], "mood": "calm"}')
 
 
 UNTAKEN = {

@@ -169,7 +169,7 @@ def test_costs_are_found_again_behind_noise():
         seconds = 7.0 + 50 * (draft + verify)  # by a clock that does not see the others
         steps = [Step([1], -1, None, 0.0, 7.0), *steps]
         runs[name] = [[Run(steps, 3 * seconds), Run(steps, seconds)]]
-    costs = fitted_costs(trees, runs)
+    costs = fitted_costs({tree: runs[name] for name, tree in trees.items()})
     assert costs.prompt == pytest.approx(true.prompt)
     assert costs.draft == pytest.approx(true.draft)
     for tree in trees.values():
@@ -184,7 +184,7 @@ def test_no_tree_takes_longer_to_verify_than_a_larger_one():
     for (name, tree), seconds in zip(trees.items(), (1.0, 9.0, 2.0, 3.0), strict=True):
         steps = [Step([1], -1, None, 0.0, 1.0), *[Step([1], 0, None, 0.5, seconds)] * 8]
         runs[name] = [[Run(steps, 1.5 + 8 * seconds + 4 * bool(tree.paths))]]
-    verify = fitted_costs(trees, runs).verify
+    verify = fitted_costs({tree: runs[name] for name, tree in trees.items()}).verify
     assert verify[1] == pytest.approx(verify[2])
     assert verify[0] < verify[2] < verify[3]
 
@@ -199,16 +199,16 @@ def test_costs_of_compiled_steps_are_found_without_knowing_what_drafting_takes()
         steps = [Step([1], 0, None, 3.0, 4.0), *[step] * 50]
         seconds = 10.0 + 51 * step.verify_seconds
         runs[name] = [[Run([Step([1], -1, None, 0.0, 7.0), *steps], seconds)]]
-    costs = fitted_costs(trees, runs)
+    costs = fitted_costs({tree: runs[name] for name, tree in trees.items()})
     assert costs.draft == pytest.approx((0.0, 0.2, 0.0, 0.0))
     for tree in (*trees.values(), StaticTree.from_widths((4, 3, 1))):
         assert costs.step_seconds(tree) == pytest.approx(true.step_seconds(tree))
 
 
 def test_answers_without_steps_are_refused():
-    runs = {"a": [[Run([Step([1], -1, "eos", 0.0, 1.0)], 1.0)]]}
+    runs = {NONE: [[Run([Step([1], -1, "eos", 0.0, 1.0)], 1.0)]]}
     with pytest.raises(ValueError, match="answers of several tokens"):
-        fitted_costs({"a": NONE}, runs)
+        fitted_costs(runs)
 
 
 def test_measured_trees_have_every_size_and_depth():

@@ -30,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from draftheads.heads.files import write_text
+from draftheads.heads.tensors import dtype_name
 from draftheads.heads.terminal import printable
 from draftheads.infer.accept import LEAST_TEMPERATURE, Seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
@@ -210,7 +211,7 @@ class LocalAnswerer(Answerer):
             "name": str(target.name),
             "revision": target.revision,
             "fingerprint": target.fingerprint(),
-            "dtype": str(target.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target.model.dtype),
         }
 
     def answer(

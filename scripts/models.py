@@ -1,0 +1,126 @@
+"""Loading the target and the drafts that a command names. Heavy imports wait, as in `options`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from draftheads.infer.threads import choose_threads, set_threads
+from draftheads.scripts.options import parsed_template_args
+from draftheads.train.entry import say
+
+if TYPE_CHECKING:
+    from draftheads.heads.formats.hub import HeadFolder
+    from draftheads.heads.target import Target
+    from draftheads.infer.accept import Acceptance
+    from draftheads.infer.engine import DrafterSource
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a target is loaded: --dtype, --device and --threads."""
+
+    dtype: str
+    device: str | None
+    threads: int | None
+
+
+def load_target(
+    name: str,
+    dtype: str,
+    device: str | None,
+    revision: str | None = None,
+    heads: Sequence[HeadFolder] = (),
+    template_args: str | None = None,
+) -> Target:
+    """Load the target, with the adapter that `heads` were trained with, if any, and the chat
+    template variables of their data, or those of --template-args. Raises ValueError for a device
+    that this machine does not have.
+    """
+    import torch
+    import transformers
+
+    from draftheads.heads.formats.hub import shared_adapter, shared_template_args
+    from draftheads.heads.target import Target
+
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError) as error:  # several lines that name no option
+            usable = "cuda:0" if torch.cuda.is_available() else "cpu; torch finds no usable GPU"
+            raise ValueError(
+                f"--device: expected a device of this machine, got {device!r}; try {usable}"
+            ) from error
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    adapter = shared_adapter(heads)
+    if template_args is None:
+        variables = shared_template_args(heads)
+    else:
+        variables = parsed_template_args(template_args)
+    target = Target.load(name, dtype=dtype, device=device, revision=revision)
+    target.template_args = variables
+    return target.attach(adapter) if adapter else target
+
+
+def load_fast_target(
+    name: str,
+    place: Place,
+    revision: str | None = None,
+    heads: Sequence[HeadFolder] = (),
+    template_args: str | None = None,
+) -> Target:
+    """`load_target`, with threads chosen, and on a CPU with dtype "auto" as the faster one by a
+    measurement. Not for what learns or writes data: its results would depend on timing.
+    """
+    import torch
+
+    dtype = place.dtype
+    device = place.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    set_threads(place.threads)
+    if device == "cpu" and dtype == "auto" and not name.endswith(".gguf"):
+        dtype = faster_dtype(name, revision)
+    target = load_target(name, dtype, place.device, revision, heads, template_args)
+    choose_threads(place.threads, target)
+    return target
+
+
+def faster_dtype(name: str, revision: str | None) -> str:
+    """The faster dtype for a target on this CPU; says so where there is a choice."""
+    import torch
+
+    from draftheads.heads.placement import check_path, read_config
+    from draftheads.infer.measure.precision import measured_pace, own_dtype
+
+    check_path(name)
+    config = read_config(name, revision)
+    if own_dtype(config) == torch.float32:
+        return "auto"
+    pace = measured_pace(config)
+    say(pace, sys.stderr)
+    return pace.dtype
+
+
+def load_engine_parts(
+    head: str | None,
+    target: str | None,
+    sampling: Acceptance,
+    adaptive: bool,
+    place: Place,
+    template_args: str | None,
+) -> tuple[Target, DrafterSource | None]:
+    """Load a target and what --head names, if anything."""
+    from draftheads.infer.drafters.named import load_drafts, named_drafts
+
+    if head is None and target is None:
+        raise ValueError("expected --head or --target, got neither; pass one")
+    drafts = named_drafts(head) if head else None
+    name, revision = (target, None) if target or drafts is None else drafts.target
+    folders = drafts.folders if drafts else []
+    model = load_fast_target(name or "", place, revision, folders, template_args)
+    if drafts is None:
+        return model, None
+    *_, drafter = load_drafts({"": drafts}, model, sampling, adaptive).values()
+    return model, drafter

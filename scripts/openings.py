@@ -1,0 +1,41 @@
+"""The prompts that commands decode: of a conversation its first turn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain, islice, zip_longest
+
+from draftheads.heads.target import Target
+from draftheads.infer.prompt import encode_prompt
+from draftheads.train.data.conversation import turns_of
+from draftheads.train.data.prompts import Prompt, read_prompts
+
+CATEGORISED = 10_000
+"""Prompts that are read, at most, to take some of every category."""
+
+
+def opening_ids(
+    target: Target, source: str, prompt_words: int | None, limit: int | None
+) -> list[list[int]]:
+    """Token ids of the prompts in `source`; conversations end with their first user turn."""
+    return openings(target, source, prompt_words, limit)[0]
+
+
+def openings(
+    target: Target, source: str, prompt_words: int | None, limit: int | None
+) -> tuple[list[list[int]], list[str | None]]:
+    """Token ids as of `opening_ids`, and categories. If the prompts have categories, the first
+    CATEGORISED are read, and `limit` are taken in turns from each.
+    """
+    prompts = read_prompts(source, limit=limit, prompt_words=prompt_words)
+    if limit and any(prompt.category for prompt in prompts):
+        by_category: dict[str | None, list[Prompt]] = defaultdict(list)
+        for prompt in read_prompts(source, limit=CATEGORISED, prompt_words=prompt_words):
+            by_category[prompt.category].append(prompt)
+        turns = chain.from_iterable(zip_longest(*by_category.values()))
+        prompts = list(islice(filter(None, turns), limit))
+    ids = [
+        encode_prompt(target, turns_of(prompt)[0] if prompt.text is None else prompt.text)
+        for prompt in prompts
+    ]
+    return ids, [prompt.category for prompt in prompts]

@@ -1,0 +1,201 @@
+"""Options that several commands share, and what their values mean. Heavy imports wait until a
+command runs, so that --help is instant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typer import Argument, Option
+
+if TYPE_CHECKING:
+    from draftheads.heads.tree import Tree
+    from draftheads.infer.accept import Acceptance
+    from draftheads.infer.engine import DrafterSource
+    from draftheads.infer.measure.bench import Entry
+
+Keep = Literal["keep", "drop"]
+
+TargetName = Annotated[str, Option("--target", help="target model: a folder or a Hub id")]
+MaybeTarget = Annotated[str | None, Option("--target", help="default: the one the head records")]
+HEAD = """head folder, run folder or Hub id (user/name@revision); ngram, model:PATH, early-exit:K;
+or several of these joined by +"""
+Head = Annotated[str, Option(help=HEAD)]
+MaybeHead = Annotated[str | None, Option(help=f"{HEAD}; default: the plain model")]
+Heads = Annotated[list[str], Option(help="as for chat; repeatable")]
+Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
+PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
+gsm8k"""
+BATCH_TOKENS = "limit of prompts answered together x longest prompt and answer"
+Prompts = Annotated[str, Option(help=PROMPTS)]
+PromptWords = Annotated[int | None, Option(min=1, help="truncate plain texts to N words")]
+Limit = Annotated[int | None, Option(min=1, help="use only the first N prompts or conversations")]
+Split = Annotated[str | None, Option(help="of a Hub data set; default: the set's own, else train")]
+Streaming = Annotated[bool | None, Option(help="do not store a Hub data set; default: --limit")]
+TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
+MaybeTemplateArgs = Annotated[
+    str | None,
+    Option("--template-args", help="chat template variables, as JSON; default: the head's data's"),
+]
+Tools = Annotated[Keep, Option(help="tool calls and results in conversations")]
+Reasoning = Annotated[Keep, Option(help="<think> ... </think> of the answers")]
+AnswerTokens = Annotated[int, Option(min=1, help="tokens per answer")]
+Repetitions = Annotated[int, Option(min=1, help="runs of every prompt")]
+MaybeNodes = Annotated[int | None, Option(min=1, help="draft nodes per step")]
+MaybeTree = Annotated[str | None, Option(help="a tree instead of the head's own")]
+TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for one head;
+default: the heads' own; repeatable"""
+Trees = Annotated[list[str] | None, Option(help=TREES)]
+Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option()]
+Device = Annotated[str | None, Option(help="e.g. cuda:0; default: CUDA if there is one")]
+IsAdaptive = Annotated[bool, Option("--adaptive", help="draft while it pays (tuned heads)")]
+Compile = Annotated[bool, Option("--compile", help="compile steps (takes a minute at first)")]
+Threads = Annotated[int | None, Option(min=1, max=1024, help="CPU threads; default: the fastest")]
+Temperature = Annotated[float, Option(min=0.0, help="0 is greedy")]
+TopP = Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")]
+TopK = Annotated[int, Option(min=0, help="tokens to keep; 0 keeps all")]
+IsTypical = Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")]
+LENIENCE = """draft models draw chains (speculative sampling), kept with probability
+min(1, LENIENCE p / q): 1 is lossless, more is LOSSY"""
+Lenience = Annotated[float | None, Option(help=LENIENCE)]
+Seed = Annotated[int, Option(min=-(2**62), max=2**62, help="for all sampling")]  # int64
+SERVER = "OpenAI-compatible server: http://HOST:PORT; repeatable, all of one model"
+Servers = Annotated[list[str] | None, Option(help=SERVER)]
+ServerModel = Annotated[str | None, Option(help="the server's name for the target")]
+KeyVariable = Annotated[str | None, Option(help="environment variable with the server's key")]
+Recipe = Annotated[Path, Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")]
+Overrides = Annotated[list[str] | None, Argument(help="key.path=value ...")]
+Json = Annotated[Path | None, Option("--json", help="write the figures here")]
+
+
+def rule(
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    *,
+    typical: bool = False,
+    seed: int = 0,
+    lenience: float | None = None,
+) -> Acceptance:
+    """The acceptance rule that these options request."""
+    from draftheads.infer.accept import Greedy, Sampled, Typical
+    from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
+
+    rule: Acceptance = Greedy()
+    if lenience is not None:
+        if typical or not temperature:
+            raise ValueError(
+                "--lenience: expected sampling, as with --temperature 1, and not --typical, got "
+                f"{'--typical' if typical else '--temperature 0'}; change that"
+            )
+        rule = SpeculativeSampling(temperature, top_p, top_k, lenience)
+    elif typical:
+        rule = Typical(temperature=temperature or 0.7)
+    elif temperature:
+        rule = Sampled(temperature=temperature, top_p=top_p, top_k=top_k)
+    rule.seed(seed)
+    return rule
+
+
+def parsed_template_args(text: str) -> dict[str, Any]:
+    """The value of --template-args. Raises ValueError as `template_variables`."""
+    from draftheads.heads.target import template_variables
+
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # json's message names no option
+        value = text
+    try:
+        return template_variables(value)
+    except ValueError as error:
+        raise ValueError(f"--template-args: {error}") from error
+
+
+def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | None) -> Tree | None:
+    """The tree that --tree and --nodes ask for; default: the drafts' own. Raises ValueError."""
+    from draftheads.heads.tree import parse_tree
+
+    if drafts is None:
+        if tree or nodes:
+            raise ValueError("--tree and --nodes: expected drafts, got none; pass --head, too")
+        return None
+    shape = parse_tree(tree) if tree else drafts.tree
+    return shape.resized(nodes) if nodes else shape
+
+
+def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dict[str, Entry]:
+    """Entries of a bench: each head with each tree of --tree, as "name@tree"; "name@tree" is for
+    that head alone. A head without a tree keeps its own. Raises ValueError for an unknown name.
+    """
+    from draftheads.heads.tree import parse_tree
+
+    own: dict[str, Entry] = dict(drafts)
+    entries: dict[str, Entry] = {}
+    for text in texts:
+        name, _, tree = text.rpartition("@")
+        if name and name not in drafts:
+            raise ValueError(
+                f"--tree {text}: expected a tree, or one of {', '.join(drafts)} before the @, "
+                f"got {name}"
+            )
+        for each in [name] if name else list(drafts):
+            entries[f"{each}@{tree}"] = (drafts[each], parse_tree(tree))
+            own.pop(each, None)
+    return {**own, **entries}
+
+
+# Outputs are checked before anything is measured.
+
+
+def check_file(file: Path | None) -> None:
+    """Raise ValueError for a file that cannot be written."""
+    if file is None:
+        return
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
+    if file.is_dir():
+        raise ValueError(f"{file}: expected a file to write, got a folder; add a file's name")
+
+
+def check_picture(picture: Path | None) -> None:
+    """Raise ValueError for a picture that cannot be written, or without matplotlib."""
+    from draftheads.infer.measure.plot import new_figure
+
+    if picture is None:
+        return
+    check_file(picture)
+    try:
+        formats = new_figure(1, 1).canvas.get_supported_filetypes()
+    except ImportError as error:  # matplotlib is optional
+        raise ValueError(str(error)) from error
+    if picture.suffix and picture.suffix[1:].lower() not in formats:
+        raise ValueError(f"{picture}: expected a file ending in .png, .pdf or .svg; rename it")
+
+
+def check_writable_head(source: str, option: str) -> None:
+    """Raise ValueError for a head that is not on this machine or in another layout: nothing can be
+    written into its config and card. option: what asks for that.
+    """
+    from draftheads.heads.formats.hub import open_head
+
+    if not Path(source).is_dir():
+        raise ValueError(f"{option}: expected a head folder on this machine, got {source}")
+    if not open_head(source).facts.is_ours:
+        raise ValueError(
+            f"{option}: expected a head in this project's own layout, got {source}; "
+            f"draftheads convert {source} DIR --to draftheads writes one"
+        )
+
+
+def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write the figures of a --json option, if there is one."""
+    from draftheads.heads.files import write_text
+
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(figures, indent=2) + "\n")
