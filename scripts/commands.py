@@ -543,13 +543,13 @@ def serve(
     --temperature, --top-p and --top-k are for requests that do not say.
     """
     from draftheads.infer.engine import Speculator
-    from draftheads.infer.serve.app import ServerOptions
     from draftheads.infer.serve.app import serve as run
+    from draftheads.infer.serve.service import ServeOptions
     from draftheads.train.data.server import secret
 
     key = secret(api_key_env) if api_key_env else None
     sampling = rule(temperature, top_p, top_k, False, 0)
-    options = ServerOptions(
+    options = ServeOptions(
         name or "",
         key,
         temperature,

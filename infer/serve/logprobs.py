@@ -3,7 +3,7 @@
 They are the target's own, before temperature, top-k and top-p, also those of drafted tokens: the
 logits are those of the verified nodes.
 
-Legend: B batch, N tree nodes or tokens, V vocabulary, A accepted nodes.
+Legend: B batch, N tree nodes or tokens, V vocabulary, C committed tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -56,9 +57,9 @@ class Scored(Acceptance):
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Follow the rule."""
         accepted = self.rule(logits_BNV, tree)
-        path_A = accepted.path_BN[0, : int(accepted.count_B[0])]
-        tokens_A = torch.cat([tree.tokens_BN[0, path_A[1:]], accepted.bonus_B[:1]])
-        self.newest[:] = scores(logits_BNV[0, path_A], tokens_A, self.top)
+        path_C = accepted.path_BN[0, : int(accepted.count_B[0])]
+        tokens_C = torch.cat([tree.tokens_BN[0, path_C[1:]], accepted.bonus_B[:1]])
+        self.newest[:] = scores(logits_BNV[0, path_C], tokens_C, self.top)
         return accepted
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -101,10 +102,10 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._cut = len(self._decode([]))
-        self._known: dict[int, tuple[str, list[int] | None]] = {}
+        self._cache: dict[int, tuple[str, list[int] | None]] = {}
 
     def __call__(self, token: int) -> str:
         """The text of a token id."""
@@ -115,18 +116,18 @@ class TokenTexts:
         return self._read(token)[1]
 
     def _read(self, token: int) -> tuple[str, list[int] | None]:
-        if token not in self._known:
+        if token not in self._cache:
             text = self._decode([token])[self._cut :]
             if REPLACEMENT in text:
-                name = str(self._tokenizer.convert_ids_to_tokens(token))
-                self._known[token] = name, _bytes(name)
+                name = str(self.tokenizer.convert_ids_to_tokens(token))
+                self._cache[token] = (name, _bytes(name))
             else:
-                self._known[token] = text, list(text.encode())
-        return self._known[token]
+                self._cache[token] = (text, list(text.encode()))
+        return self._cache[token]
 
     def _decode(self, tokens: list[int]) -> str:
         # after another token, as the first one of a text may lose its space
-        text: str = self._tokenizer.decode(
+        text: str = self.tokenizer.decode(
             self._before + tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
@@ -137,22 +138,21 @@ def _bytes(name: str) -> list[int] | None:
     if re.fullmatch("<0x[0-9A-F]{2}>", name):
         return [int(name[3:5], 16)]
     values = {char: byte for byte, char in bytes_to_unicode().items()}
-    return [values[char] for char in name] if values.keys() >= set(name) else None
+    if not values.keys() >= set(name):
+        return None
+    return [values[char] for char in name]
 
 
-def chat_logprobs(found: Sequence[TokenScore], texts: TokenTexts) -> dict[str, Any]:
+def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> dict[str, Any]:
     """As choices of chats have them."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"token": texts(token), "logprob": logprob, "bytes": texts.bytes(token)}
 
-    content = [
-        {
-            **entry(score.token, score.logprob),
-            "top_logprobs": [entry(token, logprob) for token, logprob in score.top],
-        }
-        for score in found
-    ]
+    content = []
+    for score in scored:
+        top = [entry(token, logprob) for token, logprob in score.top]
+        content.append({**entry(score.token, score.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
@@ -160,21 +160,23 @@ def completion_logprobs(
     scored: Sequence[ScoredToken], texts: TokenTexts, offset: int
 ) -> dict[str, Any]:
     """As choices of completions have them. offset: characters of the choice before these tokens."""
+    tokens = [texts(token) for token, _ in scored]
+    logprobs: list[float | None] = []
     top: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    for token, score in scored:
-        offsets.append(offset)
-        offset += len(texts(token))
+    for _, score in scored:
         if score is None:
+            logprobs.append(None)
             top.append(None)
             continue
         named: dict[str, float] = {}
-        for each, logprob in [*score.top, (score.token, score.logprob)]:
-            named.setdefault(texts(each), logprob)
+        for token, logprob in [*score.top, (score.token, score.logprob)]:
+            named.setdefault(texts(token), logprob)  # several tokens may have the same text
+        logprobs.append(score.logprob)
         top.append(named)
+    ends = accumulate(map(len, tokens), initial=offset)
     return {
-        "tokens": [texts(token) for token, _ in scored],
-        "token_logprobs": [None if score is None else score.logprob for _, score in scored],
+        "tokens": tokens,
+        "token_logprobs": logprobs,
         "top_logprobs": top,
-        "text_offset": offsets,
+        "text_offset": list(ends)[:-1],
     }

@@ -25,7 +25,9 @@ from typer import Option
 from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator
-from draftheads.infer.serve.app import ServerOptions, TimedProtocol, create_app
+from draftheads.infer.serve.app import create_app
+from draftheads.infer.serve.gate import TimedProtocol
+from draftheads.infer.serve.service import ServeOptions
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def main(
         )["input_ids"]
         ids.append([len(ids) + 3, *encoded])  # no two begin alike: nothing is reused
     config = uvicorn.Config(
-        create_app(engine, ServerOptions("m")), port=0, http=TimedProtocol, log_level="warning"
+        create_app(engine, ServeOptions("m")), port=0, http=TimedProtocol, log_level="warning"
     )
     server = uvicorn.Server(config)
     threading.Thread(target=server.run, daemon=True).start()
