@@ -61,7 +61,13 @@ COMMANDS = {
 HINTS = """Ctrl-C stops an answer. A line that starts with a space is never a command.
 Alt-Enter, or Enter after a backslash, starts another line."""
 RULES = {"greedy": Greedy, "sampled": Sampled, "typical": Typical}
-NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "max_new_tokens": int, "seed": int}
+NUMBERS: dict[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "max_new_tokens": int,
+    "seed": int,
+}
 LIMITS = {"max_new_tokens": (1, 2**31), "seed": (-(2**62), 2**62)}
 
 
@@ -223,16 +229,16 @@ class _Conversation:
 
     def take(self, line: str) -> ChatAnswer:
         """Run a command or answer a question; returns the answer, an empty one without."""
-        words = line.split(maxsplit=1)
-        if not words:
+        text = line.strip()
+        if not text:
             return ChatAnswer()
-        name = words[0]
-        argument = words[1].strip() if len(words) > 1 else ""
+        name = text.split()[0]
+        argument = text.removeprefix(name).strip()
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.8)
         is_known = name in COMMANDS or near
         # a question may begin with a path, such as /usr/bin
         if not line.startswith("/") or (argument and not is_known):
-            return self.answer(line.strip())
+            return self.answer(text)
         try:  # mistakes in a command do not end the chat
             if name not in COMMANDS:
                 hint = f"; did you mean {near[0]}?" if near else ";"
@@ -243,7 +249,7 @@ class _Conversation:
             parameter, _ = COMMANDS[name]
             is_needed = parameter[:1].isalpha()  # optional ones are in brackets
             if (argument and not parameter) or (is_needed and not argument):
-                raise ValueError(f"expected {name} {parameter or 'alone'}, got {line.strip()!r}")
+                raise ValueError(f"expected {name} {parameter or 'alone'}, got {text!r}")
             return self._commands()[name](argument) or ChatAnswer()
         except (ValueError, OSError) as error:
             self.note(str(error))
@@ -487,8 +493,7 @@ def _number(name: str, text: str) -> float:
         low, high = LIMITS[name]
         if not low <= number <= high:
             raise ValueError(f"{name}: expected {low} to {high}, got {number}")
-    is_temperature = number == 0 or LEAST_TEMPERATURE <= number < math.inf
-    if name == "temperature" and not is_temperature:
+    if name == "temperature" and not (number == 0 or LEAST_TEMPERATURE <= number < math.inf):
         raise ValueError(
             f"temperature: expected 0 (greedy), or {LEAST_TEMPERATURE:.5f} and more, got "
             f"{number:g}; type /set temperature 0.7"

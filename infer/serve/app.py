@@ -31,8 +31,8 @@ from draftheads.infer.serve.protocol import (
     CompletionRequest,
     ErrorBody,
     GenerationRequest,
+    Json,
 )
-from draftheads.infer.serve.reader import Gone
 from draftheads.infer.serve.service import ServeOptions, Service
 
 logger = logging.getLogger("draftheads")
@@ -73,14 +73,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(
-        Gate,
-        hosts=Hosts(hosts),
-        key=options.key,
-        most=options.max_body,
-        root=options.root_path,
-        count=service.metrics.count,
-    )
+    app.add_middleware(Gate, service=service, hosts=Hosts(hosts))
     _add_errors(app)
     _add_answers(app, service)
     _add_models(app, service)
@@ -94,10 +87,6 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refuse(http: Request, error: HTTPException) -> JSONResponse:
         return error_response(error)
-
-    @app.exception_handler(Gone)
-    async def left(http: Request, error: Gone) -> Response:
-        return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(Exception)
     async def failed(http: Request, error: Exception) -> JSONResponse:
@@ -166,7 +155,7 @@ def _add_page(app: FastAPI) -> None:
         app.add_api_route(path, show, include_in_schema=False)
 
 
-def body_of(kind: type[GenerationRequest]) -> dict[str, Any]:
+def body_of(kind: type[GenerationRequest]) -> Json:
     """What /openapi.json says about the body of a request."""
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

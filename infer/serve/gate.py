@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -15,33 +14,22 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.protocol import ApiError
+from draftheads.infer.serve.service import Service
 
 ARRIVAL_SECONDS = 20.0
 """For the head of a request, and again for its body."""
 
 
 class Gate:
-    """Lets requests pass that know the server's name and key, are short enough and arrive in time.
-
-    key: None if the server has none. most: bytes of a body. root: the path below which a proxy
-    offers the server. count: called with the HTTP status of each answer.
+    """Lets requests pass that know the server's name and key, are short enough and arrive in time;
+    counts how they end.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Hosts,
-        key: str | None,
-        most: int,
-        root: str,
-        count: Callable[[int], None],
-    ) -> None:
+    def __init__(self, app: ASGIApp, service: Service, hosts: Hosts) -> None:
         self.app = app
+        self.options = service.options
+        self.metrics = service.metrics
         self.hosts = hosts
-        self.key = key
-        self.most = most
-        self.root = root
-        self.count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,13 +38,13 @@ class Gate:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.count(message["status"])
+                self.metrics.requests.labels(str(message["status"])).inc()
             await send(message)
 
-        scope["root_path"] = self.root
+        scope["root_path"] = self.options.root_path
         refusal = self._refusal(scope)
         if refusal is None:
-            await self.app(scope, Arrival(receive, self.most).receive, counted)
+            await self.app(scope, Arrival(receive, self.options.max_body).receive, counted)
         else:
             await error_response(refusal)(scope, receive, counted)
 
@@ -71,8 +59,9 @@ class Gate:
                 f"expected the host {names} or an address, got {host[:80]!r}; see --allowed-host",
             )
         path: str = scope["path"]
-        is_open = not path.removeprefix(self.root).startswith("/v1") and not path.startswith("/v1")
-        if self.key is None or is_open or self._has_key(headers.get(b"authorization", b"")):
+        below = path.removeprefix(self.options.root_path)  # not every proxy removes it
+        is_open = not path.startswith("/v1") and not below.startswith("/v1")
+        if is_open or self._has_key(headers.get(b"authorization", b"")):
             return None
         return ApiError(
             401,
@@ -82,9 +71,11 @@ class Gate:
         )
 
     def _has_key(self, authorization: bytes) -> bool:
+        if self.options.key is None:
+            return True
         scheme, _, key = authorization.partition(b" ")
-        expected = str(self.key).encode()
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), expected)
+        is_right = hmac.compare_digest(key.strip(), self.options.key.encode())
+        return scheme.lower() == b"bearer" and is_right
 
 
 class Arrival:

@@ -20,6 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftheads.heads.tree import TokenTree
 from draftheads.infer.accept import Acceptance, Accepted
+from draftheads.infer.serve.protocol import Json
 from draftheads.infer.text import REPLACEMENT
 
 LEAST = -9999.0
@@ -143,10 +144,10 @@ def _bytes(name: str) -> list[int] | None:
     return [values[char] for char in name]
 
 
-def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> dict[str, Any]:
+def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> Json:
     """As choices of chats have them."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> Json:
         return {"token": texts(token), "logprob": logprob, "bytes": texts.bytes(token)}
 
     content = []
@@ -156,27 +157,22 @@ def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> dict[str, 
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    scored: Sequence[ScoredToken], texts: TokenTexts, offset: int
-) -> dict[str, Any]:
+def completion_logprobs(scored: Sequence[ScoredToken], texts: TokenTexts, offset: int) -> Json:
     """As choices of completions have them. offset: characters of the choice before these tokens."""
     tokens = [texts(token) for token, _ in scored]
-    logprobs: list[float | None] = []
     top: list[dict[str, float] | None] = []
     for _, score in scored:
         if score is None:
-            logprobs.append(None)
             top.append(None)
             continue
         named: dict[str, float] = {}
         for token, logprob in [*score.top, (score.token, score.logprob)]:
             named.setdefault(texts(token), logprob)  # several tokens may have the same text
-        logprobs.append(score.logprob)
         top.append(named)
     ends = accumulate(map(len, tokens), initial=offset)
     return {
         "tokens": tokens,
-        "token_logprobs": logprobs,
+        "token_logprobs": [None if score is None else score.logprob for _, score in scored],
         "top_logprobs": top,
         "text_offset": list(ends)[:-1],
     }

@@ -23,6 +23,8 @@ from starlette.exceptions import HTTPException
 
 from draftheads.heads.target import template_variables
 
+Json = dict[str, Any]
+"""A JSON object."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -99,7 +101,7 @@ class ApiError(HTTPException):
         self.code = code
         self.param = param
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         """In OpenAI's shape."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
@@ -192,7 +194,7 @@ def parsed(kind: type[R], body: bytes) -> R:
     raise ApiError(400, f"expected a JSON object: {fault}")
 
 
-def _refuse_unsupported(kind: type[GenerationRequest], body: dict[str, Any]) -> None:
+def _refuse_unsupported(kind: type[GenerationRequest], body: Json) -> None:
     """Raise ApiError for options that this engine does not have, unless they ask for nothing."""
     supported = kind.model_fields.keys() | HARMLESS
     others = [name for name, value in body.items() if name not in supported and value is not None]
@@ -214,11 +216,8 @@ def _refuse_unsupported(kind: type[GenerationRequest], body: dict[str, Any]) -> 
 def _in_one_line(error: ValidationError) -> ApiError:
     """The fault that says most: of a union's alternatives, one of the right type."""
     faults = error.errors(include_url=False, include_context=False)
-
-    def rank(fault: Any) -> tuple[bool, int]:
-        return fault["type"].endswith(("_type", "_parsing")), -len(fault["loc"])
-
-    fault = min(faults, key=rank)
+    typed = [each for each in faults if not each["type"].endswith(("_type", "_parsing"))]
+    fault: Any = max(typed or faults, key=lambda each: len(each["loc"]))
     parts = [str(part)[:64] for part in fault["loc"] if part != "str"]
     place = ".".join(part for part in parts if part.replace("_", "").isalnum())
     message = _message(fault)
@@ -311,7 +310,7 @@ class Message(BaseModel):
         str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None
     ) = None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> Json:
         """As chat templates read it."""
         content = self.content or ""
         if not isinstance(content, str):
@@ -327,7 +326,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     generation_config: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod

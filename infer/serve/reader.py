@@ -18,6 +18,7 @@ from draftheads.infer.serve.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    Json,
     R,
     parsed,
 )
@@ -32,8 +33,11 @@ context, only that much is tokenized at first.
 """
 
 
-class Gone(Exception):
-    """The client has left."""
+class Gone(ApiError):
+    """The client has left: nobody reads this."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has left")
 
 
 class Reader:
@@ -67,7 +71,7 @@ class Reader:
                         await places.enter_async_context(self._large)
                     body += part
             except ClientDisconnect:
-                raise Gone from None
+                raise Gone() from None
             return await asyncio.to_thread(self._parsed, kind, bytes(body))
 
     def unknown(self, model: str | None) -> ApiError:
@@ -96,7 +100,7 @@ class Reader:
         """Token ids of a text, a chat or token ids. Raises ApiError."""
         if isinstance(prompt, list):
             return self._fitting(prompt)
-        variables: dict[str, Any] | None = None
+        variables: Json | None = None
         try:
             if isinstance(prompt, ChatRequest):
                 variables = prompt.chat_template_kwargs
@@ -110,7 +114,7 @@ class Reader:
         except ValueError as error:
             raise ApiError(400, str(error)) from error
 
-    def _messages(self, request: ChatRequest) -> list[dict[str, Any]]:
+    def _messages(self, request: ChatRequest) -> list[Json]:
         if not getattr(self.target.tokenizer, "chat_template", None):
             raise ApiError(400, f"{self.target.name} has no chat template; use /v1/completions")
         messages = [message.plain() for message in request.messages]

@@ -23,7 +23,7 @@ from draftheads.infer.serve.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
-from draftheads.infer.serve.protocol import ApiError, ChatRequest, GenerationRequest
+from draftheads.infer.serve.protocol import ApiError, ChatRequest, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone
 from draftheads.infer.serve.scheduler import Job
 from draftheads.infer.text import AnswerText, TextStream
@@ -84,7 +84,7 @@ class Choice:
                 scored = [(self.prompt[0], None), *scored_prompt, *scored]
         return Piece(self, text, tokens, scored, facts(step, drafted))
 
-    def entry(self, piece: Piece) -> dict[str, Any]:
+    def entry(self, piece: Piece) -> Json:
         """A part of this choice, or all of it."""
         logprobs = None
         if self.request.scores is not None:
@@ -96,7 +96,7 @@ class Choice:
             entry["token_ids"] = piece.tokens
         return entry
 
-    def opening(self) -> dict[str, Any]:
+    def opening(self) -> Json:
         """The first entry of a stream."""
         entry = self._entry("", None)
         entry["finish_reason"] = None
@@ -115,8 +115,8 @@ class Choice:
         piece = slice(start, self._text.settled)
         return self._text.text[piece], sum(takewhile(bool, self._text.accepted[piece]))
 
-    def _entry(self, text: str, logprobs: Any) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": text}
+    def _entry(self, text: str, logprobs: Any) -> Json:
+        content: Json = {"text": text}
         if self.is_chat and self.request.stream:
             content = {"delta": {"content": text}}
         elif self.is_chat:
@@ -124,7 +124,7 @@ class Choice:
         finish = {"finish_reason": self.finish}
         return {"index": self.index, **content, "logprobs": logprobs, **finish}
 
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json:
         if self.is_chat:
             return chat_logprobs([score for _, score in scored if score], self._texts)
         logprobs = completion_logprobs(scored, self._texts, self._scored_characters)
@@ -140,7 +140,7 @@ class Piece:
     text: str
     tokens: list[int]
     scored: list[ScoredToken]
-    facts: dict[str, Any]  # for `include_steps`
+    facts: Json  # for `include_steps`
 
 
 class Reply:
@@ -162,7 +162,7 @@ class Reply:
         if isinstance(request, ChatRequest):
             prefix = "chatcmpl"
             kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        self.head: dict[str, Any] = {
+        self.head: Json = {
             "id": f"{prefix}-{uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
@@ -170,16 +170,11 @@ class Reply:
         }
 
     @property
-    def has_begun(self) -> bool:
-        """Whether there is a first token."""
-        return any(choice.steps for choice in self.choices)
-
-    @property
     def is_complete(self) -> bool:
         """Whether all answers are there."""
         return all(choice.finish for choice in self.choices)
 
-    def whole(self, pieces: Sequence[Piece], jobs: Sequence[Job]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Piece], jobs: Sequence[Job]) -> Json:
         """All answers at once."""
         entries = []
         for choice in self.choices:
@@ -191,26 +186,25 @@ class Reply:
         return {**self.head, "choices": entries, **prompt_ids, "usage": self.usage(jobs)}
 
     async def chunks(
-        self, first: Piece, rest: AsyncGenerator[Piece], jobs: Sequence[Job]
-    ) -> AsyncGenerator[dict[str, Any]]:
+        self, pieces: AsyncGenerator[Piece], jobs: Sequence[Job]
+    ) -> AsyncGenerator[Json]:
         """The chunks of a stream."""
-        has_usage = bool(self.request.stream_options and self.request.stream_options.include_usage)
+        options = self.request.stream_options
+        has_usage = options is not None and options.include_usage
         usage = {"usage": None} if has_usage else {}
         opened = set[int]()
-        async with aclosing(rest):
-            piece: Piece | None = first
-            while piece is not None:
+        async with aclosing(pieces):
+            async for piece in pieces:
                 choice = piece.choice
                 if choice.index not in opened:
                     opened.add(choice.index)
                     entry = choice.opening()
                     yield {**self.head, "choices": [entry], **self._prompt_ids([entry]), **usage}
                 yield {**self.head, "choices": [choice.entry(piece)], **usage}
-                piece = await anext(rest, None)
         if has_usage:
             yield {**self.head, "choices": [], "usage": self.usage(jobs)}
 
-    def usage(self, jobs: Sequence[Job]) -> dict[str, Any]:
+    def usage(self, jobs: Sequence[Job]) -> Json:
         """Counts in OpenAI's names, over all choices; a prompt counts once, and so do those of its
         tokens that its first job did not compute again. seconds: of the engine.
         """
@@ -234,7 +228,7 @@ class Reply:
             "seconds": round(sum(job.seconds for job in jobs), 6),
         }
 
-    def _prompt_ids(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _prompt_ids(self, entries: Sequence[Json]) -> Json:
         """If they are asked for, those of the only prompt; those of several are in the entries."""
         if not self.request.return_token_ids:
             return {}
@@ -250,7 +244,7 @@ def accepted(step: Step) -> int:
     return max(min(step.accepted, len(step.tokens)), 0)
 
 
-def facts(step: Step, characters: int) -> dict[str, Any]:
+def facts(step: Step, characters: int) -> Json:
     """What a step brought, for `include_steps`. characters: those of accepted draft tokens."""
     return {
         "tokens": len(step.tokens),
@@ -264,12 +258,13 @@ def facts(step: Step, characters: int) -> dict[str, Any]:
 
 class EventStream(StreamingResponse):
     """Chunks as server-sent events. An error ends the stream, and so does a client that leaves, or
-    reads nothing for a minute.
+    reads nothing for a minute. opening: the first chunk.
     """
 
-    def __init__(self, chunks: AsyncGenerator[dict[str, Any]]) -> None:
+    def __init__(self, opening: Json, chunks: AsyncGenerator[Json]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__((), media_type="text/event-stream", headers=headers)
+        self.opening = opening
         self.chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -281,15 +276,14 @@ class EventStream(StreamingResponse):
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             async with aclosing(self.chunks):
-                opening = await anext(self.chunks)
                 first = await anext(self.chunks)
                 await send(start)
-                await write(json.dumps(opening), json.dumps(first))  # in one packet
+                await write(json.dumps(self.opening), json.dumps(first))  # in one packet
                 async for chunk in self.chunks:
                     await write(json.dumps(chunk))
                 await write("[DONE]")
-        except ApiError as error:
-            await write(json.dumps(error.body()))
         except (Gone, TimeoutError):
             return  # the connection is closed
+        except ApiError as error:
+            await write(json.dumps(error.body()))
         await send({"type": "http.response.body", "body": b""})

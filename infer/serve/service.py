@@ -23,7 +23,7 @@ from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampl
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.logprobs import Scored, TokenScore, TokenTexts
-from draftheads.infer.serve.protocol import ApiError, GenerationRequest
+from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
 from draftheads.infer.serve.scheduler import Account, Closing, Job, QueueFull, Scheduler
@@ -82,11 +82,7 @@ class Metrics:
         waiting = self._make(Gauge, "waiting_requests", "Requests that are waiting")
         waiting.set_function(lambda: len(scheduler.waiting))
 
-    def count(self, status: int) -> None:
-        """Count an answer of this HTTP status."""
-        self.requests.labels(str(status)).inc()
-
-    def add(self, usage: dict[str, Any]) -> None:
+    def add(self, usage: Json) -> None:
         """Count what a request used."""
         counts = {
             **usage,
@@ -133,8 +129,9 @@ class Service:
             raise as_api_error(error) from error
         pieces = self._pieces(reply, jobs, events, http)
         if request.stream:
-            first = await anext(pieces)  # an error before the first token has a status of its own
-            return EventStream(reply.chunks(first, pieces, jobs))
+            chunks = reply.chunks(pieces, jobs)
+            opening = await anext(chunks)  # an error before it has a status of its own
+            return EventStream(opening, chunks)
         return JSONResponse(reply.whole([piece async for piece in pieces], jobs))
 
     def _jobs(self, reply: Reply, events: Events) -> list[Job]:
@@ -188,6 +185,7 @@ class Service:
         timer = loop.call_later(self.options.timeout, events.put_nowait, late)
         watcher = asyncio.create_task(_watch(http, events))
         start = perf_counter()
+        is_first = True
         try:
             while not reply.is_complete:
                 event = await events.get()
@@ -196,8 +194,9 @@ class Service:
                 choice, step, scores, before = event
                 if choice.finish:  # by a stop token; its job is being cancelled
                     continue
-                if not reply.has_begun:
+                if is_first:
                     self.metrics.first.observe(perf_counter() - start)
+                    is_first = False
                 piece = choice.add(step, scores, before)
                 if choice.finish:
                     self.scheduler.cancel(jobs[choice.index])
@@ -231,9 +230,9 @@ def delivery(
         if isinstance(outcome, Exception):
             event = outcome
         elif isinstance(rule, Scored):
-            event = choice, outcome, list(rule.newest), rule.prompt
+            event = (choice, outcome, list(rule.newest), rule.prompt)
         else:
-            event = choice, outcome, (), ()
+            event = (choice, outcome, (), ())
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -242,7 +241,7 @@ def delivery(
 
 def as_api_error(error: Exception) -> Exception:
     """An error as the client is told of it."""
-    if isinstance(error, ApiError | Gone):
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, Closing):
         return ApiError(503, str(error), "shutting_down")
