@@ -34,7 +34,7 @@ WINGS = {
     "infer.drafters": 5_600,
     "infer.measure": 12_300,
     "infer.chat": 7_000,
-    "infer.serve": 11_900,
+    "infer.serve": 12_100,
     "infer.generate": 2_200,
     "train.data": 20_600,
     "train.plan": 4_400,
@@ -45,7 +45,7 @@ WINGS = {
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}
 """What the core uses of its wings: head folders, and the answers that it learns from."""
 MENDS = "tests/mends.txt"
-COMPLEX = {"heads": 0, "infer": 2, "train": 2, "scripts": 0}
+COMPLEX = {"heads": 0, "infer": 1, "train": 2, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 160}
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6

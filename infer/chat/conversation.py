@@ -132,8 +132,10 @@ class History:
         """Remember a turn; without a chat template, that one alone, and no prompt has it."""
         if not self.has_template:
             self.messages.clear()
-        self.messages.append({"role": "user", "content": question})
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
 
     def before_last(self) -> tuple[list[Message], str]:
         """The messages before the last question, and that question. Raises ValueError if there is

@@ -235,9 +235,8 @@ class _Conversation:
         name = text.split()[0]
         argument = text.removeprefix(name).strip()
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.8)
-        is_known = name in COMMANDS or near
         # a question may begin with a path, such as /usr/bin
-        if not line.startswith("/") or (argument and not is_known):
+        if not line.startswith("/") or (argument and not near):
             return self.answer(text)
         try:  # mistakes in a command do not end the chat
             if name not in COMMANDS:
