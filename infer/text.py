@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -12,7 +12,7 @@ CONTEXT = 8
 
 
 class WithTokens(Protocol):
-    """A `Step`."""
+    """What `TextStream.read` needs of a `Step`."""
 
     @property
     def tokens(self) -> list[int]:
@@ -22,8 +22,8 @@ class WithTokens(Protocol):
 
 class TextStream:
     """Decodes a growing list of tokens, and emits text once its characters are complete. The pieces
-    joined are the decoded whole, which the decoded steps joined are not: tokenizers drop the space
-    before the first word, and characters may have several tokens.
+    join to the decoded whole. Steps decoded one by one do not: tokenizers drop the space before the
+    first word, and a character may have several tokens.
 
     after: previous tokens, such as the prompt's, which decide about the space before the first
     word. Only the last few tokens are decoded again, so that the cost per token is constant.
@@ -32,7 +32,8 @@ class TextStream:
     def __init__(
         self, tokenizer: Any, *, after: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._shown = list(after[-CONTEXT:])
         self._held: list[int] = []
 
@@ -60,61 +61,68 @@ class TextStream:
     def _decoded(self, tokens: list[int]) -> str:
         # what is cleaned up depends on text that may not have come yet
         text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+            tokens,
+            skip_special_tokens=self._skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
         return text
 
     def _show(self, text: str) -> str:
         if text:
-            self._shown, self._held = self._held, []
+            self._shown = self._held
+            self._held = []
         return text
 
 
 class AnswerText:
-    """The text of an answer, step by step. Text that may be the beginning of a stop string waits;
-    from a complete one on, nothing is emitted.
+    """The text of an answer while it grows, for chat and server.
 
-    after, skip_special_tokens: as of `TextStream`.
+    text: all of it so far. accepted[i]: whether character i is of an accepted draft token. settled:
+    characters that will stay; those after them may be the beginning of a stop string. stop: the
+    strings before which the text ends. clean: applied to the text, such as `printable`.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
-        stop: Sequence[str],
-        *,
-        after: Sequence[int] = (),
-        skip_special_tokens: bool = True,
+        stream: TextStream,
+        stop: Sequence[str] = (),
+        clean: Callable[[str], str] = str,
     ) -> None:
+        self.text = ""
+        self.accepted: list[bool] = []
+        self.settled = 0
+        self._stream = stream
         self._stop = stop
-        self._stream = TextStream(tokenizer, after=after, skip_special_tokens=skip_special_tokens)
-        self._waiting = ""
-        self.stopped = False
+        self._clean = clean
 
-    def feed(self, tokens: Sequence[int], accepted: int) -> tuple[str, int]:
-        """Text completed by a step's tokens, and how many of its characters, the first ones, are of
-        the first `accepted` tokens.
+    def add(self, tokens: Sequence[int], accepted: int = 0, is_last: bool = False) -> None:
+        """Append tokens. accepted: how many of them, the first ones, are accepted draft tokens.
+        is_last: no more follow.
         """
-        drafted = self._stream.feed(tokens[:accepted]) if accepted > 0 else ""
-        own = self._stream.feed(tokens[max(accepted, 0) :])
-        known = 0 if self._waiting else len(drafted)
-        text = self._emit(drafted + own)
-        return text, min(known, len(text))
+        drafts = max(accepted, 0)  # -1 for the prefill
+        for token in tokens[:drafts]:  # one by one, so that each character has its own mark
+            self._append(self._stream.feed([token]), True)
+        self._append(self._stream.feed(tokens[drafts:]), False)
+        if is_last:
+            self.end()
+        else:
+            waiting = max((begun(self.text, stop) for stop in self._stop), default=0)
+            self.settled = len(self.text) - waiting
 
-    def flush(self) -> str:
-        """The rest of the text."""
-        text = self._emit(self._stream.flush())
-        rest, self._waiting = self._waiting, ""
-        return text if self.stopped else text + rest
+    def end(self) -> None:
+        """Append the rest, and cut the text before a stop string. None is searched before the end:
+        the engine ends an answer at the token that completes one.
+        """
+        self._append(self._stream.flush(), False)
+        places = [self.text.find(stop, self.settled) for stop in self._stop]
+        self.settled = min((place for place in places if place >= 0), default=len(self.text))
+        self.text = self.text[: self.settled]
+        del self.accepted[self.settled :]
 
-    def _emit(self, text: str) -> str:
-        if not self._stop or self.stopped:
-            return "" if self.stopped else text
-        text = self._waiting + text
-        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        self.stopped = bool(places)
-        end = min(places) if places else len(text) - max(begun(text, each) for each in self._stop)
-        self._waiting = text[end:]
-        return text[:end]
+    def _append(self, text: str, is_accepted: bool) -> None:
+        text = self._clean(text)
+        self.text += text
+        self.accepted += [is_accepted] * len(text)
 
 
 def begun(text: str, stop: str) -> int:

@@ -489,11 +489,11 @@ def serve(
     --temperature, --top-p and --top-k are for requests that do not say.
     """
     from draftheads.infer.engine import Speculator
-    from draftheads.infer.serve.app import ServerOptions
     from draftheads.infer.serve.app import serve as run
+    from draftheads.infer.serve.service import ServeOptions
     from draftheads.train.data.server import secret
 
-    options = ServerOptions(
+    options = ServeOptions(
         name=name or "",
         key=secret(api_key_env) if api_key_env else None,
         temperature=temperature,

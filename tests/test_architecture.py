@@ -36,7 +36,7 @@ WINGS = {
     "infer.drafters": 5_700,
     "infer.measure": 12_800,
     "infer.chat": 7_000,
-    "infer.serve": 11_900,
+    "infer.serve": 12_100,
     "infer.generate": 2_200,
     "train.data": 20_600,
     "train.plan": 4_400,
@@ -47,7 +47,7 @@ WINGS = {
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}
 """What the core uses of its wings: head folders, and the answers that it learns from."""
 MENDS = "tests/mends.txt"
-COMPLEX = {"heads": 0, "infer": 1, "train": 2, "scripts": 0}
+COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 160}
 WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 13_000, "CHANGELOG.md": 800}

@@ -10,10 +10,9 @@ from time import perf_counter
 
 from draftheads.heads.files import write_text
 from draftheads.heads.target import Target
-from draftheads.heads.terminal import printable
 from draftheads.infer.engine import Statistics, Step
 from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.text import TextStream
+from draftheads.infer.text import AnswerText
 
 RESERVE = 256
 """New tokens that the history leaves room for, at most a quarter of the context."""
@@ -23,7 +22,7 @@ Message = dict[str, str]
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """An answer and its statistics."""
 
     text: str = ""  # printable
@@ -32,32 +31,38 @@ class Answer:
     seconds: float = 0.0  # of generating, without drawing
     finish: str = ""  # as in `Step`, or "interrupted", or "refused": the question does not fit
 
-    def grow(self, steps: Iterator[Step], decoder: TextStream) -> Generator[None]:
+    def grow(self, steps: Iterator[Step], content: AnswerText) -> Generator[None]:
         """Add these steps one by one, until the end or until this iterator is closed."""
+        self.accepted = content.accepted  # the same list, which grows
         start = perf_counter()
         try:  # a closed one ends with half a character, too
             for step in steps:
                 self.seconds += perf_counter() - start
                 self.steps.append(step)
-                visible = step.tokens[:-1] if step.finish == "eos" else step.tokens
-                for place, token in enumerate(visible):
-                    self._add(decoder.feed([token]), place < step.accepted)
+                tokens = step.tokens
+                if step.finish == "eos":
+                    tokens = tokens[:-1]
+                content.add(tokens, step.accepted)
+                self.text = content.text
                 self.finish = step.finish or ""
                 yield
                 start = perf_counter()
         finally:
-            self._add(decoder.flush(), False)
+            content.end()
+            self.text = content.text
             self.finish = self.finish or "interrupted"
 
-    def _add(self, text: str, is_accepted: bool) -> None:
-        text = printable(text)
-        self.text += text
-        self.accepted += [is_accepted] * len(text)
+    @property
+    def tokens(self) -> int:
+        """New tokens, the end token included."""
+        return sum(len(step.tokens) for step in self.steps)
 
+    @property
     def rate(self) -> float:
         """Tokens per second, the prefill included."""
-        return sum(len(step.tokens) for step in self.steps) / self.seconds if self.seconds else 0.0
+        return self.tokens / self.seconds if self.seconds else 0.0
 
+    @property
     def seconds_per_token(self) -> float:
         """Without the prefill and its token; 0.0 if there is nothing else."""
         total = Statistics.of(self.steps)
@@ -65,13 +70,13 @@ class Answer:
 
     def summary(self, plain: float = 0.0) -> str:
         """The line of statistics below an answer. plain: seconds per token of the plain model."""
-        tokens = sum(len(step.tokens) for step in self.steps)
-        line = f"{tokens} tokens, {self.rate():.1f} tokens/s"
+        line = f"{self.tokens} tokens, {self.rate:.1f} tokens/s"
         statistics = Statistics.of(self.steps)
         if statistics.steps:
             line += f", {statistics.tokens_per_step:.2f} tokens/step"
-        if plain and (own := self.seconds_per_token()):
-            line += f", {plain / own:.1f}x plain"
+        seconds = self.seconds_per_token
+        if plain and seconds:
+            line += f", {plain / seconds:.1f}x plain"
         return line + ENDINGS.get(self.finish, "")
 
 
@@ -84,7 +89,8 @@ class History:
     def __init__(self, target: Target, system: str | None, max_new_tokens: int | None) -> None:
         if target.tokenizer is None:
             raise ValueError(f"{target.name} has no tokenizer; a chat needs one, add its files")
-        self.target, self.max_new_tokens = target, max_new_tokens
+        self.target = target
+        self.max_new_tokens = max_new_tokens
         self.has_template = bool(getattr(target.tokenizer, "chat_template", None))
         self.messages: list[Message] = []
         self.system = ""
@@ -110,7 +116,8 @@ class History:
         """Token ids of these messages with `question`, and how many had to be left out."""
         context = self.target.context
         reserve = min(self.max_new_tokens or RESERVE, RESERVE, context // 4)
-        for start in range(0, len(messages) + 1 if self.has_template else 1, 2):
+        turns = len(messages) // 2 if self.has_template else 0
+        for start in range(0, 2 * turns + 1, 2):
             tokens = self._encode(messages[start:], question)
             if len(tokens) + reserve <= context:
                 break
@@ -125,8 +132,10 @@ class History:
         """Remember a turn; without a chat template, that one alone, and no prompt has it."""
         if not self.has_template:
             self.messages.clear()
-        self.messages.append({"role": "user", "content": question})
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
 
     def before_last(self) -> tuple[list[Message], str]:
         """The messages before the last question, and that question. Raises ValueError if there is
@@ -138,8 +147,7 @@ class History:
 
     def save(self, path: Path) -> None:
         """Write system prompt and messages as JSON."""
-        head = [{"role": "system", "content": self.system}] if self.system else []
-        record = {"messages": [*head, *self.messages]}
+        record = {"messages": [*self._head(), *self.messages]}
         write_text(path, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
 
     def load(self, path: Path) -> None:
@@ -148,18 +156,21 @@ class History:
         """
         try:  # the errors of json do not mention the file
             messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
-            turns = [(each["role"], each["content"]) for each in messages]
-            system = turns.pop(0)[1] if turns and turns[0][0] == "system" else ""
-            if [role for role, _ in turns] != ["user", "assistant"] * (len(turns) // 2):
-                raise ValueError("the messages are not questions and answers in turn")
-            if not all(isinstance(text, str) for _, text in [("", system), *turns]):
+            turns = [{"role": each["role"], "content": each["content"]} for each in messages]
+            if not all(isinstance(each["content"], str) for each in turns):
                 raise ValueError("a message is no text")
+            system = ""
+            if turns and turns[0]["role"] == "system":
+                system = turns.pop(0)["content"]
+            roles = [each["role"] for each in turns]
+            if roles != ["user", "assistant"] * (len(turns) // 2):
+                raise ValueError("the messages are not questions and answers in turn")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(
                 f'{path}: expected {{"messages": [...]}} as /save writes it, got something else '
                 f"({error}); choose another file"
             ) from error
-        self._replace(system, [{"role": role, "content": text} for role, text in turns])
+        self._replace(system, turns)
 
     def _replace(self, system: str, messages: list[Message]) -> None:
         if system and not self.has_template:
@@ -167,17 +178,20 @@ class History:
                 f"{self.target.name} has no chat template, so it takes no system prompt; "
                 "leave it out"
             )
-        old = self.system, self.messages
-        self.system, self.messages = system, messages
+        old = self.system
+        self.system = system
         try:  # some templates reject the role, or what another one took
             self._encode(messages, "Hello")
         except ValueError:
-            self.system, self.messages = old
+            self.system = old
             raise
+        self.messages = messages
 
     def _encode(self, messages: Sequence[Message], question: str) -> list[int]:
         if not self.has_template:
             return encode_prompt(self.target, question)
-        head = [{"role": "system", "content": self.system}] if self.system else []
-        asked = {"role": "user", "content": question}
-        return encode_prompt(self.target, [*head, *messages, asked])
+        last = {"role": "user", "content": question}
+        return encode_prompt(self.target, [*self._head(), *messages, last])
+
+    def _head(self) -> list[Message]:
+        return [{"role": "system", "content": self.system}] if self.system else []

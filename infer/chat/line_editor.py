@@ -76,9 +76,7 @@ def _bindings() -> KeyBindings:
     def interrupt(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.reset()
-        elif (
-            event.app.is_running and not event.app.is_done
-        ):  # pressed twice: the first one ended it
+        elif event.app.is_running and not event.app.is_done:  # a first one may have ended it
             event.app.exit(exception=KeyboardInterrupt)
 
     return keys

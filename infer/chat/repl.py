@@ -22,7 +22,7 @@ from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled, Typical
-from draftheads.infer.chat.conversation import Answer, History
+from draftheads.infer.chat.conversation import ChatAnswer, History
 from draftheads.infer.chat.screen import (
     NARROW,
     NOTE,
@@ -36,7 +36,7 @@ from draftheads.infer.chat.screen import (
 from draftheads.infer.engine import Session, Speculator, Statistics
 from draftheads.infer.measure.costs import too_slow
 from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.text import TextStream
+from draftheads.infer.text import AnswerText, TextStream
 
 LEGEND = "green: draft tokens that the target accepted; plain: the target's own tokens"
 TRIAL_SECONDS, TRIAL_STEPS = 1.5, 48
@@ -61,7 +61,13 @@ COMMANDS = {
 HINTS = """Ctrl-C stops an answer. A line that starts with a space is never a command.
 Alt-Enter, or Enter after a backslash, starts another line."""
 RULES = {"greedy": Greedy, "sampled": Sampled, "typical": Typical}
-NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "max_new_tokens": int, "seed": int}
+NUMBERS: dict[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "max_new_tokens": int,
+    "seed": int,
+}
 LIMITS = {"max_new_tokens": (1, 2**31), "seed": (-(2**62), 2**62)}
 
 
@@ -117,7 +123,7 @@ def chat(
 
 def sample_chat(
     speculator: Speculator, questions: Sequence[str], *, console: Console | None = None
-) -> list[Answer]:
+) -> list[ChatAnswer]:
     """Print and return the answers to these questions, accepted drafts in colour."""
     console = console or SafeConsole()
     talk = _Conversation(speculator, ChatOptions(show_accepted=True, is_plain=True), console)
@@ -153,29 +159,35 @@ def interruptible() -> Iterator[threading.Event]:
 
 def plain_seconds(engine: Speculator) -> float:
     """Seconds per token of an engine without drafts: the median over a few dozen steps."""
-    target, steps = engine.target, list[float]()
+    target = engine.target
+    seconds: list[float] = []
     prompt = encode_prompt(target, [{"role": "user", "content": "Hello"}])
     limit = min(TRIAL_STEPS, target.context - len(prompt))
     if engine.compile:
         list(engine.generate(prompt, max_new_tokens=min(limit, 8)))
     until = perf_counter() + TRIAL_SECONDS
-    while len(steps) < TRIAL_STEPS and perf_counter() < until:
+    while len(seconds) < TRIAL_STEPS and perf_counter() < until:
         for step in engine.generate(prompt, max_new_tokens=limit):
             if step.accepted >= 0:
-                steps.append(step.draft_seconds + step.verify_seconds)
+                seconds.append(step.draft_seconds + step.verify_seconds)
             if perf_counter() > until:
                 break
-    return median(steps) if steps else 0.0
+    return median(seconds) if seconds else 0.0
 
 
 class _Conversation:
     """A conversation on a console."""
 
     def __init__(self, speculator: Speculator, options: ChatOptions, console: Console) -> None:
-        self.speculator, self.options, self.console = speculator, options, console
+        self.speculator = speculator
+        self.options = options
+        self.console = console
         self.history = History(speculator.target, options.system, options.max_new_tokens)
-        self.session, self.total, self.answers = Session(), Answer(finish="total"), 0
-        self.prompt_tokens = self.reused = 0
+        self.session = Session()
+        self.total = ChatAnswer()  # the steps and seconds of all
+        self.answers = 0
+        self.prompt_tokens = 0
+        self.reused = 0
         self.is_warned = not speculator.tree.draft_nodes
         self.is_rich = console.is_interactive and not options.is_plain
         self.without_drafts = Speculator(speculator.target, compile=speculator.compile)
@@ -210,43 +222,48 @@ class _Conversation:
             return
         seconds = (total.draft_seconds + total.verify_seconds) / total.steps
         dtype = self.speculator.target.dtype
-        if line := too_slow(total.tokens_per_step, seconds / self.plain, dtype):
-            self.note(f"Drafts are {line}.")
+        fault = too_slow(total.tokens_per_step, seconds / self.plain, dtype)
+        if fault:
+            self.note(f"Drafts are {fault}.")
             self.is_warned = True
 
-    def take(self, line: str) -> Answer:
+    def take(self, line: str) -> ChatAnswer:
         """Run a command or answer a question; returns the answer, an empty one without."""
-        name, *rest = line.split(maxsplit=1) or [""]
+        text = line.strip()
+        if not text:
+            return ChatAnswer()
+        name = text.split()[0]
+        argument = text.removeprefix(name).strip()
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.8)
-        is_command = line.startswith("/") and (name in COMMANDS or bool(near) or not rest)
-        if not is_command:
-            return self.answer(line.strip()) if name else Answer()
+        # a question may begin with a path, such as /usr/bin
+        if not line.startswith("/") or (argument and not near):
+            return self.answer(text)
         try:  # mistakes in a command do not end the chat
             if name not in COMMANDS:
-                meant = f"; did you mean {near[0]}?" if near else ";"
+                hint = f"; did you mean {near[0]}?" if near else ";"
                 raise ValueError(
-                    f"{name} is not a command{meant} /help lists them. To send it, put a space "
+                    f"{name} is not a command{hint} /help lists them. To send it, put a space "
                     "before it."
                 )
-            wanted, given = COMMANDS[name][0], " ".join(rest).strip()
-            if bool(given) > bool(wanted) or (not given and wanted[:1].isalpha()):
-                raise ValueError(f"expected {name} {wanted or 'alone'}, got {line.strip()!r}")
-            done: Answer | None = getattr(self, f"_{name[1:]}")(given)
-            return done or Answer()
+            parameter, _ = COMMANDS[name]
+            is_needed = parameter[:1].isalpha()  # optional ones are in brackets
+            if (argument and not parameter) or (is_needed and not argument):
+                raise ValueError(f"expected {name} {parameter or 'alone'}, got {text!r}")
+            return self._commands()[name](argument) or ChatAnswer()
         except (ValueError, OSError) as error:
             self.note(str(error))
-            return Answer()
+            return ChatAnswer()
 
-    def answer(self, question: str) -> Answer:
+    def answer(self, question: str) -> ChatAnswer:
         """Stream the answer until its end or Ctrl-C, and remember it."""
         try:  # a message that is too long does not end the chat
             prompt, dropped = self.history.prompt(question)
         except ValueError as error:
             self.note(str(error))
-            return Answer(finish="refused")
+            return ChatAnswer(finish="refused")
         if dropped:
             self.note(f"The context is full; oldest turns dropped: {dropped}.")
-        answer = Answer()
+        answer = ChatAnswer()
         steps = self._generate(answer, self.speculator, prompt, self.options.sampling, self.session)
         screen: PlainScreen | MarkdownScreen = PlainScreen(self.console)
         if self.is_rich:
@@ -262,28 +279,45 @@ class _Conversation:
         self.history.add(question, answer.text)
         self.answers += 1
         self.total.steps += answer.steps
-        self._warn_if_slow()
         self.total.seconds += answer.seconds
+        self._warn_if_slow()
         self.prompt_tokens += len(prompt)
         self.reused += self.session.reused
         return answer
 
     def _generate(
         self,
-        answer: Answer,
+        answer: ChatAnswer,
         engine: Speculator,
         prompt: Sequence[int],
         rule: Acceptance,
         session: Session | None = None,
     ) -> Generator[None]:
-        target, limit = engine.target, self.options.max_new_tokens
+        limit = self.options.max_new_tokens
         if limit is not None:
-            limit = min(limit, target.context - len(prompt))
+            limit = min(limit, engine.target.context - len(prompt))
         steps = engine.generate(prompt, sampling=rule, max_new_tokens=limit, session=session)
         after = () if self.history.has_template else prompt
-        return answer.grow(steps, TextStream(target.tokenizer, after=after))
+        stream = TextStream(engine.target.tokenizer, after=after)
+        return answer.grow(steps, AnswerText(stream, clean=printable))
 
-    def _green(self, answer: Answer) -> Sequence[bool]:
+    def _commands(self) -> dict[str, Callable[[str], ChatAnswer | None]]:
+        return {
+            "/system": self._system,
+            "/reset": self._reset,
+            "/regen": self._regen,
+            "/compare": self._compare,
+            "/save": self._save,
+            "/load": self._load,
+            "/set": self._set,
+            "/rule": self._rule,
+            "/tree": self._tree,
+            "/stats": self._stats,
+            "/tint": self._tint,
+            "/help": self._help,
+        }
+
+    def _green(self, answer: ChatAnswer) -> Sequence[bool]:
         """The characters of an answer that are shown in green."""
         return answer.accepted if self.options.show_accepted else [False] * len(answer.text)
 
@@ -300,12 +334,12 @@ class _Conversation:
         self.history.messages.clear()
         self.note("Conversation reset.")
 
-    def _regen(self, _: str) -> Answer:
-        kept = list(self.history.messages)
+    def _regen(self, _: str) -> ChatAnswer:
+        messages = list(self.history.messages)
         self.history.messages, question = self.history.before_last()
         answer = self.answer(question)
         if answer.finish == "refused":
-            self.history.messages = kept
+            self.history.messages = messages
         return answer
 
     def _save(self, name: str) -> None:
@@ -318,49 +352,41 @@ class _Conversation:
 
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
-        if text and name not in NUMBERS:
-            raise ValueError(f"/set: expected one of {', '.join(NUMBERS)}, got {name!r}")
         if text:
-            try:
-                number = NUMBERS[name](value)
-            except (ValueError, OverflowError) as error:  # python's names no setting
-                kind = "a whole number" if NUMBERS[name] is int else "a number"
-                raise ValueError(f"{name}: expected {kind}, got {value.strip()!r}") from error
-            self._change(name, number)
+            self._change(name, _number(name, value))
         rule = self.options.sampling
-        shown = {"rule": type(rule).__name__.lower()}
+        shown: dict[str, Any] = {"rule": type(rule).__name__.lower()}
         shown |= {each.name: getattr(rule, each.name) for each in fields(rule) if each.init}
         shown |= {name: getattr(self.options, name) for name in LIMITS}
         self.note(", ".join(f"{name} {value}" for name, value in shown.items()))
 
-    def _change(self, name: str, number: float) -> None:
-        rule, values = self.options.sampling, dict[str, Any]([(name, number)])
+    def _change(self, name: str, number: Any) -> None:
+        rule = self.options.sampling
         if name in LIMITS:
-            low, high = LIMITS[name]
-            if not low <= number <= high:
-                raise ValueError(f"{name}: expected {low} to {high}, got {number}")
-            self.options = replace(self.options, **values)
+            self.options = replace(self.options, **{name: number})
             self.history.max_new_tokens = self.options.max_new_tokens
             self._use(rule)
-        elif name == "temperature" and not (number == 0 or LEAST_TEMPERATURE <= number < math.inf):
-            raise ValueError(
-                f"temperature: expected 0 (greedy), or {LEAST_TEMPERATURE:.5f} and more, got "
-                f"{number:g}; type /set temperature 0.7"
-            )
-        elif name == "temperature" and (number == 0 or isinstance(rule, Greedy)):
-            self._use(Sampled(number) if number else Greedy())
-        elif name not in (each.name for each in fields(rule)):
-            now = type(rule).__name__.lower()
-            raise ValueError(f"{name}: expected the rule sampled, got {now}; type /rule sampled")
+        elif name == "temperature" and number == 0:
+            self._use(Greedy())
+        elif name == "temperature" and isinstance(rule, Greedy):
+            self._use(Sampled(number))
+        elif name in {each.name for each in fields(rule)}:
+            self._use(replace(rule, **{name: number}))
         else:
-            self._use(replace(rule, **values))
+            current = type(rule).__name__.lower()
+            raise ValueError(
+                f"{name}: expected the rule sampled, got {current}; type /rule sampled"
+            )
 
     def _rule(self, name: str) -> None:
         if name not in RULES:
             raise ValueError(f"/rule: expected one of {', '.join(RULES)}, got {name!r}")
         temperature = getattr(self.options.sampling, "temperature", 0.7)
         rule = RULES[name]
-        self._use(Greedy() if rule is Greedy else rule(temperature=temperature))
+        if rule is Greedy:
+            self._use(Greedy())
+        else:
+            self._use(rule(temperature=temperature))
         self._set("")
         self._warn()
 
@@ -387,48 +413,88 @@ class _Conversation:
         self.note(LEGEND if tint else "Accepted draft tokens are not coloured.")
 
     def _help(self, _: str) -> None:
-        for name, (wanted, text) in COMMANDS.items():
-            self.note(f"{f'{name} {wanted}':<20} {text}")
+        for name, (parameter, text) in COMMANDS.items():
+            usage = f"{name} {parameter}"
+            self.note(f"{usage:<20} {text}")
         self.note(HINTS)
 
     def _compare(self, text: str) -> None:
         """Answer without and with drafts. The side that used less time is next, so that both run at
         their own speed. The history stays as it is.
         """
-        messages, question = (self.history.messages, text) if text else self.history.before_last()
+        messages, question = self.history.messages, text
+        if not text:
+            messages, question = self.history.before_last()
         prompt, _ = self.history.fit(messages, question)
-        plain, drafted = sides = Answer(), Answer()
-        running = []
-        for answer, engine in zip(sides, (self.without_drafts, self.speculator), strict=True):
-            rule = replace(self.options.sampling)  # a random stream of its own
-            rule.seed(self.options.seed)
-            running.append((answer, self._generate(answer, engine, prompt, rule)))
+        plain = ChatAnswer()
+        drafted = ChatAnswer()
+        running = [
+            (plain, self._generate(plain, self.without_drafts, prompt, self._fresh_rule())),
+            (drafted, self._generate(drafted, self.speculator, prompt, self._fresh_rule())),
+        ]
         frame = Frame(self.console) if self.is_rich else None
         with interruptible() as stopped, frame or nullcontext():
             while running and not stopped.is_set():
                 side = min(running, key=lambda side: side[0].seconds)
-                if next(side[1], self) is self:
+                if next(side[1], self) is self:  # it has ended
                     running.remove(side)
                 if frame is not None:
-                    frame.draw(lambda: (None, self._columns(sides, self.console.height - 6)))
+                    frame.draw(lambda: (None, self._columns(plain, drafted, self._room())))
         for _, steps in running:
             steps.close()
-        self.console.print(self._columns(sides))
+        self.console.print(self._columns(plain, drafted))
         if not running:
-            self.plain = plain.seconds_per_token() or self.plain
-            verdict = "equal" if plain.text == drafted.text else "not equal"
-            if plain.text != drafted.text and not isinstance(self.options.sampling, Greedy):
-                verdict += ", as draws differ"
-            self.note(f"{drafted.rate() / plain.rate():.2f}x plain; the texts are {verdict}.")
+            self.plain = plain.seconds_per_token or self.plain
+            self._judge(plain, drafted)
 
-    def _columns(self, sides: Sequence[Answer], height: int = 0) -> RenderableType:
-        """Both sides; height: draw at most as many lines of them."""
-        if height:
-            height = max(height // (len(sides) if self.console.width < NARROW else 1), 1)
+    def _fresh_rule(self) -> Acceptance:
+        """The current rule, with a random stream of its own from the seed on."""
+        rule = replace(self.options.sampling)
+        rule.seed(self.options.seed)
+        return rule
+
+    def _judge(self, plain: ChatAnswer, drafted: ChatAnswer) -> None:
+        """Print how much faster the drafts were, and whether they changed the text."""
+        verdict = "equal"
+        if plain.text != drafted.text:
+            is_greedy = isinstance(self.options.sampling, Greedy)
+            verdict = "not equal" if is_greedy else "not equal, as draws differ"
+        self.note(f"{drafted.rate / plain.rate:.2f}x plain; the texts are {verdict}.")
+
+    def _room(self) -> int:
+        """Lines that each side may have while it grows; on a narrow console, half of all."""
+        lines = self.console.height - 6
+        if self.console.width < NARROW:
+            lines //= 2
+        return max(lines, 1)
+
+    def _columns(self, plain: ChatAnswer, drafted: ChatAnswer, height: int = 0) -> RenderableType:
+        """Both sides; height: draw at most as many lines of each; 0: all."""
         columns: list[tuple[str, RenderableType]] = []
-        for name, answer in zip(("plain", "with drafts"), sides, strict=True):
+        for name, answer in (("plain", plain), ("with drafts", drafted)):
             body: RenderableType = Text(answer.text)
             if self.is_rich:
                 body = MarkdownText(answer.text, self._green(answer), height)
             columns.append((name, Group(body, Text(answer.summary(), NOTE))))
         return side_by_side(self.console, columns)
+
+
+def _number(name: str, text: str) -> float:
+    """The value of a setting. Raises ValueError."""
+    if name not in NUMBERS:
+        raise ValueError(f"/set: expected one of {', '.join(NUMBERS)}, got {name!r}")
+    try:
+        number = NUMBERS[name](text)
+    except (ValueError, OverflowError) as error:  # python's names no setting
+        kind = "a whole number" if NUMBERS[name] is int else "a number"
+        raise ValueError(f"{name}: expected {kind}, got {text.strip()!r}") from error
+    if name in LIMITS:
+        low, high = LIMITS[name]
+        if not low <= number <= high:
+            raise ValueError(f"{name}: expected {low} to {high}, got {number}")
+    if name == "temperature" and not (number == 0 or LEAST_TEMPERATURE <= number < math.inf):
+        raise ValueError(
+            f"temperature: expected 0 (greedy), or {LEAST_TEMPERATURE:.5f} and more, got "
+            f"{number:g}; type /set temperature 0.7"
+        )
+    return number

@@ -66,8 +66,9 @@ class MarkdownText:
             block = console.render_lines(_markdown(source), options, pad=False)
             filled = [n for n, line in enumerate(block) if any(s.text.strip() for s in line)]
             block = block[filled[0] : filled[-1] + 1] if filled else []
-            painted = _tinted(block, source, self.accepted[start:end])
-            lines += [[], *painted] if lines else painted
+            if lines:
+                lines.append([])
+            lines.extend(_tinted(block, source, self.accepted[start:end]))
         yield SegmentLines(lines[-self.last :], new_lines=True)
 
 
@@ -76,7 +77,8 @@ def _markdown(source: str) -> Markdown:
     markdown.parsed = _PARSER.parse(source)
     for token in markdown.parsed:
         for child in token.children or ():
-            child.type = "hardbreak" if child.type == "softbreak" else child.type
+            if child.type == "softbreak":
+                child.type = "hardbreak"
     return markdown
 
 
@@ -86,17 +88,19 @@ def _tinted(
     """Colour the rendered words whose characters in the source are accepted. Words are looked up in
     order, so syntax and what the renderer adds are skipped.
     """
-    green, place = Style.parse(ACCEPTED), 0
+    green = Style.parse(ACCEPTED)
+    place = 0
     for line in lines:
         painted = []
         for text, style, _ in line:
             marks = [False] * len(text)
             for word in re.finditer(r"\S+", text):
-                found = _places(word[0], source, place)
-                place = max(place, found[-1] + 1)
-                marks[word.start() : word.end()] = [at >= 0 and accepted[at] for at in found]
+                places = _places(word[0], source, place)
+                place = max(place, places[-1] + 1)
+                marks[word.start() : word.end()] = [at >= 0 and accepted[at] for at in places]
+            tinted = (style or Style()) + green
             for mark, part in runs(zip(text, marks, strict=True)):
-                painted.append(Segment(part, (style or Style()) + green if mark else style))
+                painted.append(Segment(part, tinted if mark else style))
         yield painted
 
 
@@ -105,19 +109,20 @@ def _places(word: str, source: str, place: int) -> list[int]:
     at = source.find(word, place, place + FAR)
     if at >= 0:
         return list(range(at, at + len(word)))
-    found = []
+    places = []
     for char in word:
         at = source.find(char, place, place + NEAR)
         place = max(place, at + 1)
-        found.append(at)
-    return found
+        places.append(at)
+    return places
 
 
 class Frame:
     """Lines at the end of the terminal. Drawing them takes at most a tenth of the time."""
 
     def __init__(self, console: Console) -> None:
-        self.console, self._due = console, 0.0
+        self.console = console
+        self._due = 0.0
         self._live = Live(
             console=console,
             auto_refresh=False,
@@ -152,7 +157,8 @@ class PlainScreen:
     """Prints text as it comes."""
 
     def __init__(self, console: Console) -> None:
-        self.console, self._shown = console, 0
+        self.console = console
+        self._shown = 0  # characters
 
     def __enter__(self) -> PlainScreen:
         return self
@@ -174,8 +180,10 @@ class MarkdownScreen:
     """
 
     def __init__(self, console: Console, status: Callable[[], str]) -> None:
-        self.console, self.status = console, status
-        self._frame, self._start = Frame(console), 0  # of what is redrawn
+        self.console = console
+        self.status = status
+        self._frame = Frame(console)
+        self._start = 0  # of what is redrawn
         self._text = ""
         self._accepted: Sequence[bool] = ()
 
@@ -189,14 +197,18 @@ class MarkdownScreen:
 
     def show(self, text: str, accepted: Sequence[bool]) -> None:
         """Draw the text so far, if it is time; characters that are accepted in green."""
-        self._text, self._accepted = text, accepted
+        self._text = text
+        self._accepted = accepted
         self._frame.draw(self._lines)
 
     def _lines(self) -> tuple[RenderableType | None, RenderableType]:
-        final, begin = None, self._start
-        if len(starts := block_starts(self._text[begin:].rpartition("\n")[0])) > 1:
+        final = None
+        start = self._start
+        whole_lines = self._text[start:].rpartition("\n")[0]
+        starts = block_starts(whole_lines)
+        if len(starts) > 1:
             self._start += starts[-1]
-            final = self._block(begin, self._start)
+            final = self._block(start, self._start)
         status = Text(self.status(), NOTE, no_wrap=True, overflow="ellipsis")
         last = self._block(self._start, len(self._text), max(self.console.height - 3, 1))
         return final, Group(last, status)
@@ -224,19 +236,21 @@ def tree_drawing(tree: Tree, shares: Sequence[float]) -> RenderableType:
     """
     if not tree.nodes > 1:
         return Text("no tree: nothing is drafted")
-    head = f"{tree.draft_nodes} draft nodes, {tree.depth} deep"
+    title = f"{tree.draft_nodes} draft nodes, {tree.depth} deep"
     table = Table("depth", "nodes", "accepted in", "", box=None, padding=(0, 2, 0, 0))
     for depth in range(1, tree.depth + 1):
         share = shares[depth - 1] if depth <= len(shares) else 0.0
-        nodes, name = "", f"{share:.0%} of steps" if shares else "no steps yet"
+        label = f"{share:.0%} of steps" if shares else "no steps yet"
+        nodes = ""
         if isinstance(tree, StaticTree):
             nodes = str(sum(len(path) == depth for path in tree.paths))
-        table.add_row(str(depth), nodes, name, Bar(1, 0, share, width=20, color=ACCEPTED))
+        table.add_row(str(depth), nodes, label, Bar(1, 0, share, width=20, color=ACCEPTED))
     if not isinstance(tree, StaticTree):
-        return Group(Text(f"{head}, chosen anew in each step ({tree})"), table)
-    drawn = tree.head(MOST_DRAWN)
-    drawing = Drawing(head + (f", {MOST_DRAWN} drawn" if tree.draft_nodes > MOST_DRAWN else ""))
+        return Group(Text(f"{title}, chosen anew in each step ({tree})"), table)
+    if tree.draft_nodes > MOST_DRAWN:
+        title += f", {MOST_DRAWN} drawn"
+    drawing = Drawing(title)
     branches: dict[Path, Drawing] = {(): drawing}
-    for path in sorted(drawn.paths):
+    for path in sorted(tree.head(MOST_DRAWN).paths):
         branches[path] = branches[path[:-1]].add(f"rank {path[-1] + 1}")
     return Group(drawing, table)

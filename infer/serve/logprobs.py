@@ -3,7 +3,7 @@
 They are the target's own, before temperature, top-k and top-p, also those of drafted tokens: the
 logits are those of the verified nodes.
 
-Legend: B batch, N tree nodes or tokens, V vocabulary, C accepted nodes.
+Legend: B batch, N tree nodes or tokens, V vocabulary, C committed tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftheads.heads.tree import TokenTree
 from draftheads.infer.accept import Acceptance, Accepted
+from draftheads.infer.serve.protocol import Json
 from draftheads.infer.text import REPLACEMENT
 
 LEAST = -9999.0
@@ -101,10 +103,10 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._cut = len(self._decode([]))
-        self._known: dict[int, tuple[str, list[int] | None]] = {}
+        self._cache: dict[int, tuple[str, list[int] | None]] = {}
 
     def __call__(self, token: int) -> str:
         """The text of a token id."""
@@ -115,18 +117,18 @@ class TokenTexts:
         return self._read(token)[1]
 
     def _read(self, token: int) -> tuple[str, list[int] | None]:
-        if token not in self._known:
+        if token not in self._cache:
             text = self._decode([token])[self._cut :]
             if REPLACEMENT in text:
-                name = str(self._tokenizer.convert_ids_to_tokens(token))
-                self._known[token] = name, _bytes(name)
+                name = str(self.tokenizer.convert_ids_to_tokens(token))
+                self._cache[token] = (name, _bytes(name))
             else:
-                self._known[token] = text, list(text.encode())
-        return self._known[token]
+                self._cache[token] = (text, list(text.encode()))
+        return self._cache[token]
 
     def _decode(self, tokens: list[int]) -> str:
         # after another token, as the first one of a text may lose its space
-        text: str = self._tokenizer.decode(
+        text: str = self.tokenizer.decode(
             self._before + tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
@@ -137,44 +139,40 @@ def _bytes(name: str) -> list[int] | None:
     if re.fullmatch("<0x[0-9A-F]{2}>", name):
         return [int(name[3:5], 16)]
     values = {char: byte for byte, char in bytes_to_unicode().items()}
-    return [values[char] for char in name] if values.keys() >= set(name) else None
+    if not values.keys() >= set(name):
+        return None
+    return [values[char] for char in name]
 
 
-def chat_logprobs(found: Sequence[TokenScore], texts: TokenTexts) -> dict[str, Any]:
+def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> Json:
     """As choices of chats have them."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> Json:
         return {"token": texts(token), "logprob": logprob, "bytes": texts.bytes(token)}
 
-    content = [
-        {
-            **entry(score.token, score.logprob),
-            "top_logprobs": [entry(token, logprob) for token, logprob in score.top],
-        }
-        for score in found
-    ]
+    content = []
+    for score in scored:
+        top = [entry(token, logprob) for token, logprob in score.top]
+        content.append({**entry(score.token, score.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    scored: Sequence[ScoredToken], texts: TokenTexts, offset: int
-) -> dict[str, Any]:
+def completion_logprobs(scored: Sequence[ScoredToken], texts: TokenTexts, offset: int) -> Json:
     """As choices of completions have them. offset: characters of the choice before these tokens."""
+    tokens = [texts(token) for token, _ in scored]
     top: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    for token, score in scored:
-        offsets.append(offset)
-        offset += len(texts(token))
+    for _, score in scored:
         if score is None:
             top.append(None)
             continue
         named: dict[str, float] = {}
-        for each, logprob in [*score.top, (score.token, score.logprob)]:
-            named.setdefault(texts(each), logprob)
+        for token, logprob in [*score.top, (score.token, score.logprob)]:
+            named.setdefault(texts(token), logprob)  # several tokens may have the same text
         top.append(named)
+    ends = accumulate(map(len, tokens), initial=offset)
     return {
-        "tokens": [texts(token) for token, _ in scored],
+        "tokens": tokens,
         "token_logprobs": [None if score is None else score.logprob for _, score in scored],
         "top_logprobs": top,
-        "text_offset": offsets,
+        "text_offset": list(ends)[:-1],
     }

@@ -1,18 +1,14 @@
-"""OpenAI's requests and answers, as far as this engine can honour them; what it cannot is refused.
+"""OpenAI's requests and errors, as far as this engine can honour them; what it cannot is refused.
 
-Beyond OpenAI's: `top_k`, `return_token_ids` and `stop_token_ids` as vLLM has them, the
-`generation_config` of `transformers chat`, `draft: false` for the plain model, and with
-`stream_options.include_steps` what each forward pass of the target brought.
+Beyond OpenAI's: `top_k`, `return_token_ids`, `stop_token_ids` and `chat_template_kwargs` as vLLM
+has them, the `generation_config` of `transformers chat`, `draft: false` for the plain model, and
+with `stream_options.include_steps` what each forward pass of the target brought.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
-from uuid import uuid4
 
 from pydantic import (
     BaseModel,
@@ -25,16 +21,10 @@ from pydantic import (
 )
 from starlette.exceptions import HTTPException
 
-from draftheads.infer.engine import Step
-from draftheads.infer.serve.logprobs import (
-    ScoredToken,
-    TokenScore,
-    TokenTexts,
-    chat_logprobs,
-    completion_logprobs,
-)
-from draftheads.infer.text import AnswerText
+from draftheads.heads.target import template_variables
 
+Json = dict[str, Any]
+"""A JSON object."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -93,7 +83,7 @@ Text = Annotated[str, Field(min_length=1)]
 SeveralPrompts = Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)]
-R = TypeVar("R", bound="Request")
+R = TypeVar("R", bound="GenerationRequest")
 
 
 class ApiError(HTTPException):
@@ -108,13 +98,14 @@ class ApiError(HTTPException):
         **headers: str,
     ) -> None:
         super().__init__(status, message, headers or None)
-        self.code, self.param = code, param
+        self.code = code
+        self.param = param
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         """In OpenAI's shape."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
-        said = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
-        return {"error": said}
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 class StreamOptions(BaseModel):
@@ -127,7 +118,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = False  # not read: padding against eavesdroppers
 
 
-class Request(BaseModel):
+class GenerationRequest(BaseModel):
     """What chats and completions share."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -150,7 +141,9 @@ class Request(BaseModel):
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop or ())
 
     @property
     def limit(self) -> int | None:
@@ -172,17 +165,22 @@ class Request(BaseModel):
         """Whether the prompt is a part of the answer."""
         return False
 
+    @property
+    def includes_steps(self) -> bool:
+        """Whether a stream tells what each step brought."""
+        return bool(self.stream_options and self.stream_options.include_steps)
+
 
 def parsed(kind: type[R], body: bytes) -> R:
     """A request of this kind. Raises ApiError."""
     try:
         if body.count(b"[") + body.count(b"{") > MOST_BRACKETS:
             raise ApiError(400, f"expected at most {MOST_BRACKETS} brackets, got more; send fewer")
-        given = json.loads(body.decode("utf-8-sig"))
-        if not isinstance(given, dict):
-            raise ApiError(400, f"expected a JSON object, got {_shown(given)}; send {{...}}")
-        _refuse_unsupported(kind, given)
-        return kind.model_validate(given)
+        value = json.loads(body.decode("utf-8-sig"))
+        if not isinstance(value, dict):
+            raise ApiError(400, f"expected a JSON object, got {_start(value)}; send {{...}}")
+        _refuse_unsupported(kind, value)
+        return kind.model_validate(value)
     except ValidationError as error:
         raise _in_one_line(error) from None
     except RecursionError:
@@ -196,33 +194,30 @@ def parsed(kind: type[R], body: bytes) -> R:
     raise ApiError(400, f"expected a JSON object: {fault}")
 
 
-def _refuse_unsupported(kind: type[Request], given: dict[str, Any]) -> None:
+def _refuse_unsupported(kind: type[GenerationRequest], body: Json) -> None:
     """Raise ApiError for options that this engine does not have, unless they ask for nothing."""
-    known = kind.model_fields.keys() | HARMLESS
-    names = [
-        name
-        for name, value in given.items()
-        if name not in known and value is not None and value not in NEUTRAL.get(name, ())
-    ]
-    if names:
-        # others than identifiers may have line breaks, or no UTF-8
-        shown = [name[:64] if name.isidentifier() else repr(name[:64]) for name in names[:5]]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        rest = "is not supported; leave it out"
-        if len(names) > 1:
-            rest = "are not supported; leave them out"
-        said = f"{', '.join(shown)}{more} {rest}"
-        raise ApiError(400, said, "unsupported_parameter", shown[0])
+    supported = kind.model_fields.keys() | HARMLESS
+    others = [name for name, value in body.items() if name not in supported and value is not None]
+    names = [name for name in others if body[name] not in NEUTRAL.get(name, ())]
+    if not names:
+        return
+    # others than identifiers may have line breaks, or no UTF-8
+    shown = [name[:64] if name.isidentifier() else repr(name[:64]) for name in names[:5]]
+    message = ", ".join(shown)
+    if len(names) > 5:
+        message += f" and {len(names) - 5} more"
+    if len(names) > 1:
+        message += " are not supported; leave them out"
+    else:
+        message += " is not supported; leave it out"
+    raise ApiError(400, message, "unsupported_parameter", shown[0])
 
 
 def _in_one_line(error: ValidationError) -> ApiError:
     """The fault that says most: of a union's alternatives, one of the right type."""
     faults = error.errors(include_url=False, include_context=False)
-
-    def rank(fault: Any) -> tuple[bool, int]:
-        return fault["type"].endswith(("_type", "_parsing")), -len(fault["loc"])
-
-    fault = min(faults, key=rank)
+    typed = [each for each in faults if not each["type"].endswith(("_type", "_parsing"))]
+    fault: Any = max(typed or faults, key=lambda each: len(each["loc"]))
     parts = [str(part)[:64] for part in fault["loc"] if part != "str"]
     place = ".".join(part for part in parts if part.replace("_", "").isalnum())
     message = _message(fault)
@@ -235,14 +230,14 @@ def _message(fault: Any) -> str:
         return "expected a value, got none"
     if fault["type"] == "extra_forbidden":
         return "not supported; leave it out"
-    said = fault["msg"].removeprefix("Value error, ")
-    if not said.startswith("Input should be "):
-        return str(said)
-    expected = said.removeprefix("Input should be ").partition(", got ")[0]
-    return f"expected {expected.partition(', unable')[0]}, got {_shown(fault['input'])}"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if not message.startswith("Input should be "):
+        return message
+    expected = message.removeprefix("Input should be ").partition(", got ")[0]
+    return f"expected {expected.partition(', unable')[0]}, got {_start(fault['input'])}"
 
 
-class CompletionRequest(Request):
+class CompletionRequest(GenerationRequest):
     """Continue texts or token ids."""
 
     prompt: (
@@ -256,14 +251,14 @@ class CompletionRequest(Request):
 
     @field_validator("prompt", mode="wrap")
     @classmethod
-    def _say_what_is_expected(cls, given: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    def _say_what_is_expected(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         try:
-            return read(given)
+            return read(value)
         except ValidationError:
             raise ValueError(
                 "expected a text, a list of token ids (whole numbers from 0), or a list of at most "
                 f"{MOST_CHOICES} of either, each with at least 1 character or token; got "
-                f"{_shown(given)}"
+                f"{_start(value)}"
             ) from None
 
     @property
@@ -284,14 +279,16 @@ class CompletionRequest(Request):
         return bool(self.echo)
 
 
-def _shown(given: Any) -> str:
+def _start(value: Any) -> str:
     """The beginning of a value, made of no more than that."""
-    if isinstance(given, list):
-        more = ", ..." if len(given) > 2 else ""
-        return f"[{', '.join(map(_shown, given[:2]))}{more}]"
-    if isinstance(given, dict):
+    if isinstance(value, list):
+        more = ", ..." if len(value) > 2 else ""
+        return f"[{', '.join(map(_start, value[:2]))}{more}]"
+    if isinstance(value, dict):
         return "an object"
-    return f"{given!r:.40}" if not isinstance(given, str) else repr(given[:40])
+    if isinstance(value, str):
+        return repr(value[:40])
+    return f"{value!r:.40}"
 
 
 class TextPart(BaseModel):
@@ -313,7 +310,7 @@ class Message(BaseModel):
         str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None
     ) = None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> Json:
         """As chat templates read it."""
         content = self.content or ""
         if not isinstance(content, str):
@@ -321,7 +318,7 @@ class Message(BaseModel):
         return {**self.model_dump(), "content": content}
 
 
-class ChatRequest(Request):
+class ChatRequest(GenerationRequest):
     """Answer a conversation."""
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
@@ -329,25 +326,37 @@ class ChatRequest(Request):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     generation_config: str | None = None
+    chat_template_kwargs: Json | None = None
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _check_variables(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        variables = template_variables(value)
+        if "chat_template" in variables:  # a program, which clients must not run here
+            raise ValueError("the chat template is the server's own; leave chat_template out")
+        return variables
 
     @model_validator(mode="before")
     @classmethod
-    def _read_generation_config(cls, given: Any) -> Any:
+    def _read_generation_config(cls, body: Any) -> Any:
         """`transformers chat` sends its options as JSON text."""
-        config = given.get("generation_config") if isinstance(given, dict) else None
-        if config is None:
-            return given
+        text = body.get("generation_config") if isinstance(body, dict) else None
+        if text is None:
+            return body
         try:
-            config = json.loads(config)
+            config = json.loads(text)
             options = {name: config.get(name) for name in ("temperature", "top_p", "top_k")}
+            options["max_tokens"] = config.get("max_new_tokens")
             if not config.get("do_sample"):
                 options["temperature"] = 0
             elif options["temperature"] is None:
                 options["temperature"] = 1.0
-            options["max_tokens"] = config.get("max_new_tokens")
         except (TypeError, ValueError, AttributeError, RecursionError):
             raise ValueError("generation_config: expected a JSON object as text") from None
-        return {**{name: value for name, value in options.items() if value is not None}, **given}
+        options = {name: value for name, value in options.items() if value is not None}
+        return {**options, **body}
 
     @model_validator(mode="after")
     def _ask_for_logprobs_with_top(self) -> ChatRequest:
@@ -364,203 +373,6 @@ class ChatRequest(Request):
     def scores(self) -> int | None:
         """As OpenAI's `top_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class Choice:
-    """One answer in the making.
-
-    texts: those of single tokens, for log-probabilities. echo: the prompt's text, if it is a part
-    of the answer.
-    """
-
-    def __init__(
-        self,
-        reply: Reply,
-        prompt: list[int],
-        text: AnswerText,
-        texts: TokenTexts,
-        echo: str = "",
-    ) -> None:
-        self.index, self.prompt, self.text, self.echo = len(reply.choices), prompt, text, echo
-        self.request = request = reply.request
-        self.options = request.stream_options or StreamOptions()
-        self.is_chat = isinstance(request, ChatRequest)
-        self.tokens: list[int] = []
-        self.steps: list[Step] = []
-        self.finish: str | None = None
-        self._texts = texts
-        self._characters = 0  # of the tokens whose log-probabilities are told
-
-    def add(
-        self, step: Step, scores: Iterable[TokenScore] = (), before: Iterable[TokenScore] = ()
-    ) -> Piece:
-        """Take a step up to its end token. scores: of its tokens, if the request asks for them.
-        before: those of the prompt from its second token on.
-        """
-        tokens, is_first = step.tokens, not self.steps
-        ends = self.request.stop_token_ids or ()
-        place = next((n for n, token in enumerate(tokens) if token in ends), None)
-        self.finish = step.finish
-        if place is not None:
-            tokens, self.finish = tokens[: place + 1], "stop"
-        self.tokens += tokens
-        self.steps.append(step)
-        shown = tokens[:-1] if self.finish == "eos" or place is not None else tokens
-        text, drafted = self.text.feed(shown, step.accepted if self.options.include_steps else 0)
-        if self.text.stopped:
-            self.finish = "stop"
-        if self.finish:
-            text += self.text.flush()
-            self.finish = "length" if self.finish == "length" else "stop"
-        scored = list[ScoredToken](zip(tokens, scores, strict=False))
-        if is_first and self.request.is_echoed:
-            text = self.echo + text
-            if self.request.scores is not None:
-                scored = [
-                    (self.prompt[0], None),
-                    *zip(self.prompt[1:], before, strict=True),
-                    *scored,
-                ]
-        return Piece(self, text, tokens, scored, step, drafted)
-
-    def entry(self, text: str, scored: Sequence[ScoredToken] = (), **more: Any) -> dict[str, Any]:
-        """A part of this choice, or all of it."""
-        said: dict[str, Any] = {"text": text}
-        if self.is_chat:
-            said = {"message": {"role": "assistant", "content": text}}
-            if self.request.stream:
-                said = {"delta": {"content": text}}
-        logprobs = None
-        if self.request.scores is not None:
-            logprobs = self._logprobs(scored)
-        return {"index": self.index, **said, "logprobs": logprobs, "finish_reason": None, **more}
-
-    def opening(self) -> dict[str, Any]:
-        """The first entry of a stream."""
-        entry = {**self.entry(""), "logprobs": None}
-        if self.is_chat:
-            entry["delta"]["role"] = "assistant"
-        return entry
-
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
-        if self.is_chat:
-            return chat_logprobs([score for _, score in scored if score], self._texts)
-        told = completion_logprobs(scored, self._texts, self._characters)
-        self._characters += sum(map(len, told["tokens"]))
-        return told
-
-
-@dataclass
-class Piece:
-    """What a step adds to a choice."""
-
-    choice: Choice
-    text: str
-    tokens: list[int]
-    scored: list[ScoredToken]
-    step: Step
-    drafted: int  # characters of accepted draft tokens, the first ones
-
-    def facts(self) -> dict[str, Any]:
-        """What the step brought, for `include_steps`."""
-        step = self.step
-        return {
-            "tokens": len(step.tokens),
-            "accepted": accepted(step),
-            "drafted": step.drafted,
-            "accepted_chars": self.drafted,
-            "seconds": round(step.draft_seconds + step.verify_seconds, 6),
-            "prefill": step.accepted < 0,
-        }
-
-
-class Reply:
-    """The answers to a request, as OpenAI's clients read them. prompts: each has as many choices as
-    the request asks for.
-    """
-
-    def __init__(self, request: Request, model: str, prompts: list[list[int]]) -> None:
-        self.request, self.prompts = request, prompts
-        self.choices: list[Choice] = []
-        is_chat = isinstance(request, ChatRequest)
-        kind = "chat.completion" if is_chat else "text_completion"
-        chunk = ".chunk" if is_chat and request.stream else ""
-        self.head: dict[str, Any] = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}",
-            "object": kind + chunk,
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all answers are there."""
-        return all(choice.finish for choice in self.choices)
-
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """All answers at once."""
-        entries = []
-        for choice in self.choices:
-            own = [piece for piece in pieces if piece.choice is choice]
-            text = "".join(piece.text for piece in own)
-            scored = [pair for piece in own for pair in piece.scored]
-            more: dict[str, Any] = {"finish_reason": choice.finish}
-            if self.request.return_token_ids:
-                more["token_ids"] = choice.tokens
-            entries.append(choice.entry(text, scored, **more))
-        return {**self.head, "choices": entries, **self._prompt_ids(entries)}
-
-    def opening(self, choice: Choice) -> dict[str, Any]:
-        """The first chunk of a choice."""
-        entry = choice.opening()
-        return {**self.head, "choices": [entry], **self._prompt_ids([entry])}
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        """The chunk of a step."""
-        choice = piece.choice
-        more: dict[str, Any] = {"finish_reason": choice.finish}
-        if choice.options.include_steps:
-            more["step"] = piece.facts()
-        if self.request.return_token_ids:
-            more["token_ids"] = piece.tokens
-        return {**self.head, "choices": [choice.entry(piece.text, piece.scored, **more)]}
-
-    def usage(self, reused: int, seconds: float) -> dict[str, Any]:
-        """Counts in OpenAI's names, over all choices; a prompt counts once. reused: prompt tokens
-        that were not computed again. seconds: of the engine.
-        """
-        steps = [step for choice in self.choices for step in choice.steps]
-        right = sum(map(accepted, steps))
-        drafted = sum(step.drafted for step in steps)
-        prompt = sum(map(len, self.prompts))
-        completion = sum(len(choice.tokens) for choice in self.choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": reused},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": right,
-                "rejected_prediction_tokens": drafted - right,
-            },
-            "steps": len(steps),
-            "seconds": round(seconds, 6),
-        }
-
-    def _prompt_ids(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """If they are asked for, those of the only prompt; those of several are in the entries."""
-        if not self.request.return_token_ids:
-            return {}
-        if len(self.prompts) == 1:
-            return {"prompt_token_ids": self.prompts[0]}
-        for entry in entries:
-            entry["prompt_token_ids"] = self.choices[entry["index"]].prompt
-        return {}
-
-
-def accepted(step: Step) -> int:
-    """Draft tokens among the tokens of a step."""
-    return max(min(step.accepted, len(step.tokens)), 0)
 
 
 class ErrorBody(BaseModel):

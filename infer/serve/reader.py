@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from threading import Lock
 from typing import Any
 
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
+from starlette.requests import ClientDisconnect, Request
 
 from draftheads.heads.target import Target
 from draftheads.infer.prompt import encode_prompt
@@ -19,20 +18,26 @@ from draftheads.infer.serve.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    Json,
     R,
     parsed,
 )
 
-LARGE, MOST_LARGE = 1 << 18, 4
-"""Bytes from which a body is large, and large ones that are held at a time. The others wait."""
+LARGE = 1 << 18
+"""Bytes from which a body is large."""
+MOST_LARGE = 4
+"""Large bodies that are held at a time. The others wait."""
 DENSE = 16
 """More characters per token than texts have. Of a text that has as many for each token of the
 context, only that much is tokenized at first.
 """
 
 
-class Gone(Exception):
-    """The client has left."""
+class Gone(ApiError):
+    """The client has left: nobody reads this."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has left")
 
 
 class Reader:
@@ -49,73 +54,83 @@ class Reader:
         if not target.tokenizer.is_fast:  # those in Python are for one thread at a time
             self._turn = Lock()
 
-    async def read(self, kind: type[R], http: HttpRequest) -> tuple[R, list[list[int]]]:
+    async def read(self, kind: type[R], http: Request) -> tuple[R, list[list[int]]]:
         """A request of this kind and its prompts. Raises ApiError, and Gone."""
-        sent = http.headers.get("content-type", "")
-        if sent.partition(";")[0].strip().lower() != "application/json":
-            said = f"expected Content-Type: application/json, got {sent[:80]!r}; set this header"
-            raise ApiError(400, said)
+        content_type = http.headers.get("content-type", "")
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(
+                400,
+                f"expected Content-Type: application/json, got {content_type[:80]!r}; set this "
+                "header",
+            )
         body = bytearray()
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as places:
             try:
                 async for part in http.stream():
                     if len(body) <= LARGE < len(body) + len(part):
-                        await held.enter_async_context(self._large)
+                        await places.enter_async_context(self._large)
                     body += part
             except ClientDisconnect:
-                raise Gone from None
-            return await asyncio.to_thread(self._understood, kind, bytes(body))
+                raise Gone() from None
+            return await asyncio.to_thread(self._parsed, kind, bytes(body))
 
     def unknown(self, model: str | None) -> ApiError:
         """The error for another model."""
-        said = f"expected model {self.name!r}, got {model!r:.80}; see /v1/models"
-        return ApiError(404, said, "model_not_found", "model")
+        message = f"expected model {self.name!r}, got {model!r:.80}; see /v1/models"
+        return ApiError(404, message, "model_not_found", "model")
 
-    def _understood(self, kind: type[R], body: bytes) -> tuple[R, list[list[int]]]:
+    def _parsed(self, kind: type[R], body: bytes) -> tuple[R, list[list[int]]]:
         request = parsed(kind, body)
         if request.model not in (None, self.name):
             raise self.unknown(request.model)
-        prompts = request.prompts if isinstance(request, CompletionRequest) else [request]
+        prompts: list[Any] = [request]
+        if isinstance(request, CompletionRequest):
+            prompts = list(request.prompts)
         choices = len(prompts) * request.count
         if choices > self.most_choices:
-            said = f"expected at most {self.most_choices} answers (prompts x n), got {choices}"
-            raise ApiError(400, f"{said}; send several requests", None, "n")
+            raise ApiError(
+                400,
+                f"expected at most {self.most_choices} answers (prompts x n), got {choices}; send "
+                "several requests",
+                param="n",
+            )
         return request, [self.encoded(prompt) for prompt in prompts]
 
     def encoded(self, prompt: Any) -> list[int]:
         """Token ids of a text, a chat or token ids. Raises ApiError."""
         if isinstance(prompt, list):
             return self._fitting(prompt)
+        variables: Json | None = None
         try:
             if isinstance(prompt, ChatRequest):
+                variables = prompt.chat_template_kwargs
                 prompt = self._messages(prompt)
             else:
                 self._refuse_long(prompt)
             with self._turn:
-                return self._fitting(encode_prompt(self.target, prompt))
+                return self._fitting(encode_prompt(self.target, prompt, variables))
         except RecursionError as error:
             raise ApiError(400, "the messages are nested too deeply; send flatter ones") from error
         except ValueError as error:
             raise ApiError(400, str(error)) from error
 
-    def _messages(self, request: ChatRequest) -> list[dict[str, Any]]:
+    def _messages(self, request: ChatRequest) -> list[Json]:
         if not getattr(self.target.tokenizer, "chat_template", None):
             raise ApiError(400, f"{self.target.name} has no chat template; use /v1/completions")
         messages = [message.plain() for message in request.messages]
         # templates leave out the reasoning of earlier answers, but nothing of the others
-        asked = [each["content"] for each in messages if each["role"] != "assistant"]
-        self._refuse_long("".join(asked))
+        questions = [each["content"] for each in messages if each["role"] != "assistant"]
+        self._refuse_long("".join(questions))
         return messages
 
     def _refuse_long(self, text: str) -> None:
         """Raise ApiError for a text whose beginning already fills the context."""
         reach = DENSE * self.target.context
-        if len(text) > reach:
-            with self._turn:
-                ids = self.target.tokenizer(text[:reach], add_special_tokens=False, verbose=False)[
-                    "input_ids"
-                ]
-            self._fitting(ids)
+        if len(text) <= reach:
+            return
+        with self._turn:
+            beginning = self.target.tokenizer(text[:reach], add_special_tokens=False, verbose=False)
+        self._fitting(beginning["input_ids"])
 
     def _fitting(self, prompt: list[int]) -> list[int]:
         """The same prompt. Raises ApiError if it leaves no room for an answer."""

@@ -18,7 +18,7 @@ from threading import Condition, Thread
 from time import monotonic, perf_counter
 
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.engine import Session, Speculator, Step
+from draftheads.infer.engine import Row, Session, Speculator, Step
 
 TURN = 256
 """Prompt tokens that are read in one turn."""
@@ -78,7 +78,8 @@ class Scheduler:
     def __init__(self, speculator: Speculator, *, slots: int = 4, waiting: int = 64) -> None:
         self.speculator = speculator
         self.plain = Speculator(speculator.target, compile=speculator.compile)
-        self.slots, self.room = slots, waiting
+        self.slots = slots
+        self.room = waiting
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
         self._idle = [Session() for _ in range(slots)]  # the least recently used first
@@ -96,7 +97,7 @@ class Scheduler:
     def check(self, *jobs: Job) -> None:
         """Raise ValueError as `Speculator.generate`. Takes a while for long prompts."""
         for job in {id(job.prompt): job for job in jobs}.values():
-            self._started(job)
+            Row(self.speculator.target, job.prompt, job.max_new_tokens, job.stop)
 
     def queue(self, *jobs: Job) -> None:
         """Queue all jobs of a request that was checked, or none. Raises QueueFull and Closing."""
@@ -113,13 +114,14 @@ class Scheduler:
         if not self.speculator.compile:
             return
         size = self.speculator.target.vocab_size
-        seeds = range(3)  # one of the prompts may be answered at once
-        for rule, seed, draft in product(rules, seeds, (True, False)):
+        tries = (1, 2, 3)  # one of the prompts may be answered at once
+        for rule, number, draft in product(rules, tries, (True, False)):
             events: SimpleQueue[Step | Exception] = SimpleQueue()
-            prompt = [(seed + 1) * size // place for place in range(5, 9)]
+            prompt = [number * size // place for place in range(5, 9)]
             self.submit(Job(prompt, events.put, rule, 24, draft=draft))
-            while not isinstance(event := events.get(), Exception) and not event.finish:
-                pass
+            event = events.get()
+            while isinstance(event, Step) and not event.finish:
+                event = events.get()
         self.speculator.compile_no_more()
         self.plain.compile_no_more()
 
@@ -144,47 +146,67 @@ class Scheduler:
         return self._end is None and self._thread.is_alive()
 
     def _run(self) -> None:
+        job = self._next()
+        while job is not None:
+            self._advance(job)
+            job = self._next()
+
+    def _next(self) -> Job | None:
+        """The job of the next turn, as soon as there is one; None at the end.
+
+        What holds whenever the lock is free: `active` has at most `slots` jobs, a job is in
+        `waiting`, in `active` or done with, and an account's `active` counts its jobs in `active`.
+        Other threads append to `waiting` or clear it, mark jobs as cancelled, and set the end; this
+        thread alone moves jobs into `active` and out of it, and alone uses steps and sessions. So
+        it decodes without the lock.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.active or self.waiting or self._end is not None)
-                for job in [job for job in self.active if job.cancelled]:
-                    self._leave(job)
-                self.waiting = deque(job for job in self.waiting if not job.cancelled)
-                while self.waiting and len(self.active) < self.slots:
-                    # the first of a request that has the fewest slots
-                    job = min(self.waiting, key=lambda each: each.account.active)
-                    self.waiting.remove(job)
-                    self._enter(job)
+                self._drop_cancelled()
+                self._fill_slots()
                 if self._end is not None and monotonic() >= self._end:
-                    for job in list(self.active):
-                        self._leave(job)
-                        job.deliver(Closing("the server was shut down before the end"))
-                if self._end is not None and not self.active:
-                    return
-                following = min(self.active, key=lambda job: job.account.clock, default=None)
-            if following is not None:
-                self._advance(following)
+                    self._fail_active()
+                if self.active:
+                    return min(self.active, key=lambda job: job.account.clock)
+                if self._end is not None:
+                    return None
+
+    def _drop_cancelled(self) -> None:
+        for job in list(self.active):
+            if job.cancelled:
+                self._leave(job)
+        self.waiting = deque(job for job in self.waiting if not job.cancelled)
+
+    def _fill_slots(self) -> None:
+        """The first job that waits of the request that has the fewest slots is next."""
+        while self.waiting and len(self.active) < self.slots:
+            job = min(self.waiting, key=lambda job: job.account.active)
+            self.waiting.remove(job)
+            self._enter(job)
+
+    def _fail_active(self) -> None:
+        for job in list(self.active):
+            self._leave(job)
+            job.deliver(Closing("the server was shut down before the end"))
 
     def _enter(self, job: Job) -> None:
         """Give a job the slot that has the most of its prompt, if that is most of what the slot
         has; else the one that was not used for the longest time.
         """
+        engine = self.speculator if job.draft else self.plain
         if job.draft and not job.sampling.reads_prompt:
-            session = max(self._idle, key=lambda each: each.shared(job.prompt))
+            session = max(self._idle, key=lambda session: session.shared(job.prompt))
             if 2 * session.shared(job.prompt) < session.length:
                 session = self._idle[0]
             self._idle.remove(session)
             job.session = session
-        if not job.account.active:
+        account = job.account
+        if not account.active:  # time in which it had no slot gives it no more turns than others
             least = min((each.account.clock for each in self.active), default=0.0)
-            job.account.clock = max(job.account.clock, least)
-        job.account.active += 1
-        job.steps = self._started(job)
-        self.active.append(job)
-
-    def _started(self, job: Job) -> Iterator[Step]:
-        engine = self.speculator if job.draft else self.plain
-        return engine.generate(
+            account.clock = max(account.clock, least)
+        account.active += 1
+        job.steps = engine.generate(
             job.prompt,
             sampling=job.sampling,
             max_new_tokens=job.max_new_tokens,
@@ -192,6 +214,7 @@ class Scheduler:
             session=job.session,
             prefill_chunk=TURN,
         )
+        self.active.append(job)
 
     def _leave(self, job: Job) -> None:
         self.active.remove(job)
@@ -208,13 +231,15 @@ class Scheduler:
             event = next(job.steps)
         except Exception as error:  # the other jobs do not fail with it
             logger.exception("a request failed")
-            event, job.session = error, job.session and Session()
+            event = error
+            if job.session is not None:
+                job.session = Session()  # nobody knows what the old one holds
         seconds = perf_counter() - start
         job.seconds += seconds
         job.account.clock += seconds
         if job.session is not None:
             job.reused = job.session.reused
-        if not isinstance(event, Exception) and not event.tokens:
+        if isinstance(event, Step) and not event.tokens:
             return  # a part of the prompt
         if isinstance(event, Exception) or event.finish:
             with self._changed:

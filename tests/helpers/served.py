@@ -13,7 +13,9 @@ import uvicorn
 from tiny_chat import END, llama
 
 from draftheads.infer.engine import Speculator, Step
-from draftheads.infer.serve.app import ServerOptions, Service, TimedProtocol, create_app
+from draftheads.infer.serve.app import create_app
+from draftheads.infer.serve.gate import TimedProtocol
+from draftheads.infer.serve.service import ServeOptions, Service
 
 
 class Complaints(logging.Handler):
@@ -31,10 +33,10 @@ class Complaints(logging.Handler):
 
 @contextmanager
 def running(
-    engine: Speculator, options: ServerOptions | None = None
+    engine: Speculator, options: ServeOptions | None = None
 ) -> Iterator[tuple[str, Service]]:
     """Yields its address and the service behind it."""
-    app = create_app(engine, options or ServerOptions("tiny"))
+    app = create_app(engine, options or ServeOptions("tiny"))
     config = uvicorn.Config(app, port=0, http=TimedProtocol, log_level="error")
     server = app.state.service.uvicorn = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

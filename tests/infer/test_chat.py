@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ from tiny_heads import random_head
 
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
+from draftheads.heads.terminal import printable
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Greedy, Sampled, Typical
-from draftheads.infer.chat import conversation
-from draftheads.infer.chat.conversation import Answer, History, printable
+from draftheads.infer.chat import conversation, repl
+from draftheads.infer.chat.conversation import ChatAnswer, History
 from draftheads.infer.chat.repl import COMMANDS, ChatOptions, chat, sample_chat
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator, Step
@@ -145,11 +145,10 @@ def test_a_terminal_gets_markdown_with_accepted_drafts_in_green(target):
 
 def test_drafts_that_cost_more_than_they_bring_are_named_once(target, monkeypatch):
     """After enough steps on a terminal, where the plain model is measured."""
-    module = import_module("draftheads.infer.chat.repl")
-    monkeypatch.setattr(module, "plain_seconds", lambda engine: 0.01)
+    monkeypatch.setattr(repl, "plain_seconds", lambda engine: 0.01)
 
     def answer(seconds: float) -> list[Step]:
-        steps = [says(target, "ab", 1) for _ in range(module.JUDGED_STEPS)]
+        steps = [says(target, "ab", 1) for _ in range(repl.JUDGED_STEPS)]
         steps = [replace(step, verify_seconds=seconds) for step in steps]
         return [says(target, "a"), *steps, says(target, "end", 0, "stop")]
 
@@ -346,7 +345,7 @@ def test_compare_runs_both_sides_at_their_own_speed(monkeypatch):
                 yield step
 
     slow = Timed(target)
-    monkeypatch.setattr(sys.modules[chat.__module__], "Speculator", Timed)
+    monkeypatch.setattr(repl, "Speculator", Timed)
     monkeypatch.setattr(conversation, "perf_counter", lambda: spent[True] + spent[False])
     talk(slow, "/compare Hi", options=ChatOptions(max_new_tokens=12))
     assert len(apart) == 24
@@ -571,14 +570,14 @@ def test_sample_chat_prints_questions_answers_and_numbers(target):
     out = io.StringIO()
     answers = sample_chat(speculator, ["2 + 2?", "Sure?"], console=Console(file=out))
     assert [answer.text for answer in answers] == ["Four.", "No"]
-    assert isinstance(answers[0], Answer)
+    assert isinstance(answers[0], ChatAnswer)
     for text in ("> 2 + 2?\nFour.\n", "> Sure?\nNo\n", "tokens/s", "green: draft tokens"):
         assert text in out.getvalue()
     assert "Four." in speculator.prompts[1]
 
 
 PROGRAM = """
-import sys; sys.path.insert(0, 'tests')
+import sys; sys.path.insert(0, 'tests/helpers')
 from tiny_chat import llama
 from draftheads.infer.chat.repl import ChatOptions, chat
 from draftheads.infer.engine import Speculator

@@ -19,11 +19,10 @@ from tiny_chat import EOS, llama, options, prompts
 from tiny_heads import random_head
 
 from draftheads.infer.engine import Speculator
-from draftheads.infer.serve.app import ServerOptions
+from draftheads.infer.serve.service import ServeOptions
 from draftheads.train.data.answers import read_answers
 from draftheads.train.data.distill import distill
-from draftheads.train.data.server import ServedTarget
-from draftheads.train.data.server import ServerOptions as ClientOptions
+from draftheads.train.data.server import ServedTarget, ServerOptions
 
 openai = pytest.importorskip("openai")
 TEXT = "Grüße, 世界! 👋🏽 «naïve» ﷽ — Ω≈ç√ 🏳️‍🌈."
@@ -90,7 +89,7 @@ def test_openai_knows_the_errors(client, says):
 
 
 def test_openai_sends_a_key(says):
-    with running(says[0], replace(ServerOptions("tiny"), key="s3cret")) as (url, _):
+    with running(says[0], replace(ServeOptions("tiny"), key="s3cret")) as (url, _):
         for key in ("wrong", "s3cret"):
             client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
             if key == "wrong":
@@ -159,7 +158,7 @@ def test_distill_gets_the_token_ids_that_the_target_writes(tmp_path):
     greedy = {"temperature": 0.0, "max_new_tokens": 24}
     distill(target, asked, options(tmp_path / "here", **greedy))
     with running(Speculator(target, random_head("eagle3", target))) as (url, _):
-        served = ServedTarget(str(tmp_path / "model"), ClientOptions(urls=[url]))
+        served = ServedTarget(str(tmp_path / "model"), ServerOptions(urls=[url]))
         report = distill(served, asked, options(tmp_path / "there", **greedy))
     assert report.complete and not report.missing
 

@@ -81,6 +81,24 @@ def test_many_requests_at_a_time_are_answered_as_alone(schedulers):
         assert each.answer() == greedy(target, each.job.prompt, NEW)
 
 
+def test_a_request_is_checked_and_started_once(schedulers, monkeypatch):
+    engine = Speculator(tiny_target())
+    starts: list[list[int]] = []
+    generate = engine.generate
+
+    def note(prompt, **options):
+        starts.append(prompt)
+        return generate(prompt, **options)
+
+    monkeypatch.setattr(engine, "generate", note)
+    scheduler = schedulers(engine)
+    [prompt] = some_prompts(6)
+    asked = Asked(prompt)
+    scheduler.submit(asked.job)
+    assert asked.answer() == greedy(engine.target, prompt, NEW)
+    assert starts == [prompt]
+
+
 def test_turns_are_of_equal_time_and_not_of_equal_number(schedulers, monkeypatch):
     engine, gate, clock = Timed({1: 3.0, 2: 1.0}), threading.Event(), [0.0]
 

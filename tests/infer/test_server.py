@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from starlette.testclient import TestClient
-from tiny_chat import llama
+from tiny_chat import TEMPLATE, llama
 from tiny_heads import random_head
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -19,11 +19,12 @@ from draftheads.heads.target import Target
 from draftheads.infer.accept import Sampled
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.serve.app import ServerOptions, create_app
+from draftheads.infer.serve.app import create_app
+from draftheads.infer.serve.service import ServeOptions
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
-OPTIONS = ServerOptions("tiny")
+OPTIONS = ServeOptions("tiny")
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +255,18 @@ def test_parts_of_text_are_one_text(client):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"top_logprobs": 2}, None, "set logprobs"),
         ({"generation_config": "[1]"}, None, "expected a JSON object as text"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs", "expected a JSON object, got 'x'"),
+        (
+            {"chat_template_kwargs": {"padding": True, "messages": []}},
+            "chat_template_kwargs",
+            "expected variables of the chat template, got messages, padding, which is always set",
+        ),
+        (
+            {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            "chat_template_kwargs",
+            "the chat template is the server's own; leave chat_template out",
+        ),
+        ({"chat_template_kwargs": {"mood": 1, "tools": [1]}}, None, "tokenizer accept"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_in_one_line(client, body, param, message):
@@ -264,6 +277,35 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(client, body, param, mes
     assert "\n" not in error["message"]
     assert error["type"] == "invalid_request_error"
     assert (error["param"] or "").startswith(param or "")
+
+
+SWITCHED = TEMPLATE.replace(
+    "<|im_start|>assistant\n{% endif",
+    "<|im_start|>assistant\n{{ mood }}{% if not enable_thinking | default(true) %}<think></think>"
+    "{% endif %}{% endif",
+)
+"""As Qwen3's: a variable puts an empty reasoning block in front of the answer."""
+
+
+def test_variables_of_the_template_are_added_to_the_servers_own():
+    target = llama(eos=(), template=SWITCHED)
+    target.template_args = {"mood": "calm"}
+    asked: dict[str, Any] = {"return_token_ids": True, "max_tokens": 1}
+    with TestClient(create_app(Speculator(target), OPTIONS)) as client:
+
+        def prompt(**variables: Any) -> str:
+            answer = ask(client, chat_template_kwargs=variables, **asked).json()
+            return target.tokenizer.decode(answer["prompt_token_ids"])
+
+        assert prompt().endswith("assistant\ncalm")
+        assert prompt(enable_thinking=False).endswith("assistant\ncalm<think></think>")
+        assert prompt(mood="glad", unread=[1]).endswith("assistant\nglad")
+        assert prompt().endswith("assistant\ncalm"), "of one request"
+        assert ask(client, chat_template_kwargs=None, **asked).status_code == 200
+        ids = encode_prompt(target, HELLO, {"enable_thinking": False})
+        assert prompt(enable_thinking=False) == target.tokenizer.decode(ids)
+        refused = ask(client, COMPLETE, prompt="x", chat_template_kwargs={"mood": "glad"})
+    assert refused.json()["error"]["message"].startswith("chat_template_kwargs is not supported")
 
 
 def test_neutral_options_are_taken(client):
@@ -497,7 +539,7 @@ def test_an_end_token_has_a_logprob_too():
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
         ({"structured_outputs": {"json": {}}}, "structured_outputs"),
         ({"guided_json": {}}, "guided_json"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),

@@ -26,13 +26,12 @@ from huggingface_hub.utils import httpx
 from served import Says, running
 from tiny_chat import llama
 
-from draftheads.infer.serve import app as module
-from draftheads.infer.serve import protocol, reader
-from draftheads.infer.serve.app import ServerOptions, Service
+from draftheads.infer.serve import gate, protocol, reader, reply
+from draftheads.infer.serve.service import ServeOptions, Service
 
 CHAT = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
-OPTIONS = ServerOptions("tiny")
+OPTIONS = ServeOptions("tiny")
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +247,7 @@ SLOW = pytest.param("second head", marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("place", ["head", "body", SLOW])
 def test_clients_that_send_slowly_are_cut_off(client, says, place, monkeypatch):
-    monkeypatch.setattr(module, "ARRIVAL_SECONDS", 0.3)
+    monkeypatch.setattr(gate, "ARRIVAL_SECONDS", 0.3)
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n"
     if place == "body":
         head += "Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
@@ -278,7 +277,7 @@ def test_clients_that_send_slowly_are_cut_off(client, says, place, monkeypatch):
 
 
 def test_a_client_that_reads_nothing_holds_up_nobody(client, says, monkeypatch):
-    monkeypatch.setattr(module, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(reply, "STALL_SECONDS", 0.5)
     says[0].text = "word " * 40_000
     body = json.dumps({**ASKED, "stream": True}).encode()
     with connect(says[1]) as deaf:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator
-from draftheads.infer.text import REPLACEMENT, StopStrings, TextStream
+from draftheads.infer.text import REPLACEMENT, AnswerText, StopStrings, TextStream
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 TEXT = "Grüße, 世界! 👩‍👩‍👧 \U0001f1ea\U0001f1fa naïve\n\n  two  spaces and 𝔘𝔫𝔦𝔠𝔬𝔡𝔢."
@@ -98,6 +98,48 @@ def test_special_tokens_are_not_shown_unless_asked_for():
     tokens = [*tokenizer("a")["input_ids"], END, *tokenizer("b")["input_ids"]]
     assert TextStream(tokenizer).feed(tokens) == "ab"
     assert TextStream(tokenizer, skip_special_tokens=False).feed(tokens) == "a<|im_end|>b"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answers_characters_are_marked_by_the_draft_tokens_that_complete_them(seed):
+    tokenizer = byte_tokenizer()
+    answer = AnswerText(TextStream(tokenizer))
+    marks: list[bool] = []  # of bytes
+    for piece in pieces_of(tokenizer(TEXT)["input_ids"], seed):
+        accepted = len(piece) - 1 if piece else -1
+        answer.add(piece, accepted)
+        marks += [place < accepted for place in range(len(piece))]
+    answer.end()
+    assert answer.text == TEXT
+    ends = [len(TEXT[:size].encode()) for size in range(1, len(TEXT) + 1)]
+    assert answer.accepted == [marks[end - 1] for end in ends]
+    assert {True, False} == set(answer.accepted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_text_that_may_begin_a_stop_string_waits(size):
+    tokenizer = byte_tokenizer()
+    stops = StopStrings(tokenizer, ["END", "\n\n"], ())
+    tokens = tokenizer("An EN, a\nline. ENDless")["input_ids"]
+    hit = next(place for place, token in enumerate(tokens) if stops.completed_by(token))
+    answer = AnswerText(TextStream(tokenizer), ["END", "\n\n"])
+    shown = ""
+    for place in range(0, hit + 1, size):
+        part = tokens[place : min(place + size, hit + 1)]
+        answer.add(part, is_last=place + size > hit)
+        shown += answer.text[len(shown) : answer.settled]
+        assert "An EN, a\nline. ".startswith(shown)
+    assert shown == answer.text == "An EN, a\nline. "
+    assert len(answer.accepted) == len(answer.text)
+
+
+def test_the_beginning_of_a_stop_string_is_shown_where_none_comes():
+    tokenizer = byte_tokenizer()
+    answer = AnswerText(TextStream(tokenizer), ["END"])
+    answer.add(tokenizer("The EN")["input_ids"])
+    assert answer.text[: answer.settled] == "The "
+    answer.end()
+    assert answer.text[: answer.settled] == "The EN"
 
 
 def completed_at(tokenizer, stop: list[str], text: str) -> int | None:

@@ -41,7 +41,9 @@ function keep(area, value) {
 
 const saved = { ...recall("localStorage") };
 for (const field of fields) {
-  if (field.name in saved && field.name !== "key") field[field.type === "checkbox" ? "checked" : "value"] = saved[field.name];
+  if (!(field.name in saved) || field.name === "key") continue;
+  if (field.type === "checkbox") field.checked = saved[field.name];
+  else field.value = saved[field.name];
 }
 
 function applySettings() {
@@ -93,10 +95,12 @@ async function* events(response) {
   }
 }
 
-async function* answer(asked, more, signal) {
+async function* answer(conversation, more, signal) {
+  const messages = [...conversation];
   const system = fields.system.value.trim();
+  if (system) messages.unshift({ role: "system", content: system });
   const body = {
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...asked],
+    messages,
     stream: true,
     stream_options: { include_usage: true, include_steps: true },
     ...options(),
@@ -105,8 +109,8 @@ async function* answer(asked, more, signal) {
   const request = { method: "POST", headers: headers(), body: JSON.stringify(body), signal };
   const response = await fetch("v1/chat/completions", request);
   if (!response.ok) {
-    const said = await response.json().catch(() => ({}));
-    throw new Refused(response.status, said.error?.message ?? `The server answered ${response.status}.`);
+    const { error } = await response.json().catch(() => ({}));
+    throw new Refused(response.status, error?.message ?? `The server answered ${response.status}.`);
   }
   for await (const data of events(response)) {
     if (data === "[DONE]") return;
@@ -121,9 +125,15 @@ async function* answer(asked, more, signal) {
 
 class Answer {
   constructor(node, onChange) {
-    Object.assign(this, { node, onChange, text: "", marks: [], steps: [], usage: null, finish: null });
-    this.blocks = [];
-    this.drawing = 0;
+    this.node = node;
+    this.onChange = onChange;
+    this.text = "";
+    this.marks = [];
+    this.steps = [];
+    this.usage = null;
+    this.finish = null;
+    this.blocks = []; // what is drawn
+    this.drawing = 0; // the next animation frame, if one is asked for
   }
 
   async read(chunks) {
@@ -131,10 +141,12 @@ class Answer {
       this.usage = chunk.usage ?? this.usage;
       const choice = chunk.choices?.[0];
       if (!choice) continue;
-      const said = choice.delta?.content ?? "";
-      const drafted = Array.from(said).slice(0, choice.step?.accepted_chars ?? 0).join("").length;
-      for (let i = 0; i < said.length; i++) this.marks.push(i < drafted);
-      this.text += said;
+      const text = choice.delta?.content ?? "";
+      // the server counts characters, a string here code units
+      const characters = Array.from(text).slice(0, choice.step?.accepted_chars ?? 0);
+      const drafted = characters.join("").length;
+      for (let i = 0; i < text.length; i++) this.marks.push(i < drafted);
+      this.text += text;
       this.finish = choice.finish_reason;
       if (choice.step) this.steps.push(choice.step);
       this.drawing ||= requestAnimationFrame(() => this.draw());
@@ -196,32 +208,37 @@ function copyButton(text) {
 
 // ---- The chart ------------------------------------------------------------------------------
 
-function drawChart(made) {
-  if (!made.decoding.length) return;
+function drawChart(answer) {
+  if (!answer.decoding.length) return;
   byId("steps").hidden = false;
-  const shown = made.decoding.slice(-SHOWN_STEPS);
-  const most = Math.max(4, ...shown.map((step) => step.tokens));
-  const width = Math.max(shown.length, 40);
+  const steps = answer.decoding.slice(-SHOWN_STEPS);
+  const most = Math.max(4, ...steps.map((step) => step.tokens));
+  const width = Math.max(steps.length, 40);
+  const mean = answer.perStep.toFixed(2);
   chart.setAttribute("viewBox", `0 0 ${width} ${most}`);
-  chart.setAttribute("aria-label", `Tokens of the last ${plural(shown.length, "step")}, ${made.perStep.toFixed(2)} on average`);
-  const bar = (kind, x, y, height) => {
-    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    for (const [name, value] of Object.entries({ class: kind, x: x + 0.1, y, width: 0.8, height })) rect.setAttribute(name, value);
-    return rect;
-  };
-  chart.replaceChildren(...shown.flatMap((step, x) => {
+  chart.setAttribute("aria-label", `Tokens of the last ${plural(steps.length, "step")}, ${mean} on average`);
+  const bars = steps.flatMap((step, x) => {
     const own = step.tokens - step.accepted;
     return [bar("own", x, most - own, own), bar("drafted", x, most - step.tokens, step.accepted)];
-  }));
-  byId("mean").textContent = made.perStep.toFixed(2);
+  });
+  chart.replaceChildren(...bars);
+  byId("mean").textContent = mean;
+}
+
+function bar(kind, x, y, height) {
+  const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+  const attributes = { class: kind, x: x + 0.1, y, width: 0.8, height };
+  for (const [name, value] of Object.entries(attributes)) rect.setAttribute(name, value);
+  return rect;
 }
 
 // ---- Conversation and race --------------------------------------------------------------------
 
-function inWords(error, made) {
+function inWords(error, answer) {
   if (error instanceof SyntaxError) return "The server sent something that this page does not understand.";
   if (!(error instanceof TypeError)) return error.message;
-  return made.steps.length ? "The connection was lost; the answer is cut off." : "The server cannot be reached.";
+  if (answer.steps.length) return "The connection was lost; the answer is cut off.";
+  return "The server cannot be reached.";
 }
 
 // Only the newest question can be asked again: `run` removes these buttons.
@@ -229,16 +246,16 @@ function redoButton(label, again) {
   return element("button", { type: "button", className: "redo", textContent: label, onclick: again });
 }
 
-function showFault(parent, error, made) {
+function showFault(parent, error, answer) {
   if (error.name === "AbortError") return announce("Stopped.");
   if (error.status === 401) {
     byId("key-wanted").hidden = false;
     settings.showModal();
     fields.key.focus();
   }
-  const said = inWords(error, made);
-  parent.append(element("p", { className: "fault" }, said));
-  announce(said);
+  const fault = inWords(error, answer);
+  parent.append(element("p", { className: "fault" }, fault));
+  announce(fault);
 }
 
 async function run(work) {
@@ -292,7 +309,7 @@ function article(question) {
 async function chat(question) {
   const { about, text, asked, turn } = article(question);
   show(asked, turn);
-  const made = new Answer(text, (each) => {
+  const newest = new Answer(text, (each) => {
     about.textContent = each.summary();
     drawChart(each);
   });
@@ -304,28 +321,31 @@ async function chat(question) {
     conversation.length = place;
     chat(question);
   };
-  const record = () => ({ question, text: made.text, marks: made.marks.map(Number).join(""), about: made.summary() });
-  unfinished = () => (conversation === turns && made.text ? [record()] : []);
+  const record = () => {
+    const marks = newest.marks.map(Number).join("");
+    return { question, text: newest.text, marks, about: newest.summary() };
+  };
+  unfinished = () => (conversation === turns && newest.text ? [record()] : []);
   await run(async (signal) => {
     let fault = null;
     try {
-      await made.read(answer(messages(conversation, question), {}, signal));
+      await newest.read(answer(messages(conversation, question), {}, signal));
     } catch (error) {
       fault = error;
     }
-    if (fault?.name === "AbortError") made.finish = "stopped";
+    if (fault?.name === "AbortError") newest.finish = "stopped";
     unfinished = () => [];
-    made.draw();
+    newest.draw();
     following(() => {
-      about.textContent = made.summary();
-      if (made.steps.length) {
+      about.textContent = newest.summary();
+      if (newest.steps.length) {
         conversation.push(record());
         keepConversation();
-        about.append(copyButton(() => made.text), redoButton("Regenerate", again));
+        about.append(copyButton(() => newest.text), redoButton("Regenerate", again));
       }
-      if (!fault) return announce(`Answered: ${made.summary()}`);
-      showFault(turn, fault, made);
-      if (!made.steps.length || made.finish !== "stopped") turn.append(redoButton("Try again", again));
+      if (!fault) return announce(`Answered: ${newest.summary()}`);
+      showFault(turn, fault, newest);
+      if (!newest.steps.length || newest.finish !== "stopped") turn.append(redoButton("Try again", again));
     });
   });
 }
@@ -344,40 +364,45 @@ function keepConversation() {
 }
 
 function restoreConversation() {
-  const kept = recall("sessionStorage");
+  const stored = recall("sessionStorage");
   const isTurn = (turn) => ["question", "text", "marks", "about"].every((key) => typeof turn?.[key] === "string");
-  turns = Array.isArray(kept.turns) ? kept.turns.filter(isTurn) : [];
-  for (const [place, kept] of turns.entries()) {
-    const { about, text, asked, turn } = article(kept.question);
-    render(text, kept.text, Array.from(kept.marks, (mark) => mark === "1"), [], withCopyButton);
-    about.append(kept.about, copyButton(() => kept.text));
+  turns = Array.isArray(stored.turns) ? stored.turns.filter(isTurn) : [];
+  for (const [place, turn] of turns.entries()) {
+    const nodes = article(turn.question);
+    const marks = Array.from(turn.marks, (mark) => mark === "1");
+    render(nodes.text, turn.text, marks, [], withCopyButton);
+    nodes.about.append(turn.about, copyButton(() => turn.text));
     if (place === turns.length - 1) {
-      about.append(redoButton("Regenerate", () => {
-        asked.remove();
-        turn.remove();
+      const again = () => {
+        nodes.asked.remove();
+        nodes.turn.remove();
         turns.length = place;
-        chat(kept.question);
-      }));
+        chat(turn.question);
+      };
+      nodes.about.append(redoButton("Regenerate", again));
     }
-    show(asked, turn);
+    show(nodes.asked, nodes.turn);
   }
   byId("welcome").hidden = turns.length > 0;
-  input.value = typeof kept.typed === "string" ? kept.typed : "";
+  input.value = typeof stored.typed === "string" ? stored.typed : "";
   grow();
 }
 
 async function race(question) {
-  const names = ["Draft heads", "Plain model"];
-  const lanes = names.map((name) => {
-    const [rate, text, bar] = [element("span", { className: "rate" }), element("div", { className: "text" }), element("i")];
-    const node = element("section", { className: "lane", ariaLabel: name }, element("h3", {}, name, rate), element("div", { className: "bar" }, bar), text);
-    const made = new Answer(text, () => {
-      rate.textContent = `${made.rate.toFixed(0)} tokens/s`;
-      const most = Math.max(...lanes.map((lane) => lane.made.rate), 1);
-      for (const lane of lanes) lane.bar.style.width = `${(100 * lane.made.rate) / most}%`;
-      if (made === lanes[0].made) drawChart(made);
+  const lanes = ["Draft heads", "Plain model"].map((name) => {
+    const rate = element("span", { className: "rate" });
+    const bar = element("i");
+    const text = element("div", { className: "text" });
+    const head = element("h3", {}, name, rate);
+    const track = element("div", { className: "bar" }, bar);
+    const node = element("section", { className: "lane", ariaLabel: name }, head, track, text);
+    const answer = new Answer(text, () => {
+      rate.textContent = `${answer.rate.toFixed(0)} tokens/s`;
+      const most = Math.max(...lanes.map((lane) => lane.answer.rate), 1);
+      for (const lane of lanes) lane.bar.style.width = `${(100 * lane.answer.rate) / most}%`;
+      if (answer === lanes[0].answer) drawChart(answer);
     });
-    return { node, made, bar };
+    return { node, answer, bar };
   });
   const card = element("article", { className: "race", ariaLabel: "Race" }, ...lanes.map((lane) => lane.node));
   const asked = element("div", { className: "asked", dir: "auto", textContent: question });
@@ -390,10 +415,16 @@ async function race(question) {
   await run(async (signal) => {
     const seed = Math.floor(Math.random() * 2 ** 31);
     const prompt = [{ role: "user", content: question }];
-    const reads = lanes.map((lane, place) => lane.made.read(answer(prompt, { seed, ...options(), draft: place === 0 }, signal)));
-    const fault = (await Promise.allSettled(reads)).find((each) => each.status === "rejected");
-    for (const lane of lanes) if (lane.made.steps.length) lane.made.draw();
-    following(() => endRace(card, ...lanes.map((lane) => lane.made), fault?.reason, again));
+    const reads = lanes.map((lane, place) => {
+      const more = { seed, ...options(), draft: place === 0 };
+      return lane.answer.read(answer(prompt, more, signal));
+    });
+    const outcomes = await Promise.allSettled(reads);
+    const fault = outcomes.find((outcome) => outcome.status === "rejected");
+    for (const lane of lanes) {
+      if (lane.answer.steps.length) lane.answer.draw();
+    }
+    following(() => endRace(card, ...lanes.map((lane) => lane.answer), fault?.reason, again));
   });
 }
 
@@ -402,10 +433,14 @@ function endRace(card, drafts, plain, fault, again) {
     showFault(card, fault, drafts);
     return card.append(redoButton("Try again", again));
   }
-  const same = drafts.text === plain.text ? "the same text" : "another text, as it was sampled or rounded otherwise";
-  const [times, rest] = drafts.rate && plain.rate
-    ? [`${(drafts.rate / plain.rate).toFixed(2)} times`, ` as fast, ${same}`]
-    : ["Too short to compare", `: an answer of one token has no speed; ${same}`];
+  const isSame = drafts.text === plain.text;
+  const texts = isSame ? "the same text" : "another text, as it was sampled or rounded otherwise";
+  let times = "Too short to compare";
+  let rest = `: an answer of one token has no speed; ${texts}`;
+  if (drafts.rate && plain.rate) {
+    times = `${(drafts.rate / plain.rate).toFixed(2)} times`;
+    rest = ` as fast, ${texts}`;
+  }
   card.append(element("p", { className: "verdict" }, element("b", { textContent: times }), rest));
   announce(times + rest);
 }
@@ -456,7 +491,8 @@ settings.addEventListener("input", applySettings);
 async function describe() {
   const response = await fetch("v1/models", { headers: headers() }).catch(() => null);
   const model = response?.ok ? (await response.json()).data[0] : null;
-  byId("model").textContent = model ? `${model.id}${model.drafts ? `, ${model.drafts}` : ""}` : "";
+  const facts = model ? [model.id, model.drafts] : [];
+  byId("model").textContent = facts.filter(Boolean).join(", ");
   const hasDrafts = model?.drafts !== "";
   for (const node of document.querySelectorAll(".drafting")) node.hidden = !hasDrafts;
   byId("plain").hidden = hasDrafts;

@@ -1,0 +1,142 @@
+"""What a request must pass before it is read: the server's name, its key, its size, its time."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from typing import Any
+
+import h11
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from draftheads.infer.serve.hosts import Hosts
+from draftheads.infer.serve.protocol import ApiError
+from draftheads.infer.serve.service import Service
+
+ARRIVAL_SECONDS = 20.0
+"""For the head of a request, and again for its body."""
+
+
+class Gate:
+    """Lets requests pass that know the server's name and key, are short enough and arrive in time;
+    counts how they end.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, hosts: Hosts) -> None:
+        self.app = app
+        self.options = service.options
+        self.metrics = service.metrics
+        self.hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests.labels(str(message["status"])).inc()
+            await send(message)
+
+        scope["root_path"] = self.options.root_path
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self.app(scope, Arrival(receive, self.options.max_body).receive, counted)
+        else:
+            await error_response(refusal)(scope, receive, counted)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Why a request may not pass, by its head."""
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not self.hosts.allow(host):
+            names = ", ".join(sorted({"localhost", *self.hosts.names}))
+            return ApiError(
+                400,
+                f"expected the host {names} or an address, got {host[:80]!r}; see --allowed-host",
+            )
+        path: str = scope["path"]
+        below = path.removeprefix(self.options.root_path)  # not every proxy removes it
+        is_open = not path.startswith("/v1") and not below.startswith("/v1")
+        if is_open or self._has_key(headers.get(b"authorization", b"")):
+            return None
+        return ApiError(
+            401,
+            "expected the server's API key; send Authorization: Bearer KEY",
+            "invalid_api_key",
+            **{"WWW-Authenticate": "Bearer"},
+        )
+
+    def _has_key(self, authorization: bytes) -> bool:
+        if self.options.key is None:
+            return True
+        scheme, _, key = authorization.partition(b" ")
+        is_right = hmac.compare_digest(key.strip(), self.options.key.encode())
+        return scheme.lower() == b"bearer" and is_right
+
+
+class Arrival:
+    """The messages of a request. Those of its body must come in time, and have at most `most` bytes
+    together; the one after them says that the client has left.
+    """
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive = receive
+        self._most = most
+        self._size = 0
+        self._end: float | None = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
+
+    async def receive(self) -> Message:
+        """The next one. Raises ApiError."""
+        try:
+            async with asyncio.timeout_at(self._end):
+                message = await self._next()
+                while self._size > self._most and message.get("more_body"):
+                    message = await self._next()  # who is cut off may not see the error
+        except TimeoutError:
+            late = {"Connection": "close"}
+            raise ApiError(408, "the request took too long to arrive", **late) from None
+        if self._size > self._most:
+            raise ApiError(
+                413, f"expected a body of at most {self._most} bytes, got more; send a shorter one"
+            )
+        if not message.get("more_body"):
+            self._end = None
+        return message
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        self._size += len(message.get("body", b""))
+        return message
+
+
+class TimedProtocol(H11Protocol):
+    """Closes connections that take too long to send the head of a request."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            ARRIVAL_SECONDS, self.timeout_keep_alive_handler
+        )
+
+    def data_received(self, data: bytes) -> None:
+        # uvicorn stops its timer at the first byte: it is put back until the head is complete
+        timer = self.timeout_keep_alive_task
+        self.timeout_keep_alive_task = None
+        super().data_received(data)
+        if timer is None:
+            return
+        if self.conn.their_state is h11.IDLE:
+            self.timeout_keep_alive_task = timer
+        else:
+            timer.cancel()
+
+
+def error_response(error: HTTPException) -> JSONResponse:
+    """An error in OpenAI's shape."""
+    if not isinstance(error, ApiError):
+        error = ApiError(error.status_code, str(error.detail), None, **(error.headers or {}))
+    return JSONResponse(error.body(), error.status_code, error.headers)

@@ -1,0 +1,289 @@
+"""Answers in OpenAI's shapes: whole, or in the chunks of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+from uuid import uuid4
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from draftheads.infer.engine import Step
+from draftheads.infer.serve.logprobs import (
+    ScoredToken,
+    TokenScore,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+)
+from draftheads.infer.serve.protocol import ApiError, ChatRequest, GenerationRequest, Json
+from draftheads.infer.serve.reader import Gone
+from draftheads.infer.serve.scheduler import Job
+from draftheads.infer.text import AnswerText, TextStream
+
+STALL_SECONDS = 60.0
+"""For a client to read what it was sent."""
+
+
+class Choice:
+    """One answer in the making. texts: those of single tokens, for log-probabilities."""
+
+    def __init__(
+        self, request: GenerationRequest, index: int, prompt: list[int], texts: TokenTexts
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.prompt = prompt
+        self.is_chat = isinstance(request, ChatRequest)
+        self.tokens: list[int] = []
+        self.steps: list[Step] = []
+        self.finish: str | None = None
+        self._texts = texts
+        self._scored_characters = 0  # of the tokens whose log-probabilities were sent
+        skip = request.skip_special_tokens is not False
+        after = () if self.is_chat else prompt
+        stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip)
+        self._text = AnswerText(stream, request.stops)
+        self._echo = ""
+        if request.is_echoed:
+            self._echo = texts.tokenizer.decode(prompt, skip_special_tokens=skip)
+
+    def add(
+        self, step: Step, scores: Iterable[TokenScore] = (), before: Iterable[TokenScore] = ()
+    ) -> Piece:
+        """Take a step up to its end token. scores: of its tokens, if the request asks for them.
+        before: those of the prompt from its second token on.
+        """
+        ends = self.request.stop_token_ids or ()
+        tokens = step.tokens
+        place = next((place for place, token in enumerate(tokens) if token in ends), None)
+        if place is not None:
+            tokens = tokens[: place + 1]
+        has_end_token = place is not None or step.finish == "eos"
+        if has_end_token:
+            self.finish = "stop"
+        elif step.finish:
+            self.finish = "length" if step.finish == "length" else "stop"
+        visible = tokens[:-1] if has_end_token else tokens
+        is_first = not self.steps
+        self.tokens += tokens
+        self.steps.append(step)
+        text, drafted = self._grow(visible, step.accepted)
+        scored = list[ScoredToken](zip(tokens, scores, strict=False))
+        if is_first and self.request.is_echoed:
+            text = self._echo + text
+            if self.request.scores is not None:
+                scored_prompt = zip(self.prompt[1:], before, strict=True)
+                scored = [(self.prompt[0], None), *scored_prompt, *scored]
+        return Piece(self, text, tokens, scored, facts(step, drafted))
+
+    def entry(self, piece: Piece) -> Json:
+        """A part of this choice, or all of it."""
+        logprobs = None
+        if self.request.scores is not None:
+            logprobs = self._logprobs(piece.scored)
+        entry = self._entry(piece.text, logprobs)
+        if self.request.stream and self.request.includes_steps:
+            entry["step"] = piece.facts
+        if self.request.return_token_ids:
+            entry["token_ids"] = piece.tokens
+        return entry
+
+    def opening(self) -> Json:
+        """The first entry of a stream."""
+        entry = self._entry("", None)
+        entry["finish_reason"] = None
+        if self.is_chat:
+            entry["delta"]["role"] = "assistant"
+        return entry
+
+    def _grow(self, tokens: Sequence[int], accepted: int) -> tuple[str, int]:
+        """Text that is settled by these tokens, and how many of its characters, the first ones, are
+        of accepted draft tokens.
+        """
+        if not self.request.includes_steps:
+            accepted = 0  # nobody asks, and it takes time
+        start = self._text.settled
+        self._text.add(tokens, accepted, is_last=self.finish is not None)
+        piece = slice(start, self._text.settled)
+        return self._text.text[piece], sum(takewhile(bool, self._text.accepted[piece]))
+
+    def _entry(self, text: str, logprobs: Any) -> Json:
+        content: Json = {"text": text}
+        if self.is_chat and self.request.stream:
+            content = {"delta": {"content": text}}
+        elif self.is_chat:
+            content = {"message": {"role": "assistant", "content": text}}
+        finish = {"finish_reason": self.finish}
+        return {"index": self.index, **content, "logprobs": logprobs, **finish}
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json:
+        if self.is_chat:
+            return chat_logprobs([score for _, score in scored if score], self._texts)
+        logprobs = completion_logprobs(scored, self._texts, self._scored_characters)
+        self._scored_characters += sum(map(len, logprobs["tokens"]))
+        return logprobs
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step adds to a choice."""
+
+    choice: Choice
+    text: str
+    tokens: list[int]
+    scored: list[ScoredToken]
+    facts: Json  # for `include_steps`
+
+
+class Reply:
+    """The answers to a request, as OpenAI's clients read them. prompts: each has as many choices as
+    the request asks for.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, model: str, prompts: list[list[int]], texts: TokenTexts
+    ) -> None:
+        self.request = request
+        self.prompts = prompts
+        self.choices: list[Choice] = []
+        for prompt in prompts:
+            for _ in range(request.count):
+                self.choices.append(Choice(request, len(self.choices), prompt, texts))
+        prefix = "cmpl"
+        kind = "text_completion"
+        if isinstance(request, ChatRequest):
+            prefix = "chatcmpl"
+            kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        self.head: Json = {
+            "id": f"{prefix}-{uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all answers are there."""
+        return all(choice.finish for choice in self.choices)
+
+    def whole(self, pieces: Sequence[Piece], jobs: Sequence[Job]) -> Json:
+        """All answers at once."""
+        entries = []
+        for choice in self.choices:
+            own = [piece for piece in pieces if piece.choice is choice]
+            text = "".join(piece.text for piece in own)
+            scored = [pair for piece in own for pair in piece.scored]
+            entries.append(choice.entry(Piece(choice, text, choice.tokens, scored, {})))
+        prompt_ids = self._prompt_ids(entries)
+        return {**self.head, "choices": entries, **prompt_ids, "usage": self.usage(jobs)}
+
+    async def chunks(
+        self, pieces: AsyncGenerator[Piece], jobs: Sequence[Job]
+    ) -> AsyncGenerator[Json]:
+        """The chunks of a stream."""
+        options = self.request.stream_options
+        has_usage = options is not None and options.include_usage
+        usage = {"usage": None} if has_usage else {}
+        opened = set[int]()
+        async with aclosing(pieces):
+            async for piece in pieces:
+                choice = piece.choice
+                if choice.index not in opened:
+                    opened.add(choice.index)
+                    entry = choice.opening()
+                    yield {**self.head, "choices": [entry], **self._prompt_ids([entry]), **usage}
+                yield {**self.head, "choices": [choice.entry(piece)], **usage}
+        if has_usage:
+            yield {**self.head, "choices": [], "usage": self.usage(jobs)}
+
+    def usage(self, jobs: Sequence[Job]) -> Json:
+        """Counts in OpenAI's names, over all choices; a prompt counts once, and so do those of its
+        tokens that its first job did not compute again. seconds: of the engine.
+        """
+        steps = [step for choice in self.choices for step in choice.steps]
+        right = sum(map(accepted, steps))
+        drafted = sum(step.drafted for step in steps)
+        prompt = sum(map(len, self.prompts))
+        completion = sum(len(choice.tokens) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(job.reused for job in jobs[:: self.request.count])
+            },
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": right,
+                "rejected_prediction_tokens": drafted - right,
+            },
+            "steps": len(steps),
+            "seconds": round(sum(job.seconds for job in jobs), 6),
+        }
+
+    def _prompt_ids(self, entries: Sequence[Json]) -> Json:
+        """If they are asked for, those of the only prompt; those of several are in the entries."""
+        if not self.request.return_token_ids:
+            return {}
+        if len(self.prompts) == 1:
+            return {"prompt_token_ids": self.prompts[0]}
+        for entry in entries:
+            entry["prompt_token_ids"] = self.choices[entry["index"]].prompt
+        return {}
+
+
+def accepted(step: Step) -> int:
+    """Draft tokens among the tokens of a step."""
+    return max(min(step.accepted, len(step.tokens)), 0)
+
+
+def facts(step: Step, characters: int) -> Json:
+    """What a step brought, for `include_steps`. characters: those of accepted draft tokens."""
+    return {
+        "tokens": len(step.tokens),
+        "accepted": accepted(step),
+        "drafted": step.drafted,
+        "accepted_chars": characters,
+        "seconds": round(step.draft_seconds + step.verify_seconds, 6),
+        "prefill": step.accepted < 0,
+    }
+
+
+class EventStream(StreamingResponse):
+    """Chunks as server-sent events. An error ends the stream, and so does a client that leaves, or
+    reads nothing for a minute. opening: the first chunk.
+    """
+
+    def __init__(self, opening: Json, chunks: AsyncGenerator[Json]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__((), media_type="text/event-stream", headers=headers)
+        self.opening = opening
+        self.chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(*events: str) -> None:
+            body = "".join(f"data: {event}\n\n" for event in events).encode()
+            async with asyncio.timeout(STALL_SECONDS):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            async with aclosing(self.chunks):
+                first = await anext(self.chunks)
+                await send(start)
+                await write(json.dumps(self.opening), json.dumps(first))  # in one packet
+                async for chunk in self.chunks:
+                    await write(json.dumps(chunk))
+                await write("[DONE]")
+        except (Gone, TimeoutError):
+            return  # the connection is closed
+        except ApiError as error:
+            await write(json.dumps(error.body()))
+        await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,248 @@
+"""Requests become jobs of the engine, and their steps become answers.
+
+The event loop reads requests and writes answers; the `Scheduler`'s thread decodes. Every event of a
+request (step, error, time-out, disconnect) arrives in one queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
+from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.serve.hosts import Hosts
+from draftheads.infer.serve.logprobs import Scored, TokenScore, TokenTexts
+from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
+from draftheads.infer.serve.reader import Gone, Reader
+from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
+from draftheads.infer.serve.scheduler import Account, Closing, Job, QueueFull, Scheduler
+
+Event = tuple[Choice, Step, Sequence[TokenScore], Sequence[TokenScore]] | Exception
+"""A step with the scores of its tokens and of the prompt, or what ends the request."""
+Events = asyncio.Queue[Event]
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Settings of a server."""
+
+    name: str  # of the model, in requests
+    key: str | None = None  # that requests must have
+    temperature: float = 0.0  # this and the next two: where a request says nothing
+    top_p: float = 1.0
+    top_k: int = 0
+    slots: int = 4  # requests decoded at a time
+    waiting: int = 64  # more get 429
+    timeout: float = 600.0  # seconds for a request, those in the queue included
+    grace: float = 20.0  # seconds for open requests when the server ends
+    max_body: int = 4 << 20  # bytes
+    allowed_hosts: tuple[str, ...] = ()  # as of `Hosts`; default: by the address it listens on
+    root_path: str = ""  # of the address under which a proxy offers it
+
+    def __post_init__(self) -> None:
+        Hosts(self.allowed_hosts)
+        if not re.fullmatch(r"(/[^/?#\s]+)*", self.root_path):
+            raise ValueError(
+                f"--root-path: expected a path such as /model, got {self.root_path!r}; begin it "
+                "with a slash, and end it without"
+            )
+
+
+class Metrics:
+    """What /metrics tells."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._make(Counter, "requests", "Requests by HTTP status", ["status"])
+        counters = {
+            "prompt_tokens": "Tokens of prompts",
+            "cached_tokens": "Tokens of prompts that were not computed again",
+            "completion_tokens": "Tokens of answers",
+            "accepted_prediction_tokens": "Draft tokens that were accepted",
+            "rejected_prediction_tokens": "Draft tokens that were not",
+            "steps": "Forward passes of the target",
+            "seconds": "Time of the engine",
+        }
+        self.counters = {name: self._make(Counter, name, text) for name, text in counters.items()}
+        self.first = self._make(Histogram, "time_to_first_token_seconds", "From request to token")
+        self.whole = self._make(Histogram, "request_seconds", "From request to the last token")
+        active = self._make(Gauge, "active_requests", "Requests that are active")
+        active.set_function(lambda: len(scheduler.active))
+        waiting = self._make(Gauge, "waiting_requests", "Requests that are waiting")
+        waiting.set_function(lambda: len(scheduler.waiting))
+
+    def add(self, usage: Json) -> None:
+        """Count what a request used."""
+        counts = {
+            **usage,
+            **usage["prompt_tokens_details"],
+            **usage["completion_tokens_details"],
+        }
+        for name, counter in self.counters.items():
+            counter.inc(counts[name])
+
+    def _make(self, kind: Any, name: str, text: str, labels: Sequence[str] = ()) -> Any:
+        return kind(f"draftheads_{name}", text, labels, registry=self.registry)
+
+
+class Service:
+    """Answers requests with one engine. Its target must have a tokenizer."""
+
+    def __init__(self, speculator: Speculator, options: ServeOptions) -> None:
+        self.target = speculator.target
+        self.options = options
+        if self.target.tokenizer is None:
+            raise ValueError(
+                f"{self.target.name} has no tokenizer; a server needs one, add its files"
+            )
+        self.scheduler = Scheduler(speculator, slots=options.slots, waiting=options.waiting)
+        self.reader = Reader(self.target, options.name, options.slots + options.waiting)
+        self.metrics = Metrics(self.scheduler)
+        self._texts = TokenTexts(self.target.tokenizer)
+
+    async def respond(self, kind: type[GenerationRequest], http: Request) -> Response:
+        """Answer a request of this kind."""
+        request, prompts = await self.reader.read(kind, http)
+        reply = Reply(request, self.options.name, prompts, self._texts)
+        events = Events()
+        jobs = self._jobs(reply, events)
+        try:
+            await asyncio.to_thread(self.scheduler.check, *jobs)
+            self.scheduler.queue(*jobs)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except QueueFull as error:
+            later = {"Retry-After": str(min(max(math.ceil(error.seconds), 1), 60))}
+            raise ApiError(429, f"{error}; retry later", "queue_full", **later) from error
+        except Closing as error:
+            raise as_api_error(error) from error
+        pieces = self._pieces(reply, jobs, events, http)
+        if request.stream:
+            chunks = reply.chunks(pieces, jobs)
+            opening = await anext(chunks)  # an error before it has a status of its own
+            return EventStream(opening, chunks)
+        return JSONResponse(reply.whole([piece async for piece in pieces], jobs))
+
+    def _jobs(self, reply: Reply, events: Events) -> list[Job]:
+        """One for each answer."""
+        request = reply.request
+        account = Account()
+        jobs = []
+        for choice in reply.choices:
+            rule = self.rule(request, choice.index % request.count)
+            if request.scores is not None:
+                rule = Scored(rule, request.scores, request.is_echoed)
+            room = self.target.context - len(choice.prompt)
+            job = Job(
+                choice.prompt,
+                delivery(choice, rule, events),
+                rule,
+                min(request.limit or room, room),
+                stop=request.stops,
+                draft=request.draft is not False,
+                account=account,
+            )
+            jobs.append(job)
+        return jobs
+
+    def rule(self, request: GenerationRequest, number: int = 0) -> Acceptance:
+        """The lossless rule that a request asks for. number: of the answer to a prompt, which
+        changes its seed.
+        """
+        temperature, top_p, top_k = request.temperature, request.top_p, request.top_k
+        if temperature is None:
+            temperature = self.options.temperature
+        if top_p is None:
+            top_p = self.options.top_p
+        if top_k is None:
+            top_k = self.options.top_k
+        if temperature < LEAST_TEMPERATURE:
+            return Greedy()
+        rule = Sampled(temperature, top_p, max(top_k, 0))
+        if request.seed is not None:
+            rule.seed((request.seed + number) % 2**63)
+        return rule
+
+    async def _pieces(
+        self, reply: Reply, jobs: Sequence[Job], events: Events, http: Request
+    ) -> AsyncGenerator[Piece]:
+        """What the steps bring, as they come. Raises ApiError, and Gone if the client leaves; the
+        jobs end with this.
+        """
+        late = ApiError(504, f"no answer within {self.options.timeout:g} s", "timeout")
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self.options.timeout, events.put_nowait, late)
+        watcher = asyncio.create_task(_watch(http, events))
+        start = perf_counter()
+        is_first = True
+        try:
+            while not reply.is_complete:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise as_api_error(event)
+                choice, step, scores, before = event
+                if choice.finish:  # by a stop token; its job is being cancelled
+                    continue
+                if is_first:
+                    self.metrics.first.observe(perf_counter() - start)
+                    is_first = False
+                piece = choice.add(step, scores, before)
+                if choice.finish:
+                    self.scheduler.cancel(jobs[choice.index])
+                yield piece
+            self.metrics.whole.observe(perf_counter() - start)
+        finally:
+            for job in jobs:
+                self.scheduler.cancel(job)
+            timer.cancel()
+            watcher.cancel()
+            self.metrics.add(reply.usage(jobs))
+
+
+async def _watch(http: Request, events: Events) -> None:
+    """Report when the client leaves."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    events.put_nowait(Gone())
+
+
+def delivery(
+    choice: Choice, rule: Acceptance, events: Events
+) -> Callable[[Step | Exception], None]:
+    """A function that brings steps from the engine's thread into the event loop's queue, with the
+    scores that the rule has noted by then.
+    """
+    loop = asyncio.get_running_loop()
+
+    def deliver(outcome: Step | Exception) -> None:
+        event: Event
+        if isinstance(outcome, Exception):
+            event = outcome
+        elif isinstance(rule, Scored):
+            event = (choice, outcome, list(rule.newest), rule.prompt)
+        else:
+            event = (choice, outcome, (), ())
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+    return deliver
+
+
+def as_api_error(error: Exception) -> Exception:
+    """An error as the client is told of it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Closing):
+        return ApiError(503, str(error), "shutting_down")
+    return ApiError(500, f"the engine failed at this request ({type(error).__name__})")
