@@ -55,12 +55,10 @@ from draftheads.scripts.options import (
     TopP,
     Trees,
     check_file,
-    check_picture,
     check_writable_head,
     chosen_tree,
     parsed_template_args,
     rule,
-    with_trees,
     write_figures,
 )
 from draftheads.train.entry import say
@@ -68,6 +66,7 @@ from draftheads.train.entry import say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from draftheads.infer.measure.tune import TuneOptions
     from draftheads.train.data.distill import Answerer, DistillOptions
     from draftheads.train.data.prompts import Prompt
 
@@ -297,30 +296,21 @@ def bench(
     seed: Seed = 0,
 ) -> None:
     """Measure heads and other drafters against `generate` and this engine without drafts."""
-    from draftheads.infer.accept import Greedy
     from draftheads.infer.drafters.named import load_drafts, open_drafts
-    from draftheads.infer.measure import report as reports
-    from draftheads.infer.measure.baseline import rivals
-    from draftheads.infer.measure.bench import BenchOptions
-    from draftheads.infer.measure.bench import bench as run
-    from draftheads.infer.measure.plot import plot as write_plot
+    from draftheads.infer.measure import bench as benches
+    from draftheads.infer.measure.report import print_report
+    from draftheads.scripts.contest import Outputs, contestants
     from draftheads.scripts.openings import openings
 
-    check_file(json_out)
-    check_file(markdown)
-    check_picture(plot)
-    if card:
-        for source in head:
-            check_writable_head(source, "--card")
+    outputs = Outputs(json_out, markdown, plot, head if card else [])
+    outputs.check()
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = Place(dtype, device, threads)
     model = load_fast_target(target, place, revision, folders, template_args)
-    sampling = rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience)
-    loaded = load_drafts(drafts, model, sampling, adaptive)
-    options = BenchOptions(
+    options = benches.BenchOptions(
         max_new_tokens=max_new_tokens,
-        sampling=sampling,
+        sampling=rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience),
         repetitions=repetitions,
         nodes=nodes or (),
         seed=seed,
@@ -328,21 +318,13 @@ def bench(
         batch=batch,
         analysis=analysis,
     )
+    loaded = load_drafts(drafts, model, options.sampling, adaptive)
     ids, categories = openings(model, prompts, prompt_words, limit)
     announce(compile)
-    entries = with_trees(loaded, tree or ())
-    if isinstance(sampling, Greedy) and batch == 1:
-        entries |= rivals(model, loaded)
-    report = run(model, entries, ids, options, categories=categories)
-    reports.print_report(report)
-    if json_out:
-        reports.write_json(report, json_out)
-    if markdown:
-        reports.write_markdown(report, markdown)
-    if plot:
-        write_plot(report, plot)
-    if card:
-        reports.write_cards(report, dict(zip(drafts, folders, strict=True)))
+    entries = contestants(model, loaded, tree or (), options)
+    report = benches.bench(model, entries, ids, options, categories=categories)
+    print_report(report)
+    outputs.write(report, drafts)
 
 
 def tune(
@@ -373,10 +355,10 @@ def tune(
     Without --head: how many tokens per step would heads need to pay here?
     """
     from draftheads.heads.formats.hub import open_head, record_tuned
-    from draftheads.infer.measure.tune import TuneOptions, verify_curve
+    from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.measure.tune import tune as run
     from draftheads.scripts.openings import opening_ids
-    from draftheads.scripts.printing import print_curve, print_tuned
+    from draftheads.scripts.printing import print_tuned
 
     options = TuneOptions(
         max_new_tokens=max_new_tokens,
@@ -389,12 +371,7 @@ def tune(
     place = Place(dtype, device, threads)
     check_file(json_out)
     if head is None:
-        if target is None:
-            raise ValueError("expected --target or --head to tune for, got neither; pass one")
-        model = load_fast_target(target, place, revision)
-        curve = verify_curve(model, context, options)
-        print_curve(model, context, curve)
-        write_figures(json_out, {"context": context, "verify": curve})
+        write_figures(json_out, target_curve(target, revision, place, context, options))
         return
     if not dry_run:
         check_writable_head(head, "--head")
@@ -410,6 +387,21 @@ def tune(
         record_tuned(folder.path, tuned.best.tree, tuned.facts())
         say(f"written to {folder.path}")
     write_figures(json_out, asdict(tuned))
+
+
+def target_curve(
+    target: str | None, revision: str | None, place: Place, context: int, options: TuneOptions
+) -> dict[str, Any]:
+    """Print what a verification costs without a head; returns the figures."""
+    from draftheads.infer.measure.tune import verify_curve
+    from draftheads.scripts.printing import print_curve
+
+    if target is None:
+        raise ValueError("expected --target or --head to tune for, got neither; pass one")
+    model = load_fast_target(target, place, revision)
+    curve = verify_curve(model, context, options)
+    print_curve(model, context, curve)
+    return {"context": context, "verify": curve}
 
 
 def chat(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from draftheads.heads.tree import Tree
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
-    from draftheads.infer.measure.bench import Entry
 
 Keep = Literal["keep", "drop"]
 
@@ -127,32 +125,8 @@ def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | Non
     return shape.resized(nodes) if nodes else shape
 
 
-def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dict[str, Entry]:
-    """Entries of a bench: each head with each tree of --tree, as "name@tree"; "name@tree" is for
-    that head alone. A head without a tree keeps its own. Raises ValueError for an unknown name.
-    """
-    from draftheads.heads.tree import parse_tree
-
-    own: dict[str, Entry] = dict(drafts)
-    entries: dict[str, Entry] = {}
-    for text in texts:
-        name, _, tree = text.rpartition("@")
-        if name and name not in drafts:
-            raise ValueError(
-                f"--tree {text}: expected a tree, or one of {', '.join(drafts)} before the @, "
-                f"got {name}"
-            )
-        for each in [name] if name else list(drafts):
-            entries[f"{each}@{tree}"] = (drafts[each], parse_tree(tree))
-            own.pop(each, None)
-    return {**own, **entries}
-
-
-# Outputs are checked before anything is measured.
-
-
 def check_file(file: Path | None) -> None:
-    """Raise ValueError for a file that cannot be written."""
+    """Raise ValueError for a file that cannot be written: before anything is measured."""
     if file is None:
         return
     folder = next(parent for parent in file.absolute().parents if parent.exists())
@@ -160,21 +134,6 @@ def check_file(file: Path | None) -> None:
         raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
     if file.is_dir():
         raise ValueError(f"{file}: expected a file to write, got a folder; add a file's name")
-
-
-def check_picture(picture: Path | None) -> None:
-    """Raise ValueError for a picture that cannot be written, or without matplotlib."""
-    from draftheads.infer.measure.plot import new_figure
-
-    if picture is None:
-        return
-    check_file(picture)
-    try:
-        formats = new_figure(1, 1).canvas.get_supported_filetypes()
-    except ImportError as error:  # matplotlib is optional
-        raise ValueError(str(error)) from error
-    if picture.suffix and picture.suffix[1:].lower() not in formats:
-        raise ValueError(f"{picture}: expected a file ending in .png, .pdf or .svg; rename it")
 
 
 def check_writable_head(source: str, option: str) -> None:
