@@ -225,7 +225,7 @@ def test_training_goes_on_with_the_loss_and_gradients_of_transformers_layers(tmp
     got = head(batch, features_TX[None], target)
     got.loss.backward()
 
-    weights_S = torch.exp(-torch.arange(SLOTS) / head.decay_tokens)
+    weights_S = torch.exp(-torch.arange(SLOTS) / head.choices.decay_tokens)
     weights_S = weights_S / weights_S.sum()
     loss, ranks_AS = torch.zeros(()), torch.full((8, SLOTS), -1)
     for anchor in range(8):
