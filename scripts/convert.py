@@ -42,11 +42,14 @@ def converted(
     """
     if out.exists():
         raise FileExistsError(f"{out} already exists; choose another name, or remove it")
-    found = open_head(source)
-    head, stored = found.read(target)
-    recorded = {"name": None, "revision": None, **(stored.facts.get("target") or {})}
-    if target_file is not None:
-        recorded.setdefault("layers", target_file.layers)
+    folder = open_head(source)
+    head, stored = folder.read(target)
+    if target is not None:
+        origin = about_target(target)
+    else:
+        origin = {"name": None, "revision": None, **(stored.facts.get("target") or {})}
+        if target_file is not None:
+            origin.setdefault("layers", target_file.layers)
     facts = {
         "training": {},
         "measured": [],
@@ -54,14 +57,14 @@ def converted(
         **tree_facts(head.tree),
         "format": FORMAT,
         "kind": head.kind,
-        "target": about_target(target) if target else recorded,
+        "target": origin,
         "feature_layers": list(head.feature_layers),
     }
     dtypes = [each.dtype for each in stored.tensors.values() if each.is_floating_point()]
     ours = head_config(head, dtypes[0], facts)
     tensors = {name: tensor.contiguous() for name, tensor in stored.tensors.items()}
-    with named(found.path):
-        if found.facts.get("adapter"):
+    with named(folder.path):
+        if folder.facts.get("adapter"):
             raise ValueError(
                 "this head was trained with an adapter, which no other layout has; `draftheads "
                 "merge` writes the adapted target and its heads first"

@@ -26,8 +26,8 @@ tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
     "heads.formats": 14_400,
-    "infer.drafters": 5_600,
-    "infer.measure": 12_300,
+    "infer.drafters": 5_900,
+    "infer.measure": 12_700,
     "infer.chat": 7_000,
     "infer.serve": 11_900,
     "infer.generate": 2_200,
