@@ -39,7 +39,7 @@ RESAMPLES = 5000
 """Of the bootstrap."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RaceOptions:
     """Settings of a race."""
 

@@ -98,7 +98,8 @@ def refuse_empty(arguments: Sequence[str]) -> None:
     for before, argument in pairwise(["", *arguments]):
         option, is_joined, value = argument.partition("=")
         if not (is_joined and option.startswith("--")):
-            option, value = before if before.startswith("-") else "an argument", argument
+            option = before if before.startswith("-") else "an argument"
+            value = argument
         if not value.strip() and option != "--system":
             raise ValueError(f"{option}: expected a value, got an empty one; {NO_VALUE}")
 
@@ -124,10 +125,13 @@ def spread(arguments: list[str]) -> list[str]:
     """`--head A B` as `--head A --head B`, likewise --nodes and --tree, for click. Raises
     ValueError for one of these without a value.
     """
-    option, out = "", list[str]()
+    option = ""
+    out: list[str] = []
     for argument, following in pairwise([*arguments, "-"]):
         if not argument.startswith("-"):
-            out += [option, argument] if option else [argument]
+            if option:
+                out.append(option)
+            out.append(argument)
             continue
         option = argument if argument in SPREAD else ""
         if not option:

@@ -44,9 +44,12 @@ def converted(
         raise FileExistsError(f"{out} already exists; choose another name, or remove it")
     folder = open_head(source)
     head, stored = folder.read(target)
-    recorded = {"name": None, "revision": None, **(stored.facts.json.get("target") or {})}
-    if target_file is not None:
-        recorded.setdefault("layers", target_file.layers)
+    if target is not None:
+        origin = about_target(target)
+    else:
+        origin = {"name": None, "revision": None, **(stored.facts.json.get("target") or {})}
+        if target_file is not None:
+            origin.setdefault("layers", target_file.layers)
     facts = {
         "training": {},
         "measured": [],
@@ -54,7 +57,7 @@ def converted(
         **tree_facts(head.tree),
         "format": FORMAT,
         "kind": head.kind,
-        "target": about_target(target) if target else recorded,
+        "target": origin,
         "feature_layers": list(head.feature_layers),
     }
     dtypes = [each.dtype for each in stored.tensors.values() if each.is_floating_point()]

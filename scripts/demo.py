@@ -42,7 +42,8 @@ QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json
 
 def demo(out: Path) -> BenchReport:
     """Run all stages in `out`; an earlier run is resumed. Returns the bench report."""
-    console, began = SafeConsole(), time.monotonic()
+    console = SafeConsole()
+    began = time.monotonic()
     transformers.logging.disable_progress_bar()
     target = Target.load(RECIPES / "demo-target")
     threads = torch.get_num_threads()

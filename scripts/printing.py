@@ -14,7 +14,7 @@ from rich.text import Text
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
-from draftheads.infer.measure.costs import ORDINARY
+from draftheads.infer.measure.costs import ORDINARY, Trial
 from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.race import describe_machine, machine_line
@@ -42,15 +42,20 @@ class Pen:
 
     def document(self, tokens: Sequence[int], learn: Sequence[tuple[int, int]]) -> Text:
         """A document's text with its learned spans and end tokens marked."""
-        text, stream, at = Text(), TextStream(self._side.tokenizer, skip_special_tokens=False), 0
+        text = Text()
+        stream = TextStream(self._side.tokenizer, skip_special_tokens=False)
+        at = 0
         for start, stop in learn:
             end = stop - (tokens[stop - 1] in self._side.eos_ids)
             self._write(text, stream, tokens[at:start], REST)
-            text.append("[[" if self._plain else "")
+            if self._plain:
+                text.append("[[")
             self._write(text, stream, tokens[start:end], LEARNED)
-            text.append("|" if self._boundaries and start < end < stop else "")
+            if self._boundaries and start < end < stop:
+                text.append("|")
             self._write(text, stream, tokens[end:stop], ENDING)
-            text.append("]]" if self._plain else "")
+            if self._plain:
+                text.append("]]")
             at = stop
         self._write(text, stream, tokens[at:], REST)
         return text
@@ -192,40 +197,55 @@ def print_curve(target: Target, context: int, curve: Mapping[int, float]) -> Non
     )
 
 
-def print_tuned(found: Tuned) -> None:
+def print_tuned(tuned: Tuned) -> None:
     """Print the trees that raced, and which one is the fastest."""
     console = SafeConsole(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("tree", "nodes", "depth", "τ", "predicted", "measured", "error", "gain", "95 %"):
         table.add_column(name, justify="left" if name == "tree" else "right", no_wrap=True)
-    for place, each in enumerate(found.trials):
-        tree = each.tree
-        kind = f"top_k {tree.top_k}" if isinstance(tree, DynamicTree) else "fixed"
-        kind = kind if tree.nodes > 1 else "no drafts"
-        table.add_row(
-            f"present, {kind}" if place == 0 else kind,
-            *(str(tree.draft_nodes), str(tree.depth), f"{each.tau:.2f}"),
-            f"{each.predicted:.0f}" if each.predicted else "-",
-            f"{each.measured:.0f}",
-            f"{each.predicted / each.measured - 1:+.0%}" if each.predicted else "-",
-            f"{each.measured / found.trials[0].measured:.2f}",
-            "{:.2f}-{:.2f}".format(*each.gain_ci95),
-            style="bold green" if each is found.best else None,
-        )
+    present, *others = tuned.trials
+    for trial in (present, *others):
+        cells = _trial_cells(trial, present)
+        table.add_row(*cells, style="bold green" if trial is tuned.best else None)
     console.print(table)
-    best, tree = found.best, found.best.tree
-    compiled = ", both compiled" * found.settings["compile"]
-    gain = f"{best.measured / found.plain.measured:.2f} times plain decoding{compiled}"
+    tree = tuned.best.tree
+    gain = f"{tuned.best.measured / tuned.plain.measured:.2f} times plain decoding"
+    if tuned.settings["compile"]:
+        gain += ", both compiled"
     if tree.nodes == 1:
-        gain = why_no_drafts(found)
-    kept = "the present tree stays" if best is found.trials[0] else "a new tree"
-    console.print(f"{kept}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}")
+        gain = why_no_drafts(tuned)
+    choice = "the present tree stays" if tuned.best is present else "a new tree"
+    console.print(f"{choice}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}")
     console.print(
         "predicted, measured: tokens per second, prompt included, on prompts that the trees were "
         "not fitted to. gain: over the present tree, with a 95 % interval over prompts.\n"
-        f"machine: {machine_line(found.machine)}.",
+        f"machine: {machine_line(tuned.machine)}.",
         style="dim",
     )
+
+
+def _trial_cells(trial: Trial, present: Trial) -> list[str]:
+    tree = trial.tree
+    kind = "fixed"
+    if isinstance(tree, DynamicTree):
+        kind = f"top_k {tree.top_k}"
+    if tree.nodes == 1:
+        kind = "no drafts"
+    predicted = error = "-"
+    if trial.predicted:
+        predicted = f"{trial.predicted:.0f}"
+        error = f"{trial.predicted / trial.measured - 1:+.0%}"
+    return [
+        f"present, {kind}" if trial is present else kind,
+        str(tree.draft_nodes),
+        str(tree.depth),
+        f"{trial.tau:.2f}",
+        predicted,
+        f"{trial.measured:.0f}",
+        error,
+        f"{trial.measured / present.measured:.2f}",
+        "{:.2f}-{:.2f}".format(*trial.gain_ci95),
+    ]
 
 
 def _break_even(plan: Plan) -> str:
@@ -240,24 +260,25 @@ def _break_even(plan: Plan) -> str:
     return line
 
 
-def why_no_drafts(found: Tuned) -> str:
+def why_no_drafts(tuned: Tuned) -> str:
     """Why the tree is one without drafts, and what to do about it."""
-    best = found.drafted
+    best = tuned.drafted
     if best is None:
         return "the head decodes without drafts"
-    break_even = found.costs.break_even(best.tree)
-    other = "" if found.machine["dtype"] == "bfloat16" else "--dtype bfloat16, "
+    break_even = tuned.costs.break_even(best.tree)
+    other = "" if tuned.machine["dtype"] == "bfloat16" else "--dtype bfloat16, "
     return (
         "the head will decode without drafts. Why: the fastest tree with drafts, of "
         f"{best.tree.draft_nodes} nodes, brings τ {best.tau:.2f}, and a step with it costs "
-        f"{break_even:.2f} plain ones (break-even τ); {best.measured / found.plain.measured:.2f} "
+        f"{break_even:.2f} plain ones (break-even τ); {best.measured / tuned.plain.measured:.2f} "
         f"times plain decoding. Next: train longer or on texts like these prompts (see draftheads "
         f"doctor), {other}--compile, or tune on the machine that will decode"
     )
 
 
 def _time(plan: Plan) -> str:
-    time, kinds = plan.time, ""
+    time = plan.time
+    kinds = ""
     if not time:
         return f"time   unknown: {plan.reason}"
     if plan.work.alone < 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -27,14 +26,9 @@ class Baseline:
     """
 
     def __init__(self, target: Target, *, compile: bool = False, **options: Any) -> None:
-        self.target, self.compile, self.options = target, compile, options
-
-    def generate(
-        self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
-    ) -> Iterator[Step]:
-        """Continue one prompt like `Speculator.generate`, all in one Step."""
-        batch = self.generate_batch([prompt], sampling=sampling, max_new_tokens=max_new_tokens)
-        return filter(None, chain.from_iterable(batch))
+        self.target = target
+        self.compile = compile
+        self.options = options
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
@@ -51,6 +45,22 @@ class Baseline:
                 f"expected Greedy, Sampled or Typical, got {type(sampling).__name__}; `generate` "
                 "has no equivalent of it to compare with"
             )
+        config = self._config(sampling, max_new_tokens)
+        width = max(map(len, prompts))
+        tokens, mask = [], []
+        for prompt in prompts:
+            padding = width - len(prompt)
+            tokens.append([config.pad_token_id] * padding + list(prompt))
+            mask.append([0] * padding + [1] * len(prompt))
+        out_BT = self.target.model.generate(
+            torch.tensor(tokens, device=self.target.device),
+            attention_mask=torch.tensor(mask, device=self.target.device),
+            generation_config=config,
+            **self.options,
+        )
+        yield [self._step(row) for row in out_BT[:, width:].tolist()]
+
+    def _config(self, sampling: Acceptance, max_new_tokens: int) -> GenerationConfig:
         eos = list(self.target.eos_ids)
         config = GenerationConfig(
             max_new_tokens=max_new_tokens,
@@ -67,19 +77,15 @@ class Baseline:
             config.cache_implementation = "static"
             config.compile_config = CompileConfig(mode=None, fullgraph=False)
             config.compile_config._compile_all_devices = True  # the CPU, too
-        width, pad = max(map(len, prompts)), config.pad_token_id
-        padding = [width - len(prompt) for prompt in prompts]
-        tokens = [[pad] * n + list(prompt) for n, prompt in zip(padding, prompts, strict=True)]
-        mask = [[0] * n + [1] * (width - n) for n in padding]
-        out_BT = self.target.model.generate(
-            torch.tensor(tokens, device=self.target.device),
-            attention_mask=torch.tensor(mask, device=self.target.device),
-            generation_config=config,
-            **self.options,
-        )
-        rows = out_BT[:, width:].tolist()
-        ends = [next((i for i, t in enumerate(row, 1) if t in eos), len(row)) for row in rows]
-        yield [Step(row[:end], -1, None, 0.0, 0.0) for row, end in zip(rows, ends, strict=True)]
+        return config
+
+    def _step(self, tokens: list[int]) -> Step:
+        """A row's new tokens, up to its end."""
+        for place, token in enumerate(tokens, start=1):
+            if token in self.target.eos_ids:
+                tokens = tokens[:place]
+                break
+        return Step(tokens, -1, None, 0.0, 0.0)
 
 
 def rivals(target: Target, drafts: Mapping[str, DrafterSource]) -> dict[str, Baseline]:

@@ -61,7 +61,7 @@ Drafts = DrafterSource | Callable[[], Drafter]
 Entry = Drafts | tuple[Drafts, Tree] | Baseline
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchOptions(RaceOptions):
     """Settings of a bench; each number is at least 1."""
 

@@ -23,7 +23,10 @@ from torch import Tensor
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
 from draftheads.infer.race import Run, steps_of
 
-FINALISTS, SPREAD = 4, 1.5
+FINALISTS = 4
+"""Trees that race."""
+SPREAD = 1.5
+"""Of any two finalists, one has at least this times the nodes."""
 ORDINARY = 2.0
 """Tokens per step of any trained head."""
 NONE = StaticTree(())
@@ -198,7 +201,8 @@ def _least_squares(
     steps_N = torch.tensor(list(whole.values()), dtype=torch.float64)
     verify_N = torch.tensor([verify[tree.draft_nodes] for tree in whole], dtype=torch.float64)
     work_N4 = torch.tensor([(1, *work(tree)) for tree in whole], dtype=torch.float64)
-    scaled_N4, share_N1 = work_N4 / steps_N[:, None], (1.0 - verify_N / steps_N)[:, None]
+    scaled_N4 = work_N4 / steps_N[:, None]
+    share_N1 = (1.0 - verify_N / steps_N)[:, None]
     solved = torch.linalg.lstsq(scaled_N4, share_N1, driver="gelsd")
     coefficients: list[float] = solved.solution[:, 0].tolist()
     return tuple(coefficients)
@@ -255,7 +259,8 @@ def replayed_steps(places: Sequence[Sequence[int]], nodes: int) -> int:
     """The number of steps in which a tree's first `nodes` nodes write a text whose first token
     is there: each begins where the one before ended.
     """
-    at = steps = 0
+    at = 0
+    steps = 0
     while at < len(places) - 1:
         at += bisect_left(places[at], nodes) + 1
         steps += 1
@@ -263,7 +268,7 @@ def replayed_steps(places: Sequence[Sequence[int]], nodes: int) -> int:
 
 
 def finalists(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials with the best predictions; of any two, one has at least SPREAD times the nodes."""
+    """The trials with the best predictions; their sizes differ by SPREAD or more."""
     best: list[Trial] = []
     for each in sorted(trials, key=lambda trial: -trial.predicted):
         sizes = [(each.tree.nodes, other.tree.nodes) for other in best]

@@ -12,7 +12,8 @@ from draftheads.infer.measure.report import families, fastest, title
 from draftheads.infer.race import machine_line
 
 COLOURS = ("#2f6fb0", "#d9822b", "#3a9a5b", "#a23b72", "#7a5fb5", "#6b6b2f")
-PALE, MUTED = "#8a8f98", "#444444"
+PALE = "#8a8f98"  # of baselines
+MUTED = "#444444"  # of lines and text
 DRAWN_NODES = 32  # more are not legible
 
 

@@ -20,8 +20,10 @@ from draftheads.heads.tree import NODES
 
 LARGEST = 1 << 25
 """Numbers that are multiplied: more than caches hold."""
-ROUNDS, SECONDS = 5, 1.5
-"""At most so many rounds, and none that would end later than this."""
+ROUNDS = 5
+"""At most so many."""
+SECONDS = 1.5
+"""No round begins that would end later than this."""
 FASTER = 1.1
 """How much faster the checkpoint's own dtype must be: float32 keeps output token for token."""
 HALVES = (torch.bfloat16, torch.float16)

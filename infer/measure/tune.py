@@ -135,7 +135,8 @@ def tune(
     track = Track(target, head, options, console)
     with own_randomness(target):
         costs = track.costs(fit)
-        seen, heldout = track.observe(fit), track.observe(held)
+        seen = track.observe(fit)
+        heldout = track.observe(held)
         own = [tree for tree in (head.tree, *others) if isinstance(tree, StaticTree)]
         fitted = StaticTree.unfitted(head.depth).fitted(torch.cat(seen), options.nodes)
         orders = [*own, fitted, StaticTree.from_widths([1] * head.depth)]
@@ -187,7 +188,9 @@ class Track:
         options: TuneOptions,
         console: Console | None,
     ) -> None:
-        self.target, self.head, self.options = target, head, options
+        self.target = target
+        self.head = head
+        self.options = options
         self.console = console or SafeConsole(stderr=True)
         self.engines: dict[Tree, Speculator] = {}  # of the race before, which may be compiled
 

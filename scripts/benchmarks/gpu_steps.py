@@ -152,7 +152,7 @@ def generate_step(setup: Setup, target: Target, prompt: Sequence[int]) -> float:
 
     def answer(tokens: int) -> Callable[[], object]:
         return lambda: list(
-            Baseline(target).generate(prompt, sampling=Greedy(), max_new_tokens=tokens)
+            Baseline(target).generate_batch([prompt], sampling=Greedy(), max_new_tokens=tokens)
         )
 
     answer(4)()

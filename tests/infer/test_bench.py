@@ -231,7 +231,7 @@ def test_generate_ignores_the_models_own_generation_config(prompts):
     target.model.generation_config = own
     assert quick(target, prompts).plain.lossless is True
     with without_defaults(target):
-        (step,) = Baseline(target).generate(prompts[0], sampling=Greedy(), max_new_tokens=9)
+        [[step]] = Baseline(target).generate_batch(prompts[:1], sampling=Greedy(), max_new_tokens=9)
     assert step.tokens == plain
     assert target.model.generation_config is own
 
@@ -387,7 +387,9 @@ def test_generate_pads_prompts_of_a_batch_on_the_left(prompts):
     with without_defaults(target):
         [rows] = Baseline(target).generate_batch(prompts, sampling=Greedy(), max_new_tokens=9)
         for prompt, row in zip(prompts, rows, strict=True):
-            [alone] = Baseline(target).generate(prompt, sampling=Greedy(), max_new_tokens=9)
+            [[alone]] = Baseline(target).generate_batch(
+                [prompt], sampling=Greedy(), max_new_tokens=9
+            )
             assert row.tokens == alone.tokens
     assert rows[0].tokens[-1] in target.eos_ids and len(rows[0].tokens) <= 4
     assert max(len(row.tokens) for row in rows) == 9, "one row ends before another"
