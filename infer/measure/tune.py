@@ -201,7 +201,9 @@ class Track:
         in which other processes hardly count.
         """
         options = self.options
-        settings = RaceOptions(options.sampling, repetitions, options.seed)
+        settings = RaceOptions(
+            sampling=options.sampling, repetitions=repetitions, seed=options.seed
+        )
         self.engines = {tree: self.engines.get(tree) or self.engine(tree) for tree in trees}
         candidates = {
             tree: Candidate(str(number), tree.nodes - 1, engine, options.sampling)
