@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,33 @@ class RandomSource:
         return self.generator
 
 
-class RandomStream:
+class Draws(ABC):
+    """Where a rule's random choices come from."""
+
+    @abstractmethod
+    def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
+        """One token (...) for logits (..., V). tree: of logits_BNV; None: those of the next token
+        of each row.
+        """
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Begin again from a seed."""
+
+    @abstractmethod
+    def branch(self) -> Self:
+        """The draws of another generation, which leave those here alone."""
+
+    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:  # noqa: B027  # few need it
+        """As of `Acceptance`."""
+
+    @contextmanager
+    def filled(self, rows: int) -> Iterator[None]:
+        """A context in which a compiled function may draw."""
+        yield
+
+
+class RandomStream(Draws):
     """Random draws on the logits' device, seeded by `seed` or by torch's global stream."""
 
     def __init__(self, source: RandomSource | None = None) -> None:
@@ -79,11 +105,11 @@ class RandomStream:
         """Restart the stream, and those of all its branches."""
         self._source.seed, self._source.generator = seed, None
 
-    def branch(self) -> RandomStream:
+    def branch(self) -> Self:
         """Further draws from the same numbers, in turns, which leave the newest draw here alone."""
-        return RandomStream(self._source)
+        return type(self)(self._source)
 
-    def draw(self, logits: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
         """One token per row without a device sync: argmax p / e with e ~ Exp(1)."""
         if self._weights is None or not self._is_filled:
             self._weights = torch.empty_like(logits, dtype=torch.float32)
@@ -108,23 +134,31 @@ class RandomStream:
 
 @dataclass(frozen=True)
 class Acceptance(ABC):
-    """A rule that follows the target's own choices while they are in the tree."""
+    """A rule that follows the target's own choices while they are in the tree.
+
+    draws: its random numbers, which greedy rules never use.
+    """
 
     lossless: ClassVar[bool] = True  # the output has exactly the target's own distribution
-    random: RandomStream = field(
-        default_factory=RandomStream, init=False, repr=False, compare=False
-    )
+    draws: Draws = field(default_factory=RandomStream, kw_only=True, repr=False, compare=False)
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Choose a path; logits_BNV[b, n] is the target's prediction after node n."""
         return follow(tree, self.choose(logits_BNV))
 
+    def as_generate(self) -> dict[str, Any] | None:
+        """The sampling arguments of transformers' own `generate` with the output, or the
+        distribution, that this rule has without drafts; None if there are none. `bench` needs them.
+        """
+        return None
+
     @abstractmethod
     def choose(self, logits: Tensor) -> Tensor:
         """The target's own next token, (...), for logits (..., V)."""
 
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:  # noqa: B027  # few rules need it
+    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
         """Called before each choice. rows: the seed of each row, and the number of its tokens."""
+        self.draws.prepare(rows)
 
     @property
     def reads_prompt(self) -> bool:
@@ -137,13 +171,13 @@ class Acceptance(ABC):
         """
 
     def seed(self, seed: int) -> None:
-        """Restart the random stream, which greedy rules never use."""
-        self.random.seed(seed)
+        """Restart the random draws."""
+        self.draws.seed(seed)
 
     def branch(self) -> Self:
         """The same rule for one generation, whose draws others that use the rule leave alone."""
         branch = copy(self)
-        object.__setattr__(branch, "random", self.random.branch())
+        object.__setattr__(branch, "draws", self.draws.branch())
         return branch
 
 
@@ -154,6 +188,20 @@ class Greedy(Acceptance):
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax."""
         return logits.argmax(-1)
+
+    def as_generate(self) -> dict[str, Any]:
+        """Greedy search."""
+        return {"do_sample": False}
+
+
+@dataclass(frozen=True)
+class CheckedGreedy(Greedy):
+    """`Greedy`, with -1, which ends a row as failed, where logits are not finite."""
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The argmax, or -1."""
+        best = logits.max(-1)
+        return torch.where(best.values.isfinite(), best.indices, -1)
 
 
 @dataclass(frozen=True)
@@ -176,73 +224,81 @@ class Sampled(Acceptance):
         if not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k {self.top_k}: expected a whole number; 0 keeps all tokens")
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """One draw from the filtered distribution."""
-        return self.random.draw(filtered_logits(logits, self.temperature, self.top_p, self.top_k))
-
-
-class RowNumbers:
-    """Random numbers of each row's own, from 0 to 1: the n-th is for its n-th new token."""
-
-    def __init__(self) -> None:
-        self.rows: Sequence[tuple[str, int]] = ()  # the seed of each row, the tokens of its answer
-        self._known: dict[str, Tensor] = {}
-
-    def next(self, count: int, limit: int) -> Tensor:
-        """The next `count` numbers of each row, (B, count) float64, or zeros after the last of its
-        `limit` numbers.
-        """
-        seeds = {seed for seed, _ in self.rows}
-        self._known = {seed: known for seed, known in self._known.items() if seed in seeds}
-        numbers = []
-        for seed, place in self.rows:
-            if seed not in self._known:
-                self._known[seed] = _uniform(seed, limit)
-            some = self._known[seed][place : place + count]
-            numbers.append(F.pad(some, (0, count - len(some))))
-        return torch.stack(numbers)
-
-
-@dataclass(frozen=True)
-class Seeded(Acceptance):
-    """`Sampled`, or greedy at temperature 0, whose choices depend neither on other rows nor on the
-    drafts: each row has random numbers of its own, one for each token.
-
-    limit: new tokens of a row at most. The token is -1 where logits are not finite.
-    """
-
-    temperature: float
-    top_p: float
-    top_k: int
-    limit: int
-    numbers: RowNumbers = field(default_factory=RowNumbers, init=False, repr=False, compare=False)
-
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
-        """Use the numbers of these rows."""
-        self.numbers.rows = rows
-
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Follow one draw at each node."""
-        levels_BN = (tree.topology.levels_BN - 1).expand(len(logits_BNV), -1)
-        return follow(tree, self._draw(logits_BNV, levels_BN))
+        return follow(tree, self.draws.draw(self.scores(logits_BNV), tree))
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next tokens (B,), for logits (B, V)."""
-        levels_B1 = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
-        return self._draw(logits[:, None], levels_B1)[:, 0]
+        """One draw from the filtered distribution."""
+        return self.draws.draw(self.scores(logits))
 
-    def _draw(self, logits_BNV: Tensor, levels_BN: Tensor) -> Tensor:
-        if self.temperature == 0:
-            best = logits_BNV.max(-1)
-            return torch.where(best.values.isfinite(), best.indices, -1)
-        scores_BNV = filtered_logits(logits_BNV, self.temperature, self.top_p, self.top_k)
+    def scores(self, logits: Tensor) -> Tensor:
+        """float32 logits (..., V) of the distribution that is sampled."""
+        return filtered_logits(logits, self.temperature, self.top_p, self.top_k)
+
+    def as_generate(self) -> dict[str, Any]:
+        """Sampling, by the same arguments."""
+        numbers = {"temperature": float(self.temperature), "top_p": float(self.top_p)}
+        return {"do_sample": True, "top_k": self.top_k, **numbers}
+
+
+class RowNumbers(Draws):
+    """Random numbers of each row's own, from 0 to 1: the n-th is for its n-th new token, so a draw
+    depends neither on other rows nor on the drafts. Tokens are -1 where logits are not finite.
+
+    limit: new tokens of a row at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._rows: Sequence[tuple[str, int]] = ()  # the seed of each row, the tokens of its answer
+        self._numbers: dict[str, Tensor] = {}
+
+    def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
+        """By the inverse of the distribution function, in float64."""
+        if tree is None:
+            levels_BN = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
+            return self._draw(logits[:, None], levels_BN)[:, 0]
+        return self._draw(logits, (tree.topology.levels_BN - 1).expand(len(logits), -1))
+
+    def seed(self, seed: int) -> None:
+        """Rows have seeds of their own."""
+
+    def branch(self) -> Self:
+        return type(self)(self.limit)
+
+    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
+        self._rows = rows
+
+    def _draw(self, scores_BNV: Tensor, levels_BN: Tensor) -> Tensor:
         below_BNV = scores_BNV.double().softmax(-1).cumsum(-1)
         total_BN1 = below_BNV[..., -1:]
-        next_BN = self.numbers.next(levels_BN.shape[1], self.limit).to(levels_BN.device)
+        next_BN = self._next(levels_BN.shape[1]).to(levels_BN.device)
         uniform_BN1 = next_BN.gather(1, levels_BN)[..., None]
         drawn_BN1 = torch.searchsorted(below_BNV, uniform_BN1 * total_BN1, right=True)
-        drawn_BN1 = drawn_BN1.clamp(max=logits_BNV.shape[-1] - 1)  # by rounding alone
+        drawn_BN1 = drawn_BN1.clamp(max=scores_BNV.shape[-1] - 1)  # by rounding alone
         return torch.where(total_BN1.isfinite(), drawn_BN1, -1)[..., 0]
+
+    def _next(self, count: int) -> Tensor:
+        """The next `count` numbers of each row, (B, count) float64, or zeros after its last."""
+        seeds = {seed for seed, _ in self._rows}
+        self._numbers = {seed: all for seed, all in self._numbers.items() if seed in seeds}
+        rows = []
+        for seed, place in self._rows:
+            if seed not in self._numbers:
+                self._numbers[seed] = _uniform(seed, self.limit)
+            numbers = self._numbers[seed][place : place + count]
+            rows.append(F.pad(numbers, (0, count - len(numbers))))
+        return torch.stack(rows)
+
+
+def seeded(temperature: float, top_p: float, top_k: int, limit: int) -> Acceptance:
+    """The rule of an answer that is the same in any batch and with any drafts; greedy at
+    temperature 0. limit: new tokens of a row at most. The token is -1 where logits are not finite.
+    """
+    if temperature == 0:
+        return CheckedGreedy()
+    return Sampled(temperature, top_p, top_k, draws=RowNumbers(limit))
 
 
 def _uniform(seed: str, limit: int) -> Tensor:
@@ -269,7 +325,7 @@ class Processed(Acceptance):
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax or one draw."""
         scores = processed(logits, self.processors)
-        return self.random.draw(scores) if self.sample else scores.argmax(-1)
+        return self.draws.draw(scores) if self.sample else scores.argmax(-1)
 
 
 @dataclass(frozen=True)
@@ -309,13 +365,17 @@ class Typical(Acceptance):
         candidates_BN = kept_BN & (tree.depths() == longest_B1)
         best_B = path_scores_BN.masked_fill(~candidates_BN, -torch.inf).argmax(1)
         last = (rows_B, best_B)
-        bonus_B = self.random.draw(logp_BNV[last].masked_fill(~typical_BNV[last], -torch.inf))
+        bonus_B = self.draws.draw(logp_BNV[last].masked_fill(~typical_BNV[last], -torch.inf))
         return take(tree, best_B, bonus_B)
+
+    def as_generate(self) -> dict[str, Any]:
+        """Plain sampling at its temperature, which has no lossy rule."""
+        return Sampled(self.temperature).as_generate()
 
     def choose(self, logits: Tensor) -> Tensor:
         """One draw from the typical tokens."""
         logp, typical = self._typical(logits)
-        return self.random.draw(logp.masked_fill(~typical, -torch.inf))
+        return self.draws.draw(logp.masked_fill(~typical, -torch.inf))
 
     def _typical(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)

@@ -127,7 +127,7 @@ class FixedSteps:
             features_BCD = F.pad(features_BCD, (0, 0, 0, padding))
         running_B = torch.tensor(running, device=self.target.device)
         inputs = tokens_BC, features_BCD, committed.count_B, running_B
-        with self.accept.random.filled(len(running)):
+        with self.accept.draws.filled(len(running)):
             tokens_BC, features_BCD, count_B = self._step(inputs)
         # one copy to the host, so one wait for the device
         tokens: list[list[int]] = torch.cat([tokens_BC, count_B[:, None]], dim=1).tolist()

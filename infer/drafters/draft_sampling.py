@@ -59,13 +59,13 @@ class SpeculativeSampling(Sampled):
         p_BK, q_BK = (x[:, :-1].gather(2, drafts_BK1)[..., 0] for x in (p_BNV, q_BNV))
         # a draw between two outcomes, as the rule's stream draws tokens
         odds_BK2 = torch.stack([p_BK, (q_BK - p_BK).clamp(min=0)], dim=2)
-        kept_BK = self.random.draw(odds_BK2.log()) == 0
+        kept_BK = self.draws.draw(odds_BK2.log()) == 0
         last_B = kept_BK.long().cumprod(1).sum(1)
         rows_B = torch.arange(len(last_B), device=last_B.device)
         p_BV = p_BNV[rows_B, last_B]
         more_BV = (p_BV - q_BNV[rows_B, last_B]).clamp(min=0)
         is_empty_B1 = more_BV.sum(1, keepdim=True) == 0  # p = q up to rounding
-        bonus_B = self.random.draw(torch.where(is_empty_B1, p_BV, more_BV).log())
+        bonus_B = self.draws.draw(torch.where(is_empty_B1, p_BV, more_BV).log())
         return take(tree, last_B, bonus_B)
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class ChainSampler:
 
     def add(self, logits_B1V: Tensor) -> bool:
         q_B1V = self.rule.probabilities(logits_B1V)
-        self.tokens_BF = self.rule.random.draw(q_B1V.log())
+        self.tokens_BF = self.rule.draws.draw(q_B1V.log())
         self.parents_BF = torch.zeros_like(self.tokens_BF)
         self.q.append(q_B1V)
         self.tokens.append(self.tokens_BF)

@@ -10,7 +10,7 @@ import torch
 from transformers import CompileConfig, GenerationConfig
 
 from draftheads.heads.target import Target
-from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.accept import Acceptance
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import DrafterSource, Step
@@ -35,17 +35,15 @@ class Baseline:
     ) -> Iterator[list[Step | None]]:
         """Continue prompts of any lengths, padded on the left, all in one Step per row.
 
-        `Typical` becomes plain sampling at its temperature. Raises ValueError for a rule that
-        `generate` has no equivalent of.
+        Raises ValueError for a rule that `generate` has no equivalent of.
         """
-        if isinstance(sampling, Typical):
-            sampling = Sampled(sampling.temperature)
-        if not isinstance(sampling, Greedy | Sampled):
+        arguments = sampling.as_generate()
+        if arguments is None:
             raise ValueError(
-                f"expected Greedy, Sampled or Typical, got {type(sampling).__name__}; `generate` "
-                "has no equivalent of it to compare with"
+                f"expected a rule that `generate` has an equivalent of, got {sampling!r:.60}; give "
+                "it the method as_generate"
             )
-        config = self._config(sampling, max_new_tokens)
+        config = self._config(arguments, max_new_tokens)
         width = max(map(len, prompts))
         tokens, mask = [], []
         for prompt in prompts:
@@ -60,19 +58,14 @@ class Baseline:
         )
         yield [self._step(row) for row in out_BT[:, width:].tolist()]
 
-    def _config(self, sampling: Acceptance, max_new_tokens: int) -> GenerationConfig:
+    def _config(self, arguments: dict[str, Any], max_new_tokens: int) -> GenerationConfig:
         eos = list(self.target.eos_ids)
         config = GenerationConfig(
             max_new_tokens=max_new_tokens,
-            do_sample=False,
             eos_token_id=eos or None,
             pad_token_id=eos[0] if eos else 0,
+            **arguments,
         )
-        if isinstance(sampling, Sampled):
-            config.do_sample = True
-            config.temperature = float(sampling.temperature)
-            config.top_p = float(sampling.top_p)
-            config.top_k = sampling.top_k  # generate's default is 50
         if self.compile:
             config.cache_implementation = "static"
             config.compile_config = CompileConfig(mode=None, fullgraph=False)

@@ -348,7 +348,7 @@ def summarize(
     profile = replay.profile or statistics
     reason = _why_not_comparable(target, options.sampling)
     divergence = None
-    if isinstance(options.sampling, Greedy):
+    if not _is_sampled(options.sampling):
         divergence = _divergence(target, prompts, runs, name)
     result = Result(
         name=name,
@@ -469,10 +469,15 @@ def top2_margin(target: Target, tokens: Sequence[int]) -> float:
     return float(best[0] - best[1])
 
 
+def _is_sampled(rule: Acceptance) -> bool:
+    """Whether its output is drawn, in `generate`, too."""
+    return bool((rule.as_generate() or {}).get("do_sample"))
+
+
 def _why_not_comparable(target: Target, rule: Acceptance) -> str | None:
     if not rule.lossless:
         return "lossless: n/a, this acceptance rule is lossy."
-    if not isinstance(rule, Greedy):
+    if _is_sampled(rule):
         return "lossless: n/a when sampling, two random streams do not draw the same tokens."
     if target.dtype != torch.float32:
         return (

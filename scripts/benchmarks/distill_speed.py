@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 from draftheads.heads.formats.hub import load_head
 from draftheads.heads.target import Target
-from draftheads.infer.accept import Seeded
+from draftheads.infer.accept import seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
 from draftheads.infer.measure.baseline import without_defaults
@@ -98,7 +98,7 @@ def by_engine(
     """Our continuous batches."""
     order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
     waiting = iter([Request(prompts[place], limit, str(place)) for place in order])
-    batch = ContinuousBatch(Speculator(target, head), Seeded(temperature, 1.0, 0, limit), rows)
+    batch = ContinuousBatch(Speculator(target, head), seeded(temperature, 1.0, 0, limit), rows)
     answers: dict[int, list[int]] = {}
     for request, ids, error in batch.run(lambda: next(waiting, None)):
         assert error is None, error

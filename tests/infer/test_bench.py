@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import StringIO
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
-from draftheads.infer.accept import Greedy, Processed, Sampled, Typical
+from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.measure.analysis import Analysis, walltime_factor
 from draftheads.infer.measure.baseline import Baseline, without_defaults
@@ -270,7 +271,7 @@ def test_prompts_get_the_room_that_the_context_leaves(target):
         ({}, (CONTEXT,), {}, "shorter than the context"),
         ({}, (), {}, "shorter than the context"),
         ({"plain": lambda: None}, (3,), {}, "reserved for a baseline; rename"),
-        ({}, (3,), {"sampling": Processed(LogitsProcessorList(), False)}, "Sampled or Typical"),
+        ({}, (3,), {"sampling": Processed(LogitsProcessorList(), False)}, "as_generate"),
     ],
 )
 def test_mistakes_are_explained(target, heads, lengths, choices, message):
@@ -604,3 +605,30 @@ def test_plain_decoding_adds_few_operators_to_the_shortest_loop(target):
 
     ours = per_step(lambda new: list(Speculator(target).generate(prompt, max_new_tokens=new)))
     assert ours <= per_step(loop) + 30  # 22 when this was written, 73 with a mask of our own
+
+
+@dataclass(frozen=True)
+class Without(Acceptance):
+    """A rule that a user wrote: the most probable token but one."""
+
+    banned: int = 0
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        banned_1 = torch.tensor([self.banned], device=logits.device)
+        return logits.index_fill(-1, banned_1, -torch.inf).argmax(-1)
+
+
+class Suppressed(Without):
+    def as_generate(self) -> dict[str, Any]:
+        return {"do_sample": False, "suppress_tokens": [self.banned]}
+
+
+def test_a_rule_that_a_user_wrote_is_compared_by_what_it_says_of_generate(target, prompts):
+    usual = greedy(target, prompts[0], 9)
+    report = quick(target, prompts, sampling=Suppressed(banned=usual[0]))
+    assert report.plain.lossless is True
+    assert "Suppressed(banned=" in report.settings["sampling"]
+    with pytest.raises(ValueError, match="Without.*give it the method as_generate"):
+        quick(target, prompts, sampling=Without(banned=usual[0]))
+    with pytest.raises(ValueError, match="give it the method as_generate"):
+        quick(target, prompts, sampling=Processed(LogitsProcessorList(), sample=False))

@@ -229,8 +229,8 @@ def noise(monkeypatch) -> list[tuple[torch.Size, torch.Size]]:
     draws: list[tuple[torch.Size, torch.Size]] = []
     draw = RandomStream.draw
 
-    def noted(stream, logits):
-        chosen = draw(stream, logits)
+    def noted(stream, logits, tree=None):
+        chosen = draw(stream, logits, tree)
         draws.append((logits.shape, stream._weights.shape))
         return chosen
 

@@ -13,7 +13,7 @@ from tiny_targets import random_model, some_prompts, tiny_target
 
 from draftheads.heads.cache import SlotLayer
 from draftheads.heads.target import Target
-from draftheads.infer.accept import Seeded
+from draftheads.infer.accept import Acceptance, seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Decoding, Row, Speculator
@@ -37,17 +37,17 @@ def run(batch: ContinuousBatch, asked: Sequence[Request]) -> list[list[int]]:
     return [found[request] for request in asked]
 
 
-def rule(temperature: float = 1.0) -> Seeded:
-    return Seeded(temperature, 0.95, 0, 32)
+def rule(temperature: float = 1.0) -> Acceptance:
+    return seeded(temperature, 0.95, 0, 32)
 
 
-def prefilled(engine: Speculator, accept: Seeded, rows: list[Row]) -> Decoding:
+def prefilled(engine: Speculator, accept: Acceptance, rows: list[Row]) -> Decoding:
     *_, decoding = Decoding.prefill(engine, accept, rows, 32)
     assert decoding is not None
     return decoding
 
 
-def alone(engine: Speculator, accept: Seeded, request: Request) -> tuple[list[int], int]:
+def alone(engine: Speculator, accept: Acceptance, request: Request) -> tuple[list[int], int]:
     """The answer to a request, decoded by itself, and the number of forwards after its prompt."""
     row = Row(engine.target, request.prompt, request.max_new_tokens, seed=request.seed)
     with torch.inference_mode():

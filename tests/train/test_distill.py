@@ -23,7 +23,7 @@ from tiny_chat import (
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from draftheads.heads.target import Decoded, Target
-from draftheads.infer.accept import Seeded, filtered_logits
+from draftheads.infer.accept import filtered_logits, seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
 from draftheads.train.data.answers import read_answers, read_manifest
@@ -68,7 +68,7 @@ def drawn(
     target: Target, prompts: Sequence[list[int]], limit: int = 1, **sampling: Any
 ) -> list[list[int]]:
     """Answers to prompts, decoded together."""
-    accept = Seeded(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | sampling, limit=limit)
+    accept = seeded(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | sampling, limit=limit)
     requests = iter([Request(ids, limit, f"{n}") for n, ids in enumerate(prompts)])
     batch = ContinuousBatch(Speculator(target), accept, rows=64)
     found = {request.seed: ids for request, ids, _ in batch.run(lambda: next(requests, None))}

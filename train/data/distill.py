@@ -32,7 +32,7 @@ from tqdm import tqdm
 from draftheads.heads.files import write_text
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.terminal import printable
-from draftheads.infer.accept import LEAST_TEMPERATURE, Seeded
+from draftheads.infer.accept import LEAST_TEMPERATURE, seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
@@ -219,7 +219,7 @@ class LocalAnswerer(Answerer):
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers
-        accept = Seeded(sampling.temperature, sampling.top_p, sampling.top_k, limit)
+        accept = seeded(sampling.temperature, sampling.top_p, sampling.top_k, limit)
         batch = ContinuousBatch(self._engine, accept, self._rows, self._most_tokens)
         asking: dict[Request, Conversation] = {}
         more = deque[Conversation]()  # whose next turn is asked
