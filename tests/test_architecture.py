@@ -35,7 +35,7 @@ WINGS = {
     "heads.formats": 14_800,
     "infer.drafters": 5_700,
     "infer.measure": 12_700,
-    "infer.chat": 7_000,
+    "infer.chat": 7_100,
     "infer.serve": 12_100,
     "infer.generate": 2_200,
     "train.data": 20_600,

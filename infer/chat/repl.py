@@ -21,7 +21,14 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
-from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.accept import (
+    LEAST_TEMPERATURE,
+    Acceptance,
+    Greedy,
+    RandomStream,
+    Sampled,
+    Typical,
+)
 from draftheads.infer.chat.conversation import ChatAnswer, History
 from draftheads.infer.chat.screen import (
     NARROW,
@@ -356,7 +363,7 @@ class _Conversation:
             self._change(name, _number(name, value))
         rule = self.options.sampling
         shown: dict[str, Any] = {"rule": type(rule).__name__.lower()}
-        shown |= {each.name: getattr(rule, each.name) for each in fields(rule) if each.init}
+        shown |= {each.name: getattr(rule, each.name) for each in fields(rule) if each.repr}
         shown |= {name: getattr(self.options, name) for name in LIMITS}
         self.note(", ".join(f"{name} {value}" for name, value in shown.items()))
 
@@ -370,8 +377,8 @@ class _Conversation:
             self._use(Greedy())
         elif name == "temperature" and isinstance(rule, Greedy):
             self._use(Sampled(number))
-        elif name in {each.name for each in fields(rule)}:
-            self._use(replace(rule, **{name: number}))
+        elif name in {each.name for each in fields(rule) if each.repr}:
+            self._use(replace(rule, draws=RandomStream(), **{name: number}))
         else:
             current = type(rule).__name__.lower()
             raise ValueError(
@@ -449,7 +456,7 @@ class _Conversation:
 
     def _fresh_rule(self) -> Acceptance:
         """The current rule, with a random stream of its own from the seed on."""
-        rule = replace(self.options.sampling)
+        rule = replace(self.options.sampling, draws=RandomStream())
         rule.seed(self.options.seed)
         return rule
 
