@@ -20,6 +20,11 @@ MOST_RANKS = 2**15
 """Rank of a product of two thin matrices."""
 
 
+def expanded(value: Any) -> Any:
+    """A text with its `~`, which no shell expands in key=~/value; other values as they are."""
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
 class Section(BaseModel):
     """Refuses unknown keys, empty values, non-finite and absurdly large numbers."""
 
@@ -33,8 +38,17 @@ class Section(BaseModel):
         for key, value in values.items():
             if value == "":  # of an unset variable, as in run.output=$OUT
                 raise ValueError(f"{key} is empty; set it, or leave it out")
-        expand = os.path.expanduser  # no shell expands ~ in key=~/value
-        return {key: expand(x) if isinstance(x, str) else x for key, x in values.items()}
+        plain = {key: expanded(value) for key, value in values.items()}
+        for key in plain.keys() & cls.lists():
+            if isinstance(plain[key], str | int):  # of one, as in run.trackers=wandb
+                plain[key] = [plain[key]]
+        return plain
+
+    @classmethod
+    def lists(cls) -> set[str]:
+        """Keys whose values are lists."""
+        fields = cls.model_fields.items()
+        return {key for key, field in fields if "list[" in str(field.annotation)}
 
     @field_validator("*")
     @classmethod

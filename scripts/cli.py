@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.logging import RichHandler
 
-from draftheads.scripts import commands
+from draftheads.scripts import commands, recipes
 from draftheads.scripts.doctor import doctor
 from draftheads.train.entry import (
     INTERRUPTED,
@@ -33,7 +33,8 @@ app.command("import-answers")(commands.import_answers)
 app.command("data-preview")(commands.data_preview)
 app.command("plan")(commands.plan)
 app.command("train", context_settings={"ignore_unknown_options": True})(commands.train)
-app.command("keys")(commands.keys)
+app.command("recipes")(recipes.recipes)
+app.command("keys")(recipes.keys)
 app.command("bench")(commands.bench)
 app.command("tune")(commands.tune)
 app.command("chat")(commands.chat)

@@ -248,14 +248,6 @@ def train(recipe: Recipe, overrides: Overrides = None, threads: Threads = None) 
     sys.exit(run(str(recipe), overrides or [], "medusa"))
 
 
-def keys() -> None:
-    """List all recipe keys with types, defaults and descriptions."""
-    from draftheads.train.recipe import key_table
-
-    for key, takes, default, description in key_table():
-        say(f"{key} = {default} [{takes}]\n    {description}")
-
-
 def demo(
     out: Annotated[Path, Option(help="folder for all outputs of the demo")] = Path("out/demo"),
 ) -> None:

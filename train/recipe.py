@@ -40,6 +40,7 @@ from draftheads.heads.choices import LARGEST, MOST_RANKS, HeadChoices, Section
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.medusa import MedusaChoices
 from draftheads.heads.tables import flat
+from draftheads.recipes import packaged, recipe_names
 
 logger = logging.getLogger("draftheads")
 
@@ -47,6 +48,9 @@ Precision = Literal["fp32", "bf16"]
 Measure = Literal["tokens_per_step", "tokens_per_second", "simulated", "loss"]
 DECODED = ("tokens_per_step", "tokens_per_second")
 """Measures that require decoding."""
+
+LENGTHS = frozenset({"run.steps", "run.epochs"})
+"""Keys that give a run its length, one at a time."""
 
 Beta = Annotated[float, Ge(0), Lt(1)]
 
@@ -226,16 +230,15 @@ def _choices_of(kinds: tuple[type[DraftHead], ...]) -> TypeAdapter[HeadChoices]:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "medusa") -> Recipe:
-    """Read a recipe. Overrides are like "optim.lr=1e-3": literal text where the key takes text,
-    else YAML. `head.kind=...` drops the keys that only the previous kind has. kind: of the head, if
-    neither the file nor an override sets `head.kind`.
+    """Read a recipe: a file, or one that comes with the package, by name. Overrides are like
+    "optim.lr=1e-3": literal text where the key takes text, else YAML. `head.kind=...` drops the
+    keys that only the previous kind has, `run.steps=...` the length that the recipe has otherwise.
+    kind: of the head, if neither the file nor an override sets `head.kind`.
 
     Raises FileNotFoundError for a missing file and ValueError for a mistake in it, both of one
     line.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"recipe {path}: no such file; give the path of a YAML recipe")
+    path = find_recipe(path)
     try:
         values = _parse_yaml(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
@@ -252,6 +255,21 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "me
         return Recipe.model_validate(values)
     except ValidationError as error:  # its message has several lines and a link
         raise ValueError(_explain(error.errors()[0], path, overridden)) from error
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe. Raises FileNotFoundError where neither a file nor a packaged recipe has
+    this name.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    found = packaged(str(name), ".yaml")
+    if found is None:
+        near = difflib.get_close_matches(path.stem, recipe_names(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`draftheads recipes` lists those by name"
+        raise FileNotFoundError(f"recipe {name}: expected a YAML file or a packaged recipe; {hint}")
+    return found
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
@@ -295,6 +313,15 @@ def recipe_keys(
                 yield from recipe_keys(kind, section, f"{prefix}{name}.")
 
 
+def json_schema() -> dict[str, Any]:
+    """Of recipes, for editors: JSON Schema, with the choices of all kinds of heads."""
+    schema = Recipe.model_json_schema()
+    heads = _choices_of(tuple(HEADS.values())).json_schema()
+    schema["$defs"] |= heads.pop("$defs")
+    schema["properties"]["head"] = heads
+    return schema
+
+
 def key_table() -> list[tuple[str, ...]]:
     """(key, type, default or "required", description) of the keys of all kinds."""
     kinds_of: dict[tuple[str, ...], list[str]] = {}
@@ -305,7 +332,10 @@ def key_table() -> list[tuple[str, ...]]:
                 continue  # a section, whose keys follow
             shown = "required" if field.is_required() else json.dumps(default).strip('"')
             limits = re.findall(r"\w+=[^,)]+", str(field.metadata))
-            takes = ", ".join([inspect.formatannotation(field.annotation), *limits])
+            annotation = re.sub(
+                r"Annotated\[(\w+), [^\]]*\]", r"\1", inspect.formatannotation(field.annotation)
+            )
+            takes = ", ".join([annotation, *limits])
             row = (key, takes.replace("typing.", ""), shown, field.description)
             kinds_of.setdefault(row, []).append(kind)
     sections = list(Recipe.model_fields)
@@ -328,6 +358,9 @@ def _override(values: dict[str, Any], text: str) -> str:
         if not isinstance(section.get(each), dict):
             section[each] = {}
         section = section[each]
+    if key in LENGTHS:
+        for other in LENGTHS - {key}:
+            section.pop(other.removeprefix("run."), None)
     fields = [dict(recipe_keys(kind)).get(key) for kind in HEADS]
     types = [str(field.annotation) for field in fields if field]
     takes_text = re.search(r"\bstr\b|Path|\['", " ".join(types))

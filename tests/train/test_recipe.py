@@ -8,7 +8,7 @@ import pytest
 from minimal_recipe import MINIMAL, error
 
 from draftheads.heads.formats.hub import HEADS
-from draftheads.train.recipe import differences, load_recipe
+from draftheads.train.recipe import differences, json_schema, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -246,8 +246,41 @@ def test_a_missing_key_is_named(path):
 
 
 def test_exactly_one_of_steps_and_epochs(path):
-    assert "exactly one of steps and epochs" in error(path, "run.epochs=2")
-    assert load_recipe(path, ["run.epochs=2", "run.steps=null"]).run.epochs == 2
+    assert "exactly one of steps and epochs" in error(path, "run.steps=null")
+    path.write_text(path.read_text().replace("steps: 10", "steps: 10\n  epochs: 2"))
+    assert "exactly one of steps and epochs" in error(path)
+
+
+def test_one_length_replaces_the_other(path):
+    """Of an override: nobody who asks for ten steps wants to unset the recipe's epochs first."""
+    run = load_recipe(path, ["run.epochs=3"]).run
+    assert (run.epochs, run.steps) == (3, None)
+    run = load_recipe(path, ["run.epochs=3", "run.steps=5"]).run
+    assert (run.epochs, run.steps) == (None, 5)
+
+
+@pytest.mark.parametrize("value", ["tensorboard", "[tensorboard]"])
+def test_a_list_of_one_needs_no_brackets(path, value):
+    assert load_recipe(path, [f"run.trackers={value}"]).run.trackers == ["tensorboard"]
+
+
+def test_recipes_of_the_package_are_found_by_name(tmp_path, monkeypatch):
+    """Wherever the package is installed; a file of the same name comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("demo-sequential").head.kind == "sequential"
+    with pytest.raises(FileNotFoundError, match="did you mean 'demo-sequential'"):
+        load_recipe("demo-sequental")
+    Path("demo-sequential").write_text(MINIMAL)
+    assert load_recipe("demo-sequential").head.kind == "medusa"
+
+
+def test_the_schema_for_editors_knows_the_keys_of_all_kinds():
+    schema = json_schema()
+    kinds = schema["properties"]["head"]["discriminator"]["mapping"]
+    assert kinds.keys() == HEADS.keys()
+    for kind, place in kinds.items():
+        choices = schema["$defs"][place.rpartition("/")[2]]
+        assert choices["properties"].keys() == HEADS[kind].Choices.model_fields.keys()
 
 
 def test_an_override_needs_an_equals_sign(path):
@@ -255,7 +288,9 @@ def test_an_override_needs_an_equals_sign(path):
 
 
 def test_a_missing_file_is_one_line(path):
-    with pytest.raises(FileNotFoundError, match=r"recipes\.yaml: no such file; give the path"):
+    with pytest.raises(
+        FileNotFoundError, match=r"recipes\.yaml: expected a YAML file or a packaged"
+    ):
         load_recipe(path.with_name("recipes.yaml"))
 
 
