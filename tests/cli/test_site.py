@@ -1,4 +1,4 @@
-"""The promise: the documentation site has every page of the documents, and its links lead to pages."""
+"""The promise: the documentation site has every page of the documents; its links lead to pages."""
 
 from __future__ import annotations
 
