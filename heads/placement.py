@@ -36,6 +36,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerprint
 from draftheads.heads.tensors import dtype_name
+from draftheads.recipes import packaged
 
 Placement = Literal["whole", "split", "sharded"]
 Bits = Literal[4, 8]
@@ -123,7 +124,11 @@ def load_model(
 
 
 def location(path: str) -> tuple[str, dict[str, str]]:
-    """A target's folder or Hub id, and what else `from_pretrained` needs for a GGUF file there."""
+    """A target's folder or Hub id, and what else `from_pretrained` needs for a GGUF file there. A
+    target that comes with the package has a name.
+    """
+    if demo := packaged(path, ""):
+        return str(demo), {}
     folder, _, file = path.rpartition("/")
     return (folder or ".", {"gguf_file": file}) if file.endswith(".gguf") else (path, {})
 

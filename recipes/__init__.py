@@ -10,9 +10,12 @@ LAUNCH = "accelerate-"
 
 
 def packaged(name: str, suffix: str) -> Path | None:
-    """The packaged file (suffix ".yaml", ".jsonl", ...) or folder (suffix "") of this name."""
+    """The packaged file of this name (suffix ".yaml" or ".jsonl"), or the packaged target (""). A
+    file or folder of the same name in the working directory comes first.
+    """
     path = FOLDER / f"{name}{suffix}"
-    return path if "/" not in name and path.exists() else None
+    is_there = path.is_file() if suffix else (path / "config.json").is_file()
+    return path if is_there and path.parent == FOLDER and not Path(name).exists() else None
 
 
 def recipe_names() -> list[str]:

@@ -29,6 +29,7 @@ from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import as_ours
 from draftheads.heads.kinds import HEADS
+from draftheads.recipes import packaged
 from draftheads.train.recipe import recipe_keys
 
 PLACES = re.compile(
@@ -195,7 +196,7 @@ def is_local(name: str | None) -> bool:
     """Whether a target or data set is on this machine, by its name."""
     if not name or is_hub_id(name):
         return False
-    return "/" in name or "\\" in name or Path(name).exists()
+    return "/" in name or "\\" in name or Path(name).exists() or bool(packaged(name, ""))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The commands about recipes: those that come with the package, and the keys of all."""
+"""The commands that say what there is to begin with: recipes, their keys, prompts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ from typer import Argument, Option
 from draftheads.train.entry import say
 
 NAME = "a name; default: list all"
+PROMPTS = {
+    "to distil from (--prompts NAME; the Hub's need a network)": {
+        "demo-prompts": "2,602 questions on Python, for demo-target",
+        "HuggingFaceH4/ultrachat_200k": "207,865 chats (--split train_sft)",
+        "allenai/tulu-3-sft-mixture": "939,343 chats: general, code, math",
+        "tatsu-lab/alpaca": "52,002 short instructions",
+    },
+    "to measure with (bench and tune; not for distilling)": {
+        "demo-heldout": "64 of the demo's questions, held out",
+        "demo-copying": "16 chats that end with: Repeat that.",
+        "spec-bench": "480 questions in 13 categories",
+        "mt-bench": "80 questions in 8 categories",
+        "humaneval": "164 functions to complete",
+        "gsm8k": "1,319 word problems",
+    },
+}
+"""Ready sets of prompts, by what they are for."""
+HOW_MANY = """How many? A few hundred for a first head, 5,000 to 50,000 for a good one.
+Medusa heads learn little from more, sequential heads still gain at a million
+tokens, EAGLE-3 and block heads want 100,000 answers. Best are prompts like
+those that you will ask. --limit N takes the first N."""
 
 
 def recipes(
@@ -63,3 +84,12 @@ def keys(
         raise ValueError(f"expected a section of a recipe ({sections}), got {section!r}")
     for key, takes, default, description in rows:
         say(f"{key} = {default} [{takes}]\n    {description}")
+
+
+def prompts() -> None:
+    """List ready sets of prompts, and say how many are needed."""
+    for purpose, sets in PROMPTS.items():
+        say(purpose)
+        for name, content in sets.items():
+            say(f"  {name:30}{content}")
+    say(f"\n{HOW_MANY}")

@@ -22,6 +22,7 @@ from draftheads.heads.formats.table import WRITERS, loss
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.tables import flat, markdown_table
 from draftheads.heads.tree import DynamicTree
+from draftheads.recipes import packaged
 
 ENGINES = {
     "vllm": "vLLM (0.33; for Medusa 0.9.2 to 0.32)",
@@ -154,6 +155,7 @@ def is_hub_id(name: Any) -> bool:
         and HUB_ID.fullmatch(name)
         and not name.endswith(DATA_FILES)
         and not Path(name).exists()
+        and not packaged(name, "")
     )
 
 

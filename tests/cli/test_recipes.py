@@ -7,8 +7,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from draftheads.recipes import recipe_names
+from draftheads.heads import Target
+from draftheads.recipes import FOLDER, packaged, recipe_names
 from draftheads.scripts.cli import app
+from draftheads.scripts.recipes import PROMPTS
+from draftheads.train import read_prompts
 
 
 def output(*arguments: str) -> str:
@@ -40,3 +43,24 @@ def test_keys_of_one_section():
 
 def test_the_schema_is_json():
     assert json.loads(output("keys", "--schema"))["title"] == "Recipe"
+
+
+def test_the_demo_is_found_by_name_wherever_one_is(tmp_path, monkeypatch):
+    """So its recipes work after `pip install`; what is in the working directory comes first."""
+    monkeypatch.chdir(tmp_path)
+    demo = Target.load("demo-target")
+    assert demo.fingerprint() == Target.load(FOLDER / "demo-target").fingerprint()
+    assert demo.name == "demo-target" and demo.tokenizer is not None
+    assert len(read_prompts("demo-prompts")) == 2602
+    assert not packaged("..", "") and not packaged("", "") and not packaged("a/../demo-target", "")
+    (tmp_path / "demo-prompts").write_text("mine")
+    with pytest.raises(ValueError, match=r"expected a file ending in \.json"):
+        read_prompts("demo-prompts")
+
+
+def test_prompt_sets_of_the_package_are_there():
+    shown = output("prompts")
+    sets = {name: text for purpose in PROMPTS.values() for name, text in purpose.items()}
+    assert all(f"{name} " in shown and text in shown for name, text in sets.items())
+    assert all(packaged(name, ".jsonl") for name in sets if name.startswith("demo-"))
+    assert max(map(len, shown.splitlines())) <= 80

@@ -288,9 +288,7 @@ def test_an_override_needs_an_equals_sign(path):
 
 
 def test_a_missing_file_is_one_line(path):
-    with pytest.raises(
-        FileNotFoundError, match=r"recipes\.yaml: expected a YAML file or a"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"recipes\.yaml: expected a YAML file or a"):
         load_recipe(path.with_name("recipes.yaml"))
 
 

@@ -40,6 +40,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from draftheads.recipes import packaged
+
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text", "question")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench"
@@ -209,6 +211,8 @@ def check_source(source: str | Path) -> Path:
     """The path of a source, ~ expanded. Raises ValueError for what is neither a file, a folder nor
     one of SETS, and cannot be the name of a data set or is more likely a misspelt file.
     """
+    if demo := packaged(str(source), ".jsonl"):
+        return demo
     path = Path(os.path.expanduser(source))
     if str(source) and (path.exists() or str(source) in SETS):
         return path
