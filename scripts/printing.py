@@ -305,10 +305,10 @@ def remedy(plan: Plan) -> str:
         )
     elif disk["features"] > allowed:
         needed, limit = disk["features"], allowed
-        what = "features; set features.dtype=fp8 or raise features.disk_gb"
+        what = "features; raise features.disk_gb, or set features.mode=online"
     elif disk["total"] > disk["free"]:
         needed, limit = disk["total"], disk["free"]
-        what = "disk; lower run.keep, set features.dtype=fp8, or use another run.output"
+        what = "disk; lower run.keep, set features.mode=online, or use another run.output"
     else:
         return ""
     return f"does not fit: expected at most {_size(limit)}, needs {_size(needed)} of {what}"

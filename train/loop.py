@@ -46,7 +46,7 @@ from draftheads.train.checkpoint import (
     refuse_changes,
 )
 from draftheads.train.engines import Engine, make_engine, make_learner
-from draftheads.train.evaluate import Evaluator, check_eval
+from draftheads.train.evaluate import Evaluator
 from draftheads.train.faults import lost_processes, memory_errors
 from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.launch import StopRequest, agreeing, main_process_log, make_accelerator
@@ -325,7 +325,6 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
         "loss": run.state.loss,
         "predicted_tokens_per_step": calibration.tokens_per_step,
         "heldout_top1": calibration.top1,
-        "heldout_top5": calibration.top5,
         **({"decoding": measured} if measured else {}),
         **training_facts(run.recipe, run.data, run.accelerator),
     }
@@ -344,7 +343,6 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
 def start(recipe: Recipe, accelerator: Accelerator, checkpoint: Saved | None) -> Run:
     """Load and build all parts of a run, restored from `checkpoint` if there is one."""
     log = main_process_log(accelerator)
-    check_eval(recipe, log)
     with agreeing(accelerator) as values:
         target = load_target(recipe, accelerator)
         data = load_data(recipe, target, log)

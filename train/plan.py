@@ -45,7 +45,6 @@ from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
 from draftheads.train.data.answers import MANIFEST, has_shards, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.entry import one_line
-from draftheads.train.features import token_bytes
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import load_data
@@ -478,8 +477,7 @@ class Plan:
             tokens = round(work.row_tokens * (work.rows or work.rows_per_step * (work.steps or 1)))
             if not self.recipe.adapter:  # which changes the features of held-out rows
                 tokens += work.heldout
-        dtype = self.recipe.features.dtype
-        features = tokens * token_bytes(shapes.states, shapes.target.hidden_size, dtype)
+        features = shapes.feature_bytes(tokens)
         checkpoint = 3 * shapes.trained + shapes.buffers  # weights and two moments
         most = run.keep + 2  # the best one may be older, and one is being written
         count = min(work.saves or most, most)

@@ -122,15 +122,14 @@ def test_the_tensors_of_a_checkpoint_are_counted(made, tmp_path, kind):
     assert plan.disk["checkpoint"] == pytest.approx(stored, rel=0.01)
 
 
-@pytest.mark.parametrize(("dtype", "per_number", "per_state"), [("bf16", 2, 0), ("fp8", 1, 4)])
-def test_cached_features_take_tokens_times_states(made, dtype, per_number, per_state):
+def test_cached_features_take_tokens_times_states(made):
     values = tiny_recipe(made, "eagle3")
-    values["features"] = {"mode": "cached", "dtype": dtype, "disk_gb": 1e-4}
+    values["features"] = {"mode": "cached", "disk_gb": 1e-4}
     plan = make_plan(recipe_of(values), probe=False)
     tokens = plan.work.tokens + plan.work.heldout
     states = plan.shapes.states
     assert tokens == sum(len(answer.tokens) for answer in random_answers(60))
-    assert plan.disk["features"] == tokens * states * (HIDDEN * per_number + per_state)
+    assert plan.disk["features"] == tokens * states * HIDDEN * 4
     assert "features.disk_gb" in remedy(plan)
 
 
@@ -439,10 +438,10 @@ def test_what_cannot_be_probed_is_not_told(made, tmp_path):
 
 
 def test_held_out_features_are_not_stored_where_an_adapter_changes_them(made):
-    values = {"mode": "cached", "dtype": "bf16"}
+    values = {"mode": "cached"}
     sizes = []
     for recipe in (recipe_of(tiny_recipe(made)), joint_recipe(made)):
         features = recipe.features.model_copy(update=values)
         plan = make_plan(recipe.model_copy(update={"features": features}), probe=False)
         sizes.append(plan.disk["features"])
-    assert sizes[0] - sizes[1] == plan.work.heldout * 32 * 2
+    assert sizes[0] - sizes[1] == plan.work.heldout * 32 * 4
