@@ -281,9 +281,7 @@ def _time(plan: Plan) -> str:
     kinds = ""
     if not time:
         return f"time   unknown: {plan.reason}"
-    if plan.work.alone < 1:
-        kinds = f" ({time['alone']:.3g} s for heads alone, {time['joint']:.3g} s with the adapter)"
-    elif time["later"] < time["step"]:
+    if time["later"] < time["step"]:
         kinds = f" ({time['later']:.3g} s once features are known)"
     speed = plan.work.tokens_per_step / time["step"]
     total = f"{time['total'] / 3600:.2f} hours" if "total" in time else "unknown"
