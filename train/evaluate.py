@@ -237,28 +237,25 @@ class Evaluation:
         return line
 
 
+@dataclass
 class Evaluator:
     """Evaluates the heads of one run; a collective over all processes.
 
     features: of the held-out rows, from the target that the heads are trained for.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        accelerator: Accelerator,
-        target: Target,
-        data: TrainingData,
-        features: FeatureSource,
-    ) -> None:
-        self.recipe = recipe
-        self.accelerator = accelerator
-        self.target = target
-        self.share = Share(data.heldout, recipe.data.rows_per_batch, accelerator)
-        self.features = features
+    recipe: Recipe
+    accelerator: Accelerator
+    target: Target
+    data: TrainingData
+    features: FeatureSource
+
+    def __post_init__(self) -> None:
+        rows_per_batch = self.recipe.data.rows_per_batch
+        self.share = Share(self.data.heldout, rows_per_batch, self.accelerator)
         self.prompts: list[BenchPrompt] = []
-        if recipe.decodes:
-            self.prompts = heldout_prompts(recipe, data, target.context)
+        if self.recipe.decodes:
+            self.prompts = heldout_prompts(self.recipe, self.data, self.target.context)
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to evaluate after this step of `steps`."""

@@ -184,7 +184,7 @@ class StoredFeatures:
         path, tokens = self._path(shard), self.shard_tokens[shard]
         try:
             with safe_open(path, framework="pt") as file:
-                features_ND = file.get_tensor("features")
+                features_ND: Tensor = file.get_tensor("features")
             if len(features_ND) != tokens:
                 raise ValueError(f"expected {tokens} tokens, got {len(features_ND)}")
         except (OSError, SafetensorError, ValueError) as error:

@@ -161,7 +161,8 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
             ends.callback(gc.collect)  # FSDP2 must release the process group first
         checkpoint = _resume_point(recipe, accelerator)
         if checkpoint and _is_over(checkpoint.state, recipe, main_process_log(accelerator)):
-            _complete(checkpoint, recipe, accelerator)
+            # what a process that was killed after it did not come to: `best`, removal of old ones
+            Checkpoints(recipe, accelerator, checkpoint.folder, size=0).close()
             step = checkpoint.state.step
             return Outcome(checkpoint.folder, step, step, trained=False)
         run = start(recipe, accelerator, checkpoint)
@@ -209,13 +210,6 @@ def _is_over(state: RunState, recipe: Recipe, log: Log) -> bool:
     if state.exhausted:
         log(f"{_early_end(state)}; raise eval.patience to resume")
     return state.exhausted
-
-
-def _complete(checkpoint: Saved, recipe: Recipe, accelerator: Accelerator) -> None:
-    """What a process that was killed after the last checkpoint did not come to: `best`, the removal
-    of old checkpoints and temporary files.
-    """
-    Checkpoints(recipe, accelerator, checkpoint.folder, size=0).close()
 
 
 def _less_memory(recipe: Recipe) -> str:
