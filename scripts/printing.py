@@ -281,9 +281,7 @@ def _time(plan: Plan) -> str:
     kinds = ""
     if not time:
         return f"time   unknown: {plan.reason}"
-    if plan.work.alone < 1:
-        kinds = f" ({time['alone']:.3g} s for heads alone, {time['joint']:.3g} s with the adapter)"
-    elif time["later"] < time["step"]:
+    if time["later"] < time["step"]:
         kinds = f" ({time['later']:.3g} s once features are known)"
     speed = plan.work.tokens_per_step / time["step"]
     total = f"{time['total'] / 3600:.2f} hours" if "total" in time else "unknown"
@@ -305,10 +303,10 @@ def remedy(plan: Plan) -> str:
         )
     elif disk["features"] > allowed:
         needed, limit = disk["features"], allowed
-        what = "features; set features.dtype=fp8 or raise features.disk_gb"
+        what = "features; raise features.disk_gb, or set features.mode=online"
     elif disk["total"] > disk["free"]:
         needed, limit = disk["total"], disk["free"]
-        what = "disk; lower run.keep, set features.dtype=fp8, or use another run.output"
+        what = "disk; lower run.keep, set features.mode=online, or use another run.output"
     else:
         return ""
     return f"does not fit: expected at most {_size(limit)}, needs {_size(needed)} of {what}"

@@ -27,7 +27,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 47_600, "infer": 13_100, "train": 24_800}
+CORE = {"heads": 47_600, "infer": 13_100, "train": 23_800}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
@@ -39,8 +39,8 @@ WINGS = {
     "infer.serve": 12_100,
     "infer.generate": 2_200,
     "train.data": 20_600,
-    "train.plan": 4_400,
-    "train.doctor": 4_900,
+    "train.plan": 4_200,
+    "train.doctor": 4_700,
     "scripts": 14_600,
 }
 """The folders and modules around the core, and their code tokens."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -423,28 +423,17 @@ def _first_fit(sizes: Iterable[int], length: int) -> Array:
     """The row of each piece: the oldest open row with room, else a new one."""
     rows = array("q")
     room: list[int] = []  # free tokens of the open rows, oldest first
-    most: list[int] = []  # free tokens of the emptiest row so far: ascending
     oldest = 0
     for size in sizes:
-        at = bisect_left(most, size)
+        at = next((place for place, free in enumerate(room) if free >= size), len(room))
         rows.append(oldest + at)
-        if at == len(most):
-            room.append(length - size)
-            most.append(max(most[-1] if most else 0, length - size))
-            if len(room) <= OPEN_ROWS:
-                continue
-            del room[0], most[0]
-            oldest += 1
-            at = 0
-        else:
+        if at < len(room):
             room[at] -= size
-        top = most[at - 1] if at else 0
-        for place in range(at, len(room)):
-            if room[place] > top:  # `max` takes longer than all the rest
-                top = room[place]
-            if most[place] == top:
-                break
-            most[place] = top
+            continue
+        room.append(length - size)
+        if len(room) > OPEN_ROWS:
+            del room[0]
+            oldest += 1
     return np.frombuffer(rows, np.int64)
 
 

@@ -53,8 +53,6 @@ WORTH = 0.05
 """Tokens per step below which nobody would notice a finding."""
 MANY_UNKNOWN = 0.1
 """Largest acceptable share of the target's tokens outside the draft vocabulary."""
-WARMER = 0.5
-"""Largest acceptable difference between the temperatures of data and decoding."""
 PROMPTS = 64
 """Documents whose prompts are compared with the chat template."""
 SENTINEL = "Prompt42"
@@ -463,7 +461,9 @@ def other_blocks(evidence: Evidence) -> Iterator[Variant]:
     mask = head.design.mask_token
     if mask is None:
         return
-    ids = [mask_token(target, "auto"), mask - 1, mask + 1, *special_tokens(target.tokenizer)]
+    ids = [mask_token(target, "auto"), mask - 1, mask + 1]
+    if target.tokenizer:
+        ids += sorted(target.tokenizer.get_added_vocab().values())
     for each in list(dict.fromkeys(ids))[:MASKS]:
         if each is None or each == mask or not 0 <= each < head.vocab_size:
             continue
@@ -477,28 +477,6 @@ def redesigned(head: BlockHead, **changes: Any) -> BlockHead:
     other = copy(head)
     other.design = replace(head.design, **changes)
     return other
-
-
-def special_tokens(tokenizer: Any) -> list[int]:
-    """Ids of tokens that are not made of text; none without a tokenizer."""
-    return [] if tokenizer is None else sorted(tokenizer.get_added_vocab().values())
-
-
-def common_mask(evidence: Evidence) -> Finding | None:
-    """A block head's mask that text may contain."""
-    head, tokenizer = evidence.head, evidence.target.tokenizer
-    mask = head.design.mask_token if isinstance(head, BlockHead) else None
-    if mask is None or tokenizer is None or mask >= len(tokenizer):
-        return None
-    if mask in special_tokens(tokenizer):
-        return None
-    return Finding(
-        "mask",
-        0.0,
-        f"mask_token_id {mask} is {tokenizer.decode([mask])!r}, a token of ordinary text",
-        "an id that the tokenizer never makes from text",
-        "correct mask_token_id in config.json if it is a mistake, or train with head.mask=auto",
-    )
 
 
 def other_target(evidence: Evidence) -> Finding | None:
@@ -565,27 +543,18 @@ def other_template(evidence: Evidence) -> Finding | None:
 
 
 def other_writer(evidence: Evidence) -> Finding | None:
-    """Data of another model, or of another temperature."""
+    """Data of another model."""
     now = evidence.target.fingerprint()
     writer = evidence.manifest.get("target", {})
     fingerprint = writer.get("fingerprint")
-    warmth = evidence.manifest.get("sampling", {}).get("temperature")
-    decoding = getattr(evidence.sampling, "temperature", 0.0)
-    if not same_weights(fingerprint, now):
-        price = evidence.lost_in_use or evidence.rest
-        name = writer.get("name")
-        text = f"written by {name} with fingerprint {fingerprint}; this target has {now}"
-    elif warmth is not None and abs(warmth - decoding) > WARMER:
-        price = 0.0
-        text = f"sampled at temperature {warmth}, decoded at {decoding}"
-    else:
+    if same_weights(fingerprint, now):
         return None
     return Finding(
         "data",
-        price,
-        text,
-        f"the target's own answers, at a temperature within {WARMER} of decoding",
-        "distill with this target at the temperature you decode with, and train on that",
+        evidence.lost_in_use or evidence.rest,
+        f"written by {writer.get('name')} with fingerprint {fingerprint}; this target has {now}",
+        "the target's own answers",
+        "distill with this target, and train on that",
     )
 
 
@@ -738,7 +707,6 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     unfit_weights,
     little_data,
     other_reading,
-    common_mask,
     other_target,
     other_template,
     other_writer,

@@ -122,7 +122,9 @@ class JointLearner(Learner):
         # their own gradients nor the divergence's
         read_BTD = states_BTD.view_as(states_BTD)
         if read_BTD.requires_grad:
-            weight = self.choices.weight(done)
+            weight = 0.0
+            if done >= self.choices.start:
+                weight = self.choices.heads_weight
             read_BTD.register_hook(lambda grad: grad * weight)  # type: ignore[no-untyped-call]
         out = super().forward(batch, read_BTD, target, done)
         learned_M = batch.learned()

@@ -7,8 +7,9 @@ Legend: M learned positions, K draft depth, C positions of a chunk, D feature wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from operator import itemgetter
 from typing import TypeVar
 
@@ -22,14 +23,14 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree
-from draftheads.infer.accept import Acceptance, Greedy, Sampled
+from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator, Statistics
 from draftheads.infer.race import PLAIN, BenchPrompt, Candidate, Run, timed
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
-from draftheads.train.features import FeatureSource
-from draftheads.train.recipe import DECODED, Recipe
-from draftheads.train.setup import Log, TrainingData
+from draftheads.train.features import FeatureSource, OnlineFeatures
+from draftheads.train.recipe import Recipe
+from draftheads.train.setup import TrainingData
 
 CHUNK = 256
 """Positions whose logits, before and after adaptation, are in memory at a time."""
@@ -49,30 +50,31 @@ class Share:
     rows_per_batch: int
     accelerator: Accelerator
 
-    def batches(self) -> Iterator[tuple[int | None, list[int], Batch]]:
-        """(batch number, row numbers, batch). A forward may be a collective, so all processes get
-        equally many: one without a batch left repeats the last, with None for its number.
+    def each(self, features: FeatureSource, measure: Callable[[int, Batch, Tensor], T]) -> list[T]:
+        """`measure(number, batch, features_BTD)` of all batches, in order, on every process: no sum
+        of the results depends on who had which batch.
+
+        A forward may be a collective, so all processes get equally many batches: one without a
+        batch left repeats the last, and this result does not count.
         """
         rows = range(heldout_rows(self.rows))
         size, world = self.rows_per_batch, self.accelerator.num_processes
         batches = [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+        mine: list[tuple[int, T]] = []
         for first in range(0, len(batches), world):
-            number = first + self.accelerator.process_index
-            numbers = batches[min(number, len(batches) - 1)]
-            batch = self.rows.batch(numbers).to(self.accelerator.device)
-            is_own = number < len(batches)
-            yield number if is_own else None, numbers, batch
-
-    def inputs(self, features: FeatureSource) -> Iterator[tuple[int | None, Batch, Tensor]]:
-        """(batch number or None, batch, features_BTD)."""
-        for number, numbers, batch in self.batches():
+            own = first + self.accelerator.process_index
+            number = min(own, len(batches) - 1)
+            batch = self.rows.batch(batches[number]).to(self.accelerator.device)
             with torch.autocast(batch.tokens_BT.device.type, enabled=False):  # as in training
-                features_BTD = features(numbers, batch)
-            yield number, batch, features_BTD
+                features_BTD = features(batches[number], batch)
+            result = measure(number, batch, features_BTD)
+            if number == own:
+                mine.append((number, result))
+        return _in_order(mine)
 
 
 def _in_order(parts: Sequence[tuple[int, T]]) -> list[T]:
-    """The numbered parts of all processes, by their numbers: no sum depends on who had which."""
+    """The numbered parts of all processes, by their numbers."""
     everyone: list[tuple[int, T]] = sorted(gather_object(parts), key=itemgetter(0))
     return [part for _, part in everyone]
 
@@ -80,12 +82,11 @@ def _in_order(parts: Sequence[tuple[int, T]]) -> list[T]:
 @torch.no_grad()
 def heldout_ranks(head: DraftHead, target: Target, share: Share, features: FeatureSource) -> Tensor:
     """ranks_MK of all held-out rows, in row order, on every process."""
-    mine: list[tuple[int, Tensor]] = []
-    for number, batch, features_BTD in share.inputs(features):
-        ranks_MK = head.token_ranks(batch, features_BTD, target).cpu()
-        if number is not None:
-            mine.append((number, ranks_MK))
-    return torch.cat(_in_order(mine))
+
+    def ranks(number: int, batch: Batch, features_BTD: Tensor) -> Tensor:
+        return head.token_ranks(batch, features_BTD, target).cpu()
+
+    return torch.cat(share.each(features, ranks))
 
 
 @torch.no_grad()
@@ -93,16 +94,16 @@ def heldout_loss(head: DraftHead, target: Target, share: Share, features: Featur
     """The training loss, without its noise, per learned token of all held-out rows, the same on
     every process.
     """
-    mine: list[tuple[int, float]] = []
+
+    def loss(number: int, batch: Batch, features_BTD: Tensor) -> float:
+        torch.manual_seed(number)  # of the anchors of block heads
+        return float(head(batch, features_BTD, target).loss)
+
     is_training = head.training
     head.eval()
-    for number, batch, features_BTD in share.inputs(features):
-        torch.manual_seed(number or 0)  # of the anchors of block heads
-        loss = float(head(batch, features_BTD, target).loss)
-        if number is not None:
-            mine.append((number, loss))
+    losses = share.each(features, loss)
     head.train(is_training)
-    return sum(_in_order(mine)) / sum(share.rows.learned[: heldout_rows(share.rows)])
+    return sum(losses) / sum(share.rows.learned[: heldout_rows(share.rows)])
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,6 @@ class Calibration:
     tree: Tree  # for the head
     tokens_per_step: float  # tau of the best fixed tree, the target's own token included
     top1: list[float]  # accuracy by depth
-    top5: list[float]
 
 
 def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
@@ -127,12 +127,10 @@ def calibrate(ranks_MK: Tensor, nodes: int, tree: Tree) -> Calibration:
     none = StaticTree(())
     total = none.fitted(first_MK, nodes).expected_tokens(second_MK) * len(second_MK)
     total += none.fitted(second_MK, nodes).expected_tokens(first_MK) * len(first_MK)
-    has_rank_MK = ranks_MK >= 0
     return Calibration(
         tree=tree.fitted(ranks_MK, nodes),
         tokens_per_step=total / len(ranks_MK),
         top1=(ranks_MK == 0).float().mean(0).tolist(),
-        top5=(has_rank_MK & (ranks_MK < 5)).float().mean(0).tolist(),
     )
 
 
@@ -151,20 +149,22 @@ def measure_drift(target: Target, share: Share, layers: Sequence[int]) -> Drift:
 
     layers: of the last hidden state.
     """
-    same, divergence, count = 0, 0.0, 0
-    for number, _, batch in share.batches():
-        after_MD = target.features(batch, layers)[batch.loss_mask_BT]
+
+    def compare(number: int, batch: Batch, after_BTD: Tensor) -> list[tuple[int, float, int]]:
+        after_MD = after_BTD[batch.loss_mask_BT]
         with target.disable_adapter():
             before_MD = target.features(batch, layers)[batch.loss_mask_BT]
+        parts = []
         for start in range(0, len(before_MD), CHUNK):
             part = slice(start, start + CHUNK)
             before_CV = target.unembed(before_MD[part]).float().log_softmax(-1)
             after_CV = target.unembed(after_MD[part]).float().log_softmax(-1)
-            if number is not None:
-                same += int((before_CV.argmax(-1) == after_CV.argmax(-1)).sum())
-                divergence += float((before_CV.exp() * (before_CV - after_CV)).sum())
-                count += len(before_CV)
-    parts = gather_object([(same, divergence, count)])
+            same = int((before_CV.argmax(-1) == after_CV.argmax(-1)).sum())
+            divergence = float((before_CV.exp() * (before_CV - after_CV)).sum())
+            parts.append((same, divergence, len(before_CV)))
+        return parts
+
+    parts = chain.from_iterable(share.each(OnlineFeatures(target, layers, adapted=True), compare))
     same, divergence, count = (sum(numbers) for numbers in zip(*parts, strict=True))
     return Drift(same / count, divergence / count, count)
 
@@ -237,28 +237,25 @@ class Evaluation:
         return line
 
 
+@dataclass
 class Evaluator:
     """Evaluates the heads of one run; a collective over all processes.
 
     features: of the held-out rows, from the target that the heads are trained for.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        accelerator: Accelerator,
-        target: Target,
-        data: TrainingData,
-        features: FeatureSource,
-    ) -> None:
-        self.recipe = recipe
-        self.accelerator = accelerator
-        self.target = target
-        self.share = Share(data.heldout, recipe.data.rows_per_batch, accelerator)
-        self.features = features
+    recipe: Recipe
+    accelerator: Accelerator
+    target: Target
+    data: TrainingData
+    features: FeatureSource
+
+    def __post_init__(self) -> None:
+        rows_per_batch = self.recipe.data.rows_per_batch
+        self.share = Share(self.data.heldout, rows_per_batch, self.accelerator)
         self.prompts: list[BenchPrompt] = []
-        if recipe.decodes:
-            self.prompts = heldout_prompts(recipe, data, target.context)
+        if self.recipe.decodes:
+            self.prompts = heldout_prompts(self.recipe, self.data, self.target.context)
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to evaluate after this step of `steps`."""
@@ -289,31 +286,23 @@ class Evaluator:
 
     def decode(self, head: DraftHead) -> Measured:
         """Continue the held-out prompts, divided over the processes."""
-        temperature, accelerator = self.recipe.eval.temperature, self.accelerator
-        rule = Sampled(temperature) if temperature else Greedy()
+        accelerator = self.accelerator
         decoded = Speculator(self.target, as_decoded(head, self.target))
-        heads = Candidate("heads", head.tree.draft_nodes, decoded, rule)
-        plain = Candidate(PLAIN, 0, Speculator(self.target), rule)
+        heads = Candidate("heads", head.tree.draft_nodes, decoded, Greedy())
+        plain = Candidate(PLAIN, 0, Speculator(self.target), Greedy())
         mine = self.prompts[accelerator.process_index :: accelerator.num_processes]
         runs: list[tuple[int, tuple[Run, Run | None]]] = []
-        devices = [self.target.device] if self.target.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            if mine:
-                first = replace(mine[0], limit=min(WARM_UP, mine[0].limit))
-                for candidate in (plain, heads):
-                    list(candidate.generate([first]))
-            for prompt in mine:
-                run = _seeded(heads, prompt, rule)
-                other = _seeded(plain, prompt, rule) if prompt.number < TIMED else None
-                runs.append((prompt.number, (run, other)))
+        if mine:
+            first = replace(mine[0], limit=min(WARM_UP, mine[0].limit))
+            for candidate in (plain, heads):
+                list(candidate.generate([first]))
+        for prompt in mine:
+            [run] = timed(heads, [prompt])
+            other = None
+            if prompt.number < TIMED:
+                [other] = timed(plain, [prompt])
+            runs.append((prompt.number, (run, other)))
         return Measured.of(_in_order(runs))
-
-
-def _seeded(candidate: Candidate, prompt: BenchPrompt, rule: Acceptance) -> Run:
-    """Random numbers depend on the prompt, not on the process."""
-    torch.manual_seed(prompt.number)
-    rule.seed(prompt.number)
-    return timed(candidate, [prompt])[0]
 
 
 def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[BenchPrompt]:
@@ -337,18 +326,6 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[Be
         BenchPrompt(number, prompt, min(choices.new_tokens, context - len(prompt)))
         for number, prompt in enumerate(prompts)
     ]
-
-
-def check_eval(recipe: Recipe, log: Log) -> None:
-    """Raise ValueError for an `eval.best` that a sharded target cannot have."""
-    if recipe.target_placement != "sharded" or recipe.eval.every == 0:
-        return
-    if recipe.eval.best in DECODED:
-        raise ValueError(
-            f"eval.best: expected simulated or loss, got {recipe.eval.best}, as a sharded target "
-            "is not decoded; change it, or target_placement"
-        )
-    log("heads are evaluated by simulation alone: a sharded target is not decoded")
 
 
 def as_decoded(head: DraftHead, target: Target) -> DraftHead:

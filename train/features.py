@@ -2,7 +2,6 @@
 
     manifest.json                   what was stored, of which rows, and how
     shard-000000.safetensors        `features` (N, D): consecutive rows, concatenated
-                                    `scales` (N, L) float32, if features are stored as fp8
 
 A shard is renamed into place when it is complete, and its bytes do not depend on who writes it. In
 memory and in files every row is computed alone, so that a resumed run reads the same bits.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -30,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.files import nearest, own_name, remedy, sweep, write_text
+from draftheads.heads.files import nearest, remedy, replacing, sweep, write_text
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
@@ -42,9 +40,7 @@ SHARD_BYTES = 1 << 28
 """Maximum size of a shard of full rows; a larger row is a shard by itself."""
 HEADER_BYTES = 1024
 """Upper bound of a shard's header plus the manifest."""
-DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32}
 
-Tensors = dict[str, Tensor]
 FeatureSource = Callable[[Sequence[int], Batch], Tensor]
 """(row numbers, the same rows as a batch) -> features_BTD in the target's dtype on the batch's
 device; those of padding are arbitrary."""
@@ -99,18 +95,17 @@ class MemoryFeatures:
 
 
 class StoredFeatures:
-    """Features of the first `count` rows in files. dtype: a key of DTYPES. bits: of the target."""
+    """Features of the first `count` rows in files, as the target computes them. bits: its own."""
 
     def __init__(
-        self, folder: Path, online: OnlineFeatures, rows: Rows, count: int, dtype: str, bits: Any
+        self, folder: Path, online: OnlineFeatures, rows: Rows, count: int, bits: int | None
     ) -> None:
         self.folder = folder
         self.online = online
         self.rows = rows
-        self.dtype = dtype
-        self.layers = len(online.layers)
         target = online.target
-        of_token = token_bytes(self.layers, target.hidden_size, dtype)
+        self.width = len(online.layers) * target.hidden_size
+        of_token = self.width * target.dtype.itemsize
         size = max(1, (SHARD_BYTES - HEADER_BYTES) // (rows.length * of_token))
         self.shards = [range(at, min(at + size, count)) for at in range(0, count, size)]
         """Row numbers of each shard."""
@@ -124,7 +119,6 @@ class StoredFeatures:
             "target_bits": bits,
             "layers": list(online.layers),
             "hidden": target.hidden_size,
-            "dtype": dtype,
             "sequence_length": rows.length,
             "rows": count,
             "tokens": sum(rows.sizes[:count]),
@@ -136,19 +130,13 @@ class StoredFeatures:
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
         """A `FeatureSource` that does not run the target."""
         tokens_BT = batch.tokens_BT
-        tensors: Tensors = {}
+        features_BTD = torch.zeros(*tokens_BT.shape, self.width, dtype=self.online.target.dtype)
         for line, number in enumerate(numbers):
             shard = number // len(self.shards[0])
             start = sum(self.rows.sizes[self.shards[shard].start : number])
             size = self.rows.sizes[number]
-            for name, part in self._open(shard).items():
-                if name not in tensors:
-                    shape = (*tokens_BT.shape, part.shape[-1])
-                    tensors[name] = torch.zeros(shape, dtype=part.dtype)
-                tensors[name][line, :size] = part[start : start + size]
-        # decoded after the transfer: what is stored as fp8 has fewer bytes
-        on_device = {name: part.to(tokens_BT.device) for name, part in tensors.items()}
-        return decode(on_device, self.online.target.dtype)
+            features_BTD[line, :size] = self._open(shard)[start : start + size]
+        return features_BTD.to(tokens_BT.device)
 
     def missing(self) -> list[int]:
         """Shards that are missing or damaged. Raises ValueError if the folder stores other
@@ -190,23 +178,21 @@ class StoredFeatures:
             for _ in range(most - len(mine)):  # forwards that others wait for
                 self.online.row(self.rows, 0)
             if features:
-                rows = [encode(features_TD, self.dtype, self.layers) for features_TD in features]
-                data = save({name: torch.cat([row[name] for row in rows]) for name in rows[0]})
-                _write(self._path(group[rank]), data)
+                _write(self._path(group[rank]), save({"features": torch.cat(features)}))
 
-    def _read(self, shard: int) -> Tensors:
+    def _read(self, shard: int) -> Tensor:
         path, tokens = self._path(shard), self.shard_tokens[shard]
         try:
             with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if len(tensors["features"]) != tokens:
-                raise KeyError(f"expected {tokens} tokens, got {len(tensors['features'])}")
-        except (OSError, SafetensorError, KeyError) as error:
+                features_ND: Tensor = file.get_tensor("features")
+            if len(features_ND) != tokens:
+                raise ValueError(f"expected {tokens} tokens, got {len(features_ND)}")
+        except (OSError, SafetensorError, ValueError) as error:
             raise ValueError(
                 f"{path}: missing or damaged ({error}); run again to write it, on a disk that all "
                 "processes share"
             ) from error
-        return tensors
+        return features_ND
 
     def _path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:06d}.safetensors"
@@ -231,11 +217,11 @@ def make_features(
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
     folder = recipe.features.path or Path(f"{recipe.data.path}-features")
-    stored_as = recipe.features.dtype, recipe.target_bits
-    stores = [StoredFeatures(folder / "train", online, train, len(train), *stored_as)]
+    bits = recipe.target_bits
+    stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
     if not target.adapter:
         count = heldout_rows(heldout)
-        stores.append(StoredFeatures(folder / "heldout", online, heldout, count, *stored_as))
+        stores.append(StoredFeatures(folder / "heldout", online, heldout, count, bits))
     write_missing(stores, int(recipe.features.disk_gb * 1e9), accelerator)
     if target.adapter:
         return stores[0], evaluated
@@ -258,8 +244,8 @@ def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Acc
         raise ValueError(
             f"{folder}: features take {needed / 1e9:.3g} GB, of which {to_write / 1e9:.3g} GB are "
             f"not yet written; expected at most {limit / 1e9:.3g} GB (features.disk_gb) and "
-            f"{free / 1e9:.3g} GB free on that disk; set features.dtype=fp8, raise "
-            "features.disk_gb, use another features.path, or set features.mode=online"
+            f"{free / 1e9:.3g} GB free on that disk; raise features.disk_gb, use "
+            " another features.path, or set features.mode=online"
         )
     if to_write:
         main_process_log(accelerator)(
@@ -277,52 +263,15 @@ def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Acc
 
 
 def _write(path: Path, data: bytes) -> None:
-    part = own_name(path)
     try:
-        with part.open("wb") as file:
+        with replacing(path) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
     except OSError as error:
         raise OSError(
             error.errno,
             f"{path}: {error.strerror} while {len(data) / 1e9:.3g} GB were written; "
             f"{remedy(error)}, then run again to resume, or set features.mode=online",
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def token_bytes(layers: int, hidden: int, dtype: str) -> int:
-    """Bytes of the stored features of one token. dtype: a key of DTYPES."""
-    scale = 4 if dtype == "fp8" else 0
-    return layers * (hidden * DTYPES[dtype].itemsize + scale)
-
-
-def encode(features_TD: Tensor, dtype: str, layers: int) -> Tensors:
-    """Features as they are stored, on the CPU.
-
-    fp8 is float8_e4m3fn with one scale per token and layer: the error of a number is at most 1/16
-    of itself or 1/458,752 of the largest in its token and layer; relative root mean square error
-    2.6 %. bf16: at most 1/256; 0.17 %.
-    """
-    if dtype != "fp8":
-        return {"features": features_TD.to("cpu", DTYPES[dtype])}
-    parts_TLH = features_TD.float().view(len(features_TD), layers, -1)
-    scales_TL = parts_TLH.abs().amax(-1) / torch.finfo(DTYPES["fp8"]).max
-    scales_TL = torch.where(scales_TL > 0, scales_TL, 1.0)
-    stored_TLH = (parts_TLH / scales_TL[..., None]).to(DTYPES["fp8"])
-    return {"features": stored_TLH.flatten(-2).cpu(), "scales": scales_TL.cpu()}
-
-
-def decode(stored: Tensors, dtype: torch.dtype) -> Tensor:
-    """Features (..., T, D) in `dtype` from the output of `encode`, on any device."""
-    if "scales" not in stored:
-        return stored["features"].to(dtype)
-    scales_TL = stored["scales"]
-    parts_TLH = stored["features"].float().view(*scales_TL.shape, -1)
-    return (parts_TLH * scales_TL[..., None]).flatten(-2).to(dtype)
 
 
 def _digest(rows: Rows, count: int) -> str:

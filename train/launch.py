@@ -22,6 +22,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     gather_object,
+    str_to_bool,
 )
 
 from draftheads.train.recipe import Recipe
@@ -107,8 +108,8 @@ def asked_for_fsdp(environ: Mapping[str, str]) -> bool:
 
 
 def _is_true(environ: Mapping[str, str], name: str) -> bool:
-    """Whether a switch of accelerate is on, by its own words."""
-    return environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on")
+    """Whether a switch of accelerate is on."""
+    return bool(str_to_bool(environ.get(name, "no")))
 
 
 def main_process_log(accelerator: Accelerator) -> Callable[[str], None]:

@@ -46,7 +46,7 @@ from draftheads.train.checkpoint import (
     refuse_changes,
 )
 from draftheads.train.engines import Engine, make_engine, make_learner
-from draftheads.train.evaluate import Evaluator, check_eval
+from draftheads.train.evaluate import Evaluator
 from draftheads.train.faults import lost_processes, memory_errors
 from draftheads.train.features import FeatureSource, make_features
 from draftheads.train.launch import StopRequest, agreeing, main_process_log, make_accelerator
@@ -161,7 +161,8 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
             ends.callback(gc.collect)  # FSDP2 must release the process group first
         checkpoint = _resume_point(recipe, accelerator)
         if checkpoint and _is_over(checkpoint.state, recipe, main_process_log(accelerator)):
-            _complete(checkpoint, recipe, accelerator)
+            # what a process that was killed after it did not come to: `best`, removal of old ones
+            Checkpoints(recipe, accelerator, checkpoint.folder, size=0).close()
             step = checkpoint.state.step
             return Outcome(checkpoint.folder, step, step, trained=False)
         run = start(recipe, accelerator, checkpoint)
@@ -209,13 +210,6 @@ def _is_over(state: RunState, recipe: Recipe, log: Log) -> bool:
     if state.exhausted:
         log(f"{_early_end(state)}; raise eval.patience to resume")
     return state.exhausted
-
-
-def _complete(checkpoint: Saved, recipe: Recipe, accelerator: Accelerator) -> None:
-    """What a process that was killed after the last checkpoint did not come to: `best`, the removal
-    of old checkpoints and temporary files.
-    """
-    Checkpoints(recipe, accelerator, checkpoint.folder, size=0).close()
 
 
 def _less_memory(recipe: Recipe) -> str:
@@ -325,7 +319,6 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
         "loss": run.state.loss,
         "predicted_tokens_per_step": calibration.tokens_per_step,
         "heldout_top1": calibration.top1,
-        "heldout_top5": calibration.top5,
         **({"decoding": measured} if measured else {}),
         **training_facts(run.recipe, run.data, run.accelerator),
     }
@@ -344,7 +337,6 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
 def start(recipe: Recipe, accelerator: Accelerator, checkpoint: Saved | None) -> Run:
     """Load and build all parts of a run, restored from `checkpoint` if there is one."""
     log = main_process_log(accelerator)
-    check_eval(recipe, log)
     with agreeing(accelerator) as values:
         target = load_target(recipe, accelerator)
         data = load_data(recipe, target, log)

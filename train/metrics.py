@@ -89,7 +89,6 @@ class Progress:
             "lr": lr,
             "tokens_per_second": self.tokens / (time.monotonic() - self.since),
             "top1": top1.tolist(),
-            "top5": shares_KR[:, :5].sum(1).tolist(),
             "chain": 1.0 + float(top1.cumprod(0).sum()),
         }
         self.bar.set_postfix_str(
@@ -116,7 +115,6 @@ class Progress:
         values: Line = {
             "heldout_tokens_per_step": calibration.tokens_per_step,
             "heldout_top1": calibration.top1,
-            "heldout_top5": calibration.top5,
         }
         if evaluation.measured:
             values["measured"] = asdict(evaluation.measured)

@@ -45,7 +45,6 @@ from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
 from draftheads.train.data.answers import MANIFEST, has_shards, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.entry import one_line
-from draftheads.train.features import token_bytes
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import load_data
@@ -69,7 +68,6 @@ LAUNCH = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_DEE
 """What a launcher tells its processes."""
 CLEAR = Path("/proc/self/clear_refs")
 """Where Linux lets a process reset its peak."""
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class ShapeTarget(Target):
@@ -154,7 +152,7 @@ class Workload:
     missing. data: bytes of memory. row_tokens: mean tokens per row. sizes, learned: tokens and
     learned tokens of each row. heldout: tokens evaluated at each save. rows_per_step,
     tokens_per_step: over all processes. micro_batches: per process. steps, epochs, saves: None
-    where unknown. alone: share of the steps that train heads alone. Raises what `load_data` raises.
+    where unknown. Raises what `load_data` raises.
     """
 
     def __init__(self, recipe: Recipe, target: Target, processes: int) -> None:
@@ -184,7 +182,6 @@ class Workload:
         self.steps = run.steps
         self.epochs = None
         self.saves = None
-        self.alone = recipe.adapter.start if recipe.adapter else 1.0
         if self.rows and run.epochs:
             self.steps = Order(self.rows, count, run.seed).steps(run.epochs)
         notes = [note]
@@ -192,7 +189,6 @@ class Workload:
             notes.append(reading.warning(self.steps, count))
             self.epochs = self.steps * count / self.rows if self.rows else None
             self.saves = math.ceil(self.steps / run.save_every)
-            self.alone = math.ceil(self.alone * self.steps - 1e-9) / self.steps  # as in training
         self.note = "; ".join(filter(None, notes))
 
 
@@ -200,7 +196,8 @@ class Workload:
 class Trial:
     """What a few steps predict for the run. layers: of the target that was tried. base,
     activations: bytes. load, save: seconds per run and per save. features: the target's seconds of
-    a step; alone, joint: the rest of it, without and with a learning adapter.
+    a step; rest: the others. An adapter is tried as it learns: steps that train heads alone are
+    faster.
     """
 
     layers: int
@@ -209,18 +206,16 @@ class Trial:
     load: float
     save: float
     features: float
-    alone: float
-    joint: float
+    rest: float
 
 
 class Rehearsal:
     """A short run like the recipe's, on a random target of `layers` layers, `adapted` of them with
     an adapter, and on random rows.
 
-    It has `kinds` phases of `steps` steps: on new rows, on the same rows again and, where an
-    adapter begins to learn later, on these with the adapter. micro_batches: per step. sizes:
-    (tokens, learned tokens) of each row. cached: whether known features are kept, so that the first
-    two phases differ by the target's time.
+    It has `steps` steps on new rows, and as many on the same rows again. micro_batches: per step.
+    sizes: (tokens, learned tokens) of each row. cached: whether known features are kept, so that
+    the two differ by the target's time.
     """
 
     def __init__(self, recipe: Recipe, shapes: Shapes, work: Workload) -> None:
@@ -239,14 +234,13 @@ class Rehearsal:
         self.micro_batches = min(2, work.micro_batches)  # the first makes gradients, others add
         steps = TRIAL_TOKENS // int(self.micro_batches * self.batch * work.row_tokens)
         self.steps = min(MOST, max(FEWEST, steps))
-        self.kinds = 3 if 0 < work.alone < 1 else 2
         rows = self.micro_batches * self.batch * self.steps + self.batch  # the last are held out
         numbers = random.Random(0).choices(range(len(work.sizes)), k=rows)
         self.sizes = [(work.sizes[number], work.learned[number]) for number in numbers]
 
     def recipe(self, recipe: Recipe, folder: Path) -> Recipe:
         """The recipe, with all paths in this folder."""
-        steps = self.kinds * self.steps
+        steps = 2 * self.steps
         values = recipe.model_dump(mode="json")
         values |= {
             "target": str(folder / "target"),
@@ -272,8 +266,7 @@ class Rehearsal:
         if "feature_layers" in values["head"] and self.layers < self.shapes.layers:
             values["head"]["feature_layers"] = list(range(self.shapes.features))
         if recipe.adapter:
-            start = 2 / 3 if self.kinds == 3 else 0
-            values["adapter"] |= {"layers": self.adapted, "start": start}
+            values["adapter"] |= {"layers": self.adapted, "start": 0}
         return Recipe.model_validate(values)
 
     def trial(self, log: Log) -> Trial:
@@ -281,12 +274,12 @@ class Rehearsal:
         shapes, work = self.shapes, self.work
         *seconds, save = log.seconds
         new = median(seconds[1 : self.steps])  # the first step includes loading
-        again = median(seconds[self.steps : 2 * self.steps])
+        again = median(seconds[self.steps :])
         features = max(0.0, new - again) if self.cached else 0.0
         of_layer = features / self.layers
         deeper = shapes.layers - self.layers
-        joint = median(seconds[-self.steps :])
-        joint += of_layer * (deeper + BACKWARD * (shapes.adapted - self.adapted))
+        if shapes.adapted:  # whose layers the rest passes, too
+            again += of_layer * (deeper + BACKWARD * (shapes.adapted - self.adapted))
         batches = max(0, work.heldout / (self.batch * work.row_tokens) - 1)  # the log has one
         # the target's forward pass and the head's, a third of its step
         of_batch = (features + of_layer * deeper + again / 3) / self.micro_batches
@@ -301,19 +294,18 @@ class Rehearsal:
             load=seconds[0] - new,
             save=save + batches * of_batch,
             features=of_layer * shapes.layers * times,
-            alone=again * times if work.alone else 0.0,
-            joint=joint * times if work.alone < 1 else 0.0,
+            rest=again * times,
         )
 
 
-def try_steps(recipe: Recipe, shapes: Shapes, work: Workload, clock: str) -> Trial:
+def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> Trial:
     """Train a few steps on a random target and random rows. Raises what `fit` raises."""
     rehearsal = Rehearsal(recipe, shapes, work)
     with tempfile.TemporaryDirectory(prefix="draftheads-plan-") as name, _apart():
         short = rehearsal.recipe(recipe, Path(name))
         write_target(recipe, rehearsal.layers, Path(short.target))
         write_rows(short.data.path, rehearsal.sizes, shapes.vocabulary)
-        log = watch(short, clock)
+        log = watch(short)
     return rehearsal.trial(log)
 
 
@@ -340,19 +332,18 @@ class Log(NamedTuple):
     peak: int
 
 
-def watch(recipe: Recipe, clock: str) -> Log:
-    """Train, and note time and memory. clock: a key of CLOCKS."""
-    now = CLOCKS[clock]
+def watch(recipe: Recipe) -> Log:
+    """Train, and note time and memory."""
     gc.collect()
     release()
     forget_peak()
     base = _resident() if _device() == "cpu" else 0
     peak = base
-    times = [now()]
+    times = [time.perf_counter()]
 
     def note(*_: object) -> None:
         nonlocal peak
-        times.append(now())
+        times.append(time.perf_counter())
         peak = peak_memory()
 
     hook = register_optimizer_step_post_hook(note)
@@ -362,7 +353,7 @@ def watch(recipe: Recipe, clock: str) -> Log:
         hook.remove()
     if outcome.stopped_by:  # `fit` has heeded the signal, which was meant for this command
         signal.raise_signal(signal.Signals[outcome.stopped_by])
-    times.append(now())
+    times.append(time.perf_counter())
     return Log([after - before for before, after in pairwise(times)], base, peak)
 
 
@@ -478,8 +469,7 @@ class Plan:
             tokens = round(work.row_tokens * (work.rows or work.rows_per_step * (work.steps or 1)))
             if not self.recipe.adapter:  # which changes the features of held-out rows
                 tokens += work.heldout
-        dtype = self.recipe.features.dtype
-        features = tokens * token_bytes(shapes.states, shapes.target.hidden_size, dtype)
+        features = shapes.feature_bytes(tokens)
         checkpoint = 3 * shapes.trained + shapes.buffers  # weights and two moments
         most = run.keep + 2  # the best one may be older, and one is being written
         count = min(work.saves or most, most)
@@ -493,9 +483,8 @@ class Plan:
 
     @cached_property
     def time(self) -> dict[str, float]:
-        """Seconds; empty without a trial. step: mean; alone, joint: steps without and with a
-        learning adapter; later: steps whose features are known; load; save: with the evaluation;
-        total: where the number of steps is known.
+        """Seconds; empty without a trial. step: mean; later: steps whose features are known; load;
+        save: with the evaluation; total: where the number of steps is known.
         """
         trial, work = self.trial, self.work
         if not trial:
@@ -509,16 +498,8 @@ class Plan:
         room = self.recipe.data.cache_gb * 1e9
         cached = min(1.0, room / self.shapes.feature_bytes(rows * work.row_tokens))
         features *= 1 - cached * (1 - 1 / max(1.0, work.epochs or 1.0))  # none after one epoch
-        later = work.alone * trial.alone + (1 - work.alone) * trial.joint
-        step = later + features
-        seconds = {
-            "step": step,
-            "later": later,
-            "load": load,
-            "save": trial.save,
-            "alone": trial.alone + features if work.alone else 0.0,
-            "joint": trial.joint + features if work.alone < 1 else 0.0,
-        }
+        step = trial.rest + features
+        seconds = {"step": step, "later": trial.rest, "load": load, "save": trial.save}
         if work.steps and work.saves:
             seconds["total"] = load + work.steps * step + work.saves * trial.save
         return seconds
@@ -543,7 +524,6 @@ class Plan:
                 "rows": work.rows_per_step,
                 "micro_batches": work.micro_batches,
                 "tokens_per_step": work.tokens_per_step,
-                "alone": work.alone,
                 "note": work.note,
             },
             "memory": {**self.memory, "total": self.peak, "limit": self.limit},
@@ -562,13 +542,11 @@ def make_plan(
     engine: str = "ddp",
     *,
     probe: bool = True,
-    clock: str = "wall",
 ) -> Plan:
     """Count shapes and, with `probe`, train a few steps.
 
-    processes: default WORLD_SIZE, else one. engine: a key of ENGINES. clock: of the trial, a key of
-    CLOCKS. Raises the ValueError or OSError that training would raise for target, head, adapter,
-    data and launch.
+    processes: default WORLD_SIZE, else one. engine: a key of ENGINES. Raises the ValueError or
+    OSError that training would raise for target, head, adapter, data and launch.
     """
     processes = processes or int(os.environ.get("WORLD_SIZE", "1"))
     if engine not in ENGINES:
@@ -592,7 +570,7 @@ def make_plan(
         if _device() == "cpu":
             pace = measured_pace(shapes.target.model.config, recipe.head.nodes)
         try:
-            trial = try_steps(recipe, shapes, work, clock)
+            trial = try_steps(recipe, shapes, work)
             reason = ""
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             reason = f"a trial failed: {one_line(error)}"  # shapes are worth printing

@@ -10,7 +10,6 @@ import difflib
 import inspect
 import json
 import logging
-import math
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -71,7 +70,6 @@ class FeatureChoices(Section):
 
     mode: Literal["online", "cached"] = Field("online", description="cached: from features.path")
     path: Path | None = Field(None, description="null: next to data.path")
-    dtype: Literal["bf16", "fp8", "fp32"] = Field("bf16", description="of cached features")
     disk_gb: float = Field(100.0, gt=0, description="disk space for cached features, in GB")
 
 
@@ -88,7 +86,7 @@ class OptimChoices(Section):
 
 class AdapterChoices(Section):
     """A LoRA adapter on the target. Its loss adds the divergence from the unadapted target
-    (arXiv 2401.10774, 2.2 and 2.3: two stages or a growing weight; self-distillation).
+    (arXiv 2401.10774, 2.2 and 2.3: two stages; self-distillation).
     """
 
     rank: int = Field(32, ge=1, le=MOST_RANKS, description="LoRA rank")
@@ -100,32 +98,19 @@ class AdapterChoices(Section):
     lr: float = Field(5e-4, gt=0, description="peak learning rate of the adapter")
     start: float = Field(0.25, ge=0, lt=1, description="share of steps that train only the heads")
     heads_weight: float = Field(1.0, gt=0, description="weight of the heads' loss; divergence: 1")
-    ramp: Literal["constant", "sine"] = Field(
-        "constant", description="of heads_weight; sine: from 0"
-    )
     agreement: float = Field(
         0.98, ge=0, le=1, description="least share of unchanged greedy tokens in a best checkpoint"
     )
 
-    def weight(self, done: float) -> float:
-        """Weight of the heads' loss in the adapter's gradient after the share `done` of the run; 0
-        while only the heads are trained.
-        """
-        if done < self.start:
-            return 0.0
-        joint = (done - self.start) / (1 - self.start)
-        return self.heads_weight * (math.sin(joint * math.pi / 2) if self.ramp == "sine" else 1.0)
-
 
 class EvalChoices(Section):
-    """Evaluation during training, by decoding held-out prompts with the heads."""
+    """Evaluation during training, by greedy decoding of held-out prompts with the heads."""
 
     every: int | None = Field(
         None, ge=0, description="steps between evaluations; null: at every save; 0: never decode"
     )
     prompts: int = Field(32, ge=1, description="held-out prompts to continue")
     new_tokens: int = Field(64, ge=2, description="new tokens per prompt")
-    temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: greedy")
     best: Measure | None = Field(
         None,
         description="measure that picks the best checkpoint; tokens_per_second: relative to plain "
@@ -133,12 +118,6 @@ class EvalChoices(Section):
         "tokens_per_step, or simulated if every: 0",
     )
     patience: int | None = Field(None, ge=1, description="evaluations to wait for improvement")
-
-    @model_validator(mode="after")
-    def _check_measure(self) -> EvalChoices:
-        if self.every == 0 and self.best in DECODED:
-            raise ValueError(f"best: {self.best} needs decoding, and every: 0 turns it off")
-        return self
 
 
 class RunChoices(Section):
@@ -214,6 +193,11 @@ class Recipe(Section):
                 f"data.cache_gb should be 0 with target_placement=sharded, got "
                 f"{self.data.cache_gb}; set features.mode=cached instead"
             )
+        if self.eval.best in DECODED and not self.decodes:
+            raise ValueError(
+                f"eval.best: expected simulated or loss, got {self.eval.best}, which needs "
+                "decoding; eval.every=0 and target_placement=sharded turn it off"
+            )
         if self.adapter and not self.head.takes_adapter:
             kinds = " or ".join(kind for kind in HEADS if HEADS[kind].Choices.takes_adapter)
             raise ValueError(f"adapter needs head.kind {kinds}, got {self.head.kind}")
@@ -286,7 +270,7 @@ def differences(old: Recipe, new: Recipe) -> list[str]:
 
 def _fixed_choices(recipe: Recipe) -> dict[str, Any]:
     """Choices that must not change when a run is resumed. The target is compared by fingerprint."""
-    compared = {"prompts", "new_tokens", "temperature"} if recipe.measure in DECODED else set()
+    compared = {"prompts", "new_tokens"} if recipe.measure in DECODED else set()
     free: Any = {
         **dict.fromkeys(("target", "target_revision", "target_placement"), True),
         "data": {"rows_per_batch", "cache_gb", "path"},

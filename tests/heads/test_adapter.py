@@ -5,7 +5,6 @@ first; what it does to the target is measured; adapter and heads load together, 
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,12 +270,9 @@ def test_heads_learn_alone_at_first(made, joint, tmp_path):
     assert last["kl"] > 0
 
 
-def test_rates_and_weights_follow_the_recipe(made):
+def test_rates_follow_the_recipe(made):
     target = fresh(made)
-    choices = AdapterChoices(start=0.2, heads_weight=0.5, ramp="sine", lr=1e-2)
-    assert choices.weight(0.19) == 0 and choices.weight(0.2) == 0
-    assert choices.weight(0.6) == pytest.approx(0.5 * math.sin(math.pi / 4))
-    assert AdapterChoices().weight(0.25) == 1.0
+    choices = AdapterChoices(start=0.2, lr=1e-2)
     learner = JointLearner(
         make_head(HEADS["medusa"], target, depth=2),
         "fp32",
@@ -298,7 +294,6 @@ def test_rates_and_weights_follow_the_recipe(made):
 def test_memory_is_saved_without_changing_a_bit(made, joint, tmp_path, choice):
     more = [
         f"features.path={tmp_path / 'features'}",
-        "features.dtype=fp32",
         "data.rows_per_batch=1",
     ]
     assert run(made, tmp_path / "plain", *JOINT, "data.rows_per_batch=1") == 0

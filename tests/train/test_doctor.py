@@ -251,12 +251,10 @@ def test_a_fault_in_the_folder_is_named_first(examine, good, tmp_path, kind, fau
     fault(config, tensors)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
-    _, found, printed = result = examine(folder)
+    _, found, _ = result = examine(folder)
     assert first(result) == check
     assert found["findings"][0]["advice"].startswith(advice)
     assert found["findings"][0]["explains"] > 0.5, "most of what was lost"
-    said = "mask_token_id 65 is" in printed and "a token of ordinary text" in printed
-    assert said is (fault is another_mask)
 
 
 def test_dflash_slots_read_as_dspark_are_named_first(examine, bench, tmp_path):

@@ -41,8 +41,6 @@ from draftheads.train.features import (
     MemoryFeatures,
     OnlineFeatures,
     StoredFeatures,
-    decode,
-    encode,
     make_features,
     write_missing,
 )
@@ -74,13 +72,12 @@ def store_of(
     folder: Path,
     target: Target,
     rows: Rows | None = None,
-    dtype: str = "fp32",
     layers: Sequence[int] = LAYERS,
     bits: int | None = None,
 ) -> StoredFeatures:
     rows = rows or rows_of()
     online = OnlineFeatures(target, layers)
-    return StoredFeatures(folder / "train", online, rows, len(rows), dtype, bits)
+    return StoredFeatures(folder / "train", online, rows, len(rows), bits)
 
 
 def place(rank: int = 0, world: int = 1, barrier: Callable[[], object] = lambda: None) -> Any:
@@ -134,7 +131,7 @@ def losses(source, rows: Rows, target: Target, kind: str) -> list[float]:
     return found
 
 
-def test_fp32_features_are_those_of_rows_computed_alone(tmp_path, target):
+def test_stored_features_are_those_of_rows_computed_alone(tmp_path, target):
     store = fill(store_of(tmp_path, target))
     rows, source = store.rows, store
     assert len(store.shards) > 2 < len(rows) / len(store.shards)
@@ -160,24 +157,6 @@ def test_memory_for_one_row_gives_the_features_of_memory_for_all(target):
     torch.testing.assert_close(found[0][inside_BT], online_BTD[inside_BT], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "largest", "mean"), [("bf16", 2**-8, 2e-3), ("fp8", 2**-4, 3e-2)]
-)
-def test_rounded_features_err_as_much_as_is_said(dtype, largest, mean):
-    features_TD = torch.randn(512, 2 * HIDDEN)
-    features_TD[:, HIDDEN:] *= 1e-3  # a quiet layer beside a loud one
-    features_TD[:, 7] *= 1e3  # and one dimension louder than all others
-    features_TD[0] = 0
-    got_TD = decode(encode(features_TD, dtype, 2), torch.float32)
-    assert torch.equal(got_TD[0], features_TD[0])
-    loudest = features_TD.unflatten(-1, (2, -1)).abs().amax(-1, keepdim=True) / 458_752
-    allowed = torch.maximum(features_TD.abs() * largest, loudest.expand(-1, -1, HIDDEN).flatten(-2))
-    assert ((got_TD - features_TD).abs() <= allowed * 1.001).all()
-    for layer in (slice(0, HIDDEN), slice(HIDDEN, None)):
-        error = (got_TD - features_TD)[:, layer].norm() / features_TD[:, layer].norm()
-        assert 0 < error < mean
-
-
 @pytest.mark.parametrize("kind", HEADS)
 def test_training_on_stored_features(tmp_path, target, kind):
     layers = make_head(
@@ -186,19 +165,13 @@ def test_training_on_stored_features(tmp_path, target, kind):
         **{**HEAD_SECTIONS[kind], **({"vocabulary": range(60)} if kind == "eagle3" else {})},
     ).training_layers
     rows = rows_of()
-    found = {}
-    for dtype in ("fp32", "bf16", "fp8"):
-        source = fill(store_of(tmp_path / dtype, target, rows, dtype, layers))
-        found[dtype] = losses(source, rows, target, kind)
-        again = store_of(tmp_path / dtype, target, rows, dtype, layers)
-        assert losses(again, rows, target, kind) == found[dtype]
+    stored = losses(fill(store_of(tmp_path, target, rows, layers)), rows, target, kind)
+    assert losses(store_of(tmp_path, target, rows, layers), rows, target, kind) == stored
     memory = MemoryFeatures(OnlineFeatures(target, layers), rows, gb=1)
-    assert losses(memory, rows, target, kind) == found["fp32"]
+    assert losses(memory, rows, target, kind) == stored
     online = losses(OnlineFeatures(target, layers), rows, target, kind)
     assert online[-2] < online[0]
-    assert found["fp32"] == pytest.approx(online, rel=1e-4)
-    assert found["bf16"] == pytest.approx(online, rel=2e-2)
-    assert found["fp8"] == pytest.approx(online, rel=1e-1)
+    assert stored == pytest.approx(online, rel=1e-4)
 
 
 def test_three_processes_write_the_bytes_of_one_with_equally_many_forwards(
@@ -287,7 +260,6 @@ def test_a_damaged_manifest_is_named(tmp_path, target, content):
 CHANGES: dict[str, dict[str, Any]] = {
     "target_bits ": {"bits": 8},
     "layers ": {"layers": (0, -1)},
-    "dtype ": {"dtype": "bf16"},
     "rows ": {"rows": lambda: rows_of(50)},
     "rows_sha256 ": {"rows": lambda: shuffled()},
     "sequence_length ": {"rows": lambda: rows_of(length=48)},
@@ -330,7 +302,7 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(
     store = store_of(tmp_path / "features", target)
     needed = sum(store.shard_bytes)
     forwards = counted(monkeypatch, target)
-    with pytest.raises(ValueError, match=r"features.disk_gb\).*features.dtype=fp8.*mode=online"):
+    with pytest.raises(ValueError, match=r"features.disk_gb\).*mode=online"):
         fill(store, limit=needed - 1)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
@@ -389,7 +361,7 @@ def test_a_disk_that_is_really_full(tmp_path, target, monkeypatch):
 
 def cached_recipe(folder: Path):
     values = tiny_recipe(folder)
-    return recipe_of({**values, "features": {"mode": "cached", "dtype": "fp32"}})
+    return recipe_of({**values, "features": {"mode": "cached"}})
 
 
 def test_a_cached_run_needs_no_forward_of_the_target(tmp_path, target, monkeypatch):

@@ -155,7 +155,7 @@ def test_true_and_false_are_not_numbers_in_extra_keys(path):
             MINIMAL + "optim: [1]\n",
             "optim: Input should be a valid dictionary or instance of OptimChoices, got [1]",
         ),
-        (MINIMAL + "eval:\n  temperature: .inf\n", "eval.temperature: Input should be a finite"),
+        (MINIMAL + "optim:\n  clip: .inf\n", "optim.clip: Input should be a finite"),
         (MINIMAL + f"  seed: {10**13}\n", "run.seed: Input should be less than"),
         (MINIMAL.replace("10", "1e400"), "run.steps: Input should be a finite number, got inf"),
         (MINIMAL.replace("10", "1:30"), "run.steps: Input should be a valid integer"),

@@ -179,7 +179,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("eagle3", ["run.precision=bf16"]),
         ("eagle3", ["run.gradient_checkpointing=true", "run.precision=bf16"]),
         ("eagle3", ["run.compile=true", "data.cache_gb=1"]),
-        ("eagle3", ["features.mode=cached", "features.dtype=fp8", "head.labels=hard"]),
+        ("eagle3", ["features.mode=cached", "head.labels=hard"]),
         ("eagle3", ["head.labels=hard", "head.layers=2"]),
         ("eagle3", ["head.norm_output=true", "head.fc_norm=true"]),
         (
