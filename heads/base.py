@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,13 +27,11 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Drafter
 from draftheads.heads.layers import Stateless
+from draftheads.heads.losses import Objective, Teacher
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
 
 Result = TypeVar("Result")
-
-RANKS = 10
-"""Ranks of the true token that training statistics distinguish."""
 
 
 def counted(cells: Tensor, size: int) -> Tensor:
@@ -80,10 +79,15 @@ class DraftHead(nn.Module, ABC):
     """The default tree of `drafter`."""
     hidden_size: int
     vocab_size: int
+    token_map: Tensor | None
+    """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
     recompute: bool = False
     """Gradient checkpointing: layers are computed again in the backward pass. Never saved."""
     rows_may_leave: ClassVar[bool] = True
     """A drafter knows of a row what is in its `cache`, so rows may leave a batch and join it."""
+
+    why_not_compiled: str | None = None
+    """Why drafting with this head cannot be compiled; None if it can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,11 +122,6 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def needs_unembed(self) -> bool:
         """Whether `forward` or `token_ranks` use the target's lm_head."""
-
-    @property
-    def why_not_compiled(self) -> str | None:
-        """Why drafting with this head cannot be compiled; None if it can."""
-        return None
 
     @abstractmethod
     def check_tree(self, tree: Tree) -> None:
@@ -170,6 +169,24 @@ class DraftHead(nn.Module, ABC):
         """Raise ValueError, before the first step, for soft labels of a target without logits."""
         if self.has_soft_labels:
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
+
+    def teacher(
+        self,
+        features_BTD: Tensor,
+        places_R: np.ndarray,
+        target: Target,
+        objective: Objective = "ce",
+        *,
+        acceptance: bool = False,
+    ) -> Teacher | None:
+        """The labels of rows whose last states are at these places of the flattened features; None
+        for hard labels. See `Teacher.of`.
+        """
+        if not self.has_soft_labels:
+            return None
+        last_PD = features_BTD[..., -self.hidden_size :].flatten(0, -2).to(target.dtype)
+        ids_v = self.token_map
+        return Teacher.of(target, last_PD, places_R, ids_v, objective, acceptance=acceptance)
 
     def compile_layers(self, **options: Any) -> None:
         """Compile all `Stateless` layers in place with `torch.compile` options. Names in

@@ -23,7 +23,7 @@ from annotated_types import Ge
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
+from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices, LayerSizes
 from draftheads.heads.drafting import Committed, DraftCache, Drafter
@@ -40,7 +40,7 @@ from draftheads.heads.layers import (
     project,
     refresh,
 )
-from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import RANKS, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import Unrolled, unroll
@@ -153,11 +153,6 @@ class AutoregressiveHead(DraftHead):
     def depth(self) -> int:
         return self.tree.depth
 
-    @property
-    @abstractmethod
-    def token_map(self) -> Tensor | None:
-        """int64 (v,): rising target ids of the draft vocabulary; None: all."""
-
     def fuse(self, features_BQD: Tensor) -> Tensor:
         """Hidden states (B, Q, H) from the target's features (B, Q, D * number of layers)."""
         return features_BQD
@@ -191,7 +186,7 @@ class AutoregressiveHead(DraftHead):
         loss, ranks_R, _ = linear_cross_entropy(
             *self._predictions(batch, unrolled, target),
             weights_R=weights_R,
-            teacher=self._teacher(features_BTD, unrolled, target),
+            teacher=self.teacher(features_BTD, unrolled.on_host_R, target),
         )
         loss = self.regressed(loss, inputs_BTD, unrolled, weights_R)
         cells_R = unrolled.steps_R * (RANKS + 1) + ranks_R
@@ -236,12 +231,6 @@ class AutoregressiveHead(DraftHead):
         """Arguments of `linear_cross_entropy`: states (R, D), lm_head (v, D), labels (R,)."""
         labels_R = draft_index(batch.tokens_BT.flatten()[unrolled.places_R], self.token_map)
         return self.states(unrolled.hidden_RH), self.unembed_weight(target), labels_R
-
-    def _teacher(self, features_BTD: Tensor, unrolled: Unrolled, target: Target) -> Teacher | None:
-        if not self.has_soft_labels:
-            return None
-        last_PD = features_BTD[..., -self.hidden_size :].flatten(0, 1).to(target.dtype)
-        return Teacher.of(target, last_PD, unrolled.on_host_R, self.token_map)
 
 
 class EagleChoices(DecoderChoices):
