@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
-from draftheads.heads.drafting import Committed, DraftCache, Drafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     GEMMA4_ROPES,
     STATIC_ROPES,
@@ -63,7 +63,6 @@ from draftheads.heads.layers import (
     check_embeddings,
     check_features,
     project,
-    refresh,
 )
 from draftheads.heads.losses import (
     RANKS,
@@ -85,7 +84,7 @@ from draftheads.heads.tree import (
     Tree,
     check_fits,
 )
-from draftheads.heads.tree_drafting import gather_nodes, tree_builder
+from draftheads.heads.tree_drafting import gather_nodes
 from draftheads.heads.vocabulary import Vocabulary, draft_index, lm_head_rows, token_map
 
 EVALUATED = 64
@@ -724,16 +723,12 @@ class ContextCache(DraftCache):
             self.extend(own_1SS, torch.arange(slots, device=self.device)[None])
 
 
-class BlockDrafter:
+class BlockDrafter(TreeDrafter):
     """One pass over the block per step; a tree grows from its logits, level by level."""
 
     def __init__(self, head: BlockHead, target: Target, tree: Tree) -> None:
-        head.check_tree(tree)
-        refresh(head)
-        self.head, self.target, self.depth = head, target, tree.depth
-        self.feature_layers = head.feature_layers
-        self.weight_vD = head.unembed_weight(target)
-        self.builder = tree_builder(tree, head.token_map, target.device)
+        super().__init__(head, target, tree)
+        self.head, self.weight_vD = head, head.unembed_weight(target)
         self.entries = head.entries()
         self.cache = ContextCache(
             len(head.layers), head.rope, head.window, self._write, target.device
@@ -745,9 +740,6 @@ class BlockDrafter:
         self.builder.start()
         self._grow(roots_B, self._states(roots_B))
         return self.builder.tree(roots_B)
-
-    def rewind(self, length: int) -> None:
-        self.cache.rewind(length)
 
     def _states(self, roots_B: Tensor) -> Tensor:
         """The states (B, K, D) of the slots that predict, as deep as the tree."""

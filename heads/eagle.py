@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices, LayerSizes
-from draftheads.heads.drafting import Committed, DraftCache, Drafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     Angles,
     DecoderLayer,
@@ -38,14 +38,13 @@ from draftheads.heads.layers import (
     check_embeddings,
     check_features,
     project,
-    refresh,
 )
 from draftheads.heads.losses import RANKS, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import Unrolled, unroll
 from draftheads.heads.tree import MOST_NODES, NODES, DynamicTree, TokenTree, Tree, check_fits
-from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
+from draftheads.heads.tree_drafting import gather_nodes, grow
 from draftheads.heads.vocabulary import Vocabulary, draft_index, lm_head_rows, token_map
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
@@ -480,19 +479,16 @@ def default_features(layers: int) -> tuple[int, ...]:
     return tuple(sorted({1, layers // 2, layers - 1} - {0}))
 
 
-class EagleDrafter:
+class EagleDrafter(TreeDrafter):
     """Grows a tree level by level: the head's own output replaces the features that the target has
     not computed yet.
     """
 
     def __init__(self, head: AutoregressiveHead, target: Target, tree: Tree) -> None:
-        refresh(head)
-        self.head, self.target, self.depth = head, target, tree.depth
-        self.feature_layers = head.feature_layers
-        self.weight_vD = head.unembed_weight(target)
+        super().__init__(head, target, tree)
+        self.head, self.weight_vD = head, head.unembed_weight(target)
         self.dtype = next(head.parameters()).dtype
         self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)
-        self.builder = tree_builder(tree, head.token_map, target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
         builder, cache = self.builder, self.cache
@@ -507,9 +503,6 @@ class EagleDrafter:
             return self._logits(hidden_BFH)
 
         return grow(builder, committed.last_tokens_B(), self._logits(hidden_BFH), advance)
-
-    def rewind(self, length: int) -> None:
-        self.cache.rewind(length)
 
     def _read(self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
         return self._advance(tokens_BQ, self.head.fuse(features_BQD.to(self.dtype)), angles)

@@ -25,6 +25,7 @@ from draftheads.heads.formats.eagle import (
     complete_maps,
     is_copy,
     is_windowed,
+    layer_sizes,
     speculators_config,
     unnested,
     with_sections,
@@ -155,18 +156,10 @@ def _check_gemma4(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def _sizes(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The sizes of a layer, read from the tensors, as configs can leave them out."""
-    q, k = (len(matrix(tensors, f"layers.0.self_attn.{each}_proj.weight")) for each in "qk")
     norm_W = tensors.get("layers.0.self_attn.q_norm.weight")
     if norm_W is None or norm_W.ndim != 1 or not len(norm_W):
         raise ValueError("expected norms of queries and keys, as Qwen3 has, got none in layer 0")
-    return {
-        "hidden_size": len(matrix(tensors, "fc.weight")),
-        "num_attention_heads": max(1, q // len(norm_W)),
-        "num_key_value_heads": max(1, k // len(norm_W)),
-        "head_dim": len(norm_W),
-        "intermediate_size": len(matrix(tensors, "layers.0.mlp.gate_proj.weight")),
-    }
+    return layer_sizes(tensors, len(norm_W))
 
 
 def _drop_copies(tensors: dict[str, Tensor], target: Target | None, is_gemma4: bool) -> None:

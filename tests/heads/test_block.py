@@ -188,7 +188,7 @@ def noted(monkeypatch) -> list[torch.Tensor]:
         builder.add = add_and_note  # type: ignore[method-assign]
         return builder
 
-    monkeypatch.setattr("draftheads.heads.block.tree_builder", build)
+    monkeypatch.setattr("draftheads.heads.drafting.tree_builder", build)
     return logits
 
 
