@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Drafter
 from draftheads.heads.layers import Stateless
-from draftheads.heads.losses import Objective, Teacher
+from draftheads.heads.losses import RANKS, Objective, Teacher
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
 
@@ -41,6 +41,13 @@ def counted(cells: Tensor, size: int) -> Tensor:
     counts = torch.zeros(size + 1, dtype=torch.long, device=cells.device)
     ones = torch.ones((), dtype=torch.long, device=cells.device).expand(cells.numel())
     return counts.scatter_add_(0, cells.flatten().clamp(max=size), ones)[:size]
+
+
+def rank_counts(depths: Tensor, ranks: Tensor, depth: int) -> Tensor:
+    """`HeadLoss.ranks_KR` of rows at depths from 0 to depth - 1. Deeper rows count nowhere."""
+    columns = RANKS + 1
+    counts = counted(depths * columns + ranks, depth * columns)
+    return counts.view(depth, columns)
 
 
 class HeadLoss(NamedTuple):
@@ -73,14 +80,18 @@ class DraftHead(nn.Module, ABC):
     architecture: ClassVar[str]
     """The `architectures` entry of config.json, by which serving engines choose a class."""
 
+    if TYPE_CHECKING:  # an attribute of the class would be in the way of a buffer
+
+        @property
+        def token_map(self) -> Tensor | None:
+            """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
+
     choices: HeadChoices
     """How it is trained; of a loaded head the defaults."""
     tree: Tree
     """The default tree of `drafter`."""
     hidden_size: int
     vocab_size: int
-    token_map: Tensor | None
-    """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
     recompute: bool = False
     """Gradient checkpointing: layers are computed again in the backward pass. Never saved."""
     rows_may_leave: ClassVar[bool] = True

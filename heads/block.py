@@ -45,7 +45,7 @@ from annotated_types import Ge
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftHead, HeadLoss, counted
+from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
@@ -543,10 +543,8 @@ class BlockHead(Vocabulary, DraftHead):
             loss = loss + F.binary_cross_entropy_with_logits(
                 logits_MK, accepted_MK, weights_MK, reduction="sum"
             )
-        cells_MK = steps_K * (RANKS + 1) + ranks_R.view_as(blocks.places_MK)
-        size = self.depth * (RANKS + 1)
-        counts = counted(torch.where(blocks.real_MK, cells_MK, size), size)
-        return HeadLoss(loss, counts.view(self.depth, RANKS + 1))
+        depths_MK = torch.where(blocks.real_MK, steps_K, self.depth)
+        return HeadLoss(loss, rank_counts(depths_MK, ranks_R.view_as(depths_MK), self.depth))
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
@@ -726,6 +724,8 @@ class ContextCache(DraftCache):
 class BlockDrafter(TreeDrafter):
     """One pass over the block per step; a tree grows from its logits, level by level."""
 
+    cache: ContextCache
+
     def __init__(self, head: BlockHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
         self.head, self.weight_vD = head, head.unembed_weight(target)
@@ -755,35 +755,21 @@ class BlockDrafter(TreeDrafter):
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
         if head.design.softcap is not None:
             base_BKv = capped(base_BKv, head.design.softcap)
-        parts_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
+        conditioning, parts_BKX = head.markov_head, states_BKD
+        if conditioning is not None:
+            parts_BKX = conditioning.prepare(states_BKD)
         tokens_BF, carried_BFr = roots_B[:, None], None
         for level in count():
-            part_B1X = None if parts_BKX is None else parts_BKX[:, level, None]
-            logits_BFv, carried_BFr = self._logits(
-                base_BKv[:, level, None], tokens_BF, part_B1X, carried_BFr
-            )
+            logits_BFv = base_BKv[:, level, None].expand(-1, tokens_BF.shape[1], -1)
+            if conditioning is not None:
+                part_B1X = parts_BKX[:, level, None]
+                codes_BFr, carried_BFr = conditioning.step(tokens_BF, part_B1X, carried_BFr)
+                logits_BFv = logits_BFv + conditioning.markov_w2(codes_BFr)
             if not builder.add(logits_BFv):
                 break
             tokens_BF = builder.tokens_BF
             if carried_BFr is not None:
                 carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
-
-    def _logits(
-        self,
-        base_B1v: Tensor,
-        tokens_BF: Tensor,
-        part_B1X: Tensor | None,
-        carried_BFr: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, F, v) of a slot after these tokens, and the recurrent state for the next slot.
-        part_B1X: from `Conditioning.prepare`, None without one.
-        """
-        conditioning = self.head.markov_head
-        if conditioning is None or part_B1X is None:
-            nodes = tokens_BF.shape[1]
-            return base_B1v if nodes == 1 else base_B1v.expand(-1, nodes, -1), None
-        codes_BFr, carried_BFr = conditioning.step(tokens_BF, part_B1X, carried_BFr)
-        return base_B1v + conditioning.markov_w2(codes_BFr), carried_BFr
 
     def _write(self, tokens_BC: Tensor, features_BCD: Tensor, angles: Angles) -> Tensor:
         context_BCD = self.head.context(features_BCD)

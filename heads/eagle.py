@@ -23,7 +23,7 @@ from annotated_types import Ge
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftHead, HeadLoss, counted
+from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices, LayerSizes
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
@@ -188,9 +188,7 @@ class AutoregressiveHead(DraftHead):
             teacher=self.teacher(features_BTD, unrolled.on_host_R, target),
         )
         loss = self.regressed(loss, inputs_BTD, unrolled, weights_R)
-        cells_R = unrolled.steps_R * (RANKS + 1) + ranks_R
-        counts = counted(cells_R, steps * (RANKS + 1))
-        return HeadLoss(loss, counts.view(steps, RANKS + 1))
+        return HeadLoss(loss, rank_counts(unrolled.steps_R, ranks_R, steps))
 
     def regressed(
         self, loss: Tensor, inputs_BTD: Tensor, unrolled: Unrolled, weights_R: Tensor
@@ -483,6 +481,8 @@ class EagleDrafter(TreeDrafter):
     """Grows a tree level by level: the head's own output replaces the features that the target has
     not computed yet.
     """
+
+    cache: DraftCache
 
     def __init__(self, head: AutoregressiveHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)

@@ -108,6 +108,7 @@ class MedusaHead(DraftHead):
     choices: MedusaChoices
     architecture = "MedusaModel"
     feature_layers: tuple[int, ...] = (-1,)
+    token_map: Tensor | None
 
     def __init__(self, design: MedusaDesign) -> None:
         super().__init__()

@@ -27,12 +27,12 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 47_600, "infer": 13_100, "train": 24_800}
+CORE = {"heads": 47_100, "infer": 13_100, "train": 24_800}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
-    "heads.formats": 14_800,
+    "heads.formats": 14_700,
     "infer.drafters": 5_700,
     "infer.measure": 12_700,
     "infer.chat": 7_100,

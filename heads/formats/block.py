@@ -20,6 +20,7 @@ from torch import Tensor
 from draftheads.heads.block import feature_layers, layer_ids
 from draftheads.heads.formats.eagle import (
     LAYER,
+    LEFT_OUT,
     NO,
     ONE,
     complete_maps,
@@ -35,11 +36,6 @@ from draftheads.heads.layers import GELU
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import matrix, needed, require
 
-RENAMES = [
-    (r"^model\.", ""),
-    (r".*rotary_emb\.inv_freq$", ""),
-    (r"^verifier_(norm|lm_head)\..*", ""),
-]
 KNOWN = re.compile(
     r"((DFlash)?Qwen3DSpark|DSparkDraft|DFlashDraft|Gemma4DSpark)Model|(DSpark|DFlash)Speculator"
 )
@@ -102,7 +98,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 
 def from_block(stored: Stored, target: Target | None) -> Stored:
     """Copies of the target's embeddings and lm_head are dropped, others are the head's own."""
-    config, tensors = flat(stored.config), renamed(stored.tensors, RENAMES)
+    config, tensors = flat(stored.config), renamed(stored.tensors, LEFT_OUT)
     for architecture in config.get("architectures") or ["none"]:
         if not KNOWN.fullmatch(architecture):
             raise ValueError(

@@ -23,14 +23,18 @@ from draftheads.heads.target import Target
 from draftheads.heads.tensors import integers, matrix, needed, require
 from draftheads.heads.vocabulary import t2d
 
-RENAMES = [
+LEFT_OUT = [
     (r"^model\.", ""),
+    (r".*rotary_emb\.inv_freq$", ""),
+    (r"^verifier_(norm|lm_head)\..*", ""),
+]
+"""A prefix, angles, and the target's own matrices."""
+RENAMES = [
+    *LEFT_OUT,
     (r"^midlayer\.", "layers.0."),
     (r"^aux_norm_low\.", "fc_norm.0."),
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
-    (r".*rotary_emb\.inv_freq$", ""),
-    (r"^verifier_(norm|lm_head)\..*", ""),
 ]
 LLAMA_LIKE = re.compile(
     r"(Eagle3?)?(Llama|Qwen[23])ForCausalLM(Eagle3?)?|Eagle3(Speculator|DraftModel)|Qwen3Eagle3Model"
