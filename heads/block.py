@@ -728,7 +728,8 @@ class BlockDrafter(TreeDrafter):
 
     def __init__(self, head: BlockHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
-        self.head, self.weight_vD = head, head.unembed_weight(target)
+        self.head = head
+        self.weight_vD = head.unembed_weight(target)
         self.entries = head.entries()
         self.cache = ContextCache(
             len(head.layers), head.rope, head.window, self._write, target.device
@@ -755,7 +756,8 @@ class BlockDrafter(TreeDrafter):
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
         if head.design.softcap is not None:
             base_BKv = capped(base_BKv, head.design.softcap)
-        conditioning, parts_BKX = head.markov_head, states_BKD
+        conditioning = head.markov_head
+        parts_BKX = states_BKD
         if conditioning is not None:
             parts_BKX = conditioning.prepare(states_BKD)
         tokens_BF, carried_BFr = roots_B[:, None], None

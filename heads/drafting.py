@@ -222,7 +222,8 @@ class TreeDrafter:
     def __init__(self, head: Any, target: Target, tree: Tree) -> None:
         head.check_tree(tree)
         refresh(head)
-        self.target, self.depth = target, tree.depth
+        self.target = target
+        self.depth = tree.depth
         self.feature_layers: tuple[int, ...] = head.feature_layers
         self.builder = tree_builder(tree, head.token_map, target.device)
 

@@ -486,7 +486,8 @@ class EagleDrafter(TreeDrafter):
 
     def __init__(self, head: AutoregressiveHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
-        self.head, self.weight_vD = head, head.unembed_weight(target)
+        self.head = head
+        self.weight_vD = head.unembed_weight(target)
         self.dtype = next(head.parameters()).dtype
         self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)
 

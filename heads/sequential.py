@@ -379,7 +379,8 @@ class SequentialDrafter(TreeDrafter):
 
     def __init__(self, head: SequentialHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
-        self.cast, self.weights_vD = head.cast, head.unembed_weights(target)
+        self.cast = head.cast
+        self.weights_vD = head.unembed_weights(target)
         if (prefix := head.prefix) is not None:
 
             def read(tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
