@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,13 +27,11 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Drafter
 from draftheads.heads.layers import Stateless
+from draftheads.heads.losses import RANKS, Objective, Teacher
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
 
 Result = TypeVar("Result")
-
-RANKS = 10
-"""Ranks of the true token that training statistics distinguish."""
 
 
 def counted(cells: Tensor, size: int) -> Tensor:
@@ -42,6 +41,13 @@ def counted(cells: Tensor, size: int) -> Tensor:
     counts = torch.zeros(size + 1, dtype=torch.long, device=cells.device)
     ones = torch.ones((), dtype=torch.long, device=cells.device).expand(cells.numel())
     return counts.scatter_add_(0, cells.flatten().clamp(max=size), ones)[:size]
+
+
+def rank_counts(depths: Tensor, ranks: Tensor, depth: int) -> Tensor:
+    """`HeadLoss.ranks_KR` of rows at depths from 0 to depth - 1. Deeper rows count nowhere."""
+    columns = RANKS + 1
+    counts = counted(depths * columns + ranks, depth * columns)
+    return counts.view(depth, columns)
 
 
 class HeadLoss(NamedTuple):
@@ -74,6 +80,12 @@ class DraftHead(nn.Module, ABC):
     architecture: ClassVar[str]
     """The `architectures` entry of config.json, by which serving engines choose a class."""
 
+    if TYPE_CHECKING:  # an attribute of the class would be in the way of a buffer
+
+        @property
+        def token_map(self) -> Tensor | None:
+            """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
+
     choices: HeadChoices
     """How it is trained; of a loaded head the defaults."""
     tree: Tree
@@ -84,6 +96,9 @@ class DraftHead(nn.Module, ABC):
     """Gradient checkpointing: layers are computed again in the backward pass. Never saved."""
     rows_may_leave: ClassVar[bool] = True
     """A drafter knows of a row what is in its `cache`, so rows may leave a batch and join it."""
+
+    why_not_compiled: str | None = None
+    """Why drafting with this head cannot be compiled; None if it can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,11 +133,6 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def needs_unembed(self) -> bool:
         """Whether `forward` or `token_ranks` use the target's lm_head."""
-
-    @property
-    def why_not_compiled(self) -> str | None:
-        """Why drafting with this head cannot be compiled; None if it can."""
-        return None
 
     @abstractmethod
     def check_tree(self, tree: Tree) -> None:
@@ -170,6 +180,24 @@ class DraftHead(nn.Module, ABC):
         """Raise ValueError, before the first step, for soft labels of a target without logits."""
         if self.has_soft_labels:
             target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
+
+    def teacher(
+        self,
+        features_BTD: Tensor,
+        places_R: np.ndarray,
+        target: Target,
+        objective: Objective = "ce",
+        *,
+        acceptance: bool = False,
+    ) -> Teacher | None:
+        """The labels of rows whose last states are at these places of the flattened features; None
+        for hard labels. See `Teacher.of`.
+        """
+        if not self.has_soft_labels:
+            return None
+        last_PD = features_BTD[..., -self.hidden_size :].flatten(0, -2).to(target.dtype)
+        ids_v = self.token_map
+        return Teacher.of(target, last_PD, places_R, ids_v, objective, acceptance=acceptance)
 
     def compile_layers(self, **options: Any) -> None:
         """Compile all `Stateless` layers in place with `torch.compile` options. Names in

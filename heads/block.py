@@ -45,10 +45,10 @@ from annotated_types import Ge
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
+from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
-from draftheads.heads.drafting import Committed, DraftCache, Drafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     GEMMA4_ROPES,
     STATIC_ROPES,
@@ -63,12 +63,11 @@ from draftheads.heads.layers import (
     check_embeddings,
     check_features,
     project,
-    refresh,
 )
 from draftheads.heads.losses import (
+    RANKS,
     Capped,
     LowRank,
-    Teacher,
     capped,
     chunked_ranks,
     linear_cross_entropy,
@@ -85,7 +84,7 @@ from draftheads.heads.tree import (
     Tree,
     check_fits,
 )
-from draftheads.heads.tree_drafting import gather_nodes, tree_builder
+from draftheads.heads.tree_drafting import gather_nodes
 from draftheads.heads.vocabulary import Vocabulary, draft_index, lm_head_rows, token_map
 
 EVALUATED = 64
@@ -101,7 +100,7 @@ RESERVED = ("reserved", "unused", "placeholder", "mask")
 class BlockChoices(HeadChoices, LayerSizes):
     """Block-parallel heads (DFlash, DSpark)."""
 
-    decoding_keys = frozenset({"nodes", "top_k", "confidence_threshold"})
+    decoding_keys = frozenset({"nodes", "top_k"})
 
     kind: Literal["block"] = Field("block", description="drafts a whole block in one pass")
     layers: int = Field(2, ge=1, le=16, description="decoder layers")
@@ -124,9 +123,8 @@ class BlockChoices(HeadChoices, LayerSizes):
         "gated: as much as the state lets it; rnn: all of them, by a recurrence",
     )
     rank: int = Field(64, ge=1, le=MOST_RANKS, description="inner width of the conditioning")
-    confidence: bool = Field(False, description="also predict the acceptance of each draft")
-    confidence_threshold: float = Field(
-        0.0, ge=0, lt=1, description="drafts less likely to be accepted are not proposed"
+    confidence: bool = Field(
+        False, description="also learn the acceptance of each draft, which engines read"
     )
     sliding_window: int | None = Field(
         None, ge=1, description="attention window, at least the block; null: all tokens"
@@ -157,8 +155,6 @@ class BlockChoices(HeadChoices, LayerSizes):
             DynamicTree(self.nodes, self.block_size - (not self.sample_from_anchor), self.top_k)
         if self.loss != "ce" and self.labels != "soft":
             raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
-        if self.confidence_threshold and not self.confidence:
-            raise ValueError("confidence_threshold needs the confidence head; set confidence: true")
         if self.vocabulary is not None and self.lm_head != "own":
             raise ValueError("vocabulary needs an lm_head of as many tokens; set lm_head to own")
         return self
@@ -306,7 +302,6 @@ class BlockHead(Vocabulary, DraftHead):
     Choices = BlockChoices
     choices: BlockChoices
     feature_layers: tuple[int, ...] = ()
-    confidence_threshold: float  # drafts less likely to be accepted end the tree
 
     def __init__(self, design: BlockDesign) -> None:
         super().__init__()
@@ -314,7 +309,6 @@ class BlockHead(Vocabulary, DraftHead):
         self.hidden_size, self.vocab_size = shape.hidden_size, design.vocab_size
         self.feature_layers, self.rope = design.feature_layers, design.rope
         self.window = design.window
-        self.confidence_threshold = self.choices.confidence_threshold
         self.tree: Tree = StaticTree.unfitted(self.depth)
         width = shape.hidden_size
         self.fc = nn.Linear(len(design.feature_layers) * width, width, bias=False)
@@ -365,7 +359,6 @@ class BlockHead(Vocabulary, DraftHead):
         the target's lm_head.
         """
         self.choices = choices
-        self.confidence_threshold = choices.confidence_threshold
         if choices.top_k is not None:
             self.tree = DynamicTree(choices.nodes, self.depth, choices.top_k)
         embedded_VD = target.model.get_input_embeddings().weight.detach()
@@ -430,7 +423,6 @@ class BlockHead(Vocabulary, DraftHead):
             "markov_head_type": MARKOV_TYPES.get(design.conditioning or ""),
             "enable_confidence_head": design.confidence is not None,
             "confidence_head_with_markov": design.confidence == "state+token",
-            "confidence_threshold": self.confidence_threshold,
             "has_own_lm_head": design.own_lm_head,
             "has_embed_tokens": design.own_embeddings,
             "tie_word_embeddings": False,
@@ -482,9 +474,7 @@ class BlockHead(Vocabulary, DraftHead):
             own_embeddings="embed_tokens.weight" in tensors,
             softcap=config.get("final_logit_softcapping") or None,
         )
-        head = cls(design)
-        head.confidence_threshold = config.get("confidence_threshold") or 0.0
-        return head
+        return cls(design)
 
     def context(self, features_BTD: Tensor) -> Tensor:
         """What all layers read of the target's features, (B, T, D)."""
@@ -510,13 +500,6 @@ class BlockHead(Vocabulary, DraftHead):
         anchors_BN1D = self.embed(anchors_BN, target)[:, :, None].to(self.mask_embedding.dtype)
         masks_BNSD = self.mask_embedding.expand(*anchors_BN.shape, size - 1, -1)
         return torch.cat([anchors_BN1D, masks_BNSD], dim=2).flatten(1, 2)
-
-    @property
-    def why_not_compiled(self) -> str | None:
-        """With a threshold, the size of a tree follows from what is computed."""
-        if self.confidence_threshold:
-            return "confidence_threshold ends a tree by what is computed; set it to 0"
-        return None
 
     def entries(self) -> Entries:
         """Keys and values of all layers, for drafting."""
@@ -544,7 +527,13 @@ class BlockHead(Vocabulary, DraftHead):
         share_M1 = batch.upload(share_M)[:, None]
         weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share_M1
         factors = self._factors(batch, blocks, target)
-        teacher = self._teacher(features_BTD, blocks, target)
+        teacher = self.teacher(
+            features_BTD,
+            blocks.on_host_MK.ravel(),
+            target,
+            self.choices.loss,
+            acceptance=self.confidence_head is not None,
+        )
         loss, ranks_R, accepted_R = linear_cross_entropy(
             *factors, weights_R=weights_MK.flatten(), teacher=teacher
         )
@@ -554,10 +543,8 @@ class BlockHead(Vocabulary, DraftHead):
             loss = loss + F.binary_cross_entropy_with_logits(
                 logits_MK, accepted_MK, weights_MK, reduction="sum"
             )
-        cells_MK = steps_K * (RANKS + 1) + ranks_R.view_as(blocks.places_MK)
-        size = self.depth * (RANKS + 1)
-        counts = counted(torch.where(blocks.real_MK, cells_MK, size), size)
-        return HeadLoss(loss, counts.view(self.depth, RANKS + 1))
+        depths_MK = torch.where(blocks.real_MK, steps_K, self.depth)
+        return HeadLoss(loss, rank_counts(depths_MK, ranks_R.view_as(depths_MK), self.depth))
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
@@ -578,7 +565,7 @@ class BlockHead(Vocabulary, DraftHead):
         if self.design.confidence == "state+token":
             assert self.markov_head is not None
             codes = self.markov_head.markov_w1(tokens)
-            states = torch.cat([states.expand(*codes.shape[:-1], -1), codes], dim=-1)
+            states = torch.cat([states, codes], dim=-1)
         logits: Tensor = self.confidence_head["proj"](states)
         return logits[..., 0]
 
@@ -660,19 +647,6 @@ class BlockHead(Vocabulary, DraftHead):
         added = plus if cap is None else Capped(cap, plus)
         return blocks.states_MKD.flatten(0, 1), weight_vD, labels_MK.flatten(), added
 
-    def _teacher(self, features_BTD: Tensor, blocks: Blocks, target: Target) -> Teacher | None:
-        if not self.has_soft_labels:
-            return None
-        last_PD = features_BTD[..., -self.hidden_size :].flatten(0, 1).to(target.dtype)
-        return Teacher.of(
-            target,
-            last_PD,
-            blocks.on_host_MK.ravel(),
-            self.token_map,
-            self.choices.loss,
-            acceptance=self.confidence_head is not None,
-        )
-
 
 class Entries:
     """Keys and values of the context, which layers attend to but do not change; one product for all
@@ -747,16 +721,15 @@ class ContextCache(DraftCache):
             self.extend(own_1SS, torch.arange(slots, device=self.device)[None])
 
 
-class BlockDrafter:
+class BlockDrafter(TreeDrafter):
     """One pass over the block per step; a tree grows from its logits, level by level."""
 
+    cache: ContextCache
+
     def __init__(self, head: BlockHead, target: Target, tree: Tree) -> None:
-        head.check_tree(tree)
-        refresh(head)
-        self.head, self.target, self.depth = head, target, tree.depth
-        self.feature_layers = head.feature_layers
+        super().__init__(head, target, tree)
+        self.head = head
         self.weight_vD = head.unembed_weight(target)
-        self.builder = tree_builder(tree, head.token_map, target.device)
         self.entries = head.entries()
         self.cache = ContextCache(
             len(head.layers), head.rope, head.window, self._write, target.device
@@ -769,9 +742,6 @@ class BlockDrafter:
         self._grow(roots_B, self._states(roots_B))
         return self.builder.tree(roots_B)
 
-    def rewind(self, length: int) -> None:
-        self.cache.rewind(length)
-
     def _states(self, roots_B: Tensor) -> Tensor:
         """The states (B, K, D) of the slots that predict, as deep as the tree."""
         head, size = self.head, self.head.design.block_size
@@ -781,55 +751,27 @@ class BlockDrafter:
         return states_BSD[:, -head.depth :][:, : self.depth]
 
     def _grow(self, roots_B: Tensor, states_BKD: Tensor) -> None:
-        """Give the builder the logits of one level after another, until the tree is complete or no
-        node is likely enough to be accepted.
-        """
+        """Give the builder the logits of one level after another, until the tree is complete."""
         head, builder = self.head, self.builder
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
         if head.design.softcap is not None:
             base_BKv = capped(base_BKv, head.design.softcap)
-        parts_BKX = None if head.markov_head is None else head.markov_head.prepare(states_BKD)
+        conditioning = head.markov_head
+        parts_BKX = states_BKD
+        if conditioning is not None:
+            parts_BKX = conditioning.prepare(states_BKD)
         tokens_BF, carried_BFr = roots_B[:, None], None
-        reached_BF1 = base_BKv.new_ones(len(roots_B), 1, 1)
-        has_threshold = head.confidence_head is not None and head.confidence_threshold > 0
         for level in count():
-            if has_threshold:
-                chance_BF = head.confidence(tokens_BF, states_BKD[:, level, None]).sigmoid()
-                reached_BF1 = reached_BF1 * chance_BF[:, :, None]
-                if level and self._is_unlikely(reached_BF1):
-                    break
-            part_B1X = None if parts_BKX is None else parts_BKX[:, level, None]
-            logits_BFv, carried_BFr = self._logits(
-                base_BKv[:, level, None], tokens_BF, part_B1X, carried_BFr
-            )
+            logits_BFv = base_BKv[:, level, None].expand(-1, tokens_BF.shape[1], -1)
+            if conditioning is not None:
+                part_B1X = parts_BKX[:, level, None]
+                codes_BFr, carried_BFr = conditioning.step(tokens_BF, part_B1X, carried_BFr)
+                logits_BFv = logits_BFv + conditioning.markov_w2(codes_BFr)
             if not builder.add(logits_BFv):
                 break
             tokens_BF = builder.tokens_BF
-            if has_threshold:
-                reached_BF1 = gather_nodes(reached_BF1, builder.parents_BF)
             if carried_BFr is not None:
                 carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
-
-    def _is_unlikely(self, reached_BF1: Tensor) -> bool:
-        """Whether no node of a level reaches the threshold. This waits for the device."""
-        return not bool((reached_BF1 >= self.head.confidence_threshold).any())
-
-    def _logits(
-        self,
-        base_B1v: Tensor,
-        tokens_BF: Tensor,
-        part_B1X: Tensor | None,
-        carried_BFr: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, F, v) of a slot after these tokens, and the recurrent state for the next slot.
-        part_B1X: from `Conditioning.prepare`, None without one.
-        """
-        conditioning = self.head.markov_head
-        if conditioning is None or part_B1X is None:
-            nodes = tokens_BF.shape[1]
-            return base_B1v if nodes == 1 else base_B1v.expand(-1, nodes, -1), None
-        codes_BFr, carried_BFr = conditioning.step(tokens_BF, part_B1X, carried_BFr)
-        return base_B1v + conditioning.markov_w2(codes_BFr), carried_BFr
 
     def _write(self, tokens_BC: Tensor, features_BCD: Tensor, angles: Angles) -> Tensor:
         context_BCD = self.head.context(features_BCD)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
-from draftheads.heads.layers import Angles, Rope
-from draftheads.heads.target import PREFILL_CHUNK
-from draftheads.heads.tree import TokenTree
-from draftheads.heads.tree_drafting import gather_nodes
+from draftheads.heads.layers import Angles, Rope, refresh
+from draftheads.heads.target import PREFILL_CHUNK, Target
+from draftheads.heads.tree import TokenTree, Tree
+from draftheads.heads.tree_drafting import gather_nodes, tree_builder
 
 
 @dataclass(frozen=True)
@@ -209,3 +209,25 @@ class Drafter(Protocol):
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` committed tokens, at least 1, of the only row."""
         ...
+
+
+class TreeDrafter:
+    """What the drafters of our heads share that grow a tree level by level.
+
+    head: any `DraftHead`. cache: for heads with layers of their own, set by the drafter of a kind.
+    """
+
+    cache: DraftCache | None = None
+
+    def __init__(self, head: Any, target: Target, tree: Tree) -> None:
+        head.check_tree(tree)
+        refresh(head)
+        self.target = target
+        self.depth = tree.depth
+        self.feature_layers: tuple[int, ...] = head.feature_layers
+        self.builder = tree_builder(tree, head.token_map, target.device)
+
+    def rewind(self, length: int) -> None:
+        """See `Drafter.rewind`."""
+        if self.cache is not None:
+            self.cache.rewind(length)

@@ -23,10 +23,10 @@ from annotated_types import Ge
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
+from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices, LayerSizes
-from draftheads.heads.drafting import Committed, DraftCache, Drafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     Angles,
     DecoderLayer,
@@ -38,14 +38,13 @@ from draftheads.heads.layers import (
     check_embeddings,
     check_features,
     project,
-    refresh,
 )
-from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import RANKS, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import Unrolled, unroll
 from draftheads.heads.tree import MOST_NODES, NODES, DynamicTree, TokenTree, Tree, check_fits
-from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
+from draftheads.heads.tree_drafting import gather_nodes, grow
 from draftheads.heads.vocabulary import Vocabulary, draft_index, lm_head_rows, token_map
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
@@ -153,11 +152,6 @@ class AutoregressiveHead(DraftHead):
     def depth(self) -> int:
         return self.tree.depth
 
-    @property
-    @abstractmethod
-    def token_map(self) -> Tensor | None:
-        """int64 (v,): rising target ids of the draft vocabulary; None: all."""
-
     def fuse(self, features_BQD: Tensor) -> Tensor:
         """Hidden states (B, Q, H) from the target's features (B, Q, D * number of layers)."""
         return features_BQD
@@ -191,12 +185,10 @@ class AutoregressiveHead(DraftHead):
         loss, ranks_R, _ = linear_cross_entropy(
             *self._predictions(batch, unrolled, target),
             weights_R=weights_R,
-            teacher=self._teacher(features_BTD, unrolled, target),
+            teacher=self.teacher(features_BTD, unrolled.on_host_R, target),
         )
         loss = self.regressed(loss, inputs_BTD, unrolled, weights_R)
-        cells_R = unrolled.steps_R * (RANKS + 1) + ranks_R
-        counts = counted(cells_R, steps * (RANKS + 1))
-        return HeadLoss(loss, counts.view(steps, RANKS + 1))
+        return HeadLoss(loss, rank_counts(unrolled.steps_R, ranks_R, steps))
 
     def regressed(
         self, loss: Tensor, inputs_BTD: Tensor, unrolled: Unrolled, weights_R: Tensor
@@ -236,12 +228,6 @@ class AutoregressiveHead(DraftHead):
         """Arguments of `linear_cross_entropy`: states (R, D), lm_head (v, D), labels (R,)."""
         labels_R = draft_index(batch.tokens_BT.flatten()[unrolled.places_R], self.token_map)
         return self.states(unrolled.hidden_RH), self.unembed_weight(target), labels_R
-
-    def _teacher(self, features_BTD: Tensor, unrolled: Unrolled, target: Target) -> Teacher | None:
-        if not self.has_soft_labels:
-            return None
-        last_PD = features_BTD[..., -self.hidden_size :].flatten(0, 1).to(target.dtype)
-        return Teacher.of(target, last_PD, unrolled.on_host_R, self.token_map)
 
 
 class EagleChoices(DecoderChoices):
@@ -491,19 +477,19 @@ def default_features(layers: int) -> tuple[int, ...]:
     return tuple(sorted({1, layers // 2, layers - 1} - {0}))
 
 
-class EagleDrafter:
+class EagleDrafter(TreeDrafter):
     """Grows a tree level by level: the head's own output replaces the features that the target has
     not computed yet.
     """
 
+    cache: DraftCache
+
     def __init__(self, head: AutoregressiveHead, target: Target, tree: Tree) -> None:
-        refresh(head)
-        self.head, self.target, self.depth = head, target, tree.depth
-        self.feature_layers = head.feature_layers
+        super().__init__(head, target, tree)
+        self.head = head
         self.weight_vD = head.unembed_weight(target)
         self.dtype = next(head.parameters()).dtype
         self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)
-        self.builder = tree_builder(tree, head.token_map, target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
         builder, cache = self.builder, self.cache
@@ -518,9 +504,6 @@ class EagleDrafter:
             return self._logits(hidden_BFH)
 
         return grow(builder, committed.last_tokens_B(), self._logits(hidden_BFH), advance)
-
-    def rewind(self, length: int) -> None:
-        self.cache.rewind(length)
 
     def _read(self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
         return self._advance(tokens_BQ, self.head.fuse(features_BQD.to(self.dtype)), angles)

@@ -56,14 +56,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file under a temporary name that is synced and renamed to `path` when the block succeeds,
     and deleted otherwise.
     """
+    with naming(path), renaming(path) as part, part.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def renaming(path: Path) -> Iterator[Path]:
+    """A temporary name, for a file that becomes `path` when the block succeeds, and is deleted
+    otherwise.
+    """
     part = own_name(path)
     try:
-        with naming(path):
-            with part.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
+        yield part
+        os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
 

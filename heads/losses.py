@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.base import RANKS
 from draftheads.heads.target import Target
 
+RANKS = 10
+"""Ranks of the true token that training statistics distinguish."""
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
 """Logits per chunk: 8 MiB stay in a CPU's cache, 512 MiB keep a GPU busy."""
 CHUNK_ROWS = 256

@@ -19,12 +19,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
+from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project, refresh
-from draftheads.heads.losses import LowRank, Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, integers, matrix, needed
 from draftheads.heads.tree import MOST_NODES, NODES, StaticTree, TokenTree, Tree, check_fits
@@ -183,8 +183,7 @@ class MedusaHead(DraftHead):
             teacher = None
             if self.has_soft_labels:
                 features_MD = at_places(features_BTD, roots_M + k)
-                rows_M = np.arange(len(features_MD))
-                teacher = Teacher.of(target, features_MD, rows_M, self.token_map)
+                teacher = self.teacher(features_MD, np.arange(len(roots_M)), target)
             part, ranks_M, _ = linear_cross_entropy(*factors, teacher=teacher)
             loss = loss + self.choices.decay**k * part
             counts.append(counted(ranks_M, RANKS + 1))

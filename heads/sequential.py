@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import MOST_RANKS, LayerSizes
-from draftheads.heads.drafting import Committed, DraftCache, Drafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     Angles,
     Cached,
@@ -47,14 +47,13 @@ from draftheads.heads.layers import (
     check_embeddings,
     linear,
     project,
-    refresh,
 )
 from draftheads.heads.medusa import MedusaChoices, MedusaDesign, MedusaHead, States
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import matrix, needed
 from draftheads.heads.training_time_test import RowMemory
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
-from draftheads.heads.tree_drafting import gather_nodes, tree_builder
+from draftheads.heads.tree_drafting import gather_nodes
 
 KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Size limits, by device, for each of the two large `Products`; default: the CPU's."""
@@ -375,17 +374,13 @@ class PrefixLayer(nn.Module):
         return {**self.shape.config(), **rope}
 
 
-class SequentialDrafter:
+class SequentialDrafter(TreeDrafter):
     """Reads the target's state once, then grows a tree level by level."""
 
     def __init__(self, head: SequentialHead, target: Target, tree: Tree) -> None:
-        head.check_tree(tree)
-        refresh(head)
-        self.target, self.depth = target, tree.depth
-        self.cast, self.feature_layers = head.cast, head.feature_layers
+        super().__init__(head, target, tree)
+        self.cast = head.cast
         self.weights_vD = head.unembed_weights(target)
-        self.builder = tree_builder(tree, head.token_map, target.device)
-        self.cache: DraftCache | None = None
         if (prefix := head.prefix) is not None:
 
             def read(tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
@@ -402,10 +397,6 @@ class SequentialDrafter:
         else:
             inputs_BD = self.cache.commit(committed)[:, 0]
         return inputs_BD, committed.last_tokens_B()
-
-    def rewind(self, length: int) -> None:
-        if self.cache is not None:
-            self.cache.rewind(length)
 
 
 class LowRankDrafter(SequentialDrafter):

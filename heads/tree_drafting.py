@@ -26,7 +26,7 @@ def gather_nodes(x_BFX: Tensor, nodes_BE: Tensor) -> Tensor:
 
 class DynamicTreeBuilder:
     """Expansion and reranking of EAGLE-2 (arXiv 2406.16858, section 4): call `start`, then `add`
-    until it returns False, or for fewer levels, then `tree`. token_map: target ids of the draft
+    until it returns False, then `tree`. token_map: target ids of the draft
     vocabulary.
 
     The score of a candidate is the sum of log-probabilities on its path from the root. Among equal
@@ -104,9 +104,7 @@ class StaticTreeBuilder:
         self.token_map = token_map
         self.start()
         paths = sorted(tree.paths, key=lambda path: (len(path), path))
-        self.parents_1N = StaticTree(tuple(paths)).parents(device)
-        self.nodes = [1]  # of the first levels
-        self.topologies: dict[int, Topology] = {}  # of as many levels
+        self.topology = StaticTree(tuple(paths)).topology(device)
         # for each level: ranks needed of each frontier node; which of them become nodes; which of
         # these are the next frontier; places of their parents in this one
         self.levels: list[tuple[int, Tensor, Tensor, Tensor]] = []
@@ -121,7 +119,6 @@ class StaticTreeBuilder:
             parents = [place[path[:-1]] for path in frontier]
             tensor = partial(torch.tensor, dtype=torch.long, device=device)
             self.levels.append((width, tensor(picks), tensor(expanded), tensor(parents)))
-            self.nodes.append(self.nodes[-1] + len(nodes))
 
     def start(self) -> None:
         self.tokens: list[Tensor] = []  # (B, E) for each level
@@ -142,12 +139,7 @@ class StaticTreeBuilder:
         return len(self.tokens) < len(self.levels)
 
     def tree(self, roots_B: Tensor) -> TokenTree:
-        depth = len(self.tokens)
-        if depth not in self.topologies:
-            parents_1N = self.parents_1N[:, : self.nodes[depth]]
-            self.topologies[depth] = Topology(parents_1N, depth)
-        tokens_BN = torch.cat([roots_B[:, None], *self.tokens], dim=1)
-        return TokenTree(tokens_BN, self.topologies[depth])
+        return TokenTree(torch.cat([roots_B[:, None], *self.tokens], dim=1), self.topology)
 
 
 TreeBuilder = DynamicTreeBuilder | StaticTreeBuilder

@@ -27,21 +27,21 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 47_600, "infer": 13_100, "train": 23_800}
+CORE = {"heads": 47_200, "infer": 13_100, "train": 24_000}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
-    "heads.formats": 14_800,
+    "heads.formats": 14_700,
     "infer.drafters": 5_700,
     "infer.measure": 12_700,
     "infer.chat": 7_100,
     "infer.serve": 12_100,
     "infer.generate": 2_200,
-    "train.data": 20_600,
+    "train.data": 20_700,
     "train.plan": 4_200,
     "train.doctor": 4_700,
-    "scripts": 14_600,
+    "scripts": 15_100,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}

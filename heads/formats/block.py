@@ -20,11 +20,13 @@ from torch import Tensor
 from draftheads.heads.block import feature_layers, layer_ids
 from draftheads.heads.formats.eagle import (
     LAYER,
+    LEFT_OUT,
     NO,
     ONE,
     complete_maps,
     is_copy,
     is_windowed,
+    layer_sizes,
     speculators_config,
     unnested,
     with_sections,
@@ -34,11 +36,6 @@ from draftheads.heads.layers import GELU
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import matrix, needed, require
 
-RENAMES = [
-    (r"^model\.", ""),
-    (r".*rotary_emb\.inv_freq$", ""),
-    (r"^verifier_(norm|lm_head)\..*", ""),
-]
 KNOWN = re.compile(
     r"((DFlash)?Qwen3DSpark|DSparkDraft|DFlashDraft|Gemma4DSpark)Model|(DSpark|DFlash)Speculator"
 )
@@ -101,7 +98,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 
 def from_block(stored: Stored, target: Target | None) -> Stored:
     """Copies of the target's embeddings and lm_head are dropped, others are the head's own."""
-    config, tensors = flat(stored.config), renamed(stored.tensors, RENAMES)
+    config, tensors = flat(stored.config), renamed(stored.tensors, LEFT_OUT)
     for architecture in config.get("architectures") or ["none"]:
         if not KNOWN.fullmatch(architecture):
             raise ValueError(
@@ -155,18 +152,10 @@ def _check_gemma4(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 def _sizes(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The sizes of a layer, read from the tensors, as configs can leave them out."""
-    q, k = (len(matrix(tensors, f"layers.0.self_attn.{each}_proj.weight")) for each in "qk")
     norm_W = tensors.get("layers.0.self_attn.q_norm.weight")
     if norm_W is None or norm_W.ndim != 1 or not len(norm_W):
         raise ValueError("expected norms of queries and keys, as Qwen3 has, got none in layer 0")
-    return {
-        "hidden_size": len(matrix(tensors, "fc.weight")),
-        "num_attention_heads": max(1, q // len(norm_W)),
-        "num_key_value_heads": max(1, k // len(norm_W)),
-        "head_dim": len(norm_W),
-        "intermediate_size": len(matrix(tensors, "layers.0.mlp.gate_proj.weight")),
-    }
+    return layer_sizes(tensors, len(norm_W))
 
 
 def _drop_copies(tensors: dict[str, Tensor], target: Target | None, is_gemma4: bool) -> None:

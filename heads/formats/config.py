@@ -18,7 +18,6 @@ Nodes = Annotated[int, Field(gt=0, lt=1 << 12)]
 Slots = Annotated[int, Field(gt=1, le=64)]
 Layer = Annotated[int, Field(ge=-1, lt=1 << 16)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
-Share = Annotated[float, Field(ge=0, lt=1)]
 Part = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Cap = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -36,7 +35,6 @@ KEYS: list[tuple[Any, str]] = [
     (Count | None, "swa_window_size"),
     (Positive | None, "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor"),
     (Positive | None, "beta_fast beta_slow attention_factor"),
-    (Share | None, "confidence_threshold"),
     (Part | None, "partial_rotary_factor"),
     (Cap | None, "final_logit_softcapping"),
     (bool | None, "truncate fc_norm norm_before_fc norm_before_residual norm_output"),

@@ -23,14 +23,18 @@ from draftheads.heads.target import Target
 from draftheads.heads.tensors import integers, matrix, needed, require
 from draftheads.heads.vocabulary import t2d
 
-RENAMES = [
+LEFT_OUT = [
     (r"^model\.", ""),
+    (r".*rotary_emb\.inv_freq$", ""),
+    (r"^verifier_(norm|lm_head)\..*", ""),
+]
+"""A prefix, angles, and the target's own matrices."""
+RENAMES = [
+    *LEFT_OUT,
     (r"^midlayer\.", "layers.0."),
     (r"^aux_norm_low\.", "fc_norm.0."),
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
-    (r".*rotary_emb\.inv_freq$", ""),
-    (r"^verifier_(norm|lm_head)\..*", ""),
 ]
 LLAMA_LIKE = re.compile(
     r"(Eagle3?)?(Llama|Qwen[23])ForCausalLM(Eagle3?)?|Eagle3(Speculator|DraftModel)|Qwen3Eagle3Model"
@@ -169,20 +173,26 @@ def is_copy(theirs_VD: Tensor, ours_VD: Tensor) -> bool:
 
 
 def _sizes(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Any]:
-    """The sizes of a layer, read from the tensors, as configs can be wrong."""
-    q, k = (len(matrix(tensors, f"layers.0.self_attn.{each}_proj.weight")) for each in "qk")
     norm_W = tensors.get("layers.0.self_attn.q_norm.weight")
     if norm_W is not None and norm_W.ndim == 1 and len(norm_W):
         head_dim = len(norm_W)
     else:
-        head_dim = max(1, q // needed(config, "num_attention_heads")[0])
+        queries = len(matrix(tensors, "layers.0.self_attn.q_proj.weight"))
+        head_dim = max(1, queries // needed(config, "num_attention_heads")[0])
+    return layer_sizes(tensors, head_dim) | {
+        "sliding_window": needed(config, "sliding_window")[0] if is_windowed(config) else None,
+    }
+
+
+def layer_sizes(tensors: dict[str, Tensor], head_dim: int) -> dict[str, Any]:
+    """The sizes of a layer, read from the tensors, as configs can be wrong or leave them out."""
+    q, k = (len(matrix(tensors, f"layers.0.self_attn.{each}_proj.weight")) for each in "qk")
     return {
         "hidden_size": len(matrix(tensors, "fc.weight")),
         "head_dim": head_dim,
         "num_attention_heads": max(1, q // head_dim),
         "num_key_value_heads": max(1, k // head_dim),
         "intermediate_size": len(matrix(tensors, "layers.0.mlp.gate_proj.weight")),
-        "sliding_window": needed(config, "sliding_window")[0] if is_windowed(config) else None,
     }
 
 

@@ -133,8 +133,7 @@ def record_measured(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Replace the measurements in a head's config.json and card (rows as for `save_head`)."""
     config = read_config(folder)
     config["draftheads"]["measured"] = rows
-    write_text(folder / CARD, render_card(config) + "\n")
-    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    _rewrite(folder, config)
 
 
 def record_tuned(folder: Path, tree: Tree, facts: dict[str, Any]) -> None:
@@ -145,6 +144,11 @@ def record_tuned(folder: Path, tree: Tree, facts: dict[str, Any]) -> None:
     recorded = config["draftheads"]
     trained = HeadFacts(recorded).trained_tree.to_json()
     recorded |= {"tree": tree.to_json(), "tuned": {**facts, "trained_tree": trained}}
+    _rewrite(folder, config)
+
+
+def _rewrite(folder: Path, config: dict[str, Any]) -> None:
+    """Replace a head's card and config.json."""
     write_text(folder / CARD, render_card(config) + "\n")
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 

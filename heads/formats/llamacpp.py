@@ -10,7 +10,6 @@ b11434; conversion/llama.py and conversion/qwen.py for the order of rows; gguf 0
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from contextlib import closing
@@ -23,7 +22,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from draftheads.heads.block import feature_layers
-from draftheads.heads.files import own_name
+from draftheads.heads.files import renaming
 from draftheads.heads.formats.block import flat, to_engine
 from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.facts import TargetFacts
@@ -173,25 +172,21 @@ def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:
     keys["context_length"] = target.number("context_length")
     if target.architecture.startswith("gemma") and stored.facts.kind == "block":
         keys["embedding_scale"] = math.sqrt(stored.config["hidden_size"])
-    part = own_name(file)
-    try:
-        with closing(GGUFWriter(part, ARCHITECTURES[stored.facts.kind])) as writer:
-            for key, value in keys.items():
-                _add(writer, f"{writer.arch}.{key}", value)
-            for name, field in target.fields.items():
-                if name.startswith("tokenizer.") and name != MASK:
-                    kind, *inner = field.types
-                    writer.add_key_value(name, field.contents(), kind, *inner[-1:])
-            if "block_size" in keys:
-                writer.add_uint32(MASK, flat(stored.config)["mask_token_id"])
-            for name, tensor in _tensors(stored).items():
-                _add_tensor(writer, name, tensor)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-        os.replace(part, file)
-    finally:
-        part.unlink(missing_ok=True)
+    architecture = ARCHITECTURES[stored.facts.kind]
+    with renaming(file) as part, closing(GGUFWriter(part, architecture)) as writer:
+        for key, value in keys.items():
+            _add(writer, f"{writer.arch}.{key}", value)
+        for name, field in target.fields.items():
+            if name.startswith("tokenizer.") and name != MASK:
+                kind, *inner = field.types
+                writer.add_key_value(name, field.contents(), kind, *inner[-1:])
+        if "block_size" in keys:
+            writer.add_uint32(MASK, flat(stored.config)["mask_token_id"])
+        for name, tensor in _tensors(stored).items():
+            _add_tensor(writer, name, tensor)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
 
 
 def _keys(stored: Stored) -> dict[str, Any]:

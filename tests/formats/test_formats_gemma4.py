@@ -31,10 +31,10 @@ from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4TextScaledWordEmbedding,
 )
 
-from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.layers import Gemma4Layer
+from draftheads.heads.losses import RANKS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
@@ -175,7 +175,7 @@ def noted(monkeypatch) -> list[Tensor]:
         builder.add = add_and_note  # type: ignore[method-assign]
         return builder
 
-    monkeypatch.setattr("draftheads.heads.block.tree_builder", build)
+    monkeypatch.setattr("draftheads.heads.drafting.tree_builder", build)
     return logits
 
 

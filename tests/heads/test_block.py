@@ -5,8 +5,7 @@ loss, ranks and every gradient, in drafting every tree; both see the same, and n
 from __future__ import annotations
 
 import json
-import math
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,13 @@ from test_losses import plain_row_loss
 from test_sequential import committed_steps, drafts_of, plain_drafts, two_texts
 from test_training_time_test import LLAMA3, assert_equal
 from tiny_chat import byte_tokenizer
-from tiny_heads import decode, make_head
-from tiny_heads import drafts_of as drafted_trees
+from tiny_heads import make_head
 from tiny_targets import VOCABULARY, random_model, tiny_target
 
-from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead, mask_token
-from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, save_head
+from draftheads.heads.losses import RANKS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
@@ -191,7 +188,7 @@ def noted(monkeypatch) -> list[torch.Tensor]:
         builder.add = add_and_note  # type: ignore[method-assign]
         return builder
 
-    monkeypatch.setattr("draftheads.heads.block.tree_builder", build)
+    monkeypatch.setattr("draftheads.heads.drafting.tree_builder", build)
     return logits
 
 
@@ -440,68 +437,6 @@ def test_a_target_that_embeds_in_another_width_is_refused():
 
 
 @pytest.mark.parametrize(
-    "tree", [DynamicTree(30, 4, 3), DynamicTree(4, 4, 1), StaticTree.from_widths([3, 2, 1, 1])]
-)
-def test_confidence_ends_a_tree_where_no_path_is_likely_enough(target, tree):
-    """With a chance of 0.6 at every slot, three levels have at least 0.2, and four have not."""
-    choices = {**SIZES, "conditioning": "rnn", "confidence": True}
-    head = awake(make_head(BlockHead, target, **choices)).eval()
-    assert head.confidence_head is not None
-    with torch.no_grad():
-        head.confidence_head["proj"].weight.zero_()
-        head.confidence_head["proj"].bias.fill_(math.log(0.6 / 0.4))
-    prompts, new = [[3, 1, 4, 1, 5], [9, 2, 6]], 12
-    plain, _ = decode(target, None, prompts, max_new_tokens=new)
-    whole = drafted(head, target, prompts, new, tree)
-    assert {depth for _, depth in whole} == {4}
-    head.confidence_threshold = 0.2
-    cut = drafted(head, target, prompts, new, tree)
-    assert {depth for _, depth in cut} == {3}
-    assert all(len(parents) < tree.nodes for parents, _ in cut)
-    assert decode(target, head, prompts, max_new_tokens=new, tree=tree)[0] == plain
-    head.confidence_threshold = 0.99
-    assert {depth for _, depth in drafted(head, target, prompts, new, tree)} == {1}, "never empty"
-
-
-@torch.no_grad()
-def test_the_chance_of_a_path_is_the_product_along_it(target):
-    """Each level grows while one path is likely enough, with the chance of its next slot."""
-    head = new_head(target, conditioning="markov", confidence=True).eval()
-    assert head.confidence_head is not None
-    head.confidence_head["proj"].bias.fill_(-1.0)
-    tokens_BC, features_BCX = torch.tensor([[3, 1, 4, 5]]), torch.randn(1, 4, head.fc.in_features)
-    committed = Committed(tokens_BC, features_BCX, torch.tensor([4]), [4])
-    tree = StaticTree.from_widths([3, 2, 2, 1])
-
-    def propose() -> tuple[list[int], list[int]]:
-        made = head.drafter(target, tree).propose(committed)
-        return made.tokens_BN[0].tolist(), made.topology.parents_BN[0].tolist()
-
-    tokens, parents = propose()
-    plain = PlainBlock(head, target)
-    states_KD = plain.states(plain.inputs(features_BCX[0])[-1], tokens[0])
-    paths, chances = [[tokens[0]]], [1.0]
-    for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        paths.append([*paths[parent], token])
-    best_K = [0.0] * head.depth
-    for number, path in enumerate(paths):
-        if len(path) > head.depth:
-            continue
-        confidence = plain.given(states_KD, path)[1]
-        assert confidence is not None
-        before = chances[parents[number]] if number else 1.0
-        chances[number:] = [before * float(confidence.sigmoid())]
-        best_K[len(path) - 1] = max(best_K[len(path) - 1], chances[number])
-    assert all(0.99 * before > after for before, after in pairwise(best_K))
-    for depth in range(1, head.depth):
-        nodes = 1 + sum(len(path) <= depth for path in tree.paths)
-        head.confidence_threshold = 1.001 * best_K[depth]
-        assert len(propose()[0]) == nodes
-        head.confidence_threshold = 0.999 * best_K[depth]
-        assert len(propose()[0]) > nodes
-
-
-@pytest.mark.parametrize(
     ("more", "rows", "choice", "expected"),
     [
         ((), 259, "auto", None),
@@ -528,21 +463,3 @@ def test_the_mask_is_a_token_that_no_text_contains(more, rows, choice, expected)
 def test_a_reduced_lm_head_begins_as_the_targets_rows(target):
     head = make_head(BlockHead, target, **SIZES, vocabulary=ODD)
     assert torch.equal(head.lm_head.weight, target.model.lm_head.weight[ODD])
-
-
-def drafted(head, target, prompts, new, tree) -> list[tuple[list[int], int]]:
-    """Parents and depth of the first row's trees."""
-    trees = []
-    for _, parents in drafted_trees(head, target, prompts, new, tree):
-        depths = [0]
-        for parent in parents[0][1:]:
-            depths.append(depths[parent] + 1)
-        trees.append((parents[0], max(depths)))
-    return trees
-
-
-def test_the_confidence_threshold_is_stored(target, tmp_path):
-    head = make_head(BlockHead, target, **SIZES, confidence=True, confidence_threshold=0.3)
-    save_head(head, tmp_path / "head", target=target)
-    loaded = load_head(tmp_path / "head", target=target)
-    assert isinstance(loaded, BlockHead) and loaded.confidence_threshold == 0.3

@@ -20,9 +20,9 @@ from tiny_heads import (
 )
 from tiny_targets import greedy, some_prompts, tiny_target
 
-from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import load_head, save_head
+from draftheads.heads.losses import RANKS
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
 from draftheads.infer.engine import Speculator

@@ -12,9 +12,8 @@ from tiny_training import VOCABULARY, random_answers, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads import losses
-from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
-from draftheads.heads.losses import Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import RANKS, Teacher, chunked_ranks, linear_cross_entropy
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows

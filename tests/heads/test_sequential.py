@@ -16,10 +16,10 @@ from test_tree_drafting import paths_of, searched
 from tiny_heads import make_head
 from tiny_targets import VOCABULARY, tiny_target
 
-from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
 from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, save_head
+from draftheads.heads.losses import RANKS
 from draftheads.heads.sequential import CONDITIONINGS, SequentialHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree

@@ -16,10 +16,10 @@ from tiny_targets import VOCABULARY, tiny_target
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
 from draftheads.heads.eagle import SWITCHES, Eagle3Head, EagleHead
 from draftheads.heads.layers import Rope, rotate
+from draftheads.heads.losses import RANKS
 from draftheads.heads.target import Target
 from draftheads.heads.training_time_test import RowMemory, Sight, UnrolledMemory
 from draftheads.train.batches import Documents, Rows

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.base import RANKS
 from draftheads.heads.batch import Batch
+from draftheads.heads.losses import RANKS
 from draftheads.heads.target import Target
 
 Memories = list[list[tuple[int, Tensor, Tensor]]]  # one list of entries per layer

@@ -356,9 +356,10 @@ def test_compiled_trees_race_and_each_is_compiled_once(monkeypatch):
 
 def test_what_cannot_be_compiled_is_not_tuned_as_if_it_were():
     target = tiny_target()
-    head = random_head("block", target, confidence=True, confidence_threshold=0.2)
+    head = random_head("block", target)
+    head.why_not_compiled = "it looks at numbers"
     with (
-        pytest.warns(UserWarning, match="confidence_threshold"),
+        pytest.warns(UserWarning, match="it looks at numbers"),
         pytest.raises(ValueError, match="without --compile"),
     ):
         tune(target, head, some_prompts(5, 9), replace(OPTIONS, compile=True))

@@ -16,13 +16,13 @@ from pydantic import Field
 from tiny_targets import some_prompts
 from torch import Tensor, nn
 
-from draftheads.heads.base import RANKS, DraftHead, HeadLoss, counted
+from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, open_head
 from draftheads.heads.kinds import HEADS, register
-from draftheads.heads.losses import chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import RANKS, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree, check_fits
 from draftheads.infer.measure.bench import BenchOptions, bench
