@@ -277,7 +277,6 @@ def bench(
     markdown: Annotated[Path | None, Option(help="write the tables here")] = None,
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
-    analysis: Annotated[bool, Option("--analysis", help="add the chain model's view")] = False,
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
@@ -308,7 +307,6 @@ def bench(
         seed=seed,
         compile=compile,
         batch=batch,
-        analysis=analysis,
     )
     loaded = load_drafts(drafts, model, options.sampling, adaptive)
     ids, categories = openings(model, prompts, prompt_words, limit)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from torch import Tensor
 from draftheads.heads.drafting import Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
-from draftheads.heads.tree import StaticTree, TokenTree, Tree
-from draftheads.infer.accept import Acceptance, Accepted, Greedy
+from draftheads.heads.tree import Tree
+from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import DrafterSource, Speculator, Statistics
-from draftheads.infer.measure.analysis import Analysis
 from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.race import (
     GENERATE,
@@ -54,8 +52,8 @@ ALONE = "generate alone"
 COMPILED = " compiled"
 """At the end of the names of candidates whose steps are compiled."""
 BASELINES = (GENERATE, PLAIN, GENERATE + COMPILED, PLAIN + COMPILED)
-REPLAYED_PROMPTS = 8
-"""At most so many are decoded once more, not timed."""
+PROFILED_PROMPTS = 8
+"""At most so many are decoded once more, for draft and verify times on an accelerator."""
 
 Drafts = DrafterSource | Callable[[], Drafter]
 Entry = Drafts | tuple[Drafts, Tree] | Baseline
@@ -69,7 +67,6 @@ class BenchOptions(RaceOptions):
     nodes: Sequence[int] = ()  # draft nodes of each head's own tree, resized; empty: as it is
     resamples: int = RESAMPLES  # of the bootstrap
     compile: bool = False  # every candidate once more, compiled
-    analysis: bool = False  # also what the chain model says
 
 
 @dataclass(frozen=True)
@@ -119,9 +116,6 @@ class Result:
     steps: int
     tokens: int  # includes the prefill's
     categories: dict[str, CategoryResult]  # empty unless there are several
-    tree: list[list[int]] | None  # paths of a fixed tree
-    acceptance_by_node: list[float] | None  # share of a few prompts' steps that accepted it
-    analysis: Analysis | None  # only where options ask for it and drafts are timed
 
     @property
     def step_seconds(self) -> float:
@@ -164,13 +158,13 @@ def bench(
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
     fitting = _arranged(fitting, categories, options.batch)
     candidates = [*_baselines(target, options), *_candidates(target, heads, options)]
-    sample = fitting[:: -(-len(fitting) // REPLAYED_PROMPTS)]
+    sample = fitting[:: -(-len(fitting) // PROFILED_PROMPTS)]
     with without_defaults(target), own_randomness(target):
         runs = race(candidates, fitting, options, console)
         if options.batch > 1:
             runs = {**runs, ALONE: [timed(candidates[0], [each]) for each in fitting]}
         plain, *others = [
-            summarize(each, target, fitting, runs, options, replayed(each, sample))
+            summarize(each, target, fitting, runs, options, profiled(each, sample))
             for each in candidates[1:]
         ]
     settings = {
@@ -243,84 +237,19 @@ def _trees(
     return {f"{name}@{size}": drafts.tree.resized(size) for size in sizes}
 
 
-@dataclass(frozen=True)
-class Recorder(Acceptance):
-    """Another rule, and a record of the trees it saw and where the accepted paths end."""
+def profiled(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Statistics | None:
+    """Draft and verify times of another run on an accelerator, which synchronizes and is not timed.
 
-    rule: Acceptance = field(default_factory=Greedy)
-    ends: list[Tensor] = field(default_factory=list)  # last_B of each step
-    parents: list[Tensor] = field(default_factory=list)  # parents_BN of each step
-
-    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
-        accepted = self.rule(logits_BNV, tree)
-        self.ends.append(accepted.last_B)
-        self.parents.append(tree.topology.parents_BN)
-        return accepted
-
-    def choose(self, logits: Tensor) -> Tensor:
-        return self.rule.choose(logits)
-
-    def shares(self, tree: StaticTree) -> list[float] | None:
-        """The share of steps that accepted each path; None if other trees were proposed."""
-        shapes = {tuple(parents_BN[0].tolist()) for parents_BN in self.parents}
-        paths = _paths_of_nodes(tree, shapes.pop()) if len(shapes) == 1 else None
-        if paths is None:
-            return None
-        accepted: Counter[tuple[int, ...]] = Counter()
-        for node in torch.cat(self.ends).tolist():
-            path = paths[node]
-            accepted.update(path[:depth] for depth in range(1, len(path) + 1))
-        return [accepted[path] / len(self.ends) for path in tree.paths]
-
-
-def _paths_of_nodes(tree: StaticTree, parents: Sequence[int]) -> list[tuple[int, ...]] | None:
-    """The path of each node of a proposed tree, the root first; None if it is another tree.
-
-    Drafters order nodes in their own ways, but siblings by rank.
+    None where the timed runs tell them: on the CPU, and for compiled steps, which synchronize.
     """
-    children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for path in sorted(tree.paths, reverse=True):
-        children.setdefault(path[:-1], []).append(path)
-    paths: list[tuple[int, ...]] = [()]
-    for parent in parents[1:]:
-        siblings = children.get(paths[parent])
-        if not siblings:
-            return None
-        paths.append(siblings.pop())
-    return paths
-
-
-@dataclass(frozen=True)
-class Replay:
-    """What separate runs tell that are not raced.
-
-    profile: draft and verify times on an accelerator, which cost synchronization. tree,
-    acceptance_by_node: as in `Result`.
-    """
-
-    profile: Statistics | None = None
-    tree: list[list[int]] | None = None
-    acceptance_by_node: list[float] | None = None
-
-
-def replayed(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Replay:
-    """Decode once more where that tells something: on an accelerator, or with a fixed tree."""
     engine = candidate.engine
-    if not isinstance(engine, Speculator):
-        return Replay()
-    tree = None
-    if isinstance(engine.tree, StaticTree) and engine.tree.nodes > 1 and not engine.compile:
-        tree = engine.tree  # a compiled step contains its own rule, so nothing can be recorded
-    on_cpu = engine.target.device.type != "cuda"
-    if engine.compile or (on_cpu and tree is None):  # compiled steps synchronize anyway
-        return Replay()
-    recorder = Recorder(candidate.rule)
-    profiled = Speculator(engine.target, engine.drafts, tree=engine.tree, profile=True)
-    player = replace(candidate, engine=profiled, rule=recorder)
-    statistics = Statistics.of(steps_of([timed(player, [each]) for each in prompts]))
-    profile = None if on_cpu else statistics
-    shares = recorder.shares(tree) if tree else None
-    return Replay(profile, tree.to_json() if tree and shares else None, shares)
+    if not isinstance(engine, Speculator) or engine.compile:
+        return None
+    if engine.target.device.type != "cuda":
+        return None
+    player = Speculator(engine.target, engine.drafts, tree=engine.tree, profile=True)
+    again = replace(candidate, engine=player)
+    return Statistics.of(steps_of([timed(again, [each]) for each in prompts]))
 
 
 def summarize(
@@ -329,9 +258,9 @@ def summarize(
     prompts: Sequence[BenchPrompt],
     runs: Runs,
     options: BenchOptions,
-    replay: Replay,
+    profile: Statistics | None = None,
 ) -> Result:
-    """Compare one candidate with the baselines."""
+    """Compare one candidate with the baselines. profile: exact draft and verify times, if any."""
     name = candidate.name
     units = batched(prompts, options.batch)
     baselines = [each for each in BASELINES if each in runs]
@@ -345,12 +274,12 @@ def summarize(
     cpu_speedup, cpu_speedup_ci95 = _compared(ours_P3[:, ::2], generate_P3[:, ::2], options)
     over_best, over_best_ci95 = _compared(ours_P3, sums_P3[best], options)
     statistics = Statistics.of(steps_of(runs[name]))
-    profile = replay.profile or statistics
+    profile = profile or statistics
     reason = _why_not_comparable(target, options.sampling)
     divergence = None
     if not _is_sampled(options.sampling):
         divergence = _divergence(target, prompts, runs, name)
-    result = Result(
+    return Result(
         name=name,
         nodes=candidate.nodes,
         lossless=None if reason else divergence is None,
@@ -372,28 +301,7 @@ def summarize(
         steps=statistics.steps,
         tokens=int(ours_P3[:, 0].sum()),
         categories=_by_category(name, prompts, runs, options),
-        tree=replay.tree,
-        acceptance_by_node=replay.acceptance_by_node,
-        analysis=None,
     )
-    if options.analysis:
-        plain = Statistics.of(steps_of(runs[PLAIN]))
-        return replace(result, analysis=_analysis(candidate, result, plain))
-    return result
-
-
-def _analysis(candidate: Candidate, result: Result, plain: Statistics) -> Analysis | None:
-    """None for what drafts nothing, and for compiled steps, whose drafts are not timed."""
-    engine = candidate.engine
-    if not isinstance(engine, Speculator) or engine.compile:
-        return None
-    levels = max(engine.tree.depth, len(result.acceptance_by_depth))
-    if not levels:
-        return None
-    plain_seconds = (plain.draft_seconds + plain.verify_seconds) / max(plain.steps, 1)
-    level_cost = result.draft_seconds / levels / (plain_seconds or 1.0)
-    measured = result.tokens_per_second / result.plain_tokens_per_second
-    return Analysis.of(result.acceptance_by_depth, levels, level_cost, measured)
 
 
 def _by_category(

@@ -1,8 +1,8 @@
-"""A bench as a picture: speedups, acceptance by depth, categories, and the fastest fixed tree."""
+"""A bench as a picture: speedups, acceptance by depth, and categories."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from draftheads.infer.race import machine_line
 COLOURS = ("#2f6fb0", "#d9822b", "#3a9a5b", "#a23b72", "#7a5fb5", "#6b6b2f")
 PALE = "#8a8f98"  # of baselines
 MUTED = "#444444"  # of lines and text
-DRAWN_NODES = 32  # more are not legible
 
 
 def plot(report: BenchReport, path: Path) -> None:
@@ -26,22 +25,15 @@ def plot(report: BenchReport, path: Path) -> None:
         for family, colour in zip(families(report).values(), cycle(COLOURS), strict=False)
         for result in family
     }
-    trees = [result for result in results if result.tree]
     heights = [1.3 + 0.3 * len(results)]  # inches of each row of panels
     if report.plain.categories:
         heights.append(2.6)
-    if trees:
-        drawn = max(trees, key=lambda result: result.speedup)
-        spots = tree_spots(drawn_nodes(drawn))
-        heights.append(0.8 + 0.28 * max(row for _, row in spots.values()))
     figure = new_figure(11, sum(heights) + 0.8)
     panels = figure.add_gridspec(len(heights), 2, width_ratios=(3, 2), height_ratios=heights)
     _draw_speedups(figure.add_subplot(panels[0, 0]), results, colours)
     _draw_depths(figure.add_subplot(panels[0, 1]), [each for each in best if each.steps], colours)
     if report.plain.categories:
         _draw_categories(figure.add_subplot(panels[1, :]), best or [report.plain], colours)
-    if trees:
-        _draw_tree(figure.add_subplot(panels[-1, :]), drawn, colours[drawn.name])
     figure.suptitle(title(report))
     figure.supxlabel(machine_line(report.machine), fontsize=7.5, color=MUTED)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,50 +82,6 @@ def _draw_categories(axes: Any, results: Sequence[Result], colours: Mapping[str,
     axes.set_ylabel("speedup")
     axes.set_title("by category (prompts), 95 % interval", fontsize=10)
     tidy(axes)
-
-
-def _draw_tree(axes: Any, result: Result, colour: str) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    shades = LinearSegmentedColormap.from_list("", ["white", colour])
-    nodes = drawn_nodes(result)
-    spots = tree_spots(nodes)
-    for path, share in nodes.items():
-        ends = zip(spots[path[:-1]], spots[path], strict=True)
-        axes.plot(*ends, color=colour, linewidth=0.6 + 4 * share, alpha=0.5, zorder=1)
-    for path, share in {(): 1.0, **nodes}.items():
-        disc = {"color": shades(share), "edgecolors": colour, "linewidths": 0.8}
-        axes.scatter(*spots[path], s=260, zorder=2, **disc)
-        label = f"{100 * share:.0f}" if path else "root"
-        ink = "white" if share > 0.55 else MUTED
-        axes.annotate(label, spots[path], ha="center", va="center", fontsize=6.5, color=ink)
-    which = f"{len(nodes)} of {len(result.tree or ())} nodes of {result.name}"
-    axes.set_title(f"{which}: % of steps that accepted each; best ranks on top", fontsize=10)
-    axes.margins(0.03, 0.5 / (1 + max(row for _, row in spots.values())))
-    axes.invert_yaxis()
-    axes.axis("off")
-
-
-def drawn_nodes(result: Result) -> dict[tuple[int, ...], float]:
-    """The DRAWN_NODES most accepted paths of a tree, and how often they were."""
-    nodes = dict(zip(map(tuple, result.tree or ()), result.acceptance_by_node or (), strict=True))
-    best = sorted(nodes, key=lambda path: (-nodes[path], len(path), path))
-    return {path: nodes[path] for path in best[:DRAWN_NODES]}
-
-
-def tree_spots(paths: Collection[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[int, int]]:
-    """Where to draw the root () and these paths: (depth, row). Each leaf has a row, in the order of
-    ranks, and a node has the row of its best child.
-    """
-    spots: dict[tuple[int, ...], tuple[int, int]] = {(): (0, 0)}
-    row = 0
-    previous: tuple[int, ...] = ()
-    for path in sorted(paths):
-        if path[:-1] != previous:  # no first child: a new branch
-            row += 1
-        spots[path] = len(path), row
-        previous = path
-    return spots
 
 
 def new_figure(width: float, height: float) -> Any:

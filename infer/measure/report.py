@@ -17,7 +17,6 @@ from draftheads.heads.files import write_text
 from draftheads.heads.formats.hub import HeadFolder, record_measured
 from draftheads.heads.tables import markdown_table
 from draftheads.heads.terminal import SafeConsole
-from draftheads.infer.measure import analysis
 from draftheads.infer.measure.bench import BASELINES, COMPILED, BenchReport, Result
 from draftheads.infer.measure.costs import too_slow
 from draftheads.infer.race import GENERATE, PLAIN, machine_line
@@ -55,13 +54,9 @@ def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
 
 
 def write_json(report: BenchReport, path: Path) -> None:
-    """Write the report as JSON, atomically. Results have an analysis only if it was asked for."""
-    figures = asdict(report)
-    if not report.settings["analysis"]:
-        for result in (figures["plain"], *figures["heads"]):
-            del result["analysis"]
+    """Write the report as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(figures, indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(asdict(report), indent=2, allow_nan=False) + "\n")
 
 
 def write_markdown(report: BenchReport, path: Path) -> None:
@@ -112,7 +107,7 @@ def _interval(bounds: list[float]) -> str:
 
 def grids(report: BenchReport) -> list[Grid]:
     """The tables that have rows."""
-    tables = results_grid(report), category_grid(report), analysis_grid(report)
+    tables = results_grid(report), category_grid(report)
     return [grid for grid in tables if grid.rows]
 
 
@@ -140,12 +135,6 @@ def category_grid(report: BenchReport) -> Grid:
             rows.append([*heading, result.name, *figures])
             heading = ["", ""]  # of the other heads of this category
     return Grid(["category", "prompts", "candidate", "τ", "speedup", "95 %"], rows, texts=3)
-
-
-def analysis_grid(report: BenchReport) -> Grid:
-    """What the chain model says of each head; no rows unless it was asked for."""
-    rows = [result.analysis.row(result.name) for result in report.heads if result.analysis]
-    return Grid(list(analysis.COLUMNS), rows)
 
 
 def families(report: BenchReport) -> dict[str, list[Result]]:
@@ -214,8 +203,6 @@ def legend(report: BenchReport) -> list[str]:
     ]
     if settings["compile"]:
         lines.append("compiled: one function, whose time is under verify.")
-    if settings["analysis"]:
-        lines.append(analysis.LEGEND)
     return lines
 
 

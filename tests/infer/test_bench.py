@@ -23,10 +23,9 @@ from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
 from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical
 from draftheads.infer.engine import Speculator, Step
-from draftheads.infer.measure.analysis import Analysis, walltime_factor
 from draftheads.infer.measure.baseline import Baseline, without_defaults
-from draftheads.infer.measure.bench import BenchOptions, Replay, bench, summarize, top2_margin
-from draftheads.infer.measure.plot import plot, tree_spots
+from draftheads.infer.measure.bench import BenchOptions, bench, summarize, top2_margin
+from draftheads.infer.measure.plot import plot
 from draftheads.infer.measure.report import (
     footnotes,
     legend,
@@ -107,9 +106,7 @@ def oracle(target, prompts):
 @pytest.fixture(scope="module")
 def report(target, prompts, oracle):
     heads = {"medusa": MedusaHead.create(target), "oracle": oracle}
-    options = BenchOptions(
-        max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2, resamples=50, analysis=True
-    )
+    options = BenchOptions(max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2, resamples=50)
     return bench(target, heads, prompts, options, categories=["prose", "code", None])
 
 
@@ -307,7 +304,7 @@ def measured(prompts, seconds, batch=1):
     target = tiny_target()
     candidate = Candidate("head", 4, Speculator(target), Greedy())
     options = BenchOptions(resamples=200, batch=batch)
-    return summarize(candidate, target, prompts, runs, options, Replay())
+    return summarize(candidate, target, prompts, runs, options)
 
 
 def some_of(*categories):
@@ -396,99 +393,11 @@ def test_generate_pads_prompts_of_a_batch_on_the_left(prompts):
     assert max(len(row.tokens) for row in rows) == 9, "one row ends before another"
 
 
-ORDERS = {
-    "as given": lambda path: 0,
-    "depth first": lambda path: path,
-    "by levels": lambda path: (len(path), path),
-}
-
-
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_acceptance_by_node_is_that_of_the_paths(target, prompts, order):
-    """Whatever order a drafter gives to the nodes of its tree."""
-    tree = StaticTree(((0,), (0, 0), (0, 0, 0), (1,), (1, 0), (0, 0, 1)))
-    drafted = StaticTree(tuple(sorted(tree.paths, key=order)))
-    truth = greedy(target, prompts[0], NEW)
-    oracle = lambda: Oracle(drafted, [truth], vocab_size=VOCABULARY)  # noqa: E731
-    report = quick(target, prompts[:1], {"oracle": (oracle, tree)}, max_new_tokens=NEW)
-    [row] = report.heads
-    assert row.tree == tree.to_json()
-    assert row.acceptance_by_node == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    assert row.acceptance_by_depth == [1.0] * 3
-    assert report.plain.tree is None
-
-
-def test_other_trees_than_the_fixed_one_are_not_counted(target, prompts):
-    truth, wide = greedy(target, prompts[0], NEW), StaticTree.from_widths((4,))
-    oracle = lambda: Oracle(CHAIN, [truth], vocab_size=VOCABULARY)  # noqa: E731
-    report = quick(target, prompts[:1], {"oracle": (oracle, wide)}, max_new_tokens=NEW)
-    assert report.result("oracle").acceptance_by_node is None
-
-
-def test_a_tree_is_drawn_with_the_best_ranks_on_top():
-    spots = tree_spots([(0,), (2,), (0, 0), (0, 1), (0, 0, 2), (2, 0)])
-    rows = [
-        [(), (0,), (0, 0), (0, 0, 2)],
-        ["-", "-", (0, 1)],
-        ["-", (2,), (2, 0)],
-    ]
-    drawn = {(depth, y): path for y, row in enumerate(rows) for depth, path in enumerate(row)}
-    assert {spot: path for path, spot in spots.items()} == {
-        spot: path for spot, path in drawn.items() if path != "-"
-    }
-
-
-@pytest.mark.parametrize(("alpha", "gamma", "c"), [(0.8, 5, 0.02), (0.3, 1, 0.5), (0.99, 40, 0)])
-def test_the_walltime_factor_is_that_of_the_paper(alpha, gamma, c):
-    expected = (1 - alpha ** (gamma + 1)) / ((1 - alpha) * (gamma * c + 1))
-    assert walltime_factor(alpha, gamma, c) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "gamma", "c", "alpha", "best"),
-    [
-        ([0.9], 1, 0.0, 0.9, 64),  # drafts cost nothing: the longest that is tried
-        ([0.5, 0.25], 4, 0.05, 0.75 / 1.75, 3),
-        ([1.0, 1.0, 1.0], 3, 0.1, 1.0, 64),
-        ([0.3], 1, 0.4, 0.3, 0),  # a draft costs more than it brings
-        ([], 4, 0.1, 0.0, 0),
-    ],
-)
-def test_the_chain_model_follows_from_acceptance_and_cost(acceptance, gamma, c, alpha, best):
-    model = Analysis.of(acceptance, gamma, c, 1.7)
-    assert model == Analysis(
-        pytest.approx(alpha), gamma, c, pytest.approx(walltime_factor(alpha, gamma, c)), 1.7, best
-    )
-
-
-def test_the_chain_model_is_that_of_the_runs(report):
-    model = report.result("oracle").analysis
-    assert (model.alpha, model.gamma) == (1.0, 4)
-    plain, oracle = report.plain, report.result("oracle")
-    step = plain.draft_seconds + plain.verify_seconds
-    assert model.c == pytest.approx(oracle.draft_seconds / 4 / step)
-    assert model.measured == pytest.approx(oracle.tokens_per_second / plain.tokens_per_second)
-    assert plain.analysis is None, "it drafts nothing"
-
-
-def test_the_chain_model_is_shown_only_where_it_is_asked_for(target, prompts, report, tmp_path):
-    heads = {"medusa": MedusaHead.create(target)}
-    for analysis in (False, True):
-        asked = quick(target, prompts[:1], heads, analysis=analysis)
-        out = StringIO()
-        print_report(asked, Console(file=out, width=160))
-        write_json(asked, tmp_path / "bench.json")
-        written = json.loads((tmp_path / "bench.json").read_text())
-        assert ("best γ" in out.getvalue()) is analysis
-        rows = [written["plain"], *written["heads"]]
-        assert all(("analysis" in row) is analysis for row in rows)
-
-
-def test_a_legend_has_at_most_four_lines(report):
+def test_a_legend_has_at_most_three_lines(report):
     """With everything that a table can have."""
-    settings = {**report.settings, "compile": True, "batch": 2, "analysis": True}
-    assert len(legend(replace(report, settings=settings))) <= 4
-    assert len(legend(replace(report, settings={**settings, "compile": False}))) <= 3
+    settings = {**report.settings, "compile": True, "batch": 2}
+    assert len(legend(replace(report, settings=settings))) <= 3
+    assert len(legend(replace(report, settings={**settings, "compile": False}))) <= 2
 
 
 def test_measured_facts_are_plain_values(report):
@@ -501,7 +410,6 @@ def test_the_table_and_its_footnotes_name_what_they_count(report):
     out = StringIO()
     print_report(report, Console(file=out, width=160))
     for text in (
-        "best γ",
         "medusa@64",
         "generate",
         "category",
@@ -549,8 +457,8 @@ def test_markdown_has_the_tables(report, tmp_path):
     write_markdown(report, tmp_path / "a" / "bench.md")
     text = (tmp_path / "a" / "bench.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("|")]
-    main, by_category, chain = rows[:8], rows[8:16], rows[16:]
-    assert [{len(row) for row in table} for table in (main, by_category, chain)] == [{10}, {6}, {7}]
+    main, by_category = rows[:8], rows[8:]
+    assert [{len(row) for row in table} for table in (main, by_category)] == [{10}, {6}]
     assert [row[0] for row in main[3:]] == ["| plain", *(f"| {each.name}" for each in report.heads)]
     assert [row[0] for row in by_category[2::2]] == ["| code", "| other", "| prose"]
     for fact in ("seed 0", "machine: ", torch.__version__, "command: "):

@@ -161,7 +161,7 @@ def test_generate_can_be_sped_up_by_compiled_heads(traced):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_bench_measures_every_candidate_once_more(traced):
     target = tiny_target()
-    options = BenchOptions(max_new_tokens=8, compile=True, analysis=True)
+    options = BenchOptions(max_new_tokens=8, compile=True)
     heads = {"head": (random_head("medusa", target), TREE)}
     report = bench(target, heads, some_prompts(9, 5), options)
     names = ["generate compiled", "plain compiled", "head", "head compiled"]
@@ -173,7 +173,6 @@ def test_a_bench_measures_every_candidate_once_more(traced):
     assert report.result("head").speedup_over_best == pytest.approx(
         report.result("head").tokens_per_second / best
     )
-    assert report.result("head").analysis and not report.result("head compiled").analysis
 
 
 @pytest.fixture
