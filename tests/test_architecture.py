@@ -35,13 +35,13 @@ WINGS = {
     "heads.formats": 14_800,
     "infer.drafters": 5_700,
     "infer.measure": 12_700,
-    "infer.chat": 7_100,
-    "infer.serve": 12_100,
+    "infer.chat": 6_900,
+    "infer.serve": 11_900,
     "infer.generate": 2_200,
     "train.data": 20_600,
     "train.plan": 4_400,
     "train.doctor": 4_900,
-    "scripts": 14_600,
+    "scripts": 14_300,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}

@@ -74,6 +74,7 @@ class Gate:
         if self.options.key is None:
             return True
         scheme, _, key = authorization.partition(b" ")
+        # in a time that does not tell how much of the key is right
         is_right = hmac.compare_digest(key.strip(), self.options.key.encode())
         return scheme.lower() == b"bearer" and is_right
 

@@ -270,6 +270,8 @@ class EventStream(StreamingResponse):
         self.chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette's own would leave the chunks, and the engine behind them, to the garbage
+        # collector when a client leaves, and would wait for one that reads nothing.
         async def write(*events: str) -> None:
             body = "".join(f"data: {event}\n\n" for event in events).encode()
             async with asyncio.timeout(STALL_SECONDS):

@@ -132,7 +132,7 @@ class Service:
             chunks = reply.chunks(pieces, jobs)
             opening = await anext(chunks)  # an error before it has a status of its own
             return EventStream(opening, chunks)
-        async for _ in pieces:
+        async for _ in pieces:  # the choices keep what they bring
             pass
         return JSONResponse(reply.whole(jobs))
 
