@@ -379,7 +379,7 @@ class _Conversation:
         self.note(LEGEND if tint else "Accepted draft tokens are not coloured.")
 
     def _help(self, _: str) -> None:
-        for name, (_, parameter, text) in COMMANDS.items():
+        for name, (_run, parameter, text) in COMMANDS.items():
             usage = f"{name} {parameter}"
             self.note(f"{usage:<20} {text}")
         self.note(HINTS)
