@@ -14,7 +14,14 @@ import typer
 from typer import Argument, Option
 
 from draftheads.infer.threads import choose_threads, set_threads
-from draftheads.scripts.models import Place, load_engine_parts, load_fast_target, load_target
+from draftheads.scripts.models import (
+    Drafting,
+    Place,
+    announce,
+    load_engine,
+    load_fast_target,
+    load_target,
+)
 from draftheads.scripts.options import (
     BATCH_TOKENS,
     AnswerTokens,
@@ -25,7 +32,6 @@ from draftheads.scripts.options import (
     IsAdaptive,
     IsTypical,
     Json,
-    Keep,
     KeyVariable,
     Lenience,
     Limit,
@@ -64,17 +70,8 @@ from draftheads.scripts.options import (
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from draftheads.infer.measure.tune import TuneOptions
     from draftheads.train.data.distill import Answerer, DistillOptions
-    from draftheads.train.data.prompts import Prompt
-
-
-def announce(compile: bool) -> None:
-    """Say why the first answers take long."""
-    if compile:
-        say("compiling takes about a minute per candidate, and less the next time", sys.stderr)
 
 
 def recorded_threads(out: Path) -> int | None:
@@ -102,46 +99,6 @@ def local_answerer(
     drafts = load_head(head, target=loaded) if head else None
     engine = Speculator(loaded, drafts, tree=chosen_tree(drafts, tree, None))
     return LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
-
-
-def served_answerer(
-    target: str,
-    revision: str | None,
-    urls: list[str] | None,
-    model: str | None,
-    key: str | None,
-    concurrency: int,
-) -> Answerer:
-    """A target at servers. key: the environment variable that holds it."""
-    from draftheads.train.data.server import ServedTarget, ServerOptions
-
-    options = ServerOptions(
-        urls=urls or [""], model=model, api_key_env=key, concurrency=concurrency
-    )
-    return ServedTarget(target, options, revision)
-
-
-def stored_prompts(
-    source: str,
-    hub: tuple[str | None, bool | None],
-    limit: int | None,
-    prompt_words: int | None,
-    skip_empty: bool,
-    tools: Keep,
-) -> Sequence[Prompt]:
-    """The prompts to answer, without keeping them in memory. hub: split and streaming."""
-    from draftheads.train.data.prompts import Hub, StoredPrompts, iter_prompts
-
-    return StoredPrompts(
-        iter_prompts(
-            source,
-            hub=Hub(*hub),
-            limit=limit,
-            prompt_words=prompt_words,
-            skip_empty=skip_empty,
-            tools=tools,
-        )
-    )
 
 
 def distill(
@@ -179,6 +136,8 @@ def distill(
     prompts are unanswered.
     """
     from draftheads.train.data import distill as distillation
+    from draftheads.train.data.prompts import Hub, StoredPrompts, iter_prompts
+    from draftheads.train.data.server import ServedTarget, ServerOptions
 
     if server and (head or tree or max_batch_tokens):
         raise ValueError("--head, --tree, --max-batch-tokens: omit these, the server decodes")
@@ -196,9 +155,24 @@ def distill(
         reasoning=reasoning,
         source=prompts,
     )
-    texts = stored_prompts(prompts, (split, streaming), limit, prompt_words, skip_empty, tools)
+    records = iter_prompts(
+        prompts,
+        hub=Hub(split, streaming),
+        limit=limit,
+        prompt_words=prompt_words,
+        skip_empty=skip_empty,
+        tools=tools,
+    )
+    texts = StoredPrompts(records)  # not in memory
+    answerer: distillation.Answerer
     if server or server_model or api_key_env:
-        answerer = served_answerer(target, revision, server, server_model, api_key_env, concurrency)
+        servers = ServerOptions(
+            urls=server or [""],
+            model=server_model,
+            api_key_env=api_key_env,
+            concurrency=concurrency,
+        )
+        answerer = ServedTarget(target, servers, revision)
     else:
         place = Place(dtype, device, threads)
         answerer = local_answerer(target, revision, place, head, tree, options)
@@ -419,14 +393,10 @@ def chat(
     """Chat with the target, sped up by a head or another drafter."""
     from draftheads.infer.chat.repl import ChatOptions
     from draftheads.infer.chat.repl import chat as run
-    from draftheads.infer.engine import Speculator
 
     sampling = rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience)
-    place = Place(dtype, device, threads)
-    model, drafts = load_engine_parts(head, target, sampling, adaptive, place, template_args)
-    shape = chosen_tree(drafts, tree, nodes)
-    engine = Speculator(model, drafts, tree=shape, compile=compile)
-    announce(engine.compile)
+    drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
+    engine = load_engine(target, drafting, Place(dtype, device, threads), template_args)
     options = ChatOptions(
         system=system,
         sampling=sampling,
@@ -470,7 +440,6 @@ def serve(
 
     --temperature, --top-p and --top-k are for requests that do not say.
     """
-    from draftheads.infer.engine import Speculator
     from draftheads.infer.serve.app import serve as run
     from draftheads.infer.serve.service import ServeOptions
     from draftheads.train.data.server import secret
@@ -488,13 +457,10 @@ def serve(
         root_path=root_path.rstrip("/"),
     )
     sampling = rule(temperature, top_p, top_k)
-    place = Place(dtype, device, threads)
-    model, drafts = load_engine_parts(head, target, sampling, adaptive, place, template_args)
-    shape = chosen_tree(drafts, tree, nodes)
-    engine = Speculator(model, drafts, tree=shape, compile=compile)
-    announce(engine.compile)
+    drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
+    engine = load_engine(target, drafting, Place(dtype, device, threads), template_args)
     if not name:
-        folder = Path(os.path.expanduser(model.name)).absolute()
+        folder = Path(os.path.expanduser(engine.target.name)).absolute()
         options = replace(options, name=folder.name)
     run(engine, options, host, port)
 
@@ -528,8 +494,6 @@ def data_preview(
     path: Annotated[str, Argument(help="a distillation folder, or prompts (with --target)")],
     target: Annotated[str | None, Option(help="default: the one in the manifest")] = None,
     count: Annotated[int, Option("-n", min=0, help="documents to print")] = 3,
-    plain: Annotated[bool, Option("--plain", help="[[ ]] instead of colours")] = False,
-    boundaries: Annotated[bool, Option("--boundaries", help="put a | between tokens")] = False,
     check: Annotated[bool, Option("--check", help="compare a folder with its checksums")] = False,
     split: Split = None,
     tools: Tools = "drop",
@@ -537,6 +501,7 @@ def data_preview(
 ) -> None:
     """Print documents with the target's tokens marked, and a summary; or rendered prompts.
 
+    Marks are colours on a terminal, else [[ and ]].
     Loads a tokenizer, no weights; --check loads neither.
     """
     if check:
@@ -551,8 +516,7 @@ def data_preview(
 
     side = text_side(target, path)
     out = SafeConsole(highlight=False, soft_wrap=True)
-    plain = plain or not out.is_terminal or out.no_color
-    pen = Pen(side, plain=plain, boundaries=boundaries)
+    pen = Pen(side, is_plain=not out.is_terminal or out.no_color)
     if (Path(path) / MANIFEST).is_file():
         show_answers(Path(path), side, pen, count, out)
         return

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from draftheads.infer.threads import choose_threads, set_threads
-from draftheads.scripts.options import parsed_template_args
+from draftheads.scripts.options import chosen_tree, parsed_template_args
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target import Target
     from draftheads.infer.accept import Acceptance
-    from draftheads.infer.engine import DrafterSource
+    from draftheads.infer.engine import Speculator
 
 
 @dataclass(frozen=True)
@@ -103,24 +103,44 @@ def faster_dtype(name: str, revision: str | None) -> str:
     return pace.dtype
 
 
-def load_engine_parts(
-    head: str | None,
-    target: str | None,
-    sampling: Acceptance,
-    adaptive: bool,
-    place: Place,
-    template_args: str | None,
-) -> tuple[Target, DrafterSource | None]:
-    """Load a target and what --head names, if anything."""
-    from draftheads.infer.drafters.named import load_drafts, named_drafts
+@dataclass(frozen=True)
+class Drafting:
+    """How an engine drafts and accepts: the options of chat and serve with these names."""
 
-    if head is None and target is None:
+    head: str | None
+    sampling: Acceptance
+    tree: str | None
+    nodes: int | None
+    adaptive: bool
+    compile: bool
+
+
+def load_engine(
+    target: str | None, drafting: Drafting, place: Place, template_args: str | None
+) -> Speculator:
+    """Load a target and what --head names, if anything; by default, the target is the head's."""
+    from draftheads.infer.drafters.named import load_drafts, named_drafts
+    from draftheads.infer.engine import Speculator
+
+    drafts = named_drafts(drafting.head) if drafting.head else None
+    name, revision = target, None
+    if drafts is not None and not target:
+        name, revision = drafts.target
+    if name is None:
         raise ValueError("expected --head or --target, got neither; pass one")
-    drafts = named_drafts(head) if head else None
-    name, revision = (target, None) if target or drafts is None else drafts.target
     folders = drafts.folders if drafts else []
-    model = load_fast_target(name or "", place, revision, folders, template_args)
-    if drafts is None:
-        return model, None
-    *_, drafter = load_drafts({"": drafts}, model, sampling, adaptive).values()
-    return model, drafter
+    model = load_fast_target(name, place, revision, folders, template_args)
+    drafter = None
+    if drafts is not None:
+        loaded = load_drafts({"": drafts}, model, drafting.sampling, drafting.adaptive)
+        *_, drafter = loaded.values()
+    tree = chosen_tree(drafter, drafting.tree, drafting.nodes)
+    engine = Speculator(model, drafter, tree=tree, compile=drafting.compile)
+    announce(engine.compile)
+    return engine
+
+
+def announce(compile: bool) -> None:
+    """Say why the first answers take long."""
+    if compile:
+        say("compiling takes about a minute per candidate, and less the next time", sys.stderr)

@@ -33,12 +33,11 @@ VOCABULARIES = (1024, 4096, 8192, 32768)
 
 
 class Pen:
-    """Writes token ids as text. plain: brackets around learned tokens, instead of colours.
-    boundaries: | between tokens.
-    """
+    """Writes token ids as text. is_plain: brackets around learned tokens, instead of colours."""
 
-    def __init__(self, side: TextSide, *, plain: bool, boundaries: bool) -> None:
-        self._side, self._plain, self._boundaries = side, plain, boundaries
+    def __init__(self, side: TextSide, *, is_plain: bool) -> None:
+        self._side = side
+        self._is_plain = is_plain
 
     def document(self, tokens: Sequence[int], learn: Sequence[tuple[int, int]]) -> Text:
         """A document's text with its learned spans and end tokens marked."""
@@ -48,13 +47,11 @@ class Pen:
         for start, stop in learn:
             end = stop - (tokens[stop - 1] in self._side.eos_ids)
             self._write(text, stream, tokens[at:start], REST)
-            if self._plain:
+            if self._is_plain:
                 text.append("[[")
             self._write(text, stream, tokens[start:end], LEARNED)
-            if self._boundaries and start < end < stop:
-                text.append("|")
             self._write(text, stream, tokens[end:stop], ENDING)
-            if self._plain:
+            if self._is_plain:
                 text.append("]]")
             at = stop
         self._write(text, stream, tokens[at:], REST)
@@ -65,9 +62,7 @@ class Pen:
         return repr(self._side.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def _write(self, text: Text, stream: TextStream, tokens: Sequence[int], style: str) -> None:
-        parts = [[token] for token in tokens] if self._boundaries else [tokens]
-        written = "|".join(filter(None, map(stream.feed, parts)))
-        text.append(printable(written), style="" if self._plain else style)
+        text.append(printable(stream.feed(tokens)), style="" if self._is_plain else style)
 
 
 def show_answers(folder: Path, side: TextSide, pen: Pen, limit: int, out: Console) -> None:
@@ -133,6 +128,13 @@ def text_side(target: str | None, folder: str) -> TextSide:
         )
     origin = read_manifest(folder)["target"]
     return TextSide.load(origin["name"], origin.get("revision"))
+
+
+TOO_MUCH_MEMORY = """memory; lower data.rows_per_batch, data.sequence_length or data.cache_gb, \
+set head.vocabulary or run.gradient_checkpointing, or divide the head's state over processes with \
+--engine zero2"""
+TOO_MANY_FEATURES = "features; raise features.disk_gb, or set features.mode=online"
+TOO_MUCH_DISK = "disk; lower run.keep, set features.mode=online, or use another run.output"
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -293,23 +295,17 @@ def _time(plan: Plan) -> str:
 
 def remedy(plan: Plan) -> str:
     """The error line for a plan that does not fit, or ""."""
-    disk, allowed = plan.disk, int(plan.recipe.features.disk_gb * 1e9)
-    if plan.peak > plan.limit:
-        needed, limit = plan.peak, plan.limit
-        what = (
-            "memory; lower data.rows_per_batch, data.sequence_length or data.cache_gb, set "
-            "head.vocabulary or run.gradient_checkpointing, or divide the head's state over "
-            "processes with --engine zero2"
-        )
-    elif disk["features"] > allowed:
-        needed, limit = disk["features"], allowed
-        what = "features; raise features.disk_gb, or set features.mode=online"
-    elif disk["total"] > disk["free"]:
-        needed, limit = disk["total"], disk["free"]
-        what = "disk; lower run.keep, set features.mode=online, or use another run.output"
-    else:
-        return ""
-    return f"does not fit: expected at most {_size(limit)}, needs {_size(needed)} of {what}"
+    disk = plan.disk
+    allowed = int(plan.recipe.features.disk_gb * 1e9)
+    checks = [
+        (plan.peak, plan.limit, TOO_MUCH_MEMORY),
+        (disk["features"], allowed, TOO_MANY_FEATURES),
+        (disk["total"], disk["free"], TOO_MUCH_DISK),
+    ]
+    for needed, limit, what in checks:
+        if needed > limit:
+            return f"does not fit: expected at most {_size(limit)}, needs {_size(needed)} of {what}"
+    return ""
 
 
 def _size(size: int) -> str:

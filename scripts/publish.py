@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -160,24 +159,19 @@ def ours(head: DraftHead, stored: Stored, facts: dict[str, Any]) -> Stored:
     return as_ours(Stored(head_config(head, dtype, facts), stored.tensors), None)
 
 
-def public_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """The metadata that may be published: under published keys alone, without URLs, and of local
-    paths the last part.
+def public_facts(value: Any, key: str = "", whole: bool = False) -> Any:
+    """What of a head's metadata may be published: what is under published keys alone, without URLs,
+    and of local paths the last part. key: the one that a value is under. whole: all keys are.
     """
-    public = _public(facts)
-    assert isinstance(public, dict)
-    return public
-
-
-def _public(value: Any, key: str = "", whole: bool = False) -> Any:
     if isinstance(value, dict):
+        published = published_keys()
         return {
-            name: _public(each, name, whole or name in WHOLE)
+            name: public_facts(each, name, whole or name in WHOLE)
             for name, each in value.items()
-            if name in published_keys(tuple(HEADS)) or (whole and not PLACES.search(name))
+            if name in published or (whole and not PLACES.search(name))
         }
     if isinstance(value, list):
-        return [_public(each, key, whole) for each in value]
+        return [public_facts(each, key, whole) for each in value]
     return _public_text(value, key) if isinstance(value, str) else value
 
 
@@ -199,11 +193,10 @@ def is_local(name: str | None) -> bool:
     return "/" in name or "\\" in name or Path(name).exists() or bool(packaged(name, ""))
 
 
-@cache
-def published_keys(kinds: tuple[str, ...]) -> frozenset[str]:
-    """All keys of metadata that are published, of heads of these kinds."""
-    recipe = {key.rpartition(".")[2] for kind in kinds for key, _ in recipe_keys(kind)}
-    return frozenset(FACTS.split()) | recipe
+def published_keys() -> set[str]:
+    """All keys of metadata that are published: those of facts, and those of all kinds' recipes."""
+    recipe = {key.rpartition(".")[2] for kind in HEADS for key, _ in recipe_keys(kind)}
+    return {*FACTS.split(), *recipe}
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import signal
 import sys
@@ -18,26 +17,18 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
-from draftheads.infer.accept import (
-    LEAST_TEMPERATURE,
-    Acceptance,
-    Greedy,
-    RandomStream,
-    Sampled,
-    Typical,
-)
+from draftheads.infer.accept import Acceptance, Greedy, RandomStream, Sampled, Typical
 from draftheads.infer.chat.conversation import ChatAnswer, History
 from draftheads.infer.chat.screen import (
-    NARROW,
     NOTE,
     Frame,
     MarkdownScreen,
     MarkdownText,
     PlainScreen,
-    side_by_side,
     tree_drawing,
 )
 from draftheads.infer.engine import Session, Speculator, Statistics
@@ -50,21 +41,6 @@ TRIAL_SECONDS, TRIAL_STEPS = 1.5, 48
 """How long the plain model is measured at most."""
 JUDGED_STEPS = 32
 """Steps after which the chat says that drafts do not pay."""
-COMMANDS = {
-    "/system": ("[TEXT]", "show or set the system prompt; the conversation stays"),
-    "/reset": ("", "forget the conversation"),
-    "/regen": ("", "answer the last question again"),
-    "/compare": ("[PROMPT]", "answer it (or the last question) without and with drafts"),
-    "/save": ("FILE", "write the conversation as JSON"),
-    "/load": ("FILE", "continue a conversation that was saved"),
-    "/set": ("[NAME VALUE]", "temperature, top_p, top_k, max_new_tokens, seed; alone: show"),
-    "/rule": ("NAME", "greedy, sampled or typical acceptance"),
-    "/tree": ("", "the draft tree, and how often its depths are accepted"),
-    "/stats": ("", "statistics since the start"),
-    "/tint": ("", "accepted draft tokens in green: on or off"),
-    "/help": ("", "this list"),
-    "/quit": ("", "leave (or Ctrl-D)"),
-}
 HINTS = """Ctrl-C stops an answer. A line that starts with a space is never a command.
 Alt-Enter, or Enter after a backslash, starts another line."""
 RULES = {"greedy": Greedy, "sampled": Sampled, "typical": Typical}
@@ -112,7 +88,7 @@ def chat(
 
         read = typed_lines([*COMMANDS])
     was_stopped = False
-    while True:
+    while not talk.is_over:
         try:
             line = (read or input)("> " if is_typed else "")
         except EOFError:
@@ -123,8 +99,6 @@ def chat(
             talk.note("To leave, press Ctrl-C again or Ctrl-D, or type /quit.")
             was_stopped = True
             continue
-        if line.rstrip() in ("/quit", "/exit"):
-            return
         was_stopped = talk.take(line).finish == "interrupted"
 
 
@@ -193,6 +167,7 @@ class _Conversation:
         self.session = Session()
         self.total = ChatAnswer()  # the steps and seconds of all
         self.answers = 0
+        self.is_over = False
         self.prompt_tokens = 0
         self.reused = 0
         self.is_warned = not speculator.tree.draft_nodes
@@ -252,11 +227,11 @@ class _Conversation:
                     f"{name} is not a command{hint} /help lists them. To send it, put a space "
                     "before it."
                 )
-            parameter, _ = COMMANDS[name]
+            run, parameter, _ = COMMANDS[name]
             is_needed = parameter[:1].isalpha()  # optional ones are in brackets
             if (argument and not parameter) or (is_needed and not argument):
                 raise ValueError(f"expected {name} {parameter or 'alone'}, got {text!r}")
-            return self._commands()[name](argument) or ChatAnswer()
+            return run(self, argument) or ChatAnswer()
         except (ValueError, OSError) as error:
             self.note(str(error))
             return ChatAnswer()
@@ -307,22 +282,6 @@ class _Conversation:
         after = () if self.history.has_template else prompt
         stream = TextStream(engine.target.tokenizer, after=after)
         return answer.grow(steps, AnswerText(stream, clean=printable))
-
-    def _commands(self) -> dict[str, Callable[[str], ChatAnswer | None]]:
-        return {
-            "/system": self._system,
-            "/reset": self._reset,
-            "/regen": self._regen,
-            "/compare": self._compare,
-            "/save": self._save,
-            "/load": self._load,
-            "/set": self._set,
-            "/rule": self._rule,
-            "/tree": self._tree,
-            "/stats": self._stats,
-            "/tint": self._tint,
-            "/help": self._help,
-        }
 
     def _green(self, answer: ChatAnswer) -> Sequence[bool]:
         """The characters of an answer that are shown in green."""
@@ -378,7 +337,7 @@ class _Conversation:
         elif name == "temperature" and isinstance(rule, Greedy):
             self._use(Sampled(number))
         elif name in {each.name for each in fields(rule) if each.repr}:
-            self._use(replace(rule, draws=RandomStream(), **{name: number}))
+            self._use(replace(rule, **{name: number}))
         else:
             current = type(rule).__name__.lower()
             raise ValueError(
@@ -398,8 +357,8 @@ class _Conversation:
         self._warn()
 
     def _tree(self, _: str) -> None:
-        shares = Statistics.of(self.total.steps).acceptance_by_depth
-        self.console.print(tree_drawing(self.speculator.tree, shares))
+        rates = Statistics.of(self.total.steps).acceptance_by_depth
+        self.console.print(tree_drawing(self.speculator.tree, rates))
 
     def _stats(self, _: str) -> None:
         if not self.answers:
@@ -420,10 +379,13 @@ class _Conversation:
         self.note(LEGEND if tint else "Accepted draft tokens are not coloured.")
 
     def _help(self, _: str) -> None:
-        for name, (parameter, text) in COMMANDS.items():
+        for name, (_run, parameter, text) in COMMANDS.items():
             usage = f"{name} {parameter}"
             self.note(f"{usage:<20} {text}")
         self.note(HINTS)
+
+    def _quit(self, _: str) -> None:
+        self.is_over = True
 
     def _compare(self, text: str) -> None:
         """Answer without and with drafts. The side that used less time is next, so that both run at
@@ -440,13 +402,14 @@ class _Conversation:
             (drafted, self._generate(drafted, self.speculator, prompt, self._fresh_rule())),
         ]
         frame = Frame(self.console) if self.is_rich else None
+        height = max(self.console.height - 6, 1)
         with interruptible() as stopped, frame or nullcontext():
             while running and not stopped.is_set():
                 side = min(running, key=lambda side: side[0].seconds)
                 if next(side[1], self) is self:  # it has ended
                     running.remove(side)
                 if frame is not None:
-                    frame.draw(lambda: (None, self._columns(plain, drafted, self._room())))
+                    frame.draw(lambda: (None, self._columns(plain, drafted, height)))
         for _, steps in running:
             steps.close()
         self.console.print(self._columns(plain, drafted))
@@ -468,26 +431,53 @@ class _Conversation:
             verdict = "not equal" if is_greedy else "not equal, as draws differ"
         self.note(f"{drafted.rate / plain.rate:.2f}x plain; the texts are {verdict}.")
 
-    def _room(self) -> int:
-        """Lines that each side may have while it grows; on a narrow console, half of all."""
-        lines = self.console.height - 6
-        if self.console.width < NARROW:
-            lines //= 2
-        return max(lines, 1)
-
-    def _columns(self, plain: ChatAnswer, drafted: ChatAnswer, height: int = 0) -> RenderableType:
-        """Both sides; height: draw at most as many lines of each; 0: all."""
-        columns: list[tuple[str, RenderableType]] = []
-        for name, answer in (("plain", plain), ("with drafts", drafted)):
+    def _columns(self, plain: ChatAnswer, drafted: ChatAnswer, height: int = 0) -> Table:
+        """Both answers side by side; height: draw at most as many lines of each; 0: all."""
+        table = Table("plain", "with drafts", box=None, expand=True)
+        for column in table.columns:
+            column.ratio = 1
+        bodies: list[RenderableType] = []
+        for answer in (plain, drafted):
             body: RenderableType = Text(answer.text)
             if self.is_rich:
                 body = MarkdownText(answer.text, self._green(answer), height)
-            columns.append((name, Group(body, Text(answer.summary(), NOTE))))
-        return side_by_side(self.console, columns)
+            bodies.append(Group(body, Text(answer.summary(), NOTE)))
+        table.add_row(*bodies)
+        return table
+
+
+COMMANDS: dict[str, tuple[Callable[[_Conversation, str], ChatAnswer | None], str, str]] = {
+    "/system": (
+        _Conversation._system,
+        "[TEXT]",
+        "show or set the system prompt; the conversation stays",
+    ),
+    "/reset": (_Conversation._reset, "", "forget the conversation"),
+    "/regen": (_Conversation._regen, "", "answer the last question again"),
+    "/compare": (
+        _Conversation._compare,
+        "[PROMPT]",
+        "answer without and with drafts; default: the last question",
+    ),
+    "/save": (_Conversation._save, "FILE", "write the conversation as JSON"),
+    "/load": (_Conversation._load, "FILE", "continue a conversation that was saved"),
+    "/set": (
+        _Conversation._set,
+        "[NAME VALUE]",
+        "temperature, top_p, top_k, max_new_tokens, seed; alone: show",
+    ),
+    "/rule": (_Conversation._rule, "NAME", "greedy, sampled or typical acceptance"),
+    "/tree": (_Conversation._tree, "", "the draft tree, and how often its depths are accepted"),
+    "/stats": (_Conversation._stats, "", "statistics since the start"),
+    "/tint": (_Conversation._tint, "", "accepted draft tokens in green: on or off"),
+    "/help": (_Conversation._help, "", "this list"),
+    "/quit": (_Conversation._quit, "", "leave (or Ctrl-D)"),
+}
+"""What each does, its parameter, in brackets if it may be left out, and a line of help."""
 
 
 def _number(name: str, text: str) -> float:
-    """The value of a setting. Raises ValueError."""
+    """The value of a setting. Raises ValueError for no number; rules check theirs themselves."""
     if name not in NUMBERS:
         raise ValueError(f"/set: expected one of {', '.join(NUMBERS)}, got {name!r}")
     try:
@@ -499,9 +489,4 @@ def _number(name: str, text: str) -> float:
         low, high = LIMITS[name]
         if not low <= number <= high:
             raise ValueError(f"{name}: expected {low} to {high}, got {number}")
-    if name == "temperature" and not (number == 0 or LEAST_TEMPERATURE <= number < math.inf):
-        raise ValueError(
-            f"temperature: expected 0 (greedy), or {LEAST_TEMPERATURE:.5f} and more, got "
-            f"{number:g}; type /set temperature 0.7"
-        )
     return number

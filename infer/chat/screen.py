@@ -10,7 +10,6 @@ from operator import itemgetter
 from time import perf_counter
 
 from markdown_it import MarkdownIt
-from rich.bar import Bar
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
@@ -25,8 +24,6 @@ from draftheads.heads.tree import Path, StaticTree, Tree
 ACCEPTED, NOTE = "green", "dim"
 PAUSE = 9
 """Seconds without drawing after each second of drawing."""
-NARROW = 72
-"""On fewer columns, answers are shown one below the other."""
 MOST_DRAWN = 64
 """Nodes of a tree that are drawn."""
 FAR, NEAR = 256, 16
@@ -218,18 +215,6 @@ class MarkdownScreen:
         return Group("", block) if start else block
 
 
-def side_by_side(console: Console, sides: Sequence[tuple[str, RenderableType]]) -> RenderableType:
-    """Two titled columns; on a narrow terminal one is below the other."""
-    if console.width < NARROW:
-        return Group(*(Group(Text(title, "bold"), body) for title, body in sides))
-    table = Table.grid(padding=(0, 2), expand=True)
-    for _ in sides:
-        table.add_column(ratio=1)
-    table.add_row(*(Text(title, "bold") for title, _ in sides))
-    table.add_row(*(body for _, body in sides))
-    return table
-
-
 def tree_drawing(tree: Tree, shares: Sequence[float]) -> RenderableType:
     """A tree, its nodes named by rank, and how often each depth was accepted. shares[d]: of the
     steps, those with more than d draft tokens accepted.
@@ -237,14 +222,14 @@ def tree_drawing(tree: Tree, shares: Sequence[float]) -> RenderableType:
     if not tree.nodes > 1:
         return Text("no tree: nothing is drafted")
     title = f"{tree.draft_nodes} draft nodes, {tree.depth} deep"
-    table = Table("depth", "nodes", "accepted in", "", box=None, padding=(0, 2, 0, 0))
+    table = Table("depth", "nodes", "accepted in", box=None, padding=(0, 2, 0, 0))
     for depth in range(1, tree.depth + 1):
         share = shares[depth - 1] if depth <= len(shares) else 0.0
         label = f"{share:.0%} of steps" if shares else "no steps yet"
         nodes = ""
         if isinstance(tree, StaticTree):
             nodes = str(sum(len(path) == depth for path in tree.paths))
-        table.add_row(str(depth), nodes, label, Bar(1, 0, share, width=20, color=ACCEPTED))
+        table.add_row(str(depth), nodes, label)
     if not isinstance(tree, StaticTree):
         return Group(Text(f"{title}, chosen anew in each step ({tree})"), table)
     if tree.draft_nodes > MOST_DRAWN:

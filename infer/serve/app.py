@@ -8,14 +8,14 @@ import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from importlib.resources import files
 from ipaddress import ip_address
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -37,14 +37,7 @@ from draftheads.infer.serve.service import ServeOptions, Service
 
 logger = logging.getLogger("draftheads")
 
-PAGE = {
-    "index.html": "text/html",
-    "page.css": "text/css",
-    "page.js": "text/javascript",
-    "markdown.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-}
-"""The files of the page and their types."""
+PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 ERRORS: dict[int | str, Any] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 ANSWERS = {**ERRORS, 200: {"content": {"text/event-stream": {}}}}
@@ -143,15 +136,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    folder = files("draftheads.infer.serve") / "page"
     headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
 
     def show(http: Request) -> Response:
         name = http.scope["route"].path.removeprefix("/") or "index.html"
-        return Response((folder / name).read_bytes(), media_type=PAGE[name], headers=headers)
+        return FileResponse(PAGE / name, headers=headers)
 
-    for name in PAGE:
-        path = "/" if name == "index.html" else f"/{name}"
+    for path in ("/", "/page.css", "/page.js", "/markdown.js", "/icon.svg"):
         app.add_api_route(path, show, include_in_schema=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -25,18 +26,12 @@ class Hosts:
                     f"--allowed-host: expected a name such as model.example.com, got {name!r}; "
                     "leave out https://, port and path"
                 )
-        self.names = {name.lower() for name in names}
+        self.names = {"localhost", *(name.lower() for name in names)}
 
     def allow(self, header: str) -> bool:
         """Whether a request with this Host header passes."""
-        if "*" in self.names:
-            return True
-        host = host_of(header)
-        if host is None:
-            return False
-        parents = host.split(".")[1:]
-        above = {f"*.{'.'.join(parents[place:])}" for place in range(len(parents))}
-        return host == "localhost" or is_address(host) or not self.names.isdisjoint({host, *above})
+        host = host_of(header) or ""  # which "*" alone matches
+        return is_address(host) or any(fnmatchcase(host, name) for name in self.names)
 
 
 def host_of(header: str) -> str | None:

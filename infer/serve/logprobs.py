@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -106,7 +107,7 @@ class TokenTexts:
         self.tokenizer = tokenizer
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._cut = len(self._decode([]))
-        self._cache: dict[int, tuple[str, list[int] | None]] = {}
+        self._read = cache(self._text_and_bytes)
 
     def __call__(self, token: int) -> str:
         """The text of a token id."""
@@ -116,15 +117,12 @@ class TokenTexts:
         """The bytes of a token id; None if the tokenizer's name for it does not tell them."""
         return self._read(token)[1]
 
-    def _read(self, token: int) -> tuple[str, list[int] | None]:
-        if token not in self._cache:
-            text = self._decode([token])[self._cut :]
-            if REPLACEMENT in text:
-                name = str(self.tokenizer.convert_ids_to_tokens(token))
-                self._cache[token] = (name, _bytes(name))
-            else:
-                self._cache[token] = (text, list(text.encode()))
-        return self._cache[token]
+    def _text_and_bytes(self, token: int) -> tuple[str, list[int] | None]:
+        text = self._decode([token])[self._cut :]
+        if REPLACEMENT not in text:
+            return text, list(text.encode())
+        name = str(self.tokenizer.convert_ids_to_tokens(token))
+        return name, _bytes(name)
 
     def _decode(self, tokens: list[int]) -> str:
         # after another token, as the first one of a text may lose its space

@@ -25,37 +25,40 @@ from draftheads.heads.target import template_variables
 
 Json = dict[str, Any]
 """A JSON object."""
+OFF = {
+    "bad_words",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "echo",
+    "frequency_penalty",
+    "functions",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "suffix",
+    "tools",
+    "top_logprobs",
+    "use_beam_search",
+}
+"""Options that this engine does not have. They ask for nothing if they are 0, false or empty."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "typical_p": (1,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
+    "add_generation_prompt": (True,),
     "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
+    "length_penalty": (1,),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "use_beam_search": (False,),
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
+    "tool_choice": ("none", "auto"),
+    "typical_p": (1,),
+    "verbosity": ("medium",),
 }
-"""Options that this engine does not have, and the values that ask for nothing. Null always does."""
+"""Others that it does not have, and their values that ask for nothing. Null always does."""
 HARMLESS = {
     "cache_prompt",
     "metadata",
@@ -198,7 +201,7 @@ def _refuse_unsupported(kind: type[GenerationRequest], body: Json) -> None:
     """Raise ApiError for options that this engine does not have, unless they ask for nothing."""
     supported = kind.model_fields.keys() | HARMLESS
     others = [name for name, value in body.items() if name not in supported and value is not None]
-    names = [name for name in others if body[name] not in NEUTRAL.get(name, ())]
+    names = [name for name in others if not _is_neutral(name, body[name])]
     if not names:
         return
     # others than identifiers may have line breaks, or no UTF-8
@@ -211,6 +214,10 @@ def _refuse_unsupported(kind: type[GenerationRequest], body: Json) -> None:
     else:
         message += " is not supported; leave it out"
     raise ApiError(400, message, "unsupported_parameter", shown[0])
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return (name in OFF and not value) or value in NEUTRAL.get(name, ())
 
 
 def _in_one_line(error: ValidationError) -> ApiError:

@@ -44,6 +44,7 @@ class Choice:
         self.is_chat = isinstance(request, ChatRequest)
         self.tokens: list[int] = []
         self.steps: list[Step] = []
+        self.scored: list[ScoredToken] = []
         self.finish: str | None = None
         self._texts = texts
         self._scored_characters = 0  # of the tokens whose log-probabilities were sent
@@ -82,7 +83,13 @@ class Choice:
             if self.request.scores is not None:
                 scored_prompt = zip(self.prompt[1:], before, strict=True)
                 scored = [(self.prompt[0], None), *scored_prompt, *scored]
+        self.scored += scored
         return Piece(self, text, tokens, scored, facts(step, drafted))
+
+    def whole(self) -> Json:
+        """The finished choice."""
+        text = self._echo + self._text.text
+        return self.entry(Piece(self, text, self.tokens, self.scored, {}))
 
     def entry(self, piece: Piece) -> Json:
         """A part of this choice, or all of it."""
@@ -174,14 +181,9 @@ class Reply:
         """Whether all answers are there."""
         return all(choice.finish for choice in self.choices)
 
-    def whole(self, pieces: Sequence[Piece], jobs: Sequence[Job]) -> Json:
-        """All answers at once."""
-        entries = []
-        for choice in self.choices:
-            own = [piece for piece in pieces if piece.choice is choice]
-            text = "".join(piece.text for piece in own)
-            scored = [pair for piece in own for pair in piece.scored]
-            entries.append(choice.entry(Piece(choice, text, choice.tokens, scored, {})))
+    def whole(self, jobs: Sequence[Job]) -> Json:
+        """All answers at once, when they are complete."""
+        entries = [choice.whole() for choice in self.choices]
         prompt_ids = self._prompt_ids(entries)
         return {**self.head, "choices": entries, **prompt_ids, "usage": self.usage(jobs)}
 
@@ -268,6 +270,8 @@ class EventStream(StreamingResponse):
         self.chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette's own would leave the chunks, and the engine behind them, to the garbage
+        # collector when a client leaves, and would wait for one that reads nothing.
         async def write(*events: str) -> None:
             body = "".join(f"data: {event}\n\n" for event in events).encode()
             async with asyncio.timeout(STALL_SECONDS):

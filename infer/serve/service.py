@@ -132,7 +132,9 @@ class Service:
             chunks = reply.chunks(pieces, jobs)
             opening = await anext(chunks)  # an error before it has a status of its own
             return EventStream(opening, chunks)
-        return JSONResponse(reply.whole([piece async for piece in pieces], jobs))
+        async for _ in pieces:  # the choices keep what they bring
+            pass
+        return JSONResponse(reply.whole(jobs))
 
     def _jobs(self, reply: Reply, events: Events) -> list[Job]:
         """One for each answer."""

@@ -104,9 +104,9 @@ def test_distilled_folder_of_another_place_needs_its_target(
     capsys.readouterr()
     with pytest.raises(ValueError, match="gone: expected a target's folder .* --target"):
         data_preview(str(tmp_path / "data"))
-    data_preview(str(tmp_path / "data"), target=side, count=2, boundaries=True)
+    data_preview(str(tmp_path / "data"), target=side, count=2)
     shown = capsys.readouterr().out
-    assert "<|im_start|>|u|s|e|r|" in shown
+    assert "<|im_start|>user\n" in shown
     assert "documents      6; 0 prompts skipped" in shown
 
 
@@ -115,7 +115,7 @@ def test_colours_on_a_terminal(side: str, talks: str, tmp_path: Path) -> None:
     target = TextSide.load(side)
     assert target.eos_ids == (END,)
     out = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
-    pen = Pen(target, plain=False, boundaries=False)
+    pen = Pen(target, is_plain=False)
     show_answers(tmp_path / "data", target, pen, 1, out)
     shown = out.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b[32mHi there.\x1b[0m\x1b[1;7;32m<|im_end|>" in shown
@@ -152,7 +152,7 @@ def test_tool_calls_of_prompts_are_shown_on_request(
 
 def test_control_characters_do_not_reach_the_terminal(side: str) -> None:
     tokens = TextSide.load(side).tokenizer("a\x1b[2Jb")["input_ids"]
-    pen = Pen(TextSide.load(side), plain=True, boundaries=False)
+    pen = Pen(TextSide.load(side), is_plain=True)
     assert "\x1b" not in pen.document(tokens, [(1, len(tokens))]).plain
 
 

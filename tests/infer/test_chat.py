@@ -217,8 +217,8 @@ def test_commands_and_lines_that_are_none(target):
         *(
             (
                 f"/set temperature {value}",
-                "temperature: expected 0 (greedy), or 0.00001 and more, got "
-                f"{value}; type /set temperature 0.7",
+                f"temperature {float(value)}: expected above 0 (1e-05 or more); greedy decoding is "
+                "temperature 0",
             )
             for value in ("-1", "nan", "inf", "1e-09")
         ),
