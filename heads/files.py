@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
+
 REMEDIES = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there",
@@ -38,7 +40,7 @@ def staged(folder: Path) -> Iterator[Path]:
         for path in staging.rglob("*"):
             if path.is_file():
                 path.chmod(mode)  # safetensors writes 0600, which no other user could serve
-                with path.open("rb") as file:
+                with path.open("r+b") as file:  # Windows flushes no other
                     os.fsync(file.fileno())
         if folder.exists():
             old = staging.with_name(f"{staging.name}.old")
@@ -116,13 +118,7 @@ def sweep(folder: Path, pattern: str) -> None:
 def _is_running(process: int) -> bool:
     if process == os.getpid():  # in a container, often the id of the previous launch
         return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
+    return psutil.pid_exists(process)
 
 
 CONFIG = "config.json"

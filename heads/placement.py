@@ -34,6 +34,7 @@ from transformers.integrations import deepspeed as zero
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from draftheads.arguments import check_path
 from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerprint
 from draftheads.heads.tensors import dtype_name
 
@@ -124,25 +125,8 @@ def load_model(
 
 def location(path: str) -> tuple[str, dict[str, str]]:
     """A target's folder or Hub id, and what else `from_pretrained` needs for a GGUF file there."""
-    folder, _, file = path.rpartition("/")
+    folder, file = os.path.split(path)
     return (folder or ".", {"gguf_file": file}) if file.endswith(".gguf") else (path, {})
-
-
-def check_path(path: str) -> None:
-    """Raise FileNotFoundError for the path of a folder without a model."""
-    if not path.strip():  # Path("") is the working directory
-        raise FileNotFoundError(
-            f"expected a target, got the empty name {path!r}; pass a model folder or a Hub id"
-        )
-    local = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
-    if local.is_file() and path.endswith(".gguf"):
-        return
-    is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
-    if (is_path or local.exists()) and not (local / "config.json").is_file():
-        raise FileNotFoundError(
-            f"target {path}: expected a folder with config.json, found none; "
-            "pass a model folder or a Hub id"
-        )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from draftheads.arguments import secret
 from draftheads.infer.threads import choose_threads, set_threads
 from draftheads.scripts.models import Place, load_engine_parts, load_fast_target, load_target
 from draftheads.scripts.options import (
@@ -483,7 +484,6 @@ def serve(
     from draftheads.infer.engine import Speculator
     from draftheads.infer.serve.app import serve as run
     from draftheads.infer.serve.service import ServeOptions
-    from draftheads.train.data.server import secret
 
     options = ServeOptions(
         name=name or "",

@@ -91,10 +91,9 @@ def faster_dtype(name: str, revision: str | None) -> str:
     """The faster dtype for a target on this CPU; says so where there is a choice."""
     import torch
 
-    from draftheads.heads.placement import check_path, read_config
+    from draftheads.heads.placement import read_config
     from draftheads.infer.measure.precision import measured_pace, own_dtype
 
-    check_path(name)
     config = read_config(name, revision)
     if own_dtype(config) == torch.float32:
         return "auto"

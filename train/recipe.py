@@ -35,6 +35,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from draftheads.arguments import check_recipe
 from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import LARGEST, MOST_RANKS, HeadChoices, Section
 from draftheads.heads.kinds import HEADS
@@ -234,8 +235,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "me
     line.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"recipe {path}: no such file; give the path of a YAML recipe")
+    check_recipe(path)
     try:
         values = _parse_yaml(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:

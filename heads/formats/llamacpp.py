@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from draftheads.extras import extras
 from draftheads.heads.block import feature_layers
 from draftheads.heads.files import own_name
 from draftheads.heads.formats.block import flat, to_engine
@@ -69,10 +70,8 @@ class TargetFile:
     @classmethod
     def open(cls, path: str | Path) -> TargetFile:
         """Raises ImportError without the gguf package, ValueError for another kind of file."""
-        try:
+        with extras():
             from gguf import GGUFReader
-        except ImportError as error:  # an extra
-            raise ImportError("GGUF files need the gguf package: pip install gguf") from error
         if not Path(path).is_file():
             raise ValueError(f"--target: expected a GGUF file for --to gguf, got {path}; {HOW}")
         try:
