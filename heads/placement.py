@@ -80,6 +80,13 @@ def check_placement(
         )
 
 
+def default_device() -> str:
+    """The device of a target unless somebody names one: CUDA, else MPS (Apple), else the CPU."""
+    if torch.cuda.is_available():
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU per launched process
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def load_model(
     path: str,
     *,
@@ -95,8 +102,7 @@ def load_model(
     """
     check_placement(placement, bits)
     check_path(path)
-    local_gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU per launched process
-    device = device or (local_gpu if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     read = partial(_read, path, dtype=dtype, revision=revision)

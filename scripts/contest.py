@@ -60,8 +60,6 @@ class Outputs:
 
     def check(self) -> None:
         """Raise ValueError, before anything is measured, for what cannot be written."""
-        check_file(self.json)
-        check_file(self.markdown)
         if self.picture:
             check_picture(self.picture)
         for source in self.cards:

@@ -5,8 +5,7 @@ measurements. `draftheads.train`: training data, recipes, the loop. All three ar
 are used: `import draftheads` loads nothing, torch least of all.
 """
 
-import importlib
-import importlib.metadata
+from importlib import import_module
 from typing import Any
 
 PARTS = ("heads", "infer", "train")
@@ -16,13 +15,15 @@ __all__ = [*PARTS, "__version__"]  # noqa: PLE0604
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib import metadata  # takes longer than all else here
+
         try:
-            return importlib.metadata.version("draftheads")
-        except importlib.metadata.PackageNotFoundError:
+            return metadata.version("draftheads")
+        except metadata.PackageNotFoundError:
             return "not installed"  # a clone on PYTHONPATH
     if name not in PARTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+    return import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,11 +37,13 @@ def installation(error: ImportError) -> str:
     """The command that installs what could not be imported: an extra of ours, or the package. Empty
     for an error that names neither: libraries raise ImportError without a module, too.
     """
+    from importlib import metadata  # slow
+
     module = (error.name or "").partition(".")[0]
     names = {module} if module else set(re.findall(r"\w+", str(error)))
     try:
-        requirements = importlib.metadata.requires("draftheads") or []
-    except importlib.metadata.PackageNotFoundError:  # a clone on PYTHONPATH
+        requirements = metadata.requires("draftheads") or []
+    except metadata.PackageNotFoundError:  # a clone on PYTHONPATH
         requirements = []
     for requirement in requirements:
         name = re.match(r"[\w-]+", requirement)
