@@ -95,11 +95,6 @@ def remedy(error: Exception) -> str:
     return REMEDIES.get(number, "check this disk")
 
 
-def nearest(path: Path) -> Path:
-    """The path, or where it does not exist yet, the folder above that does."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
-
-
 def own_name(path: Path) -> Path:
     """A hidden name next to `path`, unique to this process."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Context, Option
 
-from draftheads.arguments import check_path, check_recipe, head_folder
+from draftheads.arguments import (
+    check_folder,
+    check_new,
+    check_path,
+    check_recipe,
+    head_folder,
+    nearest,
+)
 from draftheads.train.data.prompts import check_source
 
 if TYPE_CHECKING:
@@ -36,43 +43,25 @@ def early(check: Callable[[Any], object]) -> Callable[[Context, Any], Any]:
 
 
 def check_head(source: str | Path) -> None:
-    """Raise FileNotFoundError for a --head that names no drafter, and no folder or Hub id."""
-    text = str(source)
-    kind, _, path = text.partition(":")
-    if kind == "early-exit" or text == "ngram":
-        return
-    if kind == "model":
-        check_path(path)
-    elif "+" in text and not os.path.isdir(os.path.expanduser(text)):
-        for part in text.split("+"):
-            check_head(part)
-    else:
-        head_folder(source)
+    """Raise FileNotFoundError if a part of --head names no drafter, and no folder or Hub id."""
+    parts = [str(source)]
+    if not os.path.isdir(os.path.expanduser(source)):
+        parts = parts[0].split("+")
+    for part in parts:
+        kind, _, path = part.partition(":")
+        if kind == "model":
+            check_path(path)
+        elif kind not in ("ngram", "early-exit"):
+            head_folder(part)
 
 
 def check_file(file: Path) -> None:
     """Raise ValueError for a file that cannot be written: before anything is measured."""
-    folder = next(parent for parent in file.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    folder = nearest(file.absolute().parent)
+    if not os.access(folder, os.W_OK) or not folder.is_dir():
         raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
     if file.is_dir():
         raise ValueError(f"{file}: expected a file to write, got a folder; add a file's name")
-
-
-def check_folder(folder: Path) -> None:
-    """Raise ValueError for a folder that cannot be written."""
-    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise ValueError(
-            f"--out: expected a folder that can be written, got {folder}; give another one"
-        )
-
-
-def check_new(path: Path) -> None:
-    """Raise ValueError for a path that is taken or cannot be written."""
-    if path.exists():
-        raise ValueError(f"{path} already exists; choose another name, or remove it")
-    check_folder(path)
 
 
 Keep = Literal["keep", "drop"]

@@ -29,8 +29,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftheads.arguments import nearest
 from draftheads.heads.base import DraftHead
-from draftheads.heads.files import nearest, remedy, staged
+from draftheads.heads.files import remedy, staged
 from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders, write_head
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target

@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
-from draftheads.arguments import check_path
+from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
-from draftheads.heads.files import nearest
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.placement import check_placement, read_config, reading
 from draftheads.heads.pretrained import decoder_layers

@@ -51,6 +51,27 @@ def check_recipe(path: str | Path) -> None:
         raise FileNotFoundError(f"recipe {path}: no such file; give the path of a YAML recipe")
 
 
+def nearest(path: Path) -> Path:
+    """The path, or where it does not exist yet, the folder above that does."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError for a folder that cannot be written."""
+    place = nearest(folder)
+    if not os.access(place, os.W_OK) or not place.is_dir():
+        raise ValueError(
+            f"--out: expected a folder that can be written, got {folder}; give another one"
+        )
+
+
+def check_new(path: Path) -> None:
+    """Raise FileExistsError for a path that is taken, ValueError for one that cannot be written."""
+    if path.exists():
+        raise FileExistsError(f"{path} already exists; choose another name, or remove it")
+    check_folder(path)
+
+
 def secret(variable: str) -> str:
     """The key in an environment variable. Raises ValueError if there is none."""
     key = os.environ.get(variable, "").strip()

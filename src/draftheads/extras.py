@@ -7,28 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class MissingPackageError(ModuleNotFoundError):
-    """An optional package is not installed; the message is one line and says what installs it."""
-
-
 @contextmanager
 def extras() -> Iterator[None]:
-    """Raise MissingPackageError if the block imports what is not installed."""
+    """Raise ModuleNotFoundError, with a line that says what to install, for a failed import."""
     try:
         yield
-    except MissingPackageError:
-        raise
     except ImportError as error:
         if (error.name or "").startswith("draftheads"):  # a fault of ours
             raise
-        raise MissingPackageError(explanation(error), name=error.name) from error
+        raise ModuleNotFoundError(explanation(error), name=error.name) from error
 
 
 def explanation(error: ImportError) -> str:
     """The line for an import that failed."""
     text = " ".join(str(error).split())
     advice = installation(error)
-    if isinstance(error, MissingPackageError) or not advice:
+    if "pip install" in text or not advice:
         return text
     return f"expected an installed package, got: {text}; {advice}"
 
@@ -40,7 +34,7 @@ def installation(error: ImportError) -> str:
     from importlib import metadata  # slow
 
     module = (error.name or "").partition(".")[0]
-    names = {module} if module else set(re.findall(r"\w+", str(error)))
+    names = {module} if module else set(re.findall(r"\w+", str(error))) - {"draftheads"}
     try:
         requirements = metadata.requires("draftheads") or []
     except metadata.PackageNotFoundError:  # a clone on PYTHONPATH

@@ -455,11 +455,8 @@ def _damaged(path: Path, number: int, line: bytes) -> ValueError:
 
 def is_open(path: Path) -> bool:
     """Whether a living process has this file of lines open to append to it."""
-    if not _lock_file(path).exists():
-        return False
     lock = _lock(path)
-    if lock is not None:
-        lock.release()
+    _unlock(lock)
     return lock is None
 
 
@@ -582,16 +579,12 @@ def _locked(folder: Path) -> Iterator[None]:
         _unlock(lock)
 
 
-def _lock_file(path: Path) -> Path:
-    """Another file than the locked one, which on Windows nobody could read."""
-    return path.with_name(f".{path.name}.lock")
-
-
 def _lock(path: Path, seconds: float = PROBE_SECONDS) -> FileLock | None:
     """A lock that this process now holds, and loses when it ends, however it ends. None: another
-    one has had it for this long.
+    one has had it for this long. The lock is a file beside the path, which all can still read on
+    Windows.
     """
-    lock = FileLock(_lock_file(path), thread_local=False)
+    lock = FileLock(path.with_name(f".{path.name}.lock"), thread_local=False)
     try:
         lock.acquire(timeout=seconds)
     except Timeout:
@@ -599,8 +592,10 @@ def _lock(path: Path, seconds: float = PROBE_SECONDS) -> FileLock | None:
     return lock
 
 
-def _unlock(lock: FileLock) -> None:
+def _unlock(lock: FileLock | None) -> None:
     """Release a lock and leave no file: who waits for one that is gone makes a new one."""
+    if lock is None:
+        return
     with suppress(OSError):  # Windows removes no open file
         os.unlink(lock.lock_file)
     lock.release()
@@ -741,8 +736,7 @@ class Journal:
         others = [path for path in journals(folder) if not path.name.endswith(launched)]
         if self._lock is None or any(map(is_open, others)):
             self._file.close()
-            if self._lock is not None:
-                _unlock(self._lock)
+            _unlock(self._lock)
             raise ValueError(
                 f"{folder}: expected to be the only launch that writes to it, found another one; "
                 "wait for it, or give another --out"
@@ -770,5 +764,4 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         with self._file:
             os.fsync(self._file.fileno())
-        if self._lock is not None:
-            _unlock(self._lock)
+        _unlock(self._lock)
