@@ -113,7 +113,7 @@ def sweep(folder: Path, pattern: str) -> None:
 def _is_running(process: int) -> bool:
     if process == os.getpid():  # in a container, often the id of the previous launch
         return False
-    return psutil.pid_exists(process)
+    return bool(psutil.pid_exists(process))
 
 
 CONFIG = "config.json"

@@ -60,6 +60,7 @@ from draftheads.scripts.options import (
     TopK,
     TopP,
     Trees,
+    check_either,
     check_writable_head,
     chosen_tree,
     parsed_template_args,
@@ -444,6 +445,7 @@ def chat(
     seed: Seed = 0,
 ) -> None:
     """Chat with the target, sped up by a head or another drafter."""
+    check_either(head, target)
     from draftheads.infer.chat.repl import ChatOptions
     from draftheads.infer.chat.repl import chat as run
     from draftheads.infer.engine import Speculator
@@ -497,6 +499,7 @@ def serve(
 
     --temperature, --top-p and --top-k are for requests that do not say.
     """
+    check_either(head, target)
     from draftheads.infer.engine import Speculator
     from draftheads.infer.serve.app import serve as run
     from draftheads.infer.serve.service import ServeOptions

@@ -115,8 +115,6 @@ def load_engine_parts(
     """Load a target and what --head names, if anything."""
     from draftheads.infer.drafters.named import load_drafts, named_drafts
 
-    if head is None and target is None:
-        raise ValueError("expected --head or --target, got neither; pass one")
     drafts = named_drafts(head) if head else None
     name, revision = (target, None) if target or drafts is None else drafts.target
     folders = drafts.folders if drafts else []

@@ -55,6 +55,12 @@ def check_head(source: str | Path) -> None:
             head_folder(part)
 
 
+def check_either(head: str | None, target: str | None) -> None:
+    """Raise ValueError without any model."""
+    if head is None and target is None:
+        raise ValueError("expected --head or --target, got neither; pass one")
+
+
 def check_file(file: Path) -> None:
     """Raise ValueError for a file that cannot be written: before anything is measured."""
     folder = nearest(file.absolute().parent)

@@ -40,7 +40,7 @@ WINGS = {
     "train.data": 20_600,
     "train.plan": 4_400,
     "train.doctor": 4_900,
-    "scripts": 14_600,
+    "scripts": 14_950,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}

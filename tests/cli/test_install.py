@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import draftheads
 from draftheads.extras import extras
+from draftheads.heads import MedusaHead, Target, save_head
 from draftheads.scripts import options
 from draftheads.scripts.benchmarks.house import code_tokens
 from draftheads.scripts.cli import app
@@ -222,6 +223,79 @@ def test_a_missing_package_is_named_in_python_too(tmp_path):
     assert python("-c", code, cwd=tmp_path).stderr.endswith("pip install 'draftheads[train]'\n")
 
 
+CORE_ALONE = """
+import os, shlex, sys
+from importlib.machinery import PathFinder
+
+class Core(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *rest):
+        hidden = name.partition(".")[0] in sys.argv[1].split()
+        return None if hidden else super().find_spec(name, *rest)
+
+sys.meta_path = [Core if finder is PathFinder else finder for finder in sys.meta_path]
+from draftheads.scripts import cli
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["draftheads", *shlex.split(line)]
+    try:
+        cli.main()
+    except SystemExit as end:
+        print(f"exit {end.code}", file=sys.stderr, flush=True)
+"""
+HIDDEN = "pyarrow ruamel datasets tensorboard peft uvicorn fastapi starlette prometheus_client "
+HIDDEN += "matplotlib gguf deepspeed aiohttp"
+NEEDS = {
+    "bench --target TARGET --head ngram --prompts p.txt --repetitions 1 --max-new-tokens 2": None,
+    "bench --target TARGET --head ngram --prompts p.txt --plot a.png": "plot",
+    "bench --target TARGET --head ngram --prompts gsm8k": "prompts",
+    "convert HEAD out/vllm --to vllm": None,
+    "convert HEAD out/head.gguf --to gguf --target TARGET/model.gguf": "gguf",
+    "data-preview p.txt --target TARGET": "train",
+    "demo": "train",
+    "distill --target TARGET --prompts p.txt --out out": "train",
+    "doctor --target TARGET --head HEAD": "train",
+    "import-answers p.txt --target TARGET --out out": "train",
+    "keys": "train",
+    "merge HEAD out/merged": "no adapter",
+    "plan RECIPE": "train",
+    "publish HEAD a/b": "train",
+    "serve --target TARGET": "serve",
+    "train RECIPE": "train",
+    "tune --target TARGET": "train",
+}
+"""Commands, and what they need besides the core."""
+
+
+@pytest.mark.slow
+def test_with_the_core_alone_a_command_works_or_names_its_extra(tmp_path):
+    recipes = ROOT / "recipes"
+    target = Target.load(recipes / "demo-target", device="cpu")
+    save_head(MedusaHead.create(target), tmp_path / "head", target=target)
+    (tmp_path / "p.txt").write_text("What does os.path.join do?\n")
+    places = {"TARGET": recipes / "demo-target", "RECIPE": recipes / "demo-medusa.yaml"}
+    places["HEAD"] = tmp_path / "head"
+    lines = [re.sub("[A-Z]{4,}", lambda name: str(places[name[0]]), line) for line in NEEDS]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CORE_ALONE, HIDDEN],
+        input="\n".join(lines),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    ends = re.findall(r"(?:^error: (.*)\n)?^exit (\d)", done.stderr, re.MULTILINE)
+    assert len(ends) == len(NEEDS), done.stderr[-3000:]
+    for (line, extra), (error, code) in zip(NEEDS.items(), ends, strict=True):
+        if extra is None:
+            assert (code, error) == ("0", ""), line
+        elif extra == "no adapter":
+            assert code == "2" and "nothing to merge" in error
+        else:
+            assert code == "2", line
+            assert error.startswith("expected an installed package, got: No module named"), line
+            assert error.endswith(f"; pip install 'draftheads[{extra}]'"), line
+
+
 WINDOWS = """
 import importlib, sys
 names = sys.argv[1].split()
@@ -276,6 +350,7 @@ WRONG = {
     "bench --target t/t --head ./none --prompts p.txt": "head ./none",
     "bench --target t/t --head ngram --prompts none.txt": "none.txt",
     "bench --target t/t --head ngram --prompts p.txt --json p.txt/a.json": "p.txt/a.json",
+    "chat": "expected --head or --target, got neither",
     "chat --head ngram+./none --target t/t": "head ./none",
     "chat --head model:./none --target t/t": "target ./none",
     "convert ./none out --to vllm": "head ./none",
@@ -290,6 +365,7 @@ WRONG = {
     "merge ./none out": "head ./none",
     "plan none.yaml": "recipe none.yaml",
     "publish none a/b": "head none",
+    "serve": "expected --head or --target, got neither",
     "serve --head ./none": "head ./none",
     "train none.yaml": "recipe none.yaml",
     "tune --head ./none --prompts p.txt": "head ./none",
