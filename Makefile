@@ -33,4 +33,4 @@ types: $(VENV)/.installed
 check: lint types test-all
 
 clean:
-	rm -rf $(VENV) .ci-venv .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) .ci-venv .pytest_cache .mypy_cache .ruff_cache build dist src/*.egg-info

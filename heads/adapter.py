@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftheads.extras import extras
 from draftheads.heads.files import read_json
 from draftheads.heads.pretrained import decoder_layers, hash_tensor, same_weights
 from draftheads.heads.tensors import check_finite, opened
@@ -76,7 +77,8 @@ class Adapter:
         layers: how many, counted from the last; None: all. modules: the last parts of the names of
         matrices in them; None: all. Raises ValueError for layers or modules that do not exist.
         """
-        from peft import LoraConfig, get_peft_model
+        with extras():
+            from peft import LoraConfig, get_peft_model
 
         stack = decoder_layers(model)
         first = 0 if layers is None else len(stack) - layers
@@ -107,7 +109,8 @@ class Adapter:
         """A saved adapter. Raises ValueError if it is damaged or was trained on weights other than
         `base`, FileNotFoundError for missing files.
         """
-        from peft import PeftModel
+        with extras():
+            from peft import PeftModel
 
         if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
             raise FileNotFoundError(
@@ -222,7 +225,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     Raises ValueError unless they are those of a LoRA as `Adapter.create` makes it: PEFT's other
     options replace modules of the target, or need more memory than the saved tensors.
     """
-    from peft import LoraConfig
+    with extras():
+        from peft import LoraConfig
 
     path = folder / CONFIG
     values = read_json(path)

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
+
 REMEDIES = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there",
@@ -38,7 +40,7 @@ def staged(folder: Path) -> Iterator[Path]:
         for path in staging.rglob("*"):
             if path.is_file():
                 path.chmod(mode)  # safetensors writes 0600, which no other user could serve
-                with path.open("rb") as file:
+                with path.open("r+b") as file:  # Windows flushes no other
                     os.fsync(file.fileno())
         if folder.exists():
             old = staging.with_name(f"{staging.name}.old")
@@ -100,11 +102,6 @@ def remedy(error: Exception) -> str:
     return REMEDIES.get(number, "check this disk")
 
 
-def nearest(path: Path) -> Path:
-    """The path, or where it does not exist yet, the folder above that does."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
-
-
 def own_name(path: Path) -> Path:
     """A hidden name next to `path`, unique to this process."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
@@ -123,13 +120,7 @@ def sweep(folder: Path, pattern: str) -> None:
 def _is_running(process: int) -> bool:
     if process == os.getpid():  # in a container, often the id of the previous launch
         return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
+    return bool(psutil.pid_exists(process))
 
 
 CONFIG = "config.json"

@@ -34,6 +34,7 @@ from transformers.integrations import deepspeed as zero
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from draftheads.arguments import check_path
 from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerprint
 from draftheads.heads.tensors import dtype_name
 from draftheads.recipes import packaged
@@ -80,6 +81,13 @@ def check_placement(
         )
 
 
+def default_device() -> str:
+    """The device of a target unless somebody names one: CUDA, else MPS (Apple), else the CPU."""
+    if torch.cuda.is_available():
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU per launched process
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def load_model(
     path: str,
     *,
@@ -95,8 +103,7 @@ def load_model(
     """
     check_placement(placement, bits)
     check_path(path)
-    local_gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU per launched process
-    device = device or (local_gpu if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     read = partial(_read, path, dtype=dtype, revision=revision)
@@ -129,25 +136,8 @@ def location(path: str) -> tuple[str, dict[str, str]]:
     """
     if demo := packaged(path, ""):
         return str(demo), {}
-    folder, _, file = path.rpartition("/")
+    folder, file = os.path.split(path)
     return (folder or ".", {"gguf_file": file}) if file.endswith(".gguf") else (path, {})
-
-
-def check_path(path: str) -> None:
-    """Raise FileNotFoundError for the path of a folder without a model."""
-    if not path.strip():  # Path("") is the working directory
-        raise FileNotFoundError(
-            f"expected a target, got the empty name {path!r}; pass a model folder or a Hub id"
-        )
-    local = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
-    if local.is_file() and path.endswith(".gguf"):
-        return
-    is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
-    if (is_path or local.exists()) and not (local / "config.json").is_file():
-        raise FileNotFoundError(
-            f"target {path}: expected a folder with config.json, found none; "
-            "pass a model folder or a Hub id"
-        )
 
 
 @contextmanager

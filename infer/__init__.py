@@ -8,6 +8,8 @@ Names are imported when they are used, so that decoding never loads what only a 
 from importlib import import_module
 from typing import Any
 
+from draftheads.extras import extras
+
 PUBLIC = {
     "Adaptive": "drafters.adaptive",
     "BenchOptions": "measure.bench",
@@ -37,4 +39,5 @@ __all__ = list(PUBLIC)  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
+    with extras():
+        return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)

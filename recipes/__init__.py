@@ -2,6 +2,7 @@
 are found by name: `demo-sequential`, `demo-target`, `demo-prompts`.
 """
 
+import difflib
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -22,3 +23,17 @@ def recipe_names() -> list[str]:
     """Names of all recipes, in order."""
     names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
     return [name for name in names if not name.startswith(LAUNCH)]
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe. Raises FileNotFoundError where neither a file nor a packaged recipe has
+    this name.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if recipe := packaged(str(name), ".yaml"):
+        return recipe
+    near = difflib.get_close_matches(path.stem, recipe_names(), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "`draftheads recipes` lists those by name"
+    raise FileNotFoundError(f"recipe {name}: expected a YAML file or a packaged recipe; {hint}")

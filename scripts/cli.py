@@ -6,7 +6,6 @@ DRAFTHEADS_DEBUG=1 shows the traceback of a mistake.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.logging import RichHandler
 
+from draftheads import __version__
 from draftheads.scripts import commands, recipes
 from draftheads.scripts.doctor import doctor
 from draftheads.train.entry import (
@@ -26,7 +26,11 @@ from draftheads.train.entry import (
     spin_briefly,
 )
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 app.command("demo")(commands.demo)
 app.command("distill")(commands.distill)
 app.command("import-answers")(commands.import_answers)
@@ -57,7 +61,7 @@ UsageError: Any = typer.BadParameter.__base__
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(f"draftheads {importlib.metadata.version('draftheads')}")
+        say(f"draftheads {__version__}")
         raise typer.Exit
 
 

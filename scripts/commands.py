@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from draftheads.arguments import secret
 from draftheads.infer.threads import choose_threads, set_threads
 from draftheads.scripts.models import (
     Drafting,
@@ -24,6 +25,11 @@ from draftheads.scripts.models import (
 )
 from draftheads.scripts.options import (
     BATCH_TOKENS,
+    FILE_CHECK,
+    HEAD_CHECK,
+    NEW_CHECK,
+    OUT_CHECK,
+    PROMPT_CHECK,
     AnswerTokens,
     Compile,
     Device,
@@ -60,7 +66,7 @@ from draftheads.scripts.options import (
     TopK,
     TopP,
     Trees,
-    check_file,
+    check_either,
     check_writable_head,
     chosen_tree,
     parsed_template_args,
@@ -104,14 +110,18 @@ def local_answerer(
 def distill(
     target: TargetName,
     prompts: Prompts,
-    out: Annotated[Path, Option(help="folder to write; an unfinished one is resumed")],
+    out: Annotated[
+        Path, Option(callback=OUT_CHECK, help="folder to write; an unfinished one is resumed")
+    ],
     temperature: Temperature = 0.3,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     max_new_tokens: Annotated[int, Option(min=1, help="tokens per answer")] = 512,
     batch_size: Annotated[int, Option(min=1, help="prompts answered together")] = 32,
     max_batch_tokens: Annotated[int | None, Option(min=1, help=BATCH_TOKENS)] = None,
-    head: Annotated[str | None, Option(help="draft heads, which change no answer")] = None,
+    head: Annotated[
+        str | None, Option(callback=HEAD_CHECK, help="draft heads, which change no answer")
+    ] = None,
     tree: Annotated[str | None, Option(help="default: the head's own")] = None,
     limit: Limit = None,
     prompt_words: PromptWords = None,
@@ -223,7 +233,9 @@ def train(recipe: Recipe, overrides: Overrides = None, threads: Threads = None) 
 
 
 def demo(
-    out: Annotated[Path, Option(help="folder for all outputs of the demo")] = Path("out/demo"),
+    out: Annotated[
+        Path, Option(callback=OUT_CHECK, help="folder for all outputs of the demo")
+    ] = Path("out/demo"),
 ) -> None:
     """Distill, train, bench and chat on the embedded target: a few minutes of CPU, no network."""
     from draftheads.scripts.demo import demo as run
@@ -248,7 +260,9 @@ def bench(
     typical: IsTypical = False,
     lenience: Lenience = None,
     json_out: Json = None,
-    markdown: Annotated[Path | None, Option(help="write the tables here")] = None,
+    markdown: Annotated[
+        Path | None, Option(callback=FILE_CHECK, help="write the tables here")
+    ] = None,
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
     adaptive: IsAdaptive = False,
@@ -293,8 +307,13 @@ def bench(
 
 def tune(
     target: MaybeTarget = None,
-    head: Annotated[str | None, Option(help="head or run folder; default: no head, only T")] = None,
-    prompts: Annotated[str | None, Option(help="as for bench; needed with --head")] = None,
+    head: Annotated[
+        str | None,
+        Option(callback=HEAD_CHECK, help="head or run folder; default: no head, only T"),
+    ] = None,
+    prompts: Annotated[
+        str | None, Option(callback=PROMPT_CHECK, help="as for bench; needed with --head")
+    ] = None,
     max_new_tokens: Annotated[int, Option(min=2)] = 64,
     nodes: Annotated[int, Option(min=1, help="draft nodes of the largest tree")] = 64,
     context: Annotated[int, Option(min=1, help="tokens of text, without --head")] = 256,
@@ -333,7 +352,6 @@ def tune(
         compile=compile,
     )
     place = Place(dtype, device, threads)
-    check_file(json_out)
     if head is None:
         write_figures(json_out, target_curve(target, revision, place, context, options))
         return
@@ -391,6 +409,7 @@ def chat(
     seed: Seed = 0,
 ) -> None:
     """Chat with the target, sped up by a head or another drafter."""
+    check_either(head, target)
     from draftheads.infer.chat.repl import ChatOptions
     from draftheads.infer.chat.repl import chat as run
 
@@ -440,9 +459,9 @@ def serve(
 
     --temperature, --top-p and --top-k are for requests that do not say.
     """
+    check_either(head, target)
     from draftheads.infer.serve.app import serve as run
     from draftheads.infer.serve.service import ServeOptions
-    from draftheads.train.data.server import secret
 
     options = ServeOptions(
         name=name or "",
@@ -466,7 +485,7 @@ def serve(
 
 
 def publish(
-    folder: Annotated[Path, Argument(help="a head folder or a run folder")],
+    folder: Annotated[Path, Argument(callback=HEAD_CHECK, help="a head folder or a run folder")],
     repo_id: Annotated[str, Argument(help="user/name on the Hub")],
     public: Annotated[bool, Option("--public", help="make the repository public")] = False,
     revision: Annotated[str, Option(help="branch to write to")] = "main",
@@ -491,7 +510,10 @@ def publish(
 
 
 def data_preview(
-    path: Annotated[str, Argument(help="a distillation folder, or prompts (with --target)")],
+    path: Annotated[
+        str,
+        Argument(callback=PROMPT_CHECK, help="a distillation folder, or prompts (with --target)"),
+    ],
     target: Annotated[str | None, Option(help="default: the one in the manifest")] = None,
     count: Annotated[int, Option("-n", min=0, help="documents to print")] = 3,
     check: Annotated[bool, Option("--check", help="compare a folder with its checksums")] = False,
@@ -538,7 +560,9 @@ def check_answers(folder: Path) -> None:
 
 
 def import_answers(
-    conversations: Annotated[str, Argument(help="a file, folder or Hub data set with answers")],
+    conversations: Annotated[
+        str, Argument(callback=PROMPT_CHECK, help="a file, folder or Hub data set with answers")
+    ],
     target: TargetName,
     out: Annotated[Path, Option(help="new folder to write")],
     tools: Tools = "keep",
@@ -573,8 +597,10 @@ def import_answers(
 
 
 def convert(
-    source: Annotated[str, Argument(help="a head: folder, run folder or Hub id, any layout")],
-    out: Annotated[Path, Argument(help="new folder, or GGUF file, to write")],
+    source: Annotated[
+        str, Argument(callback=HEAD_CHECK, help="a head: folder, run folder or Hub id, any layout")
+    ],
+    out: Annotated[Path, Argument(callback=NEW_CHECK, help="new folder, or GGUF file, to write")],
     to: Annotated[
         str,
         Option(
@@ -602,8 +628,13 @@ def convert(
 
 
 def merge(
-    head: Annotated[str, Argument(help="head folder, run folder or Hub id, with an adapter")],
-    out: Annotated[Path, Argument(help="new folder to write: the model, with heads/ in it")],
+    head: Annotated[
+        str,
+        Argument(callback=HEAD_CHECK, help="heads with an adapter: folder, run folder or Hub id"),
+    ],
+    out: Annotated[
+        Path, Argument(callback=NEW_CHECK, help="new folder to write: the model, with heads/ in it")
+    ],
     target: MaybeTarget = None,
     dtype: Dtype = "auto",
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from draftheads.arguments import check_new
 from draftheads.heads.files import staged
 from draftheads.heads.formats.card import render_card, write_remote_code
 from draftheads.heads.formats.hub import (
@@ -40,8 +41,7 @@ def converted(
     Raises ValueError for what `to` cannot express and what cannot be read, FileExistsError if
     `out` exists.
     """
-    if out.exists():
-        raise FileExistsError(f"{out} already exists; choose another name, or remove it")
+    check_new(out)
     folder = open_head(source)
     head, stored = folder.read(target)
     if target is not None:
@@ -88,13 +88,12 @@ def converted(
 def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
     """Write the adapted target to `out` and its heads to out/heads, which is returned.
 
-    Raises ValueError for heads without an adapter, and if `out` exists.
+    Raises ValueError for heads without an adapter, FileExistsError if `out` exists.
     """
     folder = open_head(head)
     if folder.adapter is None:
         raise ValueError(f"{head}: expected heads with an adapter/, found none; nothing to merge")
-    if out.exists():
-        raise ValueError(f"{out} already exists; choose another folder, or remove it")
+    check_new(out)
     name, revision = (target, None) if target else folder.target
     if dtype == "auto":
         own = read_config(name, revision).get_text_config(decoder=True)

@@ -12,6 +12,7 @@ from typer import Exit, Option
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts import models
 from draftheads.scripts.options import (
+    PROMPT_CHECK,
     Device,
     Dtype,
     Head,
@@ -39,7 +40,8 @@ def doctor(
         Path | None, Option(help="a folder that distill wrote; default: the head's training data")
     ] = None,
     prompts: Annotated[
-        str | None, Option(help="decode these prompts instead of the data's own")
+        str | None,
+        Option(callback=PROMPT_CHECK, help="decode these prompts instead of the data's own"),
     ] = None,
     prompt_words: PromptWords = None,
     limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16,

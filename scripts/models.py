@@ -43,15 +43,17 @@ def load_target(
     import transformers
 
     from draftheads.heads.formats.hub import shared_adapter, shared_template_args
+    from draftheads.heads.placement import default_device
     from draftheads.heads.target import Target
 
     if device is not None:
         try:
             torch.empty(0, device=device)
         except (AssertionError, RuntimeError) as error:  # several lines that name no option
-            usable = "cuda:0" if torch.cuda.is_available() else "cpu; torch finds no usable GPU"
+            usable = default_device()
+            hint = "; torch finds no usable GPU" if usable == "cpu" else ""
             raise ValueError(
-                f"--device: expected a device of this machine, got {device!r}; try {usable}"
+                f"--device: expected a device of this machine, got {device!r}; try {usable}{hint}"
             ) from error
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
@@ -75,11 +77,11 @@ def load_fast_target(
     """`load_target`, with threads chosen, and on a CPU with dtype "auto" as the faster one by a
     measurement. Not for what learns or writes data: its results would depend on timing.
     """
-    import torch
+    from draftheads.heads.placement import default_device
 
     dtype = place.dtype
-    device = place.device or ("cuda" if torch.cuda.is_available() else "cpu")
     set_threads(place.threads)
+    device = place.device or default_device()
     if device == "cpu" and dtype == "auto" and not name.endswith(".gguf"):
         dtype = faster_dtype(name, revision)
     target = load_target(name, dtype, place.device, revision, heads, template_args)
@@ -91,10 +93,9 @@ def faster_dtype(name: str, revision: str | None) -> str:
     """The faster dtype for a target on this CPU; says so where there is a choice."""
     import torch
 
-    from draftheads.heads.placement import check_path, read_config
+    from draftheads.heads.placement import read_config
     from draftheads.infer.measure.precision import measured_pace, own_dtype
 
-    check_path(name)
     config = read_config(name, revision)
     if own_dtype(config) == torch.float32:
         return "auto"

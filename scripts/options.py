@@ -6,30 +6,93 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
+
+from draftheads.arguments import (
+    check_folder,
+    check_new,
+    check_path,
+    head_folder,
+    nearest,
+)
+from draftheads.recipes import find_recipe
+from draftheads.train.data.prompts import check_source
 
 if TYPE_CHECKING:
     from draftheads.heads.tree import Tree
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
 
+
+def early(check: Callable[[Any], object]) -> Callable[[Context, Any], Any]:
+    """A callback that checks a value, or each of a list, while the command line is read: a mistake
+    is said before torch is loaded.
+    """
+
+    def callback(context: Context, value: Any) -> Any:
+        if value is not None and not context.resilient_parsing:  # while the shell completes a word
+            for each in value if isinstance(value, list) else [value]:
+                check(each)
+        return value
+
+    return callback
+
+
+def check_head(source: str | Path) -> None:
+    """Raise FileNotFoundError if a part of --head names no drafter, and no folder or Hub id."""
+    parts = [str(source)]
+    if not os.path.isdir(os.path.expanduser(source)):
+        parts = parts[0].split("+")
+    for part in parts:
+        kind, _, path = part.partition(":")
+        if kind == "model":
+            check_path(path)
+        elif kind not in ("ngram", "early-exit"):
+            head_folder(part)
+
+
+def check_either(head: str | None, target: str | None) -> None:
+    """Raise ValueError without any model."""
+    if head is None and target is None:
+        raise ValueError("expected --head or --target, got neither; pass one")
+
+
+def check_file(file: Path) -> None:
+    """Raise ValueError for a file that cannot be written: before anything is measured."""
+    folder = nearest(file.absolute().parent)
+    if not os.access(folder, os.W_OK) or not folder.is_dir():
+        raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
+    if file.is_dir():
+        raise ValueError(f"{file}: expected a file to write, got a folder; add a file's name")
+
+
 Keep = Literal["keep", "drop"]
 
-TargetName = Annotated[str, Option("--target", help="target model: a folder or a Hub id")]
-MaybeTarget = Annotated[str | None, Option("--target", help="default: the one the head records")]
+TargetName = Annotated[
+    str, Option("--target", callback=early(check_path), help="target model: a folder or a Hub id")
+]
+MaybeTarget = Annotated[
+    str | None,
+    Option("--target", callback=early(check_path), help="default: the one the head records"),
+]
 HEAD = """head folder, run folder or Hub id (user/name@revision); ngram, model:PATH, early-exit:K;
 or several of these joined by +"""
-Head = Annotated[str, Option(help=HEAD)]
-MaybeHead = Annotated[str | None, Option(help=f"{HEAD}; default: the plain model")]
-Heads = Annotated[list[str], Option(help="as for chat; repeatable")]
+HEAD_CHECK = early(check_head)
+Head = Annotated[str, Option(callback=HEAD_CHECK, help=HEAD)]
+MaybeHead = Annotated[
+    str | None, Option(callback=HEAD_CHECK, help=f"{HEAD}; default: the plain model")
+]
+Heads = Annotated[list[str], Option(callback=HEAD_CHECK, help="as for chat; repeatable")]
 Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
 PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
 gsm8k"""
 BATCH_TOKENS = "limit of prompts answered together x longest prompt and answer"
-Prompts = Annotated[str, Option(help=PROMPTS)]
+PROMPT_CHECK = early(check_source)
+Prompts = Annotated[str, Option(callback=PROMPT_CHECK, help=PROMPTS)]
 PromptWords = Annotated[int | None, Option(min=1, help="truncate plain texts to N words")]
 Limit = Annotated[int | None, Option(min=1, help="use only the first N prompts or conversations")]
 Split = Annotated[str | None, Option(help="of a Hub data set; default: the set's own, else train")]
@@ -49,7 +112,7 @@ TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@T
 default: the heads' own; repeatable"""
 Trees = Annotated[list[str] | None, Option(help=TREES)]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option()]
-Device = Annotated[str | None, Option(help="e.g. cuda:0; default: CUDA if there is one")]
+Device = Annotated[str | None, Option(help="e.g. cuda:0; default: cuda, else mps, else cpu")]
 IsAdaptive = Annotated[bool, Option("--adaptive", help="draft while it pays (tuned heads)")]
 Compile = Annotated[bool, Option("--compile", help="compile steps (takes a minute at first)")]
 Threads = Annotated[int | None, Option(min=1, max=1024, help="CPU threads; default: the fastest")]
@@ -65,9 +128,14 @@ SERVER = "OpenAI-compatible server: http://HOST:PORT; repeatable, all of one mod
 Servers = Annotated[list[str] | None, Option(help=SERVER)]
 ServerModel = Annotated[str | None, Option(help="the server's name for the target")]
 KeyVariable = Annotated[str | None, Option(help="environment variable with the server's key")]
-Recipe = Annotated[Path, Argument(help="a recipe, e.g. recipes/demo-medusa.yaml")]
+Recipe = Annotated[
+    Path, Argument(callback=early(find_recipe), help="a recipe, e.g. recipes/demo-medusa.yaml")
+]
+OUT_CHECK = early(check_folder)
+NEW_CHECK = early(check_new)
 Overrides = Annotated[list[str] | None, Argument(help="key.path=value ...")]
-Json = Annotated[Path | None, Option("--json", help="write the figures here")]
+FILE_CHECK = early(check_file)
+Json = Annotated[Path | None, Option("--json", callback=FILE_CHECK, help="write the figures here")]
 
 
 def rule(
@@ -123,17 +191,6 @@ def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | Non
         return None
     shape = parse_tree(tree) if tree else drafts.tree
     return shape.resized(nodes) if nodes else shape
-
-
-def check_file(file: Path | None) -> None:
-    """Raise ValueError for a file that cannot be written: before anything is measured."""
-    if file is None:
-        return
-    folder = next(parent for parent in file.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
-    if file.is_dir():
-        raise ValueError(f"{file}: expected a file to write, got a folder; add a file's name")
 
 
 def check_writable_head(source: str, option: str) -> None:

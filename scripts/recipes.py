@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from draftheads.recipes import find_recipe, recipe_names
 from draftheads.train.entry import say
 
 NAME = "a name; default: list all"
@@ -42,8 +43,6 @@ def recipes(
     `plan` find them by name.
     """
     from draftheads.heads.files import write_text
-    from draftheads.recipes import recipe_names
-    from draftheads.train.recipe import find_recipe
 
     if name is None:
         if copy:

@@ -7,6 +7,8 @@ torch is loaded.
 from importlib import import_module
 from typing import Any
 
+from draftheads.extras import extras
+
 PUBLIC = {
     "DistillOptions": "data.distill",
     "Outcome": "loop",
@@ -22,4 +24,5 @@ __all__ = list(PUBLIC)  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
+    with extras():
+        return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -409,7 +410,8 @@ class Reading:
 
 def release() -> None:
     """Return freed memory to the system: glibc keeps the megabytes of large temporary arrays."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    libc = None if os.name == "nt" else ctypes.CDLL(None)  # Windows names it
+    if trim := getattr(libc, "malloc_trim", None):
         trim(0)
 
 

@@ -12,7 +12,6 @@ them is stored. The full optimizer state is stored by parameter name (see `train
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -24,13 +23,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftheads.arguments import nearest
 from draftheads.heads.base import DraftHead
-from draftheads.heads.files import nearest, remedy, staged
+from draftheads.heads.files import remedy, staged
 from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders, write_head
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
@@ -212,17 +213,16 @@ class Checkpoints:
         self.output = output = recipe.run.output
         self.keep = recipe.run.keep
         self.accelerator = accelerator
-        self._lock = None
+        self._lock = FileLock(output / LOCK, thread_local=False)
         self._writer = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None  # the checkpoint of the last `save`
         with agreeing(accelerator):
             if accelerator.is_main_process:
                 _check_room(output, size)
                 output.mkdir(parents=True, exist_ok=True)
-                self._lock = (output / LOCK).open("w")
-                try:  # the kernel lets go of it, however this process ends
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                try:  # the system lets go of it, however this process ends
+                    self._lock.acquire(blocking=False)
+                except Timeout:
                     self.close()
                     raise ValueError(
                         f"{output}: another process trains into it; set another run.output"
@@ -256,8 +256,7 @@ class Checkpoints:
     def close(self) -> None:
         """Let the writer end, then release the lock on the folder."""
         self._writer.shutdown()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.release()
 
     def _write(self, content: Content) -> None:
         head, optimizer_state, state, target, facts = content

@@ -7,11 +7,9 @@ interrupted. Nothing slow is imported before signals are handled.
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import io
 import logging
 import os
-import re
 import signal
 import sys
 import warnings
@@ -20,6 +18,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TextIO
 
+from draftheads.extras import explanation
 from draftheads.train.faults import LostProcessError, OutOfMemoryError, memory_errors
 from draftheads.train.signals import HANG_UPS, handling, hang_up
 
@@ -133,25 +132,14 @@ def one_line(error: Exception) -> str:
 
 def _message(error: Exception) -> str:
     """In one line; of several by pydantic, the first."""
-    if isinstance(error, ImportError) and error.name:  # without one the message says all
-        return f"expected an installed package, got: {error}; {installation(error)}"
+    if isinstance(error, ImportError):
+        return explanation(error)
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def installation(error: ImportError) -> str:
-    """The command that installs what could not be imported: an extra of ours, or the package."""
-    module = (error.name or "").partition(".")[0]
-    for requirement in importlib.metadata.requires("draftheads") or []:
-        name = re.match(r"[\w-]+", requirement)
-        extra = re.search("extra == ['\"](.+?)['\"]", requirement)
-        if extra and name and name[0].replace("-", "_").lower() == module.lower():
-            return f"pip install 'draftheads[{extra[1]}]'"
-    return f"pip install {module}"
 
 
 def spin_briefly() -> None:

@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from draftheads.arguments import nearest
 from draftheads.heads.batch import Batch
-from draftheads.heads.files import nearest, remedy, replacing, sweep, write_text
+from draftheads.heads.files import remedy, replacing, sweep, write_text
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows

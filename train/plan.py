@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import random
-import resource
 import shutil
 import signal
 import tempfile
@@ -34,10 +33,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
+from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
-from draftheads.heads.files import nearest
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.placement import check_path, check_placement, read_config, reading
+from draftheads.heads.placement import check_placement, read_config, reading
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
 from draftheads.infer.measure.precision import Pace, measured_pace
@@ -370,6 +369,8 @@ def peak_memory() -> int:
     if _device() == "cuda":
         return int(torch.cuda.max_memory_allocated())
     if CLEAR.exists():
+        import resource  # not on Windows
+
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return _resident()
 

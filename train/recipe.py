@@ -39,7 +39,7 @@ from draftheads.heads.choices import LARGEST, MOST_RANKS, HeadChoices, Section
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.medusa import MedusaChoices
 from draftheads.heads.tables import flat
-from draftheads.recipes import packaged, recipe_names
+from draftheads.recipes import find_recipe
 
 logger = logging.getLogger("draftheads")
 
@@ -239,21 +239,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "me
         return Recipe.model_validate(values)
     except ValidationError as error:  # its message has several lines and a link
         raise ValueError(_explain(error.errors()[0], path, overridden)) from error
-
-
-def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe. Raises FileNotFoundError where neither a file nor a packaged recipe has
-    this name.
-    """
-    path = Path(name)
-    if path.is_file():
-        return path
-    found = packaged(str(name), ".yaml")
-    if found is None:
-        near = difflib.get_close_matches(path.stem, recipe_names(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`draftheads recipes` lists those by name"
-        raise FileNotFoundError(f"recipe {name}: expected a YAML file or a packaged recipe; {hint}")
-    return found
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:

@@ -4,7 +4,6 @@ transformers decodes with the folder.
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import yaml
 from huggingface_hub import ModelCardData
 from jinja2 import Environment
 
+from draftheads.arguments import HUB_ID
 from draftheads.heads.formats import block
 from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.facts import HeadFacts
@@ -43,7 +43,6 @@ accepted.
 """
 HERE = "THIS_FOLDER_OR_REPO"
 """Placeholder for the head in commands, until it is published."""
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MEASURED = ("nodes", "tokens_per_step", "speedup", "speedup_ci95", "lossless", "machine")
 DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt", ".md")
 TEMPLATE = Path(__file__).with_name("card.jinja")

@@ -8,7 +8,6 @@ and all tensor names are those that serving engines read.
 from __future__ import annotations
 
 import json
-import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -24,12 +23,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from draftheads.arguments import head_folder
 from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
 from draftheads.heads.files import CONFIG as CONFIG
 from draftheads.heads.files import staged, write_text
-from draftheads.heads.formats.card import HUB_ID, render_card, write_remote_code
+from draftheads.heads.formats.card import render_card, write_remote_code
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.stored import (
@@ -254,17 +254,11 @@ def open_head(source: str | Path, *, revision: str | None = None) -> HeadFolder:
 
     Raises FileNotFoundError if there is none, ValueError for a damaged config.json.
     """
-    if not str(source).strip():  # Path("") is the working directory
-        raise FileNotFoundError(
-            f"expected a head, got the empty name {str(source)!r}; pass a folder or a Hub id"
-        )
-    folder = Path(os.path.expanduser(source))  # Path.expanduser raises for an unknown user
-    if folder.is_dir():
+    folder = head_folder(source)
+    if folder is not None:
         path = _head_in(folder)
         return HeadFolder(path, read_config(path), str(source))
     repo_id, _, at = str(source).partition("@")
-    if not HUB_ID.fullmatch(repo_id):
-        raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
     revision = revision or at or None
     path = _download(repo_id, revision)
     return HeadFolder(path, read_config(path), repo_id, revision)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from draftheads.extras import extras
 from draftheads.heads.block import feature_layers
 from draftheads.heads.files import renaming
 from draftheads.heads.formats.block import flat, to_engine
@@ -68,10 +69,8 @@ class TargetFile:
     @classmethod
     def open(cls, path: str | Path) -> TargetFile:
         """Raises ImportError without the gguf package, ValueError for another kind of file."""
-        try:
+        with extras():
             from gguf import GGUFReader
-        except ImportError as error:  # an extra
-            raise ImportError("GGUF files need the gguf package: pip install gguf") from error
         if not Path(path).is_file():
             raise ValueError(f"--target: expected a GGUF file for --to gguf, got {path}; {HOW}")
         try:

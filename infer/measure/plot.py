@@ -7,6 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from draftheads.extras import extras
 from draftheads.infer.measure.bench import BenchReport, Result
 from draftheads.infer.measure.report import families, fastest, title
 from draftheads.infer.race import machine_line
@@ -86,12 +87,8 @@ def _draw_categories(axes: Any, results: Sequence[Result], colours: Mapping[str,
 
 def new_figure(width: float, height: float) -> Any:
     """An empty matplotlib Figure, in inches. Raises ImportError without matplotlib."""
-    try:  # an optional dependency
+    with extras():
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "the plot needs matplotlib; pip install matplotlib, or leave out the plot"
-        ) from error
     # no pyplot: it would choose a global backend
     return Figure(figsize=(width, height), layout="constrained", dpi=150)
 

@@ -273,7 +273,7 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(
     pytest.importorskip("matplotlib")
     failed(run(*bench, "--plot", tmp_path / "a.xyz"), "a.xyz: expected a file ending in .png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    failed(run(*bench, "--plot", tmp_path / "a.png"), "pip install matplotlib")
+    failed(run(*bench, "--plot", tmp_path / "a.png"), "pip install 'draftheads[plot]'")
     assert run(*bench, "--seed", 2**63)[0] == 2
     failed(run(*bench, "--card"), "--card", "me/heads")
 

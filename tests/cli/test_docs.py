@@ -45,7 +45,7 @@ def calls(text: str) -> list[list[str]]:
 def test_commands_and_options_exist(page):
     for command, *words in calls(page.read_text()):
         if command.startswith("-"):
-            assert command in ("--help", "--version")
+            assert command in ("--help", "--version", "--install-completion")
             continue
         assert command in COMMANDS, f"draftheads {command}"
         options = {"--help"}

@@ -147,7 +147,7 @@ def test_tests_of_signals_pass_in_the_background():
 LAUNCHES = {
     "script": [str(ROOT / "train" / "medusa.py"), "RECIPE"],
     "train": ["-m", "draftheads.scripts.cli", "train", "RECIPE"],
-    "bench": ["-m", "draftheads.scripts.cli", "bench", "--target", "t", "--head", "h"]
+    "bench": ["-m", "draftheads.scripts.cli", "bench", "--target", "t", "--head", "ngram"]
     + ["--prompts", "RECIPE"],
     "distill": ["-m", "draftheads.scripts.cli", "distill", "--target", "t", "--out", "o"]
     + ["--prompts", "RECIPE"],
@@ -203,7 +203,8 @@ def test_a_script_runs_by_path(path, tmp_path, script, key):
     ("module", "advice"),
     [
         ("pyarrow", "pip install 'draftheads[train]'"),
-        ("datasets.exceptions", "pip install 'draftheads[train]'"),
+        ("datasets.exceptions", "pip install 'draftheads[prompts]'"),
+        ("peft", "pip install 'draftheads[medusa2]'"),
         ("prometheus_client", "pip install 'draftheads[serve]'"),
         ("matplotlib", "pip install 'draftheads[plot]'"),
         ("gguf", "pip install 'draftheads[gguf]'"),
@@ -223,9 +224,15 @@ def test_a_missing_package_is_one_line_that_says_how_to_install_it(
 
 def test_a_message_of_our_own_about_a_package_stays(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), mistakes_in_one_line():
-        raise ImportError("GGUF files need the gguf package:\npip install gguf")
-    said = "error: GGUF files need the gguf package: pip install gguf\n"
-    assert capsys.readouterr().err == said
+        raise ImportError("these heads need draftheads:\nan installation")
+    assert capsys.readouterr().err == "error: these heads need draftheads: an installation\n"
+
+
+def test_a_librarys_own_words_about_a_package_name_the_extra(capsys) -> None:
+    """As fsspec's, which is how spec-bench failed."""
+    with pytest.raises(SystemExit), mistakes_in_one_line():
+        raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
+    assert capsys.readouterr().err.endswith("; pip install 'draftheads[prompts]'\n")
 
 
 def test_a_module_of_ours_that_is_missing_is_our_mistake() -> None:

@@ -385,7 +385,7 @@ def test_merge_writes_a_model_of_its_own(joint, tmp_path):
     facts = json.loads((out / "heads" / "config.json").read_text())["draftheads"]
     assert facts["adapter"] is None and facts["training"]["merged_adapter"]["rank"] == 4
     again = CliRunner().invoke(app, ["merge", str(joint), str(out)])
-    assert isinstance(again.exception, ValueError) and "already exists" in str(again.exception)
+    assert isinstance(again.exception, FileExistsError) and "already exists" in str(again.exception)
     misspelt = ["merge", str(joint), str(tmp_path / "twice"), "--dtype", "flaot32"]
     assert CliRunner().invoke(app, misspelt).exit_code == 2
     plain = CliRunner().invoke(app, ["merge", str(out / "heads"), str(tmp_path / "twice")])

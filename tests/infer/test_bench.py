@@ -478,7 +478,7 @@ def test_plot_writes_a_picture(report, tmp_path):
 
 def test_plot_without_matplotlib_says_what_to_install(report, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
+    with pytest.raises(ImportError, match=r"pip install 'draftheads\[plot\]'"):
         plot(report, tmp_path / "bench.png")
 
 

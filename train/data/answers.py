@@ -30,7 +30,6 @@ each file. A file that differs is not trained on, and its prompts are answered a
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -41,7 +40,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -50,6 +49,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from filelock import FileLock, Timeout
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -79,6 +79,8 @@ SYNC_SECONDS = 1.0
 """Least time between two waits for the disk."""
 LOCK_SECONDS = 1800.0
 """Longest wait for another process that brings answers into shards."""
+PROBE_SECONDS = 0.2
+"""A lock that is held for longer is no other process's `is_open`."""
 ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"\s*[,}]')
 COLUMNS = re.compile(
     r"(answers-[0-9a-f]{16}-\d{5}-of-\d{5}|rest-[0-9a-f]{16}|part-\d{5}-of-\d{5}-\d{5,})\.arrow"
@@ -307,7 +309,7 @@ def set_aside(folder: Path, manifest: Manifest) -> None:
     with _locked(folder):
         for path, fault in _faults(folder, _entries(manifest)):
             if path.is_file():  # another process of this launch may have come first
-                path.rename(path.with_name(f"{path.name}.damaged"))
+                path.replace(path.with_name(f"{path.name}.damaged"))
                 logger.warning("%s: %s; set aside, its prompts are answered again", path, fault)
 
 
@@ -453,8 +455,9 @@ def _damaged(path: Path, number: int, line: bytes) -> ValueError:
 
 def is_open(path: Path) -> bool:
     """Whether a living process has this file of lines open to append to it."""
-    with path.open("rb") as file:
-        return not _lock(file.fileno(), fcntl.LOCK_SH)
+    lock = _lock(path)
+    _unlock(lock)
+    return lock is None
 
 
 def compact(path: Path) -> None:
@@ -468,7 +471,9 @@ def compact(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names of a folder's files to disk."""
+    """Flush the names of a folder's files to disk, which Windows does by itself."""
+    if os.name == "nt":
+        return
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
@@ -562,28 +567,38 @@ class _Contents:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One process at a time. Raises TimeoutError if another one does not leave."""
-    handle = os.open(folder, os.O_RDONLY)
-    until = time.monotonic() + LOCK_SECONDS
+    lock = _lock(folder / "folder", LOCK_SECONDS)
+    if lock is None:
+        raise TimeoutError(
+            f"{folder}: expected other processes to leave it, got one that has held it for "
+            f"{LOCK_SECONDS / 60:.0f} minutes; end that one, then run the command again"
+        )
     try:
-        while not _lock(handle, fcntl.LOCK_EX):
-            if time.monotonic() > until:
-                raise TimeoutError(
-                    f"{folder}: expected other processes to leave it, got one that has held it for "
-                    f"{LOCK_SECONDS / 60:.0f} minutes; end that one, then run the command again"
-                )
-            time.sleep(0.1)
         yield
     finally:
-        os.close(handle)
+        _unlock(lock)
 
 
-def _lock(file: int, kind: int) -> bool:
-    """Whether this process now holds the lock, which ends with the process, however it ends."""
+def _lock(path: Path, seconds: float = PROBE_SECONDS) -> FileLock | None:
+    """A lock that this process now holds, and loses when it ends, however it ends. None: another
+    one has had it for this long. The lock is a file beside the path, which all can still read on
+    Windows.
+    """
+    lock = FileLock(path.with_name(f".{path.name}.lock"), thread_local=False)
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        return None
+    return lock
+
+
+def _unlock(lock: FileLock | None) -> None:
+    """Release a lock and leave no file: who waits for one that is gone makes a new one."""
+    if lock is None:
+        return
+    with suppress(OSError):  # Windows removes no open file
+        os.unlink(lock.lock_file)
+    lock.release()
 
 
 def finished(folder: Path, manifest: Manifest) -> bool:
@@ -711,16 +726,17 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+b")
+            self._lock = _lock(self._path)
         except OSError as error:
             raise OSError(
                 f"--out: expected a folder that can be written, got {folder} ({error.strerror}); "
                 "give another one"
             ) from error
-        ours = _lock(self._file.fileno(), fcntl.LOCK_EX)
         launched = f"-of-{world:05d}.jsonl"
         others = [path for path in journals(folder) if not path.name.endswith(launched)]
-        if not ours or any(map(is_open, others)):
+        if self._lock is None or any(map(is_open, others)):
             self._file.close()
+            _unlock(self._lock)
             raise ValueError(
                 f"{folder}: expected to be the only launch that writes to it, found another one; "
                 "wait for it, or give another --out"
@@ -748,3 +764,4 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         with self._file:
             os.fsync(self._file.fileno())
+        _unlock(self._lock)

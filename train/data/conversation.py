@@ -15,14 +15,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jinja2.exceptions import TemplateError
 
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.text import REPLACEMENT
-from draftheads.train.data.answers import Record
 from draftheads.train.data.prompts import Message, Messages, Prompt
+
+if TYPE_CHECKING:
+    from draftheads.train.data.answers import Record
 
 OPEN = "<think>"
 CLOSE = "</think>"

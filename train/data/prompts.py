@@ -40,6 +40,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from draftheads.extras import extras
 from draftheads.recipes import packaged
 
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text", "question")
@@ -258,16 +259,18 @@ def _has_prompts(path: Path, folder: Path) -> bool:
 
 
 def _hub_records(source: str, hub: Hub, limit: int | None) -> Records:
-    import datasets  # slow, and optional
+    with extras():
+        import datasets  # slow, and optional
 
     name, _, config = source.partition(":")
     choice = SETS.get(source, {"path": name, "name": config or None, "split": "train"})
     split = hub.split or choice["split"]
     streaming = limit is not None if hub.streaming is None else hub.streaming
-    failures: tuple[type[Exception], ...] = (FileNotFoundError, ImportError, ConnectionError)
+    failures: tuple[type[Exception], ...] = (FileNotFoundError, ConnectionError)
     failures += (datasets.exceptions.DatasetsError,)
     try:
-        rows = datasets.load_dataset(**choice | {"split": split}, streaming=streaming)
+        with extras():  # a file at a URL needs aiohttp
+            rows = datasets.load_dataset(**choice | {"split": split}, streaming=streaming)
         for number, record in enumerate(rows, start=1):
             yield f"{source} [{split}] record {number}", record
     except failures as error:
@@ -303,7 +306,8 @@ def _texts(path: Path, by_line: bool) -> Records:
 
 
 def _table_rows(path: Path) -> Records:
-    import pyarrow.parquet  # slow, and optional
+    with extras():
+        import pyarrow.parquet  # slow, and optional
 
     with pyarrow.parquet.ParquetFile(path) as table:
         batches = (batch.to_pylist() for batch in table.iter_batches(1024))

@@ -15,7 +15,6 @@ import asyncio
 import base64
 import hashlib
 import logging
-import os
 import random
 import re
 from collections import Counter
@@ -28,6 +27,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from draftheads.arguments import secret
 from draftheads.heads.placement import read_config
 from draftheads.heads.terminal import printable
 from draftheads.train.data.conversation import LOSSY, Conversation
@@ -553,14 +553,3 @@ def _parts(text: str, length: int) -> set[str]:
     """
     size = min(length, max(4, min(8, length // 2)))
     return {text[start : start + size].lower() for start in range(length - size + 1) if size}
-
-
-def secret(variable: str) -> str:
-    """The key in an environment variable. Raises ValueError if there is none."""
-    key = os.environ.get(variable, "").strip()
-    if not re.fullmatch("[!-~]+", key):  # the name is not shown: it may be the key itself
-        raise ValueError(
-            "--api-key-env: expected the name of an environment variable with a key of printable "
-            "ASCII characters, found none; export it, and give the variable's name"
-        )
-    return key

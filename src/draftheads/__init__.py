@@ -1,0 +1,30 @@
+"""Train small draft heads on a frozen causal LM, and decode losslessly with them.
+
+`draftheads.heads`: the target, its heads and their files. `draftheads.infer`: decoding, drafters,
+measurements. `draftheads.train`: training data, recipes, the loop. All three are imported when they
+are used: `import draftheads` loads nothing, torch least of all.
+"""
+
+from importlib import import_module
+from typing import Any
+
+PARTS = ("heads", "infer", "train")
+__version__: str
+__all__ = [*PARTS, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata  # takes longer than all else here
+
+        try:
+            return metadata.version("draftheads")
+        except metadata.PackageNotFoundError:
+            return "not installed"  # a clone on PYTHONPATH
+    if name not in PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

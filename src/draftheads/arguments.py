@@ -1,0 +1,77 @@
+"""What a person types: paths, names, the variable of a key. These checks import nothing slow, so a
+mistake is said at once, not after the seconds that torch takes to load.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def check_path(path: str) -> None:
+    """Raise FileNotFoundError for the path of a folder without a model."""
+    if not path.strip():  # Path("") is the working directory
+        raise FileNotFoundError(
+            f"expected a target, got the empty name {path!r}; pass a model folder or a Hub id"
+        )
+    local = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
+    if local.is_file() and path.endswith(".gguf"):
+        return
+    is_path = local.is_absolute() or path.startswith((".", "~"))
+    is_path = is_path or "\\" in path or path.count("/") > 1
+    if (is_path or local.exists()) and not (local / "config.json").is_file():
+        raise FileNotFoundError(
+            f"target {path}: expected a folder with config.json, found none; "
+            "pass a model folder or a Hub id"
+        )
+
+
+def head_folder(source: str | Path) -> Path | None:
+    """The folder of a head or a run; None for user/name or user/name@revision on the Hub. Raises
+    FileNotFoundError for what is neither.
+    """
+    if not str(source).strip():  # Path("") is the working directory
+        raise FileNotFoundError(
+            f"expected a head, got the empty name {str(source)!r}; pass a folder or a Hub id"
+        )
+    folder = Path(os.path.expanduser(source))
+    if folder.is_dir():
+        return folder
+    if not HUB_ID.fullmatch(str(source).partition("@")[0]):
+        raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
+    return None
+
+
+def nearest(path: Path) -> Path:
+    """The path, or where it does not exist yet, the folder above that does."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError for a folder that cannot be written."""
+    place = nearest(folder)
+    if not os.access(place, os.W_OK) or not place.is_dir():
+        raise ValueError(
+            f"--out: expected a folder that can be written, got {folder}; give another one"
+        )
+
+
+def check_new(path: Path) -> None:
+    """Raise FileExistsError for a path that is taken, ValueError for one that cannot be written."""
+    if path.exists():
+        raise FileExistsError(f"{path} already exists; choose another name, or remove it")
+    check_folder(path)
+
+
+def secret(variable: str) -> str:
+    """The key in an environment variable. Raises ValueError if there is none."""
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch("[!-~]+", key):  # the name is not shown: it may be the key itself
+        raise ValueError(
+            "--api-key-env: expected the name of an environment variable with a key of printable "
+            "ASCII characters, found none; export it, and give the variable's name"
+        )
+    return key

@@ -1,0 +1,47 @@
+"""Packages that an install may lack, and the extra of ours that brings them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def extras() -> Iterator[None]:
+    """Raise ModuleNotFoundError, with a line that says what to install, for a failed import."""
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").startswith("draftheads"):  # a fault of ours
+            raise
+        raise ModuleNotFoundError(explanation(error), name=error.name) from error
+
+
+def explanation(error: ImportError) -> str:
+    """The line for an import that failed."""
+    text = " ".join(str(error).split())
+    advice = installation(error)
+    if "pip install" in text or not advice:
+        return text
+    return f"expected an installed package, got: {text}; {advice}"
+
+
+def installation(error: ImportError) -> str:
+    """The command that installs what could not be imported: an extra of ours, or the package. Empty
+    for an error that names neither: libraries raise ImportError without a module, too.
+    """
+    from importlib import metadata  # slow
+
+    module = (error.name or "").partition(".")[0]
+    names = {module} if module else set(re.findall(r"\w+", str(error))) - {"draftheads"}
+    try:
+        requirements = metadata.requires("draftheads") or []
+    except metadata.PackageNotFoundError:  # a clone on PYTHONPATH
+        requirements = []
+    for requirement in requirements:
+        name = re.match(r"[\w-]+", requirement)
+        extra = re.search("extra == ['\"](.+?)['\"]", requirement)
+        if extra and name and name[0].replace("-", "_").lower() in {each.lower() for each in names}:
+            return f"pip install 'draftheads[{extra[1]}]'"
+    return f"pip install {module}" if module else ""

@@ -1,0 +1,392 @@
+"""The promise: what is installed is one package, the same by every way, and a command says what it
+lacks, or which path is wrong, at once and in one line.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import draftheads
+from draftheads.extras import extras
+from draftheads.heads import MedusaHead, Target, save_head
+from draftheads.scripts import options
+from draftheads.scripts.benchmarks.house import code_tokens
+from draftheads.scripts.cli import app
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = ("heads", "infer", "train", "recipes", "scripts")
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for folder in ("heads", "infer", "train", "scripts")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "benchmarks" not in path.parts
+}
+PACKAGE = sorted((ROOT / "src" / "draftheads").glob("*.py"))
+
+
+def python(*words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_package_is_typed_versioned_and_lazy(tmp_path):
+    assert draftheads.__version__ == importlib.metadata.version("draftheads")
+    assert {"heads", "infer", "train", "__version__"} <= set(dir(draftheads))
+    assert (ROOT / "src" / "draftheads" / "py.typed").is_file()
+    with pytest.raises(AttributeError, match="no attribute 'haeds'"):
+        _ = draftheads.haeds
+    code = "import draftheads, sys; print(len(draftheads.__path__), *sys.modules)"
+    count, *loaded = python("-c", code, cwd=tmp_path).stdout.split()
+    assert count == "1"
+    assert {name for name in loaded if name.startswith("draftheads")} == {"draftheads"}
+    assert "torch" not in loaded
+
+
+def test_a_module_runs_the_command(tmp_path):
+    done = python("-m", "draftheads", "--version", cwd=tmp_path)
+    assert done.stdout == f"draftheads {draftheads.__version__}\n"
+
+
+def test_what_stands_beside_the_folders_stays_small():
+    """No part of the budgets counts it."""
+    assert sum(len(code_tokens(path.read_text())) for path in PACKAGE) <= 800
+
+
+def copy_of_the_clone(folder: Path, *, links: bool) -> Path:
+    """links: else the text files that Windows checks out in place of symbolic links."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("not a clone")
+    places = {f"src/draftheads/{name}" for name in FOLDERS}
+    for name in listed.stdout.splitlines():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name not in places and (ROOT / name).is_file():
+            shutil.copy(ROOT / name, folder / name)
+    for name in FOLDERS:
+        link = folder / "src" / "draftheads" / name
+        if links:
+            link.symlink_to(f"../../{name}")
+        else:
+            link.write_text(f"../../{name}")
+    return folder
+
+
+def build(what: str, folder: Path, out: Path) -> Path:
+    """A wheel, an sdist or an editable wheel, as pip makes them."""
+    out.mkdir()
+    done = python("-c", f"import setuptools.build_meta as b; b.{what}({str(out)!r})", cwd=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [path] = [path for path in out.iterdir() if path.suffix in (".whl", ".gz")]
+    return path
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+@pytest.mark.slow
+def test_clone_sdist_and_a_checkout_without_links_make_the_same_wheel(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    clone = copy_of_the_clone(tmp_path / "clone", links=True)
+    wheel = contents(build("build_wheel", clone, tmp_path / "wheel"))
+    expected = {"draftheads/__main__.py", "draftheads/py.typed", "draftheads/heads/target.py"}
+    expected |= {"draftheads/infer/serve/page/index.html", "draftheads/recipes/demo-medusa.yaml"}
+    expected |= {"draftheads/recipes/demo-target/model.safetensors"}
+    assert expected <= wheel.keys()
+    assert {name.split("/")[0].split("-")[0] for name in wheel} == {"draftheads"}
+    assert not any("benchmarks" in name or "test" in Path(name).name.split("_") for name in wheel)
+    modules = {f"draftheads/{name.replace('.', '/')}.py" for name in MODULES}
+    assert modules <= wheel.keys()
+
+    shutil.unpack_archive(build("build_sdist", clone, tmp_path / "sdist"), tmp_path / "unpacked")
+    [source] = (tmp_path / "unpacked").iterdir()
+    assert contents(build("build_wheel", source, tmp_path / "again")) == wheel
+
+    bare = copy_of_the_clone(tmp_path / "bare", links=False)
+    assert contents(build("build_wheel", bare, tmp_path / "windows")) == wheel
+
+
+@pytest.mark.slow
+def test_the_package_is_in_one_place_however_it_is_installed(tmp_path):
+    """The namespace package that this was mixed a wheel with the clone in which one stood."""
+    pytest.importorskip("setuptools", minversion="77")
+    clone = copy_of_the_clone(tmp_path / "clone", links=True)
+    editable = contents(build("build_editable", clone, tmp_path / "editable"))
+    [line] = [text for name, text in editable.items() if name.endswith(".pth")]
+    assert line.decode().strip() == str(clone / "src")  # what type checkers can follow
+    installed = tmp_path / "installed"
+    shutil.unpack_archive(build("build_wheel", clone, tmp_path / "wheel"), installed, "zip")
+    code = "import draftheads, json; print(json.dumps(list(draftheads.__path__)))"
+    code += (
+        "; import draftheads.train.entry as e; assert e.__file__.startswith(draftheads.__path__[0])"
+    )
+    for place in (installed, clone / "src"):
+        for cwd in (tmp_path, clone, clone / "train"):
+            done = python("-c", code, cwd=cwd, PYTHONPATH=str(place))
+            assert json.loads(done.stdout) == [str(place / "draftheads")], done.stderr
+    script = python(str(clone / "train" / "medusa.py"), "-h", PYTHONPATH=str(installed))
+    assert "usage: train/medusa.py" in script.stdout
+
+
+COME_WITH = {
+    "annotated_types": "pydantic",
+    "h11": "uvicorn",
+    "markdown_it": "rich",
+    "pydantic_core": "pydantic",
+    "starlette": "fastapi",
+}
+"""Modules that another package has to have."""
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=;, ]", each)[0].lower().replace("_", "-") for each in requirements}
+
+
+def imports_of(tree: ast.AST) -> set[str]:
+    """Top-level names of what is imported anywhere in this code, but not for types alone."""
+    names = set()
+    places = [tree]
+    while places:
+        node = places.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+        places.extend(ast.iter_child_nodes(node))
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"draftheads"}
+
+
+def test_every_import_is_declared():
+    """In the core dependencies, if a module of the core cannot be imported without it."""
+    choices = PROJECT["project"]["optional-dependencies"]
+    core = names_of(PROJECT["project"]["dependencies"])
+    every = core.union(*(names_of(requirements) for requirements in choices.values()))
+    distributions = importlib.metadata.packages_distributions()
+
+    def is_in(module: str, declared: set[str]) -> bool:
+        module = COME_WITH.get(module, module)
+        owners = distributions.get(module, [module])
+        return any(owner.lower().replace("_", "-") in declared for owner in owners)
+
+    for name, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        missing = {each for each in imports_of(tree) if not is_in(each, every)}
+        assert not missing, f"{name} imports {missing}"
+        if name.startswith("heads."):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    node.body = []
+            missing = {each for each in imports_of(tree) if not is_in(each, core)}
+            assert not missing, f"{name} needs {missing}"
+
+
+def test_extras_are_complete():
+    extra_requirements = PROJECT["project"]["optional-dependencies"]
+    [everything] = extra_requirements["all"]
+    assert set(re.findall(r"\w+", everything)) == {"draftheads", *extra_requirements} - {
+        "all",
+        "dev",
+    }
+
+
+def test_a_missing_package_is_named_in_python_too(tmp_path):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'draftheads\[medusa2\]'"), extras():
+        raise ModuleNotFoundError("No module named 'peft'", name="peft")
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'draftheads.x'$"), extras():
+        raise ModuleNotFoundError("No module named 'draftheads.x'", name="draftheads.x")
+    code = "import sys; sys.modules['pyarrow'] = None; from draftheads.train import distill"
+    assert python("-c", code, cwd=tmp_path).stderr.endswith("pip install 'draftheads[train]'\n")
+
+
+CORE_ALONE = """
+import os, shlex, sys
+from importlib.machinery import PathFinder
+
+class Core(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *rest):
+        hidden = name.partition(".")[0] in sys.argv[1].split()
+        return None if hidden else super().find_spec(name, *rest)
+
+sys.meta_path = [Core if finder is PathFinder else finder for finder in sys.meta_path]
+from draftheads.scripts import cli
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["draftheads", *shlex.split(line)]
+    try:
+        cli.main()
+    except SystemExit as end:
+        print(f"exit {end.code}", file=sys.stderr, flush=True)
+"""
+HIDDEN = "pyarrow ruamel datasets tensorboard peft uvicorn fastapi starlette prometheus_client "
+HIDDEN += "matplotlib gguf deepspeed aiohttp"
+NEEDS = {
+    "bench --target TARGET --head ngram --prompts p.txt --repetitions 1 --max-new-tokens 2": None,
+    "bench --target TARGET --head ngram --prompts p.txt --plot a.png": "plot",
+    "bench --target TARGET --head ngram --prompts gsm8k": "prompts",
+    "convert HEAD out/vllm --to vllm": None,
+    "convert HEAD out/head.gguf --to gguf --target TARGET/model.gguf": "gguf",
+    "data-preview p.txt --target TARGET": "train",
+    "demo": "train",
+    "distill --target TARGET --prompts p.txt --out out": "train",
+    "doctor --target TARGET --head HEAD": "train",
+    "import-answers p.txt --target TARGET --out out": "train",
+    "keys": "train",
+    "merge HEAD out/merged": "no adapter",
+    "plan RECIPE": "train",
+    "publish HEAD a/b": "train",
+    "serve --target TARGET": "serve",
+    "train RECIPE": "train",
+    "tune --target TARGET": "train",
+}
+"""Commands, and what they need besides the core."""
+
+
+@pytest.mark.slow
+def test_with_the_core_alone_a_command_works_or_names_its_extra(tmp_path):
+    recipes = ROOT / "recipes"
+    target = Target.load(recipes / "demo-target", device="cpu")
+    save_head(MedusaHead.create(target), tmp_path / "head", target=target)
+    (tmp_path / "p.txt").write_text("What does os.path.join do?\n")
+    places = {"TARGET": recipes / "demo-target", "RECIPE": recipes / "demo-medusa.yaml"}
+    places["HEAD"] = tmp_path / "head"
+    lines = [re.sub("[A-Z]{4,}", lambda name: str(places[name[0]]), line) for line in NEEDS]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CORE_ALONE, HIDDEN],
+        input="\n".join(lines),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    ends = re.findall(r"(?:^error: (.*)\n)?^exit (\d)", done.stderr, re.MULTILINE)
+    assert len(ends) == len(NEEDS), done.stderr[-3000:]
+    for (line, extra), (error, code) in zip(NEEDS.items(), ends, strict=True):
+        if extra is None:
+            assert (code, error) == ("0", ""), line
+        elif extra == "no adapter":
+            assert code == "2" and "nothing to merge" in error
+        else:
+            assert code == "2", line
+            assert error.startswith("expected an installed package, got: No module named"), line
+            assert error.endswith(f"; pip install 'draftheads[{extra}]'"), line
+
+
+WINDOWS = """
+import importlib, sys
+names = sys.argv[1].split()
+for name in names:
+    importlib.import_module(name)
+for name in [name for name in sys.modules if name.split(".")[0] == "draftheads"]:
+    del sys.modules[name]  # other packages stay, which have code of their own for Windows
+for name in ("fcntl", "resource", "termios", "tty", "pwd", "grp", "syslog", "posix"):
+    sys.modules[name] = None
+import os, select, signal
+for module, names_there in ((signal, ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGALRM", "setitimer")),
+                            (select, ("poll",)), (os, ("fork", "getuid", "sched_getaffinity"))):
+    for each in names_there:
+        if hasattr(module, each):
+            delattr(module, each)
+for name in names:
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.slow
+def test_no_module_needs_what_windows_lacks_to_be_imported(tmp_path):
+    names = " ".join(f"draftheads.{name.removesuffix('.__init__')}" for name in MODULES)
+    done = python("-W", "ignore", "-c", WINDOWS, names, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def commands() -> list[str]:
+    return [str(command.name) for command in app.registered_commands]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_h_is_help(command):
+    shown = CliRunner().invoke(app, [command, "-h"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0 and f"draftheads {command}" in shown.output.replace(
+        "root", "draftheads"
+    )
+
+
+def test_a_shell_completes_commands(tmp_path):
+    words = {"COMP_WORDS": "draftheads ch", "COMP_CWORD": "1"}
+    shown = python("-m", "draftheads", cwd=tmp_path, _DRAFTHEADS_COMPLETE="complete_bash", **words)
+    assert shown.stdout.split() == ["chat"]
+    words = {"COMP_WORDS": "draftheads chat --head ./none --t", "COMP_CWORD": "4"}
+    shown = python("-m", "draftheads", cwd=tmp_path, _DRAFTHEADS_COMPLETE="complete_bash", **words)
+    assert "--target" in shown.stdout.split()
+    assert shown.stderr == ""
+
+
+WRONG = {
+    "bench --target ./none --head ngram --prompts p.txt": "target ./none",
+    "bench --target t/t --head ./none --prompts p.txt": "head ./none",
+    "bench --target t/t --head ngram --prompts none.txt": "none.txt",
+    "bench --target t/t --head ngram --prompts p.txt --json p.txt/a.json": "p.txt/a.json",
+    "chat": "expected --head or --target, got neither",
+    "chat --head ngram+./none --target t/t": "head ./none",
+    "chat --head model:./none --target t/t": "target ./none",
+    "convert ./none out --to vllm": "head ./none",
+    "convert a/b p.txt --to vllm": "p.txt already exists",
+    "data-preview none.txt": "none.txt",
+    "demo --out p.txt/out": "--out",
+    "distill --target ./none --prompts p.txt --out out": "target ./none",
+    "distill --target t/t --prompts none.txt --out out": "none.txt",
+    "distill --target t/t --prompts p.txt --out p.txt/out": "--out",
+    "doctor --target t/t --head ./none": "head ./none",
+    "import-answers none.jsonl --target t/t --out out": "none.jsonl",
+    "merge ./none out": "head ./none",
+    "plan none.yaml": "recipe none.yaml",
+    "publish none a/b": "head none",
+    "serve": "expected --head or --target, got neither",
+    "serve --head ./none": "head ./none",
+    "train none.yaml": "recipe none.yaml",
+    "tune --head ./none --prompts p.txt": "head ./none",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_path_is_said_before_torch_is_imported(tmp_path, words):
+    stub = tmp_path / "stub" / "torch.py"
+    stub.parent.mkdir()
+    stub.write_text("raise SystemExit('torch was imported')\n")
+    (tmp_path / "p.txt").write_text("a prompt\n")
+    paths = os.pathsep.join([str(stub.parent), os.environ.get("PYTHONPATH", "")])
+    done = python("-m", "draftheads", *words.split(), cwd=tmp_path, PYTHONPATH=paths)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("error: ") and WRONG[words] in line
+
+
+def test_names_of_drafters_are_no_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a+b").mkdir()
+    for name in ("ngram", "early-exit:2", "me/heads@v1", "a+b", "ngram+me/heads"):
+        options.check_head(name)
