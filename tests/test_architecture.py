@@ -34,7 +34,7 @@ tighter. Who must raise one says in the commit what that buys.
 WINGS = {
     "heads.formats": 14_800,
     "infer.drafters": 5_700,
-    "infer.measure": 12_700,
+    "infer.measure": 11_000,
     "infer.chat": 7_100,
     "infer.serve": 12_100,
     "infer.generate": 2_200,

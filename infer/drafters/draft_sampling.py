@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.tree import TokenTree, Topology
-from draftheads.infer.accept import Accepted, Sampled, filtered_logits, take
+from draftheads.infer.accept import Accepted, Sampled, take
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class SpeculativeSampling(Sampled):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """float32 (..., V): the distribution that is sampled."""
-        scores = filtered_logits(logits, self.temperature, self.top_p, self.top_k)
-        return torch.softmax(scores, dim=-1)
+        return torch.softmax(self.scores(logits), dim=-1)
 
 
 class ChainSampler:
