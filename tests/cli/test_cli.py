@@ -387,7 +387,7 @@ def test_help_waits_for_no_library():
         ("distill --temprature 1", "No such option: --temprature (Possible options: "),
         ("distill --target x", "Missing option '--prompts'; see `draftheads distill --help`"),
         ("chat --system", "Option '--system' requires an argument"),
-        ("keys all", "Got unexpected extra argument(s) (all); see `draftheads keys --help`"),
+        ("keys optim all", "Got unexpected extra argument(s) (all); see `draftheads keys --help`"),
         ("distill --tools maybe", "--tools: expected keep or drop, got 'maybe'; see `draftheads "),
         ("bench --dtype fp", "--dtype: expected auto, float32, bfloat16 or float16, got 'fp'"),
         ("distill --limit 0", "--limit: expected greater than or equal to 1, got '0'; see "),
