@@ -42,7 +42,6 @@ FACTS = """
 format kind feature_layers target adapter tree tree_order tuned training measured
 name revision fingerprint architecture layers quantisation dtype eos_ids
 rank alpha modules parameters drift
-steps tokens seconds loss predicted_tokens_per_step heldout_top1 heldout_top5 decoding recipe data
 versions hardware merged_adapter
 documents learned_tokens digest sampling prompts seed
 temperature top_p top_k max_new_tokens max_turns reasoning template_args
