@@ -226,12 +226,13 @@ def test_a_missing_package_is_named_in_python_too(tmp_path):
 CORE_ALONE = """
 import os, shlex, sys
 from importlib.machinery import PathFinder
+HIDDEN = sys.argv[1].split()
 
 class Core(PathFinder):
     @classmethod
     def find_spec(cls, name, *rest):
-        hidden = name.partition(".")[0] in sys.argv[1].split()
-        return None if hidden else super().find_spec(name, *rest)
+        is_hidden = name.partition(".")[0] in HIDDEN
+        return None if is_hidden else super().find_spec(name, *rest)
 
 sys.meta_path = [Core if finder is PathFinder else finder for finder in sys.meta_path]
 from draftheads.scripts import cli
@@ -240,7 +241,7 @@ for line in sys.stdin.read().splitlines():
     try:
         cli.main()
     except SystemExit as end:
-        print(f"exit {end.code}", file=sys.stderr, flush=True)
+        print(f"exit {end.code or 0}", file=sys.stderr, flush=True)
 """
 HIDDEN = "pyarrow ruamel datasets tensorboard peft uvicorn fastapi starlette prometheus_client "
 HIDDEN += "matplotlib gguf deepspeed aiohttp"
@@ -291,9 +292,10 @@ def test_with_the_core_alone_a_command_works_or_names_its_extra(tmp_path):
         elif extra == "no adapter":
             assert code == "2" and "nothing to merge" in error
         else:
-            assert code == "2", line
-            assert error.startswith("expected an installed package, got: No module named"), line
-            assert error.endswith(f"; pip install 'draftheads[{extra}]'"), line
+            expected = (
+                rf"expected an installed package, got: .*; pip install 'draftheads\[{extra}\]'"
+            )
+            assert code == "2" and re.fullmatch(expected, error), f"{line}: {error}"
 
 
 WINDOWS = """
