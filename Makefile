@@ -1,12 +1,13 @@
 # make demo      set-up, then distill + train + bench + a sample chat on the embedded target (CPU, no network)
 # make test      set-up, then the default tests (three minutes)
 # make test-all  set-up, then the whole test suite (sixteen to twenty-two minutes)
+# make docs      set-up, then the documentation site in build/docs/site
 # make check     set-up, then lint, types and the whole test suite
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-all check lint types clean
+.PHONY: demo test test-all docs check lint types clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
@@ -29,6 +30,10 @@ lint: $(VENV)/.installed
 
 types: $(VENV)/.installed
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	$(BIN)/python docs/site/gather.py build/docs
+	$(BIN)/zensical build --strict --config-file build/docs/mkdocs.yml
 
 check: lint types test-all
 
