@@ -1,4 +1,10 @@
-"""Draft heads, their trees and files, and the frozen target that they read."""
+"""Draft heads, their trees and files, and the frozen target that they read.
+
+from draftheads.heads import load_pair, parse_tree
+
+target, head = load_pair("out/qwen")  # a head folder, a run, a Hub id
+head.tree = parse_tree("4,2,1")
+"""
 
 from draftheads.heads.base import DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
@@ -37,3 +43,7 @@ __all__ = [
     "register",
     "save_head",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -284,11 +284,15 @@ class Speculator:
         sampling: Acceptance | None = None,
         max_new_tokens: int | None = None,
         stop: Collection[str] = (),
+        seeds: Sequence[str] = (),
     ) -> Iterator[list[Step | None]]:
         """Continue prompts of any lengths as a batch; yields one Step per row, None for a finished
-        row.
+        row. seeds: of each row's own random numbers, for rules that have such.
         """
-        rows = [Row(self.target, prompt, max_new_tokens, stop) for prompt in prompts]
+        rows = [
+            Row(self.target, prompt, max_new_tokens, stop, seed)
+            for prompt, seed in zip(prompts, seeds or [""] * len(prompts), strict=True)
+        ]
         return self._decode(rows, sampling or Greedy(), min(max_new_tokens or ROOM, ROOM))
 
     @torch.inference_mode()

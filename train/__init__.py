@@ -1,4 +1,11 @@
-"""Training draft heads: recipes, the loop, training data.
+"""Training draft heads, from Python.
+
+    from draftheads.train import fit, load_recipe
+
+    recipe = load_recipe("recipe.yaml", ["run.output=out/qwen"])
+    outcome = fit(recipe, on_evaluation=lambda step, figures: print(step, figures))
+
+`distill` makes the answers that heads learn from, `read_prompts` reads prompts for it.
 
 Names are imported when they are used: `draftheads.train.entry` must be able to catch signals before
 torch is loaded.
@@ -11,6 +18,7 @@ from draftheads.extras import extras
 
 PUBLIC = {
     "DistillOptions": "data.distill",
+    "LocalAnswerer": "data.distill",
     "Outcome": "loop",
     "Recipe": "recipe",
     "distill": "data.distill",
@@ -26,3 +34,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with extras():
         return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,13 +13,13 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -70,6 +70,8 @@ SHOWN = 8
 
 MicroBatch = tuple[int, list[int], Batch]
 """Its number in the step, its rows, and these in host memory."""
+OnEvaluation = Callable[[int, dict[str, Any]], bool | None]
+"""(step, figures as in metrics.jsonl) -> False to end the run."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,9 @@ class Run:
     evaluator: Evaluator
     checkpoints: Checkpoints
     state: RunState
+    on_evaluation: OnEvaluation | None = None
+    asked: str = ""
+    """What asked for the end of the run, other than a signal."""
     batches: Generator[MicroBatch] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,10 +151,17 @@ class StepResult(NamedTuple):
     documents: list[int]
 
 
-def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
+def fit(
+    recipe: Recipe,
+    accelerator: Accelerator | None = None,
+    *,
+    on_evaluation: OnEvaluation | None = None,
+) -> Outcome:
     """Train, starting from the newest intact checkpoint in `run.output` if there is one, and save.
 
-    accelerator: of processes that have already joined; left running. Raises ValueError for a
+    accelerator: of processes that have already joined; left running. on_evaluation: called by the
+    first process after each evaluation; where it returns False, the run is saved and ends after the
+    next step, as if it was interrupted. Raises ValueError for a
     recipe, data or launch that cannot work, and if the loss stays non-finite; OSError if a
     checkpoint cannot be written.
     """
@@ -165,7 +177,7 @@ def fit(recipe: Recipe, accelerator: Accelerator | None = None) -> Outcome:
             Checkpoints(recipe, accelerator, checkpoint.folder, size=0).close()
             step = checkpoint.state.step
             return Outcome(checkpoint.folder, step, step, trained=False)
-        run = start(recipe, accelerator, checkpoint)
+        run = start(recipe, accelerator, checkpoint, on_evaluation)
         ends.callback(delattr, run, "engine")  # a DDP that outlives its process group hangs
         ends.callback(run.checkpoints.close)
         ends.enter_context(closing(run.batches))
@@ -183,11 +195,11 @@ def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
     by = ""
     while run.state.step < run.state.steps and not by and not run.state.exhausted:
         failed = run.checkpoints.failed or run.data.verification.failed
-        result = train_step(run, stop.pending() or failed)
+        result = train_step(run, stop.pending() or failed or bool(run.asked))
         _record(run, result, progress)
         run.state = replace(run.state, seconds=time.monotonic() - began)
         if result.stop:
-            by = stop.by or "another process"
+            by = stop.by or run.asked or "another process"
             run.checkpoints.wait()  # raises if a failed write is the reason
         due = run.evaluator.due(run.state.step, run.state.steps)
         if by or due or run.state.step % recipe.run.save_every == 0:
@@ -300,7 +312,10 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
         )
     evaluation = run.evaluator(head, decode=scheduled)
     run.head.tree = head.tree
-    progress.evaluated(step, evaluation)
+    figures = progress.evaluated(step, evaluation)
+    is_main = run.accelerator.is_main_process
+    if run.on_evaluation and is_main and run.on_evaluation(step, figures) is False:
+        run.asked = "on_evaluation"
     calibration = evaluation.calibration
     measured = asdict(evaluation.measured) if evaluation.measured else None
     run.state = replace(
@@ -324,7 +339,6 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     }
     run.checkpoints.wait()  # before the copies: only one is in memory
     run.data.verification.wait()  # nothing learned from damaged files is kept
-    is_main = run.accelerator.is_main_process
     optimizer_state = run.engine.optimizer_state(keep=is_main)
     if is_main:
         target = copy.copy(run.target)
@@ -334,7 +348,12 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
         run.checkpoints.save(Content(on_host, optimizer_state, run.state, target, facts))
 
 
-def start(recipe: Recipe, accelerator: Accelerator, checkpoint: Saved | None) -> Run:
+def start(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    checkpoint: Saved | None,
+    on_evaluation: OnEvaluation | None = None,
+) -> Run:
     """Load and build all parts of a run, restored from `checkpoint` if there is one."""
     log = main_process_log(accelerator)
     with agreeing(accelerator) as values:
@@ -377,6 +396,7 @@ def start(recipe: Recipe, accelerator: Accelerator, checkpoint: Saved | None) ->
         evaluator,
         checkpoints,
         state,
+        on_evaluation,
     )
 
 

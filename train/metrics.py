@@ -108,8 +108,8 @@ class Progress:
         self.log(f"step {step} skipped: {reason}")
         self._write(step, {"skipped": reason})
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Log an evaluation on held-out documents."""
+    def evaluated(self, step: int, evaluation: Evaluation) -> Line:
+        """Log an evaluation on held-out documents; returns its figures."""
         self.log(f"step {step}: {evaluation}")
         calibration = evaluation.calibration
         values: Line = {
@@ -123,6 +123,7 @@ class Progress:
         if evaluation.loss is not None:
             values["heldout_loss"] = evaluation.loss
         self._write(step, values)
+        return values
 
     @contextmanager
     def paused(self) -> Iterator[None]:

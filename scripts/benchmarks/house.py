@@ -26,6 +26,7 @@ WINGS = (
     "infer.chat",
     "infer.serve",
     "infer.generate",
+    "infer.pipeline",
     "train.data",
     "train.plan",
     "train.doctor",

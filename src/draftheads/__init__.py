@@ -1,5 +1,10 @@
 """Train small draft heads on a frozen causal LM, and decode losslessly with them.
 
+    import draftheads
+
+    model = draftheads.load("out/qwen")  # a head folder, a run, a Hub id
+    print(model.generate("Why is the sky blue?", max_new_tokens=200))
+
 `draftheads.heads`: the target, its heads and their files. `draftheads.infer`: decoding, drafters,
 measurements. `draftheads.train`: training data, recipes, the loop. All three are imported when they
 are used: `import draftheads` loads nothing, torch least of all.
@@ -10,7 +15,7 @@ from typing import Any
 
 PARTS = ("heads", "infer", "train")
 __version__: str
-__all__ = [*PARTS, "__version__"]  # noqa: PLE0604
+__all__ = [*PARTS, "__version__", "load"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +26,8 @@ def __getattr__(name: str) -> Any:
             return metadata.version("draftheads")
         except metadata.PackageNotFoundError:
             return "not installed"  # a clone on PYTHONPATH
+    if name == "load":
+        return import_module(f"{__name__}.infer").load
     if name not in PARTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.{name}")

@@ -297,3 +297,21 @@ def test_learning_rate_warms_up_and_falls():
     assert 0 < rates[-1] < 0.1
     constant = OptimChoices(lr=1.0, warmup=0, schedule="constant")
     assert {learning_rate(constant, step, 10) for step in range(10)} == {1.0}
+
+
+def test_a_callback_sees_each_evaluation_and_may_end_the_run(made, tmp_path):
+    """Without changing what is learned."""
+    values = tiny_recipe(made, steps=6, save_every=2)
+    seen = []
+    values["run"]["output"] = str(tmp_path / "whole")
+    outcome = fit(
+        recipe_of(values), on_evaluation=lambda step, figures: seen.append((step, figures))
+    )
+    assert outcome.finished and [step for step, _ in seen] == [2, 4, 6]
+    lines = [line for line in read_metrics(tmp_path / "whole") if "heldout_top1" in line]
+    assert [{"step": step, **figures} for step, figures in seen] == lines
+    values["run"]["output"] = str(tmp_path / "ended")
+    outcome = fit(recipe_of(values), on_evaluation=lambda step, figures: step < 2)
+    assert (outcome.step, outcome.stopped_by, outcome.finished) == (3, "on_evaluation", False)
+    assert fit(recipe_of(values)).finished
+    assert_same(weights(tmp_path / "ended", 6), weights(tmp_path / "whole", 6))

@@ -1,0 +1,343 @@
+"""Text in, text out.
+
+from draftheads.infer import load
+
+model = load("out/qwen")
+answer = model.generate("Why is the sky blue?", max_new_tokens=200)
+print(answer, answer.tokens_per_step)
+for text in model.stream("And at night?", temperature=0.7):
+    print(text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypedDict, Unpack, overload
+
+import torch
+
+from draftheads.heads.target import Target
+from draftheads.heads.tree import Tree, parse_tree
+from draftheads.infer.accept import Acceptance, Greedy, Sampled, seeded
+from draftheads.infer.engine import Row, Speculator, Statistics, Step
+from draftheads.infer.pipeline.loading import Place, load_parts
+from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.text import AnswerText, TextStream
+
+NEW_TOKENS = 512
+"""Of an answer at most, where nothing else is said."""
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages | Sequence[int]
+"""A text, a conversation ({"role", "content"} messages), or token ids."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of `TextGenerator.generate` and `stream`."""
+
+    max_new_tokens: int  # default: 512, or what is left of the context
+    stop: str | Sequence[str]  # strings before which the text ends
+    temperature: float  # default: 0, greedy
+    top_p: float  # probability mass to keep; default: 1, all
+    top_k: int  # tokens to keep; default: 0, all
+    seed: int  # of all draws; default: drawn from torch's random numbers
+    sampling: Acceptance  # a rule, in place of temperature, top_p and top_k
+    raw: bool  # continue a text as it is, without the chat template
+    template_args: Mapping[str, Any]  # variables of the chat template, beside the target's own
+
+
+RULE = ("temperature", "top_p", "top_k")
+"""Options that a rule replaces."""
+
+
+@dataclass
+class Completion:
+    """The text that answers a prompt, and how it came about. `str` of it is the text.
+
+    finish: "eos", "stop" (a stop string), "length", or "" before the end. seconds: until the end of
+    this answer, prompt included.
+    """
+
+    prompt_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # end token included
+    steps: list[Step] = field(default_factory=list, repr=False)
+    finish: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def tokens(self) -> int:
+        """New tokens."""
+        return len(self.token_ids)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Sums over its steps."""
+        return Statistics.of(self.steps)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Acceptance length tau, the target's own token included, the prefill excluded."""
+        return self.statistics.tokens_per_step
+
+    @property
+    def draft_share(self) -> float:
+        """Share of the tokens that were drafted, 0 to 1."""
+        drafts = sum(min(max(step.accepted, 0), len(step.tokens)) for step in self.steps)
+        return drafts / max(1, self.tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The prefill included. In a batch, of this answer alone."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Growth:
+    """A completion while its steps arrive."""
+
+    def __init__(self, completion: Completion, content: AnswerText) -> None:
+        self.completion, self.content = completion, content
+        self._start = perf_counter()
+        self._shown = 0
+
+    def add(self, step: Step) -> str:
+        """Take a step; returns the text that it settles. Raises RuntimeError for a failed one."""
+        if step.finish == "failed":
+            raise RuntimeError("the target's logits are not finite; load it with dtype='float32'")
+        completion = self.completion
+        completion.steps.append(step)
+        completion.token_ids += step.tokens
+        completion.finish = step.finish or ""
+        completion.seconds = perf_counter() - self._start
+        tokens = step.tokens
+        if step.finish == "eos":
+            tokens = tokens[:-1]
+        self.content.add(tokens, step.accepted, is_last=step.finish is not None)
+        completion.text = self.content.text[: self.content.settled]
+        piece = completion.text[self._shown :]
+        self._shown = len(completion.text)
+        return piece
+
+
+class Stream(Iterator[str]):
+    """An answer's text, piece by piece; `completion` grows with it, and has all statistics at the
+    end. The pieces join to its text.
+    """
+
+    def __init__(self, growth: Growth, steps: Iterator[list[Step | None]]) -> None:
+        self.completion = growth.completion
+        self._pieces = filter(None, (growth.add(step) for [step] in steps if step is not None))
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+
+class TextGenerator:
+    """Answers prompts with a target and its drafts; `load` makes one by name.
+
+    A text is a question for targets with a chat template, as in `draftheads chat`, unless raw=True;
+    for others it is continued. batch_size: prompts of a list that are decoded together.
+    """
+
+    def __init__(self, engine: Speculator, *, batch_size: int = 8) -> None:
+        if engine.target.tokenizer is None:
+            raise ValueError(
+                f"{engine.target.name}: expected a tokenizer next to the model, found none; add "
+                "its files, or decode token ids with Speculator"
+            )
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected 1 or more, got {batch_size}")
+        self.engine, self.batch_size = engine, batch_size
+
+    @property
+    def target(self) -> Target:
+        """The frozen model, with its `tokenizer` and `context`."""
+        return self.engine.target
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[Messages] | list[list[int]],
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion]: ...
+
+    def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Any:
+        """Answer a prompt, or each of a list of prompts, in order. options: `GenerateOptions`.
+
+        With a seed, an answer depends neither on the prompts beside it nor on the drafts, and equal
+        prompts of a list have different answers. With compiled steps, or a rule of your own, a seed
+        repeats the whole call. Raises ValueError, before any computation, for prompts that do not
+        fit the context or that template or tokenizer reject.
+        """
+        is_batch = _is_batch(prompt)
+        completions = []
+        for growing, batch in self._batches(prompt if is_batch else [prompt], options):
+            for steps in batch:
+                for growth, step in zip(growing, steps, strict=True):
+                    if step is not None:
+                        growth.add(step)
+            completions += [growth.completion for growth in growing]
+        return completions if is_batch else completions[0]
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+        """The same for one prompt, as pieces of text that come with each step."""
+        if _is_batch(prompt):
+            raise ValueError(
+                "stream: expected one prompt, got a list of them; stream each, or use generate"
+            )
+        [growth], steps = next(self._batches([prompt], options))
+        return Stream(growth, steps)
+
+    def _batches(
+        self, prompts: Sequence[Prompt], options: GenerateOptions
+    ) -> Iterator[tuple[list[Growth], Iterator[list[Step | None]]]]:
+        """The completions of each batch, and the steps that make them."""
+        if unknown := options.keys() - GenerateOptions.__annotations__.keys():
+            raise TypeError(
+                f"expected {', '.join(GenerateOptions.__annotations__)}, got "
+                f"{', '.join(sorted(unknown))}; leave it out"
+            )
+        rendered = [self._render(prompt, options) for prompt in prompts]
+        ids = [self._ids(prompt, options) for prompt in rendered]
+        room = self.target.context - max(map(len, ids), default=0)
+        limit = options.get("max_new_tokens", min(NEW_TOKENS, room))
+        stop = options.get("stop", ())
+        if isinstance(stop, str):
+            stop = (stop,)
+        for prompt in ids:  # a mistake in the last prompt is one before the first answer
+            Row(self.target, prompt, limit, stop)
+        rule = self._rule(options, limit)
+        seeds = _row_seeds(options.get("seed"), ids)
+        for start in range(0, len(ids), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            growing = [
+                Growth(Completion(prompt), AnswerText(self._text(prompt, source), stop))
+                for prompt, source in zip(ids[part], rendered[part], strict=True)
+            ]
+            yield (
+                growing,
+                self.engine.generate_batch(
+                    ids[part],
+                    sampling=rule,
+                    max_new_tokens=limit,
+                    stop=stop,
+                    seeds=seeds[part],
+                ),
+            )
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(self.target.tokenizer, "chat_template", None))
+
+    def _render(self, prompt: Prompt, options: GenerateOptions) -> Prompt:
+        """A text as the question that it is for a target with a chat template."""
+        if isinstance(prompt, str) and self._has_template and not options.get("raw"):
+            return [{"role": "user", "content": prompt}]
+        return prompt
+
+    def _ids(self, prompt: Prompt, options: GenerateOptions) -> list[int]:
+        if not isinstance(prompt, str) and all(hasattr(each, "__index__") for each in prompt):
+            return [*prompt]
+        return encode_prompt(self.target, prompt, options.get("template_args"))  # type: ignore[arg-type]
+
+    def _text(self, ids: Sequence[int], prompt: Prompt) -> TextStream:
+        """An answer after a chat template begins a text; any other continues that of the prompt."""
+        is_chat = self._has_template and not isinstance(prompt, str) and prompt != ids
+        return TextStream(self.target.tokenizer, after=() if is_chat else ids)
+
+    def _rule(self, options: GenerateOptions, limit: int) -> Acceptance:
+        rule = options.get("sampling")
+        numbers = [name for name in RULE if name in options]
+        if rule is not None and numbers:
+            raise ValueError(
+                f"expected sampling or {', '.join(numbers)}, got both; set the rule's own numbers"
+            )
+        if rule is None:
+            temperature = options.get("temperature", 0.0)
+            top_p, top_k = options.get("top_p", 1.0), options.get("top_k", 0)
+            if not self.engine.compile:
+                return seeded(temperature, top_p, top_k, limit)
+            rule = Sampled(temperature, top_p, top_k) if temperature else Greedy()
+        if "seed" in options:
+            rule.seed(options["seed"])
+        return rule
+
+
+def load(
+    head: str | Path | None = None,
+    target: str | Path | None = None,
+    *,
+    tree: Tree | str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    compile: bool = False,
+) -> TextGenerator:
+    """Load a target and its drafts by name, as `draftheads chat` does.
+
+    head: a head folder, the folder of a training run, a Hub id, or the name of another drafter
+    ("ngram"; all: docs/drafters.md); None: no drafts. target: default: the one that the head
+    records. tree: in place of the head's own, as `--tree` takes it. dtype, device: as of
+    `Target.load`, but on a CPU "auto" is the faster one of float32 and the checkpoint's own, and
+    the number of threads is chosen. compile: as of `Speculator`.
+
+    Raises ValueError or FileNotFoundError for what cannot be loaded. For loaded parts:
+    `TextGenerator(Speculator(target, head))`.
+    """
+    if head is None and target is None:
+        raise ValueError(
+            "expected a head or a target, got neither; load('out/qwen') or load(target='MODEL')"
+        )
+    for part in (head, target):
+        if not isinstance(part, str | Path | None):
+            raise TypeError(
+                f"expected the names of head and target, got {type(part).__name__}; for loaded "
+                "parts: TextGenerator(Speculator(target, head))"
+            )
+    if isinstance(head, Path):  # never the name of another drafter
+        head = os.path.abspath(os.path.expanduser(head))
+    name = None if target is None else str(target)
+    model, drafts = load_parts(head, name, Greedy(), False, Place(dtype, device))
+    shape = parse_tree(tree) if isinstance(tree, str) else tree
+    return TextGenerator(Speculator(model, drafts, tree=shape, compile=compile))
+
+
+def _is_batch(prompt: Any) -> bool:
+    """Whether this is a list of prompts, not one. Raises ValueError for anything else."""
+    if isinstance(prompt, str):
+        return False
+    if isinstance(prompt, Sequence):
+        if all(isinstance(each, str) for each in prompt):
+            return True
+        if all(isinstance(each, Mapping) or hasattr(each, "__index__") for each in prompt):
+            return False
+        if all(isinstance(each, Sequence) for each in prompt):
+            return True
+    raise ValueError(
+        "expected a text, messages, token ids, or a list of such, got "
+        f"{prompt!r:.80}; messages are {{'role': ..., 'content': ...}}"
+    )
+
+
+def _row_seeds(seed: int | None, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """The seed of each prompt's own random numbers; equal prompts are counted."""
+    if seed is None:
+        seed = int(torch.randint(1 << 62, ()))
+    earlier: Counter[str] = Counter()
+    seeds = []
+    for prompt in prompts:
+        digest = hashlib.sha256(repr(prompt).encode()).hexdigest()
+        seeds.append(f"{seed}/{digest}/{earlier[digest]}")
+        earlier[digest] += 1
+    return seeds

@@ -1,0 +1,129 @@
+"""Loading the target and the drafts that a command or `load` names. Heavy imports wait, so that
+commands are described at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from draftheads.infer.threads import choose_threads, set_threads
+
+if TYPE_CHECKING:
+    from draftheads.heads.formats.hub import HeadFolder
+    from draftheads.heads.target import Target
+    from draftheads.infer.accept import Acceptance
+    from draftheads.infer.engine import DrafterSource
+
+logger = logging.getLogger("draftheads")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a target is loaded. dtype, device: as of `Target.load`. threads: of the CPU;
+    None: the fastest number. report: called with a choice that was made, to be shown.
+    """
+
+    dtype: str = "auto"
+    device: str | None = None
+    threads: int | None = None
+    report: Callable[[object], None] = logger.info
+
+
+def load_target(
+    name: str,
+    place: Place,
+    revision: str | None = None,
+    heads: Sequence[HeadFolder] = (),
+    template_args: Mapping[str, Any] | None = None,
+) -> Target:
+    """Load the target, with the adapter that `heads` were trained with, if any, and the chat
+    template variables of their data, or `template_args`. Raises ValueError for a device that this
+    machine does not have.
+    """
+    import torch
+
+    from draftheads.heads.formats.hub import shared_adapter, shared_template_args
+    from draftheads.heads.placement import default_device
+    from draftheads.heads.target import Target
+
+    if place.device is not None:
+        try:
+            torch.empty(0, device=place.device)
+        except (AssertionError, RuntimeError) as error:  # several lines that name no option
+            usable = default_device()
+            hint = "; torch finds no usable GPU" if usable == "cpu" else ""
+            raise ValueError(
+                f"device: expected one of this machine, got {place.device!r}; try {usable}{hint}"
+            ) from error
+    adapter = shared_adapter(heads)
+    if template_args is None:
+        template_args = shared_template_args(heads)
+    target = Target.load(name, dtype=place.dtype, device=place.device, revision=revision)
+    target.template_args = dict(template_args)
+    return target.attach(adapter) if adapter else target
+
+
+def load_fast_target(
+    name: str,
+    place: Place,
+    revision: str | None = None,
+    heads: Sequence[HeadFolder] = (),
+    template_args: Mapping[str, Any] | None = None,
+) -> Target:
+    """`load_target`, with threads chosen, and on a CPU with dtype "auto" as the faster one by a
+    measurement. Not for what learns or writes data: its results would depend on timing.
+    """
+    from draftheads.heads.placement import default_device
+
+    device = place.device or default_device()
+    set_threads(place.threads)
+    if device == "cpu" and place.dtype == "auto" and not name.endswith(".gguf"):
+        place = replace(place, dtype=faster_dtype(name, revision, place.report))
+    target = load_target(name, place, revision, heads, template_args)
+    choose_threads(place.threads, target)
+    return target
+
+
+def faster_dtype(name: str, revision: str | None, report: Callable[[object], None]) -> str:
+    """The faster dtype for a target on this CPU; reports it where there is a choice."""
+    import torch
+
+    from draftheads.heads.placement import read_config
+    from draftheads.infer.measure.precision import measured_pace, own_dtype
+
+    config = read_config(name, revision)
+    if own_dtype(config) == torch.float32:
+        return "auto"
+    pace = measured_pace(config)
+    report(pace)
+    return pace.dtype
+
+
+def load_parts(
+    head: str | None,
+    target: str | None,
+    sampling: Acceptance,
+    adaptive: bool,
+    place: Place,
+    template_args: Mapping[str, Any] | None = None,
+) -> tuple[Target, DrafterSource | None]:
+    """Load a target, and what `head` names (as of `open_drafts`), if anything. target: default: the
+    one that the head records. Raises ValueError if neither names a target.
+    """
+    from draftheads.infer.drafters.named import load_drafts, named_drafts
+
+    drafts = named_drafts(head) if head else None
+    name, revision = target, None
+    if drafts is not None and not target:
+        name, revision = drafts.target
+    if name is None:
+        raise ValueError("expected a head or a target, got neither; pass one")
+    folders = drafts.folders if drafts else []
+    model = load_fast_target(name, place, revision, folders, template_args)
+    if drafts is None:
+        return model, None
+    *_, drafter = load_drafts({"": drafts}, model, sampling, adaptive).values()
+    return model, drafter

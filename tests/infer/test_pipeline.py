@@ -1,0 +1,162 @@
+"""The promise: text in, text out: answers are those of the engine, whole or streamed, alone or in a
+batch, and their statistics are true.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from reciting import reciting_model, sentencepiece_tokenizer
+from tiny_chat import llama
+from tiny_heads import random_head
+
+import draftheads
+from draftheads.heads import Target, save_head
+from draftheads.infer import Sampled, Speculator, TextGenerator, encode_prompt, load
+
+QUESTIONS = ["What is it?", "Why?", "And how does one do that?"]
+NEW_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A chat model with one token per byte."""
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def model(target) -> TextGenerator:
+    return TextGenerator(Speculator(target, random_head("sequential", target)))
+
+
+def expected(target: Target, prompt, **options) -> tuple[list[int], str]:
+    """Tokens and text of the plain model, as the engine's own loop and decoder have them."""
+    ids = encode_prompt(target, prompt)
+    steps = list(Speculator(target).generate(ids, max_new_tokens=NEW_TOKENS, **options))
+    tokens = [token for step in steps for token in step.tokens]
+    text = tokens[:-1] if tokens[-1] in target.eos_ids else tokens
+    return tokens, target.tokenizer.decode(text, skip_special_tokens=True)
+
+
+def chat(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_is_answered_as_in_a_chat(model, target, question):
+    tokens, text = expected(target, chat(question))
+    for prompt in (question, chat(question), encode_prompt(target, chat(question))):
+        answer = model.generate(prompt, max_new_tokens=NEW_TOKENS)
+        assert answer.token_ids == tokens
+        assert str(answer) == answer.text == text
+
+
+def test_a_stream_is_the_answer_in_pieces(model):
+    answer = model.generate("Why?", max_new_tokens=NEW_TOKENS)
+    stream = model.stream("Why?", max_new_tokens=NEW_TOKENS)
+    pieces = list(stream)
+    assert len(pieces) > 1 and "".join(pieces) == answer.text
+    assert stream.completion.token_ids == answer.token_ids
+
+
+def test_a_list_of_prompts_is_a_list_of_answers(target):
+    """In any size of batch, greedy and sampled with a seed."""
+    alone = TextGenerator(Speculator(target), batch_size=1)
+    together = TextGenerator(Speculator(target, random_head("medusa", target)), batch_size=2)
+    for options in ({}, {"temperature": 0.9, "seed": 3}):
+        texts = [str(a) for a in alone.generate(QUESTIONS, max_new_tokens=NEW_TOKENS, **options)]
+        assert texts == [
+            str(a) for a in together.generate(QUESTIONS, max_new_tokens=NEW_TOKENS, **options)
+        ]
+    same = alone.generate(["Why?"] * 3, temperature=1.0, seed=1, max_new_tokens=NEW_TOKENS)
+    assert len({answer.text for answer in same}) == 3, "each has draws of its own"
+
+
+def test_statistics_add_up(model):
+    answer = model.generate("Why?", max_new_tokens=NEW_TOKENS)
+    assert answer.tokens == len(answer.token_ids) <= NEW_TOKENS
+    assert answer.finish in ("eos", "length")
+    drafted = sum(max(step.accepted, 0) for step in answer.steps)
+    assert answer.draft_share == pytest.approx(drafted / answer.tokens)
+    assert 1 <= answer.tokens_per_step == answer.statistics.tokens_per_step
+    assert answer.tokens_per_second == pytest.approx(answer.tokens / answer.seconds)
+
+
+def test_a_stop_string_ends_the_text_before_it(model):
+    whole = model.generate("Why?", max_new_tokens=NEW_TOKENS).text
+    stop = whole[6:9]
+    answer = model.generate("Why?", max_new_tokens=NEW_TOKENS, stop=stop)
+    assert answer.text == whole[: whole.index(stop)]
+    assert "".join(model.stream("Why?", max_new_tokens=NEW_TOKENS, stop=[stop])) == answer.text
+
+
+def test_a_rule_of_ones_own(model, target):
+    """Its seed repeats the call."""
+    rule = Sampled(temperature=0.8)
+    texts = {
+        model.generate("Why?", sampling=rule, seed=5, max_new_tokens=NEW_TOKENS).text
+        for _ in range(2)
+    }
+    assert len(texts) == 1
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A head and its target, whose tokens are not pieces of text, on disk."""
+    tokenizer = sentencepiece_tokenizer()
+    reciting_model(len(tokenizer)).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    target = Target.load(tmp_path / "target")
+    save_head(random_head("medusa", target, depth=2), tmp_path / "head", target=target)
+    return tmp_path
+
+
+@pytest.mark.parametrize("head", ["head", "ngram", None])
+def test_by_name_it_is_what_the_command_line_loads(folder, head):
+    """Spaces and characters of several bytes stay whole, in pieces, too."""
+    name = str(folder / "head") if head == "head" else head
+    model = draftheads.load(name, folder / "target")
+    decode = partial(model.target.tokenizer.decode, skip_special_tokens=True)
+    inputs = model.target.tokenizer("Once upon a time", return_tensors="pt")
+    ids = model.target.model.generate(**inputs, max_new_tokens=30, do_sample=False)
+    answer = model.generate("Once upon a time", max_new_tokens=30)
+    assert decode(inputs["input_ids"][0]) + answer.text == decode(ids[0])
+    assert "".join(model.stream("Once upon a time", max_new_tokens=30)) == answer.text
+
+
+def test_the_heads_target_is_the_default(folder):
+    assert (
+        load(folder / "head").target.fingerprint()
+        == load(target=folder / "target").target.fingerprint()
+    )
+
+
+def test_mistakes_are_named_before_anything_is_decoded(model, target, tmp_path):
+    with pytest.raises(ValueError, match="expected a head or a target, got neither"):
+        load()
+    with pytest.raises(TypeError, match="TextGenerator\\(Speculator"):
+        load(target)
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        load(tmp_path / "nothing", tmp_path)
+    with pytest.raises(ValueError, match="expected a text, messages, token ids"):
+        model.generate(3)
+    with pytest.raises(TypeError, match="got max_tokens"):
+        model.generate("Why?", max_tokens=3)
+    with pytest.raises(ValueError, match="expected sampling or temperature, got both"):
+        model.generate("Why?", temperature=1.0, sampling=Sampled())
+    with pytest.raises(ValueError, match="stream: expected one prompt"):
+        model.stream(QUESTIONS)
+    with pytest.raises(ValueError, match="context"):
+        model.generate(["Why?", "x" * 1000])
+
+
+def test_facades_show_what_they_offer():
+    """dir() and help() begin with an example."""
+    assert {"load", "heads", "infer", "train"} <= {*dir(draftheads)}
+    for part in (draftheads.heads, draftheads.infer, draftheads.train):
+        assert "from draftheads." in (part.__doc__ or "")
+        assert dir(part) == sorted(part.__all__)
+        for name in part.__all__:
+            assert getattr(part, name) is not None
