@@ -128,16 +128,15 @@ def usage_line(error: Any) -> str:
 
 
 def spread(arguments: list[str]) -> list[str]:
-    """`--head A B` as `--head A --head B`, likewise --nodes and --tree, for click. Raises
-    ValueError for one of these without a value.
+    """`--head A B` as `--head A --head B`, likewise --nodes and --tree, for click; `--nodes 4,8` as
+    two values. Raises ValueError for one of these without a value.
     """
     option = ""
     out: list[str] = []
     for argument, following in pairwise([*arguments, "-"]):
         if not argument.startswith("-"):
-            if option:
-                out.append(option)
-            out.append(argument)
+            for value in argument.split(",") if option == "--nodes" else [argument]:
+                out += [option, value] if option else [value]
             continue
         option = argument if argument in SPREAD else ""
         if not option:

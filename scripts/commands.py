@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from draftheads.arguments import secret
 from draftheads.infer.threads import choose_threads, set_threads
+from draftheads.scripts.following import after_answers, after_bench, say_next
 from draftheads.scripts.models import (
     Drafting,
     Place,
@@ -189,6 +190,7 @@ def distill(
     report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise typer.Exit(1)
+    after_answers(target, out)
 
 
 def plan(
@@ -248,7 +250,7 @@ def bench(
     head: Heads,
     prompts: Prompts,
     max_new_tokens: Annotated[int, Option(min=1)] = 128,
-    nodes: Annotated[list[int] | None, Option(min=1, help="draft nodes to try; repeatable")] = None,
+    nodes: Annotated[list[int] | None, Option(min=1, help="draft nodes to try: 4,8,16")] = None,
     tree: Trees = None,
     batch: Annotated[int, Option(min=1, help="prompts decoded together")] = 1,
     limit: Annotated[int, Option(min=1, help="prompts, taken evenly from all categories")] = 16,
@@ -265,6 +267,7 @@ def bench(
     ] = None,
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
+    explain: Annotated[bool, Option("--explain", help="print all notes below the table")] = False,
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
@@ -301,8 +304,9 @@ def bench(
     announce(compile)
     entries = contestants(model, loaded, tree or (), options)
     report = benches.bench(model, entries, ids, options, categories=categories)
-    print_report(report)
+    print_report(report, explain=explain)
     outputs.write(report, drafts)
+    after_bench(target, head, prompts)
 
 
 def tune(
@@ -369,6 +373,7 @@ def tune(
         record_tuned(folder.path, tuned.best.tree, tuned.facts())
         say(f"written to {folder.path}")
     write_figures(json_out, asdict(tuned))
+    say_next("chat", "--head", head)
 
 
 def target_curve(
@@ -507,6 +512,7 @@ def publish(
     else:
         say(upload.listing())
         say(upload_files(upload, public=public, revision=revision, overwrite=overwrite))
+        say_next("chat", "--head", repo_id)
 
 
 def data_preview(
@@ -594,6 +600,7 @@ def import_answers(
     )
     for why, number in counts.reasons.most_common():
         say(f"  {number} {why}")
+    after_answers(target, out)
 
 
 def convert(
@@ -623,8 +630,10 @@ def convert(
     if to == "gguf":
         file = TargetFile.open(target) if target else None
         say(converted(source, out, to, target_file=file))
-    else:
-        say(converted(source, out, to, load_target(target, dtype, device) if target else None))
+        say("next: the llama-server command of the head's card", sys.stderr)
+        return
+    say(converted(source, out, to, load_target(target, dtype, device) if target else None))
+    say(f"next: the command in {out / 'README.md'}", sys.stderr)
 
 
 def merge(
@@ -648,3 +657,4 @@ def merge(
 
     transformers.logging.disable_progress_bar()
     say(merged(head, out, target, dtype))
+    say_next("chat", "--target", out, "--head", out / "heads")

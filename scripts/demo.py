@@ -1,4 +1,4 @@
-"""Distill, train, bench and a sample chat on the embedded target. CPU only, no network."""
+"""Distill, train, bench, tune and a sample chat on the embedded target. CPU only, no network."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from rich.console import Console
 from rich.text import Text
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats.hub import load_head
+from draftheads.heads.formats.hub import load_head, open_head, record_tuned
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.chat.repl import sample_chat
 from draftheads.infer.engine import Speculator
 from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
-from draftheads.infer.measure.report import print_report, write_json
+from draftheads.infer.measure.report import print_report, verdict, write_json
+from draftheads.infer.measure.tune import TuneOptions, tune
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts.openings import opening_ids
+from draftheads.scripts.printing import print_tuned
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.entry import INTERRUPTED
@@ -36,7 +38,8 @@ KINDS = {
     "eagle3": "an EAGLE-3 head learns to continue its own drafts",
 }
 NODES = (4, 8, 16)
-BENCH_PROMPTS = 16
+BENCH_PROMPTS, TUNE_PROMPTS = 16, 24
+HELDOUT = str(RECIPES / "demo-heldout.jsonl")
 QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json.dumps do?")
 
 
@@ -53,31 +56,35 @@ def demo(out: Path) -> BenchReport:
         f"The target: a frozen Llama of {millions:.1f} M parameters that answers questions about "
         "Python's standard library."
     )
-    with _stage(console, "1 of 6: distill - the target answers prompts, its tokens are the data"):
+    with _stage(console, "1 of 7: distill - the target answers prompts, its tokens are the data"):
         prompts = read_prompts(RECIPES / "demo-prompts.jsonl")
         options = DistillOptions(out=out / "data", max_new_tokens=128, batch_size=64)
         distill(target, prompts, options)
     heads = {}
     for number, (kind, what) in enumerate(KINDS.items(), start=2):
-        with _stage(console, f"{number} of 6: train - {what}"):
+        with _stage(console, f"{number} of 7: train - {what}"):
             heads[kind] = trained(kind, target, out, threads)
-    with _stage(console, "5 of 6: bench - held-out prompts, against transformers' generate"):
-        ids = opening_ids(target, str(RECIPES / "demo-heldout.jsonl"), None, BENCH_PROMPTS)
+    with _stage(console, "5 of 7: bench - held-out prompts, against transformers' generate"):
+        ids = opening_ids(target, HELDOUT, None, BENCH_PROMPTS)
         report = bench(target, heads, ids, BenchOptions(nodes=NODES))
         write_json(report, out / "bench.json")
         print_report(report, console)
     best = max(report.heads, key=lambda result: result.speedup)
     kind = best.name.partition("@")[0]
-    with _stage(console, f"6 of 6: chat - with {best.name}; accepted draft tokens are coloured"):
-        tree = heads[kind].tree.resized(best.nodes or heads[kind].tree.draft_nodes)
-        sample_chat(Speculator(target, heads[kind], tree=tree), QUESTIONS, console=console)
-    nodes = f" --nodes {best.nodes}" if best.nodes else ""
+    with _stage(console, f"6 of 7: tune - which tree of the {kind} head is fastest here?"):
+        folder = open_head(out / kind)
+        ids = opening_ids(target, HELDOUT, None, TUNE_PROMPTS)
+        tuned = tune(target, heads[kind], ids, TuneOptions(), others=[folder.facts.trained_tree])
+        print_tuned(tuned)
+        record_tuned(folder.path, tuned.best.tree, tuned.facts())
+    with _stage(console, "7 of 7: chat - with this tree; accepted draft tokens are coloured"):
+        engine = Speculator(target, heads[kind], tree=tuned.best.tree)
+        sample_chat(engine, QUESTIONS, console=console)
     console.print(
-        f"\n{best.name}: {best.speedup:.2f} times as fast as generate, {best.tokens_per_step:.2f} "
-        f"tokens per step, lossless: {best.lossless}. Total time: "
-        f"{time.monotonic() - began:.0f} s.\n"
-        f"Next:  draftheads chat --head {out / kind}{nodes}\n"
-        f"       draftheads serve --head {out / kind}{nodes}"
+        f"\n{verdict(report)}\nTuned, it is {tuned.best.measured / tuned.plain.measured:.1f} times "
+        f"as fast as this engine without drafts. Total time: {time.monotonic() - began:.0f} s.\n"
+        f"Next:  draftheads chat --head {out / kind}\n"
+        f"       draftheads serve --head {out / kind}"
     )
     return report
 

@@ -152,10 +152,13 @@ def fastest(report: BenchReport) -> list[Result]:
     return [max(results, key=lambda each: each.speedup) for results in families(report).values()]
 
 
-def print_report(report: BenchReport, console: Console | None = None) -> None:
-    """Print the tables and their footnotes."""
+def print_report(
+    report: BenchReport, console: Console | None = None, *, explain: bool = False
+) -> None:
+    """Print the tables, and what was found. explain: all footnotes, not only a legend."""
     console = console or SafeConsole()
     console.print(title(report), style="italic", justify="center", markup=False, highlight=False)
+    winner = best(report)
     for grid in grids(report):
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         for place, name in enumerate(grid.columns):
@@ -164,11 +167,50 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
             else:
                 table.add_column(NARROW.get(name, name), justify="right", no_wrap=True)
         for row in grid.rows:
-            table.add_row(*row, style="bold red" if "NO" in row else None)
+            table.add_row(*row, style=_style(row, winner))
         console.print(table, "")
+    console.print(verdict(report), style="bold", markup=False, highlight=False)
     for note in too_slow_notes(report):
         console.print(note, style="yellow", markup=False, highlight=False)
-    console.print("\n".join(footnotes(report)), style="dim", markup=False, highlight=False)
+    notes = "\n".join(footnotes(report))
+    if not explain:
+        notes = " ".join(["\n".join(legend(report)), MORE])
+    console.print(notes, style="dim", markup=False, highlight=False)
+
+
+MORE = "--explain: all notes, machine, command."
+
+
+def _style(row: list[str], winner: Result | None) -> str | None:
+    if "NO" in row:
+        return "bold red"
+    return "bold green" if winner and winner.name in row else None
+
+
+def best(report: BenchReport) -> Result | None:
+    """The fastest result with drafts, if any is faster than the best decoding without."""
+    results = [result for results in families(report).values() for result in results]
+    faster = [result for result in results if result.speedup_over_best > 1]
+    return max(faster, key=lambda result: result.speedup, default=None)
+
+
+def verdict(report: BenchReport) -> str:
+    """What was found, in a sentence."""
+    winner = best(report)
+    if winner is None:
+        return "Nothing here is faster than the best decoding without drafts."
+    low, high = winner.speedup_ci95
+    is_sure = min(low, winner.speedup_over_best_ci95[0]) > 1
+    speed = "is" if is_sure else "may be"
+    text = {
+        True: "its text is the same, token for token",
+        False: "ITS TEXT DIFFERS (--explain says where)",
+        None: "its text is not judged (--explain says why)",
+    }[winner.lossless]
+    return (
+        f"{winner.name} {speed} {winner.speedup:.1f} times as fast as generate here ({low:.1f} to "
+        f"{high:.1f}), {winner.speedup_over_best:.1f} times the best without drafts; {text}."
+    )
 
 
 def too_slow_notes(report: BenchReport) -> list[str]:
@@ -189,20 +231,19 @@ def footnotes(report: BenchReport) -> list[str]:
     """What a reader of these tables needs, the faults, and how to repeat the bench."""
     machine = f"machine: {machine_line(report.machine)}."
     command = f"command: {report.settings['command']}"
-    return [*legend(report), *_exceptions(report), machine, command]
+    interval = f"95 %: an interval over {report.settings['prompts']} prompts."
+    return [*legend(report), interval, *_exceptions(report), machine, command]
 
 
 def legend(report: BenchReport) -> list[str]:
     """What the columns of these tables are."""
-    settings = report.settings
     lines = [
-        "plain: this engine without drafts. name@N: N draft nodes. τ: tokens per step, bonus token "
-        "counted.",
-        f"speedup: over generate, 95 % interval over {settings['prompts']} prompts. CPU: by CPU "
-        "time. vs best: over the best baseline. draft, verify: ms per step.",
+        "τ: tokens per step. name@N: N draft nodes. plain: this engine without drafts.",
+        "speedup, CPU (by CPU time): over generate. vs best: over the best without drafts.",
+        "draft, verify: ms per step; of compiled steps, all of it is verify.",
     ]
-    if settings["compile"]:
-        lines.append("compiled: one function, whose time is under verify.")
+    if not report.settings["compile"]:
+        lines[-1] = "draft, verify: ms per step."
     return lines
 
 

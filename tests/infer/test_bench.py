@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from draftheads.infer.measure.report import (
     measured_facts,
     print_report,
     too_slow_notes,
+    verdict,
     write_json,
     write_markdown,
 )
@@ -393,11 +395,57 @@ def test_generate_pads_prompts_of_a_batch_on_the_left(prompts):
     assert max(len(row.tokens) for row in rows) == 9, "one row ends before another"
 
 
-def test_a_legend_has_at_most_three_lines(report):
-    """With everything that a table can have."""
-    settings = {**report.settings, "compile": True, "batch": 2}
-    assert len(legend(replace(report, settings=settings))) <= 3
-    assert len(legend(replace(report, settings={**settings, "compile": False}))) <= 2
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_legend_has_at_most_three_lines(report, compile):
+    settings = {**report.settings, "compile": compile, "batch": 2}
+    lines = [*legend(replace(report, settings=settings))]
+    assert len(lines) == 3 and max(map(len, lines)) <= 82
+
+
+def ended(report, **changes):
+    """The report with one result with drafts, changed."""
+    result = replace(report.result("medusa@8"), name="heads@8", **changes)
+    return replace(report, heads=[result])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {},
+            "heads@8 is 2.2 times as fast as generate here (1.8 to 2.7), 2.0 times the best "
+            "without drafts; its text is the same, token for token.",
+        ),
+        ({"speedup_ci95": [0.9, 2.7]}, "heads@8 may be 2.2 times"),
+        ({"speedup_over_best_ci95": [0.9, 2.0]}, "heads@8 may be 2.2 times"),
+        ({"lossless": False}, "ITS TEXT DIFFERS (--explain says where)."),
+        ({"lossless": None}, "its text is not judged (--explain says why)."),
+        (
+            {"speedup_over_best": 0.97},
+            "Nothing here is faster than the best decoding without drafts.",
+        ),
+    ],
+)
+def test_a_sentence_says_what_was_found(report, changes, sentence):
+    figures = {
+        "speedup": 2.2,
+        "speedup_ci95": [1.8, 2.7],
+        "speedup_over_best": 2.0,
+        "speedup_over_best_ci95": [1.7, 2.3],
+        "lossless": True,
+    }
+    assert sentence in verdict(ended(report, **{**figures, **changes}))
+
+
+def test_the_screen_has_80_columns_and_marks_the_winner(report):
+    won = ended(report, speedup=2.2, speedup_over_best=2.0)
+    out = StringIO()
+    print_report(won, Console(file=out, width=80, force_terminal=True, color_system="standard"))
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 80
+    marked = [line for line in out.getvalue().splitlines() if "\x1b[1;32m" in line]
+    assert any("heads@8" in line for line in marked)
+    assert not any("generate" in line for line in marked)
 
 
 def test_measured_facts_are_plain_values(report):
@@ -408,13 +456,13 @@ def test_measured_facts_are_plain_values(report):
 
 def test_the_table_and_its_footnotes_name_what_they_count(report):
     out = StringIO()
-    print_report(report, Console(file=out, width=160))
+    print_report(report, Console(file=out, width=160), explain=True)
     for text in (
         "medusa@64",
         "generate",
         "category",
         "CPU",
-        "bonus token counted",
+        "τ: tokens per step",
         "interval over 3 prompts",
         "token for token",
     ):
