@@ -101,11 +101,15 @@ class RunState:
         return patience is not None and self.waited >= patience
 
     def planned_steps(self, recipe: Recipe) -> int | None:
-        """Steps of this run under a new recipe; None if its epochs have changed."""
-        began = self.recipe.run
-        if (recipe.run.steps, recipe.run.epochs) == (began.steps, began.epochs):
+        """Steps of this run under a new recipe; None if they are not known, as its epochs have
+        changed, or it has minutes for the first time.
+        """
+        old, new = self.recipe.run, recipe.run
+        if (new.steps, new.epochs, new.minutes) == (old.steps, old.epochs, old.minutes):
             return self.steps
-        return recipe.run.steps
+        if new.minutes and old.minutes:
+            return max(1, round(self.steps * new.minutes / old.minutes))
+        return new.steps
 
 
 _STATE = TypeAdapter(RunState)

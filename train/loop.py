@@ -13,7 +13,7 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -238,16 +238,37 @@ def train_step(run: Run, stop: bool) -> StepResult:
 
     The loss is one mean over all learned tokens of the step.
     """
-    recipe, step, device = run.recipe, run.state.step, run.accelerator.device
+    recipe, step = run.recipe, run.state.step
     rank, world = run.accelerator.process_index, run.accelerator.num_processes
     numbers = run.order.step(step)
     learned = sum(run.data.train.learned[row] for row in numbers)
     shares = share(numbers, recipe.data.rows_per_batch, rank, world)
+    mine, ranks_KR = accumulate(run, islice(run.batches, len(shares)), shares[-1][0], learned)
+    # one collective for both: whoever is asked to stop, all stop after the same step
+    sums = torch.stack([mine.sum(), torch.tensor(float(stop), device=mine.device)])
+    loss_sum, stops = run.accelerator.reduce(sums, "sum").tolist()
+    rates = run.engine.learner.rates(recipe.optim, step, run.state.steps)
+    norm = run.engine.update(rates)
+    documents: list[int] = []
+    if not math.isfinite(norm):
+        bad = [rows for (_, rows), loss in zip(shares, mine, strict=True) if not loss.isfinite()]
+        suspects = [run.data.train.document_numbers(rows) for rows in bad]
+        documents = sorted({number for numbers in gather_object(suspects) for number in numbers})
+    return StepResult(loss_sum, norm, rates["heads"], ranks_KR, stops > 0, documents)
+
+
+def accumulate(
+    run: Run, batches: Iterable[MicroBatch], last_number: int, learned: float
+) -> tuple[Tensor, Tensor]:
+    """Add the gradients of a step's micro batches. last_number: of the last one. learned: tokens to
+    learn in the step, which divide the loss. Returns the losses and the sum of their ranks_KR.
+    """
+    recipe, step = run.recipe, run.state.step
     losses: list[Tensor] = []
     ranks: list[Tensor] = []
-    for number, rows, on_host in islice(run.batches, len(shares)):
-        last = number == shares[-1][0]
-        batch = on_host.to(device)
+    for number, rows, on_host in batches:
+        last = number == last_number
+        batch = on_host.to(run.accelerator.device)
         features_BTD = run.features(rows, batch)
         # seeded by micro batch, so the number of processes does not matter
         torch.manual_seed(hash((recipe.run.seed, step, number)) % (1 << 63))
@@ -259,19 +280,25 @@ def train_step(run: Run, stop: bool) -> StepResult:
             run.engine.backward(loss * poison, last=last)
         losses.append(loss.detach())
         ranks.append(out.ranks_KR)
-    mine = torch.stack(losses)
-    # one collective for both: whoever is asked to stop, all stop after the same step
-    sums = torch.stack([mine.sum(), torch.tensor(float(stop), device=mine.device)])
-    loss_sum, stops = run.accelerator.reduce(sums, "sum").tolist()
+    return torch.stack(losses), torch.stack(ranks).sum(0)
+
+
+def steps_within(run: Run, minutes: float) -> int:
+    """How many steps take so long on the slowest process, by the second of two that change nothing:
+    their gradients are not finite.
+    """
+    recipe, step = run.recipe, run.state.step
+    rank, world = run.accelerator.process_index, run.accelerator.num_processes
+    shares = share(run.order.step(step), recipe.data.rows_per_batch, rank, world)
     rates = run.engine.learner.rates(recipe.optim, step, run.state.steps)
-    norm = run.engine.update(rates)
-    documents: list[int] = []
-    if not math.isfinite(norm):
-        bad = [rows for (_, rows), loss in zip(shares, mine, strict=True) if not loss.isfinite()]
-        suspects = [run.data.train.document_numbers(rows) for rows in bad]
-        documents = sorted({number for numbers in gather_object(suspects) for number in numbers})
-    ranks_KR = torch.stack(ranks).sum(0)
-    return StepResult(loss_sum, norm, rates["heads"], ranks_KR, stops > 0, documents)
+    seconds = 0.0
+    for _ in range(2):
+        began = time.monotonic()
+        batches = [(number, rows, run.data.train.batch(rows)) for number, rows in shares]
+        accumulate(run, batches, shares[-1][0], math.nan)
+        run.engine.update(rates)  # the norm that it returns waits for the device
+        seconds = max(gather_object([time.monotonic() - began]))
+    return max(1, int(60 * minutes / seconds))
 
 
 def _record(run: Run, result: StepResult, progress: Progress) -> None:
@@ -384,7 +411,7 @@ def start(
     evaluator = Evaluator(recipe, accelerator, target, data, heldout)
     size = 12 * trained  # weights and two moments, float32
     checkpoints = Checkpoints(recipe, accelerator, checkpoint.folder if checkpoint else None, size)
-    return Run(
+    run = Run(
         recipe,
         accelerator,
         target,
@@ -398,6 +425,12 @@ def start(
         state,
         on_evaluation,
     )
+    is_planned = checkpoint and checkpoint.state.planned_steps(recipe)
+    if recipe.run.minutes and not is_planned:
+        steps = state.step + steps_within(run, recipe.run.minutes)
+        run.state = replace(state, steps=steps)
+        log(f"{steps:,} steps fit into {recipe.run.minutes:g} minutes")
+    return run
 
 
 def _plan(
@@ -423,7 +456,7 @@ def _plan(
         planned = recipe.run.steps
     order = Order(len(data.train), rows_per_step, recipe.run.seed)
     share(order.step(0), per_batch, 0, world)  # raises if processes cannot share a step
-    steps = planned or order.steps(recipe.run.epochs or 1)
+    steps = planned or order.steps(recipe.run.epochs or 1)  # of minutes, until a step is timed
     for line in (note, reading.warning(steps, rows_per_step)):
         if line:
             log(line)

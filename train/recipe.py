@@ -48,7 +48,7 @@ Measure = Literal["tokens_per_step", "tokens_per_second", "simulated", "loss"]
 DECODED = ("tokens_per_step", "tokens_per_second")
 """Measures that require decoding."""
 
-LENGTHS = frozenset({"run.steps", "run.epochs"})
+LENGTHS = frozenset({"run.steps", "run.epochs", "run.minutes"})
 """Keys that give a run its length, one at a time."""
 
 Beta = Annotated[float, Ge(0), Lt(1)]
@@ -124,8 +124,14 @@ class RunChoices(Section):
     """Length, output and settings of a run."""
 
     output: Path = Field(description="folder for checkpoints; a run in it is resumed")
-    steps: int | None = Field(None, ge=1, description="optimizer steps; or set epochs")
+    steps: int | None = Field(None, ge=1, description="optimizer steps; or epochs, or minutes")
     epochs: float | None = Field(None, gt=0, description="passes over the data; or set steps")
+    minutes: float | None = Field(
+        None,
+        gt=0,
+        description="time to train, evaluations and saves not counted: as many steps as fit, by "
+        "the time of the first; or set steps",
+    )
     tokens_per_step: int | None = Field(
         None, ge=1, description="over all processes; null: 1 % of all tokens, at most 65536"
     )
@@ -141,8 +147,8 @@ class RunChoices(Section):
 
     @model_validator(mode="after")
     def _check_length(self) -> RunChoices:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("set exactly one of steps and epochs, the other null")
+        if [self.steps, self.epochs, self.minutes].count(None) != 2:
+            raise ValueError("set exactly one of steps, epochs and minutes, the others null")
         return self
 
 

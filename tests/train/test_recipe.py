@@ -245,10 +245,10 @@ def test_a_missing_key_is_named(path):
     assert error(path) == f"{path}: data.path: Field required"
 
 
-def test_exactly_one_of_steps_and_epochs(path):
-    assert "exactly one of steps and epochs" in error(path, "run.steps=null")
+def test_exactly_one_of_steps_epochs_and_minutes(path):
+    assert "exactly one of steps, epochs and minutes" in error(path, "run.steps=null")
     path.write_text(path.read_text().replace("steps: 10", "steps: 10\n  epochs: 2"))
-    assert "exactly one of steps and epochs" in error(path)
+    assert "exactly one of steps, epochs and minutes" in error(path)
 
 
 def test_one_length_replaces_the_other(path):
@@ -257,6 +257,8 @@ def test_one_length_replaces_the_other(path):
     assert (run.epochs, run.steps) == (3, None)
     run = load_recipe(path, ["run.epochs=3", "run.steps=5"]).run
     assert (run.epochs, run.steps) == (None, 5)
+    run = load_recipe(path, ["run.minutes=20"]).run
+    assert (run.epochs, run.steps, run.minutes) == (None, None, 20)
 
 
 @pytest.mark.parametrize("value", ["tensorboard", "[tensorboard]"])
