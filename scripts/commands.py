@@ -220,6 +220,7 @@ def plan(
     made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
     print_plan(made)
     write_figures(json_out, made.to_json())
+    say_next("train", recipe, *(overrides or []))
 
 
 def train(recipe: Recipe, overrides: Overrides = None, threads: Threads = None) -> None:

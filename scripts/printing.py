@@ -171,8 +171,12 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(_time(plan))
     if plan.break_even:
         console.print(_break_even(plan))
+    for text in beyond_target(plan):
+        console.print(text, style="yellow")
     if text := remedy(plan):
         console.print(text, style="bold red")
+    else:
+        console.print(verdict(plan), style="bold green")
 
 
 GAINS = (1.0, 1.5, 2.0)
@@ -286,11 +290,49 @@ def _time(plan: Plan) -> str:
     if time["later"] < time["step"]:
         kinds = f" ({time['later']:.3g} s once features are known)"
     speed = plan.work.tokens_per_step / time["step"]
-    total = f"{time['total'] / 3600:.2f} hours" if "total" in time else "unknown"
+    total = in_words(time["total"]) if "total" in time else "unknown"
     return (
         f"time   {time['step']:.3g} s per step{kinds}, {speed:,.0f} tokens/s; "
         f"{time['save']:.3g} s per save; {total} in total"
     )
+
+
+def verdict(plan: Plan) -> str:
+    """Of a plan that fits: how much of the memory it takes, and how long."""
+    seconds = plan.time.get("total")
+    if plan.recipe.run.minutes:
+        seconds = 60 * plan.recipe.run.minutes
+    time = f"about {in_words(seconds)}" if seconds else "time unknown"
+    return f"fits: {plan.peak / 1e9:.1f} of {plan.limit / 1e9:.0f} GB, {time}"
+
+
+def in_words(seconds: float) -> str:
+    """A duration with one unit."""
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} minutes"
+    if seconds < 36 * 3600:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 86400:.1f} days"
+
+
+def beyond_target(plan: Plan) -> list[str]:
+    """Lines for choices that are larger than the target."""
+    recipe, target = plan.recipe, plan.shapes.target
+    lines = []
+    vocabulary = recipe.head.draft_vocabulary or 0
+    if vocabulary > target.vocab_size:
+        lines.append(
+            f"head.vocabulary: expected at most the target's {target.vocab_size:,} tokens, got "
+            f"{vocabulary:,}; null drafts all"
+        )
+    if recipe.data.sequence_length > target.context:
+        lines.append(
+            f"data.sequence_length: expected at most the target's context, {target.context:,} "
+            f"tokens, got {recipe.data.sequence_length:,}; rows have the former"
+        )
+    return lines
 
 
 def remedy(plan: Plan) -> str:

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import yaml
 from typer import Argument, Option
 
 from draftheads.recipes import find_recipe, recipe_names
+from draftheads.scripts.following import say_next
+from draftheads.scripts.options import NEW_CHECK, Revision, TargetName
 from draftheads.train.entry import say
 
 NAME = "a name; default: list all"
@@ -59,6 +62,34 @@ def recipes(
     copy.parent.mkdir(parents=True, exist_ok=True)
     write_text(copy, text)
     say(f"written to {copy}; next: draftheads plan {copy} target=TARGET data.path=DATA")
+
+
+def init(
+    target: TargetName,
+    out: Annotated[Path, Option(callback=NEW_CHECK, help="new recipe to write")],
+    data: Annotated[Path | None, Option(help="answers, there already or not yet")] = None,
+    kind: Annotated[str, Option(help="sequential, medusa, eagle3 or block")] = "sequential",
+    revision: Revision = None,
+) -> None:
+    """Write a recipe for a target on this machine, with the reason for each choice. Reads the
+    target's config.json, no weights.
+    """
+    from draftheads.heads.files import write_text
+    from draftheads.train.suggest import suggest
+
+    text = suggest(target, kind, data, revision)
+    answers = yaml.safe_load(text)["data"]["path"]
+    commands = [
+        f"draftheads distill --target {target} --prompts PROMPTS --out {answers}",
+        f"draftheads plan {out}",
+        f"draftheads train {out}",
+    ]
+    about = f"{kind} heads for {target}, by `draftheads init`. Every line may be edited."
+    header = "\n".join(f"# {line}" for line in [about, *commands])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, f"{header}\n{text}")
+    say(text.rstrip())
+    say_next("plan", out)
 
 
 def title(path: Path) -> str:

@@ -29,6 +29,7 @@ WINGS = (
     "infer.pipeline",
     "train.data",
     "train.plan",
+    "train.suggest",
     "train.doctor",
     "scripts",
 )

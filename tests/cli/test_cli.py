@@ -279,7 +279,7 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(
 
 
 DEVICES = {
-    "--device": ("cuda:99", "--device: expected a device of this machine, got 'cuda:99'"),
+    "--device": ("cuda:99", "device: expected one of this machine, got 'cuda:99'"),
     "--dtype": ("fp32", "--dtype: expected auto, float32, bfloat16 or float16, got 'fp32'"),
 }
 
@@ -305,7 +305,7 @@ def test_a_device_or_dtype_that_is_not_there(run, target, tmp_path, command, opt
 def test_a_device_that_is_none(run, target, tmp_path, device):
     answer = run("distill", "--target", target, "--prompts", questions(tmp_path),
                  "--out", tmp_path / "data", "--device", device)  # fmt: skip
-    failed(answer, f"--device: expected a device of this machine, got {device!r}; try ")
+    failed(answer, f"device: expected one of this machine, got {device!r}; try ")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""The promise: `init` writes a recipe for a target on this machine that trains as it is."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from tiny_training import random_answers, write_answers
+from transformers import AutoConfig
+
+from draftheads.scripts import recipes
+from draftheads.train.loop import fit
+from draftheads.train.recipe import load_recipe
+from draftheads.train.suggest import WHY_KIND, suggest
+
+
+@pytest.mark.parametrize("kind", WHY_KIND)
+def test_a_recipe_of_each_kind_is_valid(kind, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(suggest("demo-target", kind, None))
+    recipe = load_recipe(path)
+    assert (recipe.head.kind, recipe.target) == (kind, "demo-target")
+    assert recipe.data.sequence_length <= 512, "its context"
+    assert recipe.head.draft_vocabulary == (None if kind == "block" else 1024)
+
+
+def test_choices_have_reasons(tmp_path):
+    lines = suggest("demo-target", "sequential", None).splitlines()
+    plain = ("target", "path", "output")
+    values = [line for line in lines if not line.endswith(":")]
+    assert all("  # " in line or line.strip().startswith(plain) for line in values)
+
+
+def test_it_follows_the_answers_that_are_there(tmp_path, monkeypatch):
+    data = write_answers(tmp_path / "data", random_answers(40))
+    values = yaml.safe_load(suggest("demo-target", "medusa", data))
+    assert values["data"] | {"rows_per_batch": 0} == {
+        "path": str(data),
+        "sequence_length": 256,
+        "cache_gb": 1,
+        "rows_per_batch": 0,
+    }
+    assert values["run"]["epochs"] == 12, "many passes over so little"
+
+
+def test_a_large_target_has_a_draft_vocabulary_and_few_rows(tmp_path):
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=151_936, hidden_size=1024, num_hidden_layers=4, intermediate_size=3072
+    )
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path / "target")
+    values = yaml.safe_load(suggest(str(tmp_path / "target"), "sequential", None))
+    assert values["head"]["vocabulary"] == 32_768
+    assert values["head"]["rank"] == 256
+    assert values["data"]["rows_per_batch"] in (1, 2, 4, 8, 16)
+    assert values["optim"]["lr"] == 1e-3
+
+
+def test_unknown_kinds_and_existing_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="--kind: expected sequential, medusa, eagle3, block"):
+        suggest("demo-target", "eagle4", None)
+
+
+@pytest.mark.slow
+def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_answers(tmp_path / "data", random_answers(40))
+    recipes.init("demo-target", tmp_path / "mine.yaml", tmp_path / "data")
+    assert "next: draftheads plan" in capsys.readouterr().err
+    recipe = load_recipe(tmp_path / "mine.yaml", ["run.steps=2", "eval.every=0"])
+    assert fit(recipe).finished

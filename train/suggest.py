@@ -1,0 +1,177 @@
+"""A recipe for one model on this machine: each choice with the reason for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftheads.heads.placement import default_device, read_config
+from draftheads.train.data.answers import Counts, count, read_manifest
+from draftheads.train.plan import make_plan
+from draftheads.train.recipe import Recipe
+
+WHY_KIND = {
+    "sequential": "fastest in this project's own engine; --kind eagle3 or block for others",
+    "medusa": "quickest to train, nearly free to draft",
+    "eagle3": "vLLM serves it, SGLang with trees",
+    "block": "most tokens per step in small trees; vLLM, SGLang and llama.cpp serve it",
+}
+SMALL = 512
+"""Width below which a target is a toy, for which the demo's numbers were found."""
+RATES = {"sequential": 1e-3, "medusa": 1e-3, "eagle3": 3e-4, "block": 6e-4}
+"""Peak learning rates of the shipped recipes for targets of 0.6 B parameters."""
+REDUCED = 32_768
+"""Tokens of a draft vocabulary: of what models write, they are 98 % or more."""
+LONGEST = 2048
+"""Tokens per row at most, where the answers do not ask for more."""
+EPOCHS = {300_000: 12, 3_000_000: 6}
+"""Passes over so many tokens, at most; three over more."""
+FILL = 0.8
+"""Share of the memory that a plan without measured activations may take."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A key of a recipe, its value, and why it is that."""
+
+    key: str
+    value: Any
+    why: str
+
+
+def suggest(target: str, kind: str, data: Path | None, revision: str | None = None) -> str:
+    """The text of a recipe for this target. data: a folder of answers, or where they will be.
+
+    Raises ValueError for an unknown kind, and what reading the target's config raises.
+    """
+    if kind not in WHY_KIND:
+        raise ValueError(f"--kind: expected {', '.join(WHY_KIND)}, got {kind!r}; choose one")
+    name = target.rstrip("/").rpartition("/")[2].lower()
+    folder = data or Path("out") / name / "answers"
+    choices = [
+        Choice("target", target, ""),
+        *_placement(revision),
+        *_data(target, revision, folder),
+        *_head(target, revision, kind),
+        *_run(name, kind, folder),
+    ]
+    rows = fitting_rows(choices)
+    return rendered([*choices, rows])
+
+
+def _placement(revision: str | None) -> Iterator[Choice]:
+    if revision:
+        yield Choice("target_revision", revision, "")
+    if default_device() != "cpu":
+        yield Choice("target_dtype", "bfloat16", "as it will decode here")
+
+
+def _data(target: str, revision: str | None, folder: Path) -> Iterator[Choice]:
+    config = read_config(target, revision).get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", LONGEST)
+    length = LONGEST if default_device() != "cpu" else LONGEST // 4
+    why = "the answers are not there yet"
+    counts = _counts(folder)
+    if counts and counts.documents:
+        mean = counts.tokens / counts.documents
+        length = min(LONGEST, max(256, 1 << int(4 * mean).bit_length()))
+        why = f"answers have {mean:.0f} tokens on average; rows hold several"
+    if length >= context:
+        length = context
+        why = "the target's context"
+    yield Choice("data.path", str(folder), "")
+    yield Choice("data.sequence_length", length, why)
+    if config.hidden_size < SMALL:
+        yield Choice("data.cache_gb", 1, "features of a small target fit into memory")
+
+
+def _head(target: str, revision: str | None, kind: str) -> Iterator[Choice]:
+    config = read_config(target, revision).get_text_config(decoder=True)
+    width, vocabulary = config.hidden_size, config.vocab_size
+    is_small = width < SMALL
+    yield Choice("head.kind", kind, WHY_KIND[kind])
+    if kind in ("sequential", "medusa"):
+        yield Choice("head.depth", 5, "tokens drafted ahead")
+    if kind == "sequential":
+        rank = max(16, min(512, width // 4))
+        yield Choice("head.rank", rank, f"a quarter of the width, {width}")
+    if kind == "block":
+        yield Choice("head.layers", 2, "two with conditioning are better than five without")
+    if kind in ("sequential", "medusa") and is_small:
+        yield Choice("head.layers", 2, "they cost little at this width")
+    reduced = vocabulary // 4 if is_small else REDUCED
+    if kind != "block" and vocabulary >= 1.5 * reduced and reduced >= 512:
+        share = f"of {vocabulary:,}: the last matrix is what drafting reads most"
+        yield Choice("head.vocabulary", reduced, share)
+    rate = 5e-3 if is_small else RATES[kind]
+    yield Choice("optim.lr", rate, "lower it if the loss jumps")
+
+
+def _run(name: str, kind: str, folder: Path) -> Iterator[Choice]:
+    yield Choice("run.output", f"out/{name}/{kind}", "")
+    counts = _counts(folder)
+    epochs = 4
+    why = "run.minutes=20 in its place sets a time"
+    if counts:
+        sizes = [limit for limit in EPOCHS if counts.tokens <= limit]
+        epochs = EPOCHS[sizes[0]] if sizes else 3
+        why = f"over {counts.tokens:,} tokens; {why}"
+    yield Choice("run.epochs", epochs, why)
+    yield Choice("run.save_every", 200, "each save measures the heads, too")
+    if default_device() != "cpu":
+        yield Choice("run.precision", "bf16", "weights stay float32")
+
+
+def _counts(folder: Path) -> Counts | None:
+    """Of the answers; None where there are none yet."""
+    if not (folder / "manifest.json").is_file():
+        return None
+    return count(folder, read_manifest(folder))
+
+
+def fitting_rows(choices: list[Choice]) -> Choice:
+    """The largest power of two, up to 16, whose weights, optimizer and data fit into memory."""
+    key = "data.rows_per_batch"
+    length = next(each.value for each in choices if each.key == "data.sequence_length")
+    tokens = 16_384 if default_device() != "cpu" else 2_048
+    rows = max(1, min(16, tokens // length))
+    while True:
+        recipe = Recipe.model_validate(nested([*choices, Choice(key, rows, "")]))
+        plan = make_plan(recipe, probe=False)
+        if rows == 1 or plan.peak <= FILL * plan.limit:
+            break
+        rows //= 2
+    memory = f"{plan.peak / 1e9:.1f} of {plan.limit / 1e9:.0f} GB before activations"
+    return Choice(key, rows, f"{memory}; draftheads plan measures them")
+
+
+def nested(choices: list[Choice]) -> dict[str, Any]:
+    """The values of a recipe, by section."""
+    values: dict[str, Any] = {}
+    for choice in choices:
+        section, dot, key = choice.key.rpartition(".")
+        place = values.setdefault(section, {}) if dot else values
+        place[key] = choice.value
+    return values
+
+
+def rendered(choices: list[Choice]) -> str:
+    """YAML with the reasons as comments."""
+    lines = []
+    whys = {choice.key: choice.why for choice in choices}
+    for name, value in nested(choices).items():
+        if not isinstance(value, dict):
+            lines.append(_line(name, value, whys[name]))
+            continue
+        lines.append(f"{name}:")
+        lines += [f"  {_line(key, x, whys[f'{name}.{key}'])}" for key, x in value.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _line(key: str, value: Any, why: str) -> str:
+    text = yaml.safe_dump({key: value}).strip()
+    return f"{text}  # {why}" if why else text
