@@ -125,6 +125,14 @@ def test_the_picture_shows_every_part():
     assert sorted(titles) == sorted({part(module) for module in MODULES})
 
 
+def test_the_map_names_every_module():
+    """A reader finds where to change a thing without a search."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = {name for group in re.findall(r"`([^`]+)`", text) for name in re.findall(r"\w+", group)}
+    modules = {module.rpartition(".")[2] for module in MODULES} - {"__init__"}
+    assert modules <= named, sorted(modules - named)
+
+
 @pytest.mark.parametrize("page", WORDS)
 def test_the_prose_stays_short(page):
     """The lab book, which only grows, is not counted."""
