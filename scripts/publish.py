@@ -41,6 +41,7 @@ HOST = re.compile(r"://(?:[^/@]*@)?((\[[^]]*\]|[^/:?#]+)(?::\d+)?)")
 FACTS = """
 format kind feature_layers target adapter tree tree_order tuned training measured
 name revision fingerprint architecture layers quantisation dtype eos_ids
+steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe data
 rank alpha modules parameters drift
 versions hardware merged_adapter
 documents learned_tokens digest sampling prompts seed

@@ -333,9 +333,6 @@ def _override(values: dict[str, Any], text: str) -> str:
         if not isinstance(section.get(each), dict):
             section[each] = {}
         section = section[each]
-    if key in LENGTHS:
-        for other in LENGTHS - {key}:
-            section.pop(other.removeprefix("run."), None)
     fields = [dict(recipe_keys(kind)).get(key) for kind in HEADS]
     types = [str(field.annotation) for field in fields if field]
     takes_text = re.search(r"\bstr\b|Path|\['", " ".join(types))
@@ -345,6 +342,9 @@ def _override(values: dict[str, Any], text: str) -> str:
         section[name] = value if is_text else _parse_yaml(value)
     except ValueError as error:
         raise ValueError(f"override {text!r}: {value!r} is not a YAML value") from error
+    if key in LENGTHS and section[name] is not None:
+        for other in LENGTHS - {key}:
+            section.pop(other.removeprefix("run."), None)
     if key == "head.kind" and old_kind in HEADS and value in HEADS:
         old, new = HEADS[old_kind].Choices.model_fields, HEADS[value].Choices.model_fields
         dropped = [other for other in section if other in old and other not in new]

@@ -113,7 +113,7 @@ def test_the_published_card_names_its_repository_and_licence(hub, folder):
     assert not hub.repos["me/heads"]["private"]
     card = ModelCard.load("me/heads")
     assert card.data.license == "apache-2.0"
-    assert 'load_pair("me/heads")' in card.text
+    assert 'draftheads.load("me/heads")' in card.text
     assert 'custom_generate="me/heads"' in card.text
     assert "draftheads chat --head me/heads" in card.text
     assert "THIS_FOLDER" not in card.text
