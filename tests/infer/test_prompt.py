@@ -21,6 +21,7 @@ from draftheads.heads import load_pair, save_head
 from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.infer.chat.conversation import History
+from draftheads.infer.pipeline import loading
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
 from draftheads.infer.serve.protocol import ChatRequest, CompletionRequest
 from draftheads.infer.serve.reader import Reader
@@ -172,22 +173,22 @@ def test_a_damaged_record_of_variables_is_one_line(trained):
 @pytest.mark.parametrize("command", DECODING)
 def test_every_command_that_decodes_takes_template_args(command, trained, monkeypatch):
     """What they load is theirs: see the tests above."""
-    given: list[str | None] = []
+    given: list[Any] = []
 
     def load(*arguments: Any, **more: Any) -> Target:
         bound = inspect.signature(real_load).bind(*arguments, **more).arguments
         given.append(bound.get("template_args"))
         raise ValueError("seen")
 
-    real_load = models.load_target
-    monkeypatch.setattr(models, "load_target", load)
+    real_load = loading.load_target
+    monkeypatch.setattr(loading, "load_target", load)
     options = ["--head", trained / "head", "--template-args", '{"mood": "calm"}']
     if command != "chat":
         options += ["--target", trained / "target"]
     if command in ("bench", "tune", "doctor"):
         options += ["--prompts", "spec-bench"]
     answer = CliRunner().invoke(app, [command, *map(str, options)])
-    assert given == ['{"mood": "calm"}'], answer.output
+    assert given == [{"mood": "calm"}], answer.output
 
 
 @pytest.mark.parametrize(
