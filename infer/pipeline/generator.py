@@ -104,8 +104,9 @@ class Completion:
 class Growth:
     """A completion while its steps arrive."""
 
-    def __init__(self, completion: Completion, content: AnswerText) -> None:
-        self.completion, self.content = completion, content
+    def __init__(self, prompt: list[int], content: AnswerText) -> None:
+        self.completion = Completion(prompt)
+        self.content = content
         self._start = perf_counter()
         self._shown = 0
 
@@ -209,8 +210,8 @@ class TextGenerator:
                 f"expected {', '.join(GenerateOptions.__annotations__)}, got "
                 f"{', '.join(sorted(unknown))}; leave it out"
             )
-        rendered = [self._render(prompt, options) for prompt in prompts]
-        ids = [self._ids(prompt, options) for prompt in rendered]
+        encoded = [self._encoded(prompt, options) for prompt in prompts]
+        ids = [prompt for prompt, _ in encoded]
         room = self.target.context - max(map(len, ids), default=0)
         limit = options.get("max_new_tokens", min(NEW_TOKENS, room))
         stop = options.get("stop", ())
@@ -223,39 +224,25 @@ class TextGenerator:
         for start in range(0, len(ids), self.batch_size):
             part = slice(start, start + self.batch_size)
             growing = [
-                Growth(Completion(prompt), AnswerText(self._text(prompt, source), stop))
-                for prompt, source in zip(ids[part], rendered[part], strict=True)
+                Growth(prompt, AnswerText(TextStream(self.target.tokenizer, after=after), stop))
+                for prompt, after in encoded[part]
             ]
-            yield (
-                growing,
-                self.engine.generate_batch(
-                    ids[part],
-                    sampling=rule,
-                    max_new_tokens=limit,
-                    stop=stop,
-                    seeds=seeds[part],
-                ),
+            steps = self.engine.generate_batch(
+                ids[part], sampling=rule, max_new_tokens=limit, stop=stop, seeds=seeds[part]
             )
+            yield growing, steps
 
-    @property
-    def _has_template(self) -> bool:
-        return bool(getattr(self.target.tokenizer, "chat_template", None))
-
-    def _render(self, prompt: Prompt, options: GenerateOptions) -> Prompt:
-        """A text as the question that it is for a target with a chat template."""
-        if isinstance(prompt, str) and self._has_template and not options.get("raw"):
-            return [{"role": "user", "content": prompt}]
-        return prompt
-
-    def _ids(self, prompt: Prompt, options: GenerateOptions) -> list[int]:
-        if not isinstance(prompt, str) and all(hasattr(each, "__index__") for each in prompt):
-            return [*prompt]
-        return encode_prompt(self.target, prompt, options.get("template_args"))  # type: ignore[arg-type]
-
-    def _text(self, ids: Sequence[int], prompt: Prompt) -> TextStream:
-        """An answer after a chat template begins a text; any other continues that of the prompt."""
-        is_chat = self._has_template and not isinstance(prompt, str) and prompt != ids
-        return TextStream(self.target.tokenizer, after=() if is_chat else ids)
+    def _encoded(self, prompt: Prompt, options: GenerateOptions) -> tuple[list[int], Sequence[int]]:
+        """Token ids, and those whose text the answer continues: none after a chat template."""
+        is_chat = bool(getattr(self.target.tokenizer, "chat_template", None))
+        if isinstance(prompt, str):
+            is_chat = is_chat and not options.get("raw")
+            if is_chat:
+                prompt = [{"role": "user", "content": prompt}]
+        elif not any(isinstance(each, Mapping) for each in prompt):
+            return [*prompt], prompt  # type: ignore[return-value]
+        ids = encode_prompt(self.target, prompt, options.get("template_args"))  # type: ignore[arg-type]
+        return ids, () if is_chat else ids
 
     def _rule(self, options: GenerateOptions, limit: int) -> Acceptance:
         rule = options.get("sampling")
@@ -318,12 +305,10 @@ def _is_batch(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return False
     if isinstance(prompt, Sequence):
-        if all(isinstance(each, str) for each in prompt):
+        if all(isinstance(each, str | list | tuple) for each in prompt):
             return True
         if all(isinstance(each, Mapping) or hasattr(each, "__index__") for each in prompt):
             return False
-        if all(isinstance(each, Sequence) for each in prompt):
-            return True
     raise ValueError(
         "expected a text, messages, token ids, or a list of such, got "
         f"{prompt!r:.80}; messages are {{'role': ..., 'content': ...}}"
