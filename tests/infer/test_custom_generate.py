@@ -41,6 +41,7 @@ from transformers import (
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    pipeline,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -500,6 +501,17 @@ def test_it_goes_up_to_the_last_position_of_the_context():
     asked = {**padded(some_prompts(CONTEXT - 9, 4)), **GREEDY, "max_new_tokens": 9}
     expected = model.generate(**asked)
     assert torch.equal(model.generate(**asked, custom_generate=speculative(head)), expected)
+
+
+@pytest.mark.parametrize("prompt", ["Once", [{"role": "user", "content": "Once"}]])
+def test_transformers_own_pipeline_takes_it(prompt):
+    """Texts and conversations: what it gives is what it gives without drafts."""
+    target = chat_target()
+    generator = pipeline("text-generation", model=target.model, tokenizer=target.tokenizer)
+    custom = speculative(random_head("medusa", target), tokenizer=target.tokenizer)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    assert generator(prompt, **options, custom_generate=custom) == generator(prompt, **options)
+    assert custom.speculator is not None and custom.speculator.drafts is custom.head
 
 
 @pytest.fixture

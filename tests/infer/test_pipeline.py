@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from reciting import reciting_model, sentencepiece_tokenizer
+import torch
+from reciting import CHARACTERS, reciting_model, sentencepiece_tokenizer
 from tiny_chat import llama
 from tiny_heads import random_head
 
 import draftheads
 from draftheads.heads import Target, save_head
-from draftheads.infer import Sampled, Speculator, TextGenerator, encode_prompt, load
+from draftheads.infer import NGram, Sampled, Speculator, TextGenerator, encode_prompt, load
 
 QUESTIONS = ["What is it?", "Why?", "And how does one do that?"]
 NEW_TOKENS = 40
@@ -53,6 +54,13 @@ def test_a_question_is_answered_as_in_a_chat(model, target, question):
         assert str(answer) == answer.text == text
 
 
+def test_a_text_is_continued_raw_and_where_there_is_no_template(model, target):
+    tokens, _ = expected(target, "Why?")
+    assert model.generate("Why?", raw=True, max_new_tokens=NEW_TOKENS).token_ids == tokens
+    plain = TextGenerator(Speculator(llama(template=None)))
+    assert plain.generate("Why?", max_new_tokens=NEW_TOKENS).token_ids == tokens
+
+
 def test_a_stream_is_the_answer_in_pieces(model):
     answer = model.generate("Why?", max_new_tokens=NEW_TOKENS)
     stream = model.stream("Why?", max_new_tokens=NEW_TOKENS)
@@ -72,6 +80,27 @@ def test_a_list_of_prompts_is_a_list_of_answers(target):
         ]
     same = alone.generate(["Why?"] * 3, temperature=1.0, seed=1, max_new_tokens=NEW_TOKENS)
     assert len({answer.text for answer in same}) == 3, "each has draws of its own"
+    assert alone.generate([]) == []
+
+
+def test_a_seed_decides_whatever_drafts_and_torchs_seed_does_without_one(model, target):
+    options = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "top_k": 50}
+    engines = (Speculator(target), Speculator(target, NGram()), model.engine)
+    texts = {TextGenerator(each).generate("Why?", seed=5, **options).text for each in engines}
+    assert len(texts) == 1
+    assert model.generate("Why?", seed=6, **options).text not in texts
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        drawn.append([model.generate("Why?", **options).text for _ in range(2)])
+    assert drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1]
+
+
+def test_one_token_to_keep_is_the_greedy_one(model):
+    greedy = model.generate("Why?", max_new_tokens=NEW_TOKENS).token_ids
+    for options in ({"top_k": 1}, {"top_p": 0.0}):
+        answer = model.generate("Why?", temperature=1.0, max_new_tokens=NEW_TOKENS, **options)
+        assert answer.token_ids == greedy
 
 
 def test_statistics_add_up(model):
@@ -93,13 +122,18 @@ def test_a_stop_string_ends_the_text_before_it(model):
 
 
 def test_a_rule_of_ones_own(model, target):
-    """Its seed repeats the call."""
-    rule = Sampled(temperature=0.8)
+    """Its seed repeats the call, which is the engine's own with it."""
+    rule, other = Sampled(temperature=0.8), Sampled(temperature=0.8)
+    other.seed(5)
     texts = {
         model.generate("Why?", sampling=rule, seed=5, max_new_tokens=NEW_TOKENS).text
         for _ in range(2)
     }
-    assert len(texts) == 1
+    prompt = encode_prompt(target, chat("Why?"))
+    steps = model.engine.generate(prompt, sampling=other, max_new_tokens=NEW_TOKENS)
+    tokens = [token for step in steps for token in step.tokens]
+    answer = model.generate("Why?", sampling=rule, seed=5, max_new_tokens=NEW_TOKENS)
+    assert answer.token_ids == tokens and texts == {answer.text}
 
 
 @pytest.fixture
@@ -126,6 +160,35 @@ def test_by_name_it_is_what_the_command_line_loads(folder, head):
     assert "".join(model.stream("Once upon a time", max_new_tokens=30)) == answer.text
 
 
+def test_characters_of_several_tokens_come_whole_and_a_stop_string_not_at_all(folder):
+    """Token ids, for a tokenizer that makes no words of a text: Once upon a time."""
+    model, once = load(folder / "head"), [2, 3, 4, 5]
+    stream = model.stream(once, max_new_tokens=60)
+    pieces = list(stream)
+    recital = f" there was ,Lily{CHARACTERS}"
+    assert "".join(pieces) == stream.completion.text and stream.completion.text.startswith(recital)
+    assert all(pieces) and not any("\N{REPLACEMENT CHARACTER}" in each for each in pieces[:-1])
+    for stop in ("Lily", ["never", "Lily"]):
+        answers = model.generate([once, once[:2]], stop=stop, max_new_tokens=60)
+        assert [each.text for each in answers] == [" there was ,", " a time there was ,"]
+        assert {each.finish for each in answers} == {"stop"}
+        assert "".join(model.stream(once, stop=stop, max_new_tokens=60)) == " there was ,"
+
+
+def test_a_default_length_fits_the_context(folder):
+    model = load(target=folder / "target")
+    answer = model.generate([2, 3])
+    assert len(answer.prompt_ids) + answer.tokens == model.target.context
+
+
+def test_a_target_that_fails_says_so(monkeypatch):
+    model = TextGenerator(Speculator(llama()))
+    weight = model.target.model.lm_head.weight
+    monkeypatch.setattr(weight, "data", torch.full_like(weight, torch.nan))
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        model.generate("Why?")
+
+
 def test_the_heads_target_is_the_default(folder):
     assert (
         load(folder / "head").target.fingerprint()
@@ -148,8 +211,19 @@ def test_mistakes_are_named_before_anything_is_decoded(model, target, tmp_path):
         model.generate("Why?", temperature=1.0, sampling=Sampled())
     with pytest.raises(ValueError, match="stream: expected one prompt"):
         model.stream(QUESTIONS)
-    with pytest.raises(ValueError, match="context"):
-        model.generate(["Why?", "x" * 1000])
+    for prompt, options, message in (
+        (["Why?", "x" * 1000], {}, "context"),
+        ([[]], {}, "the prompt has 0 tokens, expected 1 to"),
+        (["Why?", chat("Why?"), 7], {}, "expected a text, messages, token ids"),
+        ("Why?", {"max_new_tokens": 0}, "max_new_tokens: expected 1 to"),
+        ("Why?", {"stop": ""}, "expected a list of non-empty strings"),
+        ("Why?", {"temperature": -1}, "temperature -1: expected above 0"),
+        ("Why?", {"temperature": 1.0, "top_p": 2}, "top_p 2: expected 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(prompt, **options)
+    with pytest.raises(ValueError, match="batch_size: expected 1 or more, got 0"):
+        TextGenerator(model.engine, batch_size=0)
 
 
 def test_facades_show_what_they_offer():
