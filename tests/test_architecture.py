@@ -37,7 +37,7 @@ WINGS = {
     "infer.chat": 6_900,
     "infer.serve": 11_900,
     "infer.generate": 2_200,
-    "infer.pipeline": 2_600,
+    "infer.pipeline": 2_610,
     "train.data": 20_700,
     "train.plan": 4_200,
     "train.suggest": 1_200,

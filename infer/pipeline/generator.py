@@ -212,13 +212,13 @@ class TextGenerator:
             )
         encoded = [self._encoded(prompt, options) for prompt in prompts]
         ids = [prompt for prompt, _ in encoded]
-        room = self.target.context - max(map(len, ids), default=0)
-        limit = options.get("max_new_tokens", min(NEW_TOKENS, room))
         stop = options.get("stop", ())
         if isinstance(stop, str):
             stop = (stop,)
         for prompt in ids:  # a mistake in the last prompt is one before the first answer
-            Row(self.target, prompt, limit, stop)
+            Row(self.target, prompt, options.get("max_new_tokens"), stop)
+        room = self.target.context - max(map(len, ids), default=0)
+        limit = options.get("max_new_tokens", min(NEW_TOKENS, room))
         rule = self._rule(options, limit)
         seeds = _row_seeds(options.get("seed"), ids)
         for start in range(0, len(ids), self.batch_size):
