@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from converted_heads import CHOICES as LAYOUTS
+from converted_heads import POSSIBLE, forget, saved
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from test_convert import CHOICES as LAYOUTS
-from test_convert import POSSIBLE, forget, saved
-from test_custom_generate import modules_cache  # noqa: F401
-from test_hub import trained
 from tiny_chat import llama
 from tiny_heads import drafts_of, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 from tiny_training import run as run_tiny
+from trained_heads import trained
 
 from draftheads.heads.formats.card import install_command
 from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, save_head

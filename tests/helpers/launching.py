@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,3 +35,15 @@ def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[s
         text=True,
         timeout=120,
     )
+
+
+def exit_code_of_a_fork(function: Callable[..., None], *arguments: object) -> int | None:
+    """Call a function in a copy of this process, which has imported everything; minus the number of
+    the signal that ended it.
+    """
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of this process
+        process.start()
+    process.join(timeout=60)
+    return process.exitcode

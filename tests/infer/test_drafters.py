@@ -8,9 +8,9 @@ from itertools import accumulate
 
 import pytest
 import torch
-from test_acceptance import RUNS, WORDS, MarkovTarget, chi_square, surely_below, whole_law
+from exact_laws import RUNS, WORDS, MarkovTarget, chi_square, surely_below, whole_law
 from tiny_chat import byte_tokenizer
-from tiny_heads import decode, random_head
+from tiny_heads import committed, decode, random_head
 from tiny_targets import (
     CONTEXT,
     VOCABULARY,
@@ -20,7 +20,6 @@ from tiny_targets import (
     tiny_target,
 )
 
-from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Sampled
@@ -55,17 +54,6 @@ DRAFTS = {
         [random_head("eagle3", target), SHORT, random_head("medusa", target), EarlyExit(1, CHAIN)]
     ),
 }
-
-
-def committed(rows: list[list[int]], features_BCD: torch.Tensor | None = None) -> Committed:
-    """These tokens of each row, padded."""
-    counts = [len(row) for row in rows]
-    tokens_BC = torch.zeros(len(rows), max(counts), dtype=torch.long)
-    for row, tokens in enumerate(rows):
-        tokens_BC[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
-    if features_BCD is None:
-        features_BCD = torch.zeros(*tokens_BC.shape, 0)
-    return Committed(tokens_BC, features_BCD, torch.tensor(counts), counts)
 
 
 def all_paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:

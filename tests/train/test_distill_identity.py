@@ -1,4 +1,6 @@
-"""Prompts are known by what they say: whatever becomes of the others, an answer is kept."""
+"""The promise: prompts are known by what they say: whatever becomes of the others, an answer is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_chat import files, llama, on_call, options, prompts, records
+from tiny_chat import files, on_call, options, prompts, records
 
 from draftheads.heads import files as files_module
 from draftheads.heads.target import Target
@@ -24,18 +26,6 @@ from draftheads.train.data.prompts import Prompt, read_conversations, read_promp
 
 Texts = list[str]
 BEFORE = [f"question {n}" for n in range(10)]
-
-
-@pytest.fixture(scope="module")
-def shared_target() -> Target:
-    return llama()
-
-
-@pytest.fixture
-def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target; whatever a test does to its `prefill_chunks` is undone."""
-    yield shared_target
-    shared_target.__dict__.pop("prefill_chunks", None)
 
 
 def asked(texts: Texts) -> list[Prompt]:

@@ -1,4 +1,6 @@
-"""Of a given conversation just what the assistant wrote is learned, under every real template."""
+"""The promise: of a given conversation just what the assistant wrote is learned, under every real
+template.
+"""
 
 from __future__ import annotations
 
