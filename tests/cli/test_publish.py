@@ -620,7 +620,11 @@ def test_the_card_prints_no_command_that_an_engine_refuses(tmp_path, name):
     assert said in serve and command not in serve
 
 
-CONVERTED = [(name, to) for name, to in POSSIBLE if to != "draftheads"]
+EXPORTED = [(name, to) for name, to in POSSIBLE if to != "draftheads"]
+BY_KIND = {(name.partition("-")[0], to): (name, to) for name, to in EXPORTED}
+SIMPLEST = {(name.partition("-")[0], to): (name, to) for name, to in reversed(EXPORTED)}
+CONVERTED = sorted({*BY_KIND.values(), *SIMPLEST.values()})
+"""The first and the last of each kind's heads: the commands depend on kind and destination."""
 COMMANDS = {
     "vllm": "vllm serve", "sglang": "sglang.launch_server", "openvino": "optimum-cli",
     "tgi": "text-generation-launcher", "speculators": "vllm serve",

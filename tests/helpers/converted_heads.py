@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -128,9 +131,20 @@ POSSIBLE = [
 ]
 
 
-def saved(name: str, path: Path) -> Path:
+SAVED = TemporaryDirectory(prefix="draftheads-saved-")
+"""One folder for each of `CHOICES` that this process has saved."""
+
+
+@cache
+def original(name: str) -> Path:
+    """The folder of a head, to be copied."""
     kind, choices = name.partition("-")[0], CHOICES[name][0]
-    return save_head(trained(kind, **choices), path, target=tiny_target(), training={"steps": 3})
+    head, path = trained(kind, **choices), Path(SAVED.name) / name
+    return save_head(head, path, target=tiny_target(), training={"steps": 3})
+
+
+def saved(name: str, path: Path) -> Path:
+    return Path(shutil.copytree(original(name), path))
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
