@@ -25,6 +25,15 @@ transformers.logging.disable_progress_bar()
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def disks_are_not_waited_for():
+    """What survives a power cut is not tested, and to wait for it takes longer than most tests."""
+    fsync = os.fsync
+    os.fsync = lambda file: None
+    yield
+    os.fsync = fsync
+
+
 @pytest.fixture(autouse=True)
 def fresh_accelerate():
     """Accelerate keeps its state for the life of a process; each test is a run of its own."""
