@@ -95,7 +95,7 @@ def test_compiled_steps_write_the_same_and_are_traced_once(traced, kind, lengths
 @pytest.mark.parametrize("rule", [Sampled(0.8, top_k=5), Typical()], ids=repr)
 def test_rules_draw_as_they_do_without_compilation(traced, rule):
     target = tiny_target()
-    head, prompts = random_head("sequential", target), some_prompts(9)
+    head, prompts = random_head("medusa", target), some_prompts(9)
     outputs = []
     for compile in (False, True):
         rule.seed(3)
@@ -145,7 +145,7 @@ def test_what_torch_cannot_compile_decodes_without_compilation(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", broken)
     torch._dynamo.reset()
     target, prompts = tiny_target(), some_prompts(9, 5)
-    speculator = Speculator(target, random_head("eagle3", target), compile=True)
+    speculator = Speculator(target, random_head("medusa", target), compile=True)
     with pytest.warns(UserWarning, match="^decoding without compilation: .*"):
         rows = written(speculator, prompts)
     assert rows == [greedy(target, prompt, NEW) for prompt in prompts]
@@ -172,7 +172,7 @@ def test_generated_code_writes_the_same(kind):
 def test_generate_can_be_sped_up_by_compiled_heads(traced):
     """Two calls, one compilation; sampling arguments become a rule whose values are compiled in."""
     model = random_model("llama")
-    head = random_head("sequential", Target(model))
+    head = random_head("medusa", Target(model))
     decoding = speculative(head, compile=True)
     for prompt in some_prompts(9, 14):
         inputs = {"input_ids": torch.tensor([prompt]), "max_new_tokens": NEW, "do_sample": False}
