@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_DISABLE_XET"] = "1"
@@ -17,9 +18,20 @@ from accelerate.state import AcceleratorState, GradientState
 from local_hub import LocalHub
 from tiny_training import random_answers, write_answers, write_target
 
+from draftheads.scripts import cli
+
 transformers.logging.disable_progress_bar()
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def disks_are_not_waited_for():
+    """What survives a power cut is not tested, and to wait for it takes longer than most tests."""
+    fsync = os.fsync
+    os.fsync = lambda file: None
+    yield
+    os.fsync = fsync
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +98,29 @@ def stories() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real test model not found at {folder}")
     return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Type a command; gives (exit code, output, error lines)."""
+
+    def typed(*words: object) -> tuple[int, str, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["draftheads", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if line.startswith("error:")]
+        return int(stopped.value.code or 0), captured.out, errors
+
+    return typed
+
+
+@pytest.fixture
+def modules_cache(monkeypatch, tmp_path):
+    """Where transformers copies remote code to."""
+    from transformers import dynamic_module_utils as dynamic
+    from transformers.utils import hub
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(hub, "HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))

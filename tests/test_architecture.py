@@ -185,6 +185,13 @@ def test_no_module_shadows_an_installed_package():
     assert (ours - {"__init__"}) & installed == set()
 
 
+def test_test_modules_share_by_helpers_alone():
+    """What two of them need is in tests/helpers, fixtures in a conftest.py."""
+    pattern = re.compile(r"^\s*(?:from|import) test_", re.MULTILINE)
+    files = (ROOT / "tests").rglob("*.py")
+    assert [file.name for file in files if pattern.search(file.read_text())] == []
+
+
 def test_every_mend_keeps_its_test():
     """A mend was lost, twice, with a test that a rewrite dropped. The list names, for each fault
     that was mended, the tests that hold it: a rewrite moves a line, and does not remove it.

@@ -340,9 +340,6 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     evaluation = run.evaluator(head, decode=scheduled)
     run.head.tree = head.tree
     figures = progress.evaluated(step, evaluation)
-    is_main = run.accelerator.is_main_process
-    if run.on_evaluation and is_main and run.on_evaluation(step, figures) is False:
-        run.asked = "on_evaluation"
     calibration = evaluation.calibration
     measured = asdict(evaluation.measured) if evaluation.measured else None
     run.state = replace(
@@ -366,6 +363,7 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     }
     run.checkpoints.wait()  # before the copies: only one is in memory
     run.data.verification.wait()  # nothing learned from damaged files is kept
+    is_main = run.accelerator.is_main_process
     optimizer_state = run.engine.optimizer_state(keep=is_main)
     if is_main:
         target = copy.copy(run.target)
@@ -373,6 +371,8 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
             target.adapter = target.adapter.on_host()
         on_host = run.engine.on_host(head)
         run.checkpoints.save(Content(on_host, optimizer_state, run.state, target, facts))
+    if run.on_evaluation and is_main and run.on_evaluation(step, figures) is False:
+        run.asked = "on_evaluation"
 
 
 def start(

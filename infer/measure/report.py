@@ -172,6 +172,8 @@ def print_report(
     console.print(verdict(report), style="bold", markup=False, highlight=False)
     for note in too_slow_notes(report):
         console.print(note, style="yellow", markup=False, highlight=False)
+    if report.plain.lossless_reason:
+        console.print(report.plain.lossless_reason, markup=False, highlight=False)
     notes = "\n".join(footnotes(report))
     if not explain:
         notes = " ".join(["\n".join(legend(report)), MORE])
@@ -205,7 +207,7 @@ def verdict(report: BenchReport) -> str:
     text = {
         True: "its text is the same, token for token",
         False: "ITS TEXT DIFFERS (--explain says where)",
-        None: "its text is not judged (--explain says why)",
+        None: "its text is not judged",
     }[winner.lossless]
     return (
         f"{winner.name} {speed} {winner.speedup:.1f} times as fast as generate here ({low:.1f} to "

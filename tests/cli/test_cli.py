@@ -17,6 +17,7 @@ import yaml
 from tiny_chat import llama
 from tiny_heads import make_head
 from tiny_targets import random_model
+from typed_commands import failed, prompt_file, questions
 
 from draftheads.heads.formats.hub import HEADS as KINDS
 from draftheads.heads.formats.hub import load_head, save_head
@@ -26,42 +27,6 @@ from draftheads.infer import threads
 from draftheads.scripts import cli
 from draftheads.train.data.answers import count
 from draftheads.train.recipe import AdapterChoices, Recipe
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Type a command; gives (exit code, output, error lines)."""
-
-    def typed(*words: object) -> tuple[int, str, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["draftheads", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        captured = capsys.readouterr()
-        errors = [line for line in captured.err.splitlines() if line.startswith("error:")]
-        return int(stopped.value.code or 0), captured.out, errors
-
-    return typed
-
-
-@pytest.fixture(scope="session")
-def target(tmp_path_factory) -> Path:
-    """A tiny chat model in a folder."""
-    folder = tmp_path_factory.mktemp("target")
-    tiny = llama()
-    tiny.model.save_pretrained(folder)
-    tiny.tokenizer.save_pretrained(folder)
-    return folder
-
-
-def prompt_file(folder: Path, *lines: str) -> Path:
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
-
-
-def questions(folder: Path, count: int = 12) -> Path:
-    return prompt_file(folder, *(json.dumps({"prompt": f"question {n}"}) for n in range(count)))
-
 
 HEADS = {
     "medusa": {"kind": "medusa", "depth": 2, "nodes": 6},
@@ -86,14 +51,6 @@ def recipe(folder: Path, target: Path, *, kind: str = "medusa", **run_choices: o
     }
     path.write_text(yaml.safe_dump(choices))
     return path
-
-
-def failed(answer: tuple[int, str, list[str]], *parts: str) -> None:
-    code, _, errors = answer
-    assert code == 2
-    assert len(errors) == 1, "exactly one line"
-    for part in parts:
-        assert part in errors[0]
 
 
 @pytest.mark.parametrize("kind", HEADS)

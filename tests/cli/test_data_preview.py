@@ -1,4 +1,6 @@
-"""What heads would learn from is shown, and conversations with answers become such data."""
+"""The promise: what heads would learn from is shown, and conversations with answers become such
+data.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The embedded demo target loads, is small, ends its answers, and knows what it was taught."""
+"""The promise: the embedded demo target loads, is small, ends its answers, and knows what it was
+taught.
+"""
 
 import json
 from pathlib import Path

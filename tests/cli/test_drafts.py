@@ -9,9 +9,9 @@ import warnings
 from io import StringIO
 
 import pytest
-from test_cli import failed, questions, run, target  # noqa: F401
 from tiny_chat import llama
 from tiny_heads import make_head
+from typed_commands import failed, questions
 
 from draftheads.heads.formats.hub import record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
@@ -31,7 +31,7 @@ def heads(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_drafters_in_one_table(run, target, heads):  # noqa: F811
+def test_all_drafters_in_one_table(run, target, heads):
     sources = ["ngram", f"model:{target}", "early-exit:1", heads / "a+b", f"{heads}/medusa+ngram"]
     code, table, _ = run(
         *["bench", "--target", target, "--prompts", questions(heads), "--limit", 2],
@@ -51,7 +51,7 @@ def test_all_drafters_in_one_table(run, target, heads):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_sampling_has_no_rivals_that_would_draw_other_tokens(run, target, heads):  # noqa: F811
+def test_sampling_has_no_rivals_that_would_draw_other_tokens(run, target, heads):
     code, table, _ = run(
         *["bench", "--target", target, "--prompts", questions(heads), "--limit", 1],
         *["--repetitions", 1, "--max-new-tokens", 4, "--head", "ngram", "--temperature", 1.0],
@@ -59,14 +59,14 @@ def test_sampling_has_no_rivals_that_would_draw_other_tokens(run, target, heads)
     assert code == 0 and "ngram" in table and "generate ngram" not in table
 
 
-def test_a_chat_without_a_head(run, target, monkeypatch):  # noqa: F811
+def test_a_chat_without_a_head(run, target, monkeypatch):
     monkeypatch.setattr("sys.stdin", StringIO("hello\n"))
     code, said, _ = run("chat", "--head", "ngram", "--target", target, "--max-new-tokens", 8)
     assert code == 0 and "tokens/step" in said
 
 
 @pytest.mark.parametrize("head", ["ngram", "medusa"])
-def test_a_chat_says_that_it_compiles_where_it_does(head, target, heads, monkeypatch, capsys):  # noqa: F811
+def test_a_chat_says_that_it_compiles_where_it_does(head, target, heads, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", StringIO(""))
     name = head if head == "ngram" else str(heads / head)
     with warnings.catch_warnings(record=True) as refused:
@@ -76,7 +76,7 @@ def test_a_chat_says_that_it_compiles_where_it_does(head, target, heads, monkeyp
     assert any("without compilation" in str(each.message) for each in refused) is (head == "ngram")
 
 
-def test_a_draft_model_draws_chains_where_lenience_is_given(run, target, monkeypatch):  # noqa: F811
+def test_a_draft_model_draws_chains_where_lenience_is_given(run, target, monkeypatch):
     """The target's own draws are always kept: five tokens in each step."""
     monkeypatch.setattr("sys.stdin", StringIO("hello\n"))
     chat = ["chat", "--head", f"model:{target}", "--target", target, "--max-new-tokens", 11]
@@ -91,7 +91,7 @@ def test_a_draft_model_draws_chains_where_lenience_is_given(run, target, monkeyp
     failed(run(*chat, "--lenience", 1, "--temperature", 1, "--tree", "2,1"), "expected a chain")
 
 
-def test_bad_drafters(run, target, heads):  # noqa: F811
+def test_bad_drafters(run, target, heads):
     failed(run("chat", "--head", "ngram"), "ngram does not say which target", "pass --target")
     bench = ["bench", "--target", target, "--prompts", questions(heads), "--head"]
     failed(run(*bench, "early-exit:two"), "expected a number of layers", "got 'two'")
@@ -102,7 +102,7 @@ def test_bad_drafters(run, target, heads):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_an_adaptive_head_is_a_candidate_of_its_own(run, target, heads):  # noqa: F811
+def test_an_adaptive_head_is_a_candidate_of_its_own(run, target, heads):
     costs = Costs({0: 1.0, 4: 2.0}).to_json()
     record_tuned(heads / "medusa", StaticTree.from_widths((2, 1)), {"machine": "", "costs": costs})
     code, _, _ = run(
@@ -116,7 +116,7 @@ def test_an_adaptive_head_is_a_candidate_of_its_own(run, target, heads):  # noqa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_costs_of_another_dtype_are_named(run, target, heads, monkeypatch, dtype):  # noqa: F811
+def test_costs_of_another_dtype_are_named(run, target, heads, monkeypatch, dtype):
     """A step with drafts may cost half as many plain ones in another dtype."""
     costs = Costs({0: 1.0, 4: 2.0}).to_json()
     facts = {"machine": "", "dtype": "float32", "costs": costs}
@@ -131,7 +131,7 @@ def test_costs_of_another_dtype_are_named(run, target, heads, monkeypatch, dtype
 
 
 @pytest.mark.parametrize("head", ["medusa", "medusa+ngram", "ngram"])
-def test_what_was_not_tuned_cannot_tell_whether_it_pays(run, target, heads, head):  # noqa: F811
+def test_what_was_not_tuned_cannot_tell_whether_it_pays(run, target, heads, head):
     named = head if head == "ngram" else heads / head
     failed(run("chat", "--head", named, "--target", target, "--adaptive"), "draftheads tune")
 
@@ -154,7 +154,7 @@ def test_prompts_are_taken_evenly_from_all_categories(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bench_of_batches_writes_what_it_says(run, target, heads, tmp_path):  # noqa: F811
+def test_a_bench_of_batches_writes_what_it_says(run, target, heads, tmp_path):
     source = tmp_path / "question.jsonl"
     source.write_text("\n".join(json.dumps({"turns": ["hi"], "category": c}) for c in "aabb"))
     outputs = {name: tmp_path / f"bench.{name}" for name in ("json", "md", "png")}

@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from converted_heads import CHOICES as LAYOUTS
+from converted_heads import POSSIBLE, forget, saved
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from test_convert import CHOICES as LAYOUTS
-from test_convert import POSSIBLE, forget, saved
-from test_custom_generate import modules_cache  # noqa: F401
-from test_hub import trained
 from tiny_chat import llama
 from tiny_heads import drafts_of, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 from tiny_training import run as run_tiny
+from trained_heads import trained
 
 from draftheads.heads.formats.card import install_command
 from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, save_head
@@ -621,7 +620,11 @@ def test_the_card_prints_no_command_that_an_engine_refuses(tmp_path, name):
     assert said in serve and command not in serve
 
 
-CONVERTED = [(name, to) for name, to in POSSIBLE if to != "draftheads"]
+EXPORTED = [(name, to) for name, to in POSSIBLE if to != "draftheads"]
+BY_KIND = {(name.partition("-")[0], to): (name, to) for name, to in EXPORTED}
+SIMPLEST = {(name.partition("-")[0], to): (name, to) for name, to in reversed(EXPORTED)}
+CONVERTED = sorted({*BY_KIND.values(), *SIMPLEST.values()})
+"""The first and the last of each kind's heads: the commands depend on kind and destination."""
 COMMANDS = {
     "vllm": "vllm serve", "sglang": "sglang.launch_server", "openvino": "optimum-cli",
     "tgi": "text-generation-launcher", "speculators": "vllm serve",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from test_cli import failed, run, target  # noqa: F401
+from typed_commands import failed
 
 from draftheads.infer.engine import Speculator
 from draftheads.infer.serve import app as server
@@ -19,7 +19,7 @@ def served(monkeypatch) -> list:
     return calls
 
 
-def test_options_reach_the_server(run, target, served, monkeypatch):  # noqa: F811
+def test_options_reach_the_server(run, target, served, monkeypatch):
     monkeypatch.setenv("MY_KEY", "s3cret")
     command = ["serve", "--target", target, "--head", "ngram", "--nodes", 3, "--port", 0]
     settings = ["--api-key-env", "MY_KEY", "--temperature", 0.5, "--slots", 2, "--queue", 7]
@@ -33,12 +33,12 @@ def test_options_reach_the_server(run, target, served, monkeypatch):  # noqa: F8
     assert (options.allowed_hosts, options.root_path) == (("a.b", "*.c"), "/model")
 
 
-def test_without_heads_the_plain_model_is_served(run, target, served):  # noqa: F811
+def test_without_heads_the_plain_model_is_served(run, target, served):
     assert run("serve", "--target", f"{target}/", "--name", "mine")[0] == 0
     assert (served[0][0].tree.draft_nodes, served[0][1].name) == (0, "mine")
 
 
-def test_mistakes_are_one_line(run, target, monkeypatch):  # noqa: F811
+def test_mistakes_are_one_line(run, target, monkeypatch):
     failed(run("serve"), "expected --head or --target, got neither; pass one")
     failed(run("chat"), "expected --head or --target, got neither; pass one")
     failed(run("serve", "--target", target, "--api-key-env", "NO_SUCH"), "environment variable")

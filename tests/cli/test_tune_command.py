@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import failed, questions, run, target  # noqa: F401
 from tiny_chat import llama
 from tiny_heads import make_head
+from typed_commands import failed, questions
 
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
@@ -18,12 +18,12 @@ QUICK = ["--max-new-tokens", 8, "--repetitions", 1, "--nodes", 6, "--threads", 1
 
 
 @pytest.fixture
-def folder(tmp_path, target) -> Path:  # noqa: F811
+def folder(tmp_path, target) -> Path:
     tiny = llama()
     return save_head(make_head(MedusaHead, tiny, depth=2, nodes=6), tmp_path / "head", target=tiny)
 
 
-def test_mistakes_cost_no_measurement(run, target, folder, tmp_path):  # noqa: F811
+def test_mistakes_cost_no_measurement(run, target, folder, tmp_path):
     failed(run("tune"), "--target or --head", "got neither")
     failed(run("tune", "--head", folder), "--prompts", "got none")
     failed(run("tune", "--head", "me/heads", "--prompts", "a"), "--head: expected a head folder")
@@ -35,7 +35,7 @@ def test_mistakes_cost_no_measurement(run, target, folder, tmp_path):  # noqa: F
 
 
 @pytest.mark.slow
-def test_a_target_alone_and_then_its_head(run, target, folder, tmp_path):  # noqa: F811
+def test_a_target_alone_and_then_its_head(run, target, folder, tmp_path):
     """--dry-run leaves the folder as it is; without it, bench and chat decode with the tree."""
     code, out, _ = run("tune", "--target", target, "--context", 16, *QUICK)
     assert code == 0 and "τ for 2 times" in out

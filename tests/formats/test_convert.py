@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from converted_heads import CHOICES, POSSIBLE, forget, same, saved
 from safetensors.torch import load_file, save_file
-from test_hub import FEW, SCALED, trained
 from tiny_heads import drafts_of
 from tiny_targets import random_model, some_prompts, tiny_target
+from trained_heads import trained
 from typer.testing import CliRunner
 
 from draftheads.heads.formats.hub import load_head, open_head, save_head
@@ -21,139 +22,6 @@ from draftheads.heads.formats.table import destinations
 from draftheads.heads.target import Target
 from draftheads.scripts.cli import app, main
 from draftheads.scripts.convert import converted
-
-THREE = {"feature_layers": [1, 2, 3]}
-USUAL = {"feature_layers": [2, 2, 2]}  # what n = 5 layers would have: [2, n // 2, n - 3]
-BLOCK = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5}
-DFLASH = {"sample_from_anchor": False, "conditioning": "none"}
-ALL = {"vllm", "sglang", "gguf", "speculators", "mlx"}
-CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "medusa-own": ({"layers": 1, "depth": 3}, {"vllm", "tgi"}),
-    "medusa-shared": ({"lm_head": "shared"}, {"vllm", "tgi"}),
-    "medusa-deep": ({"layers": 2}, {"vllm", "tgi"}),
-    "medusa-deep-shared": ({"layers": 2, "lm_head": "shared"}, {"vllm"}),
-    "medusa-reduced": ({"vocabulary": FEW}, set()),
-    "medusa-shared-reduced": ({"lm_head": "shared", "vocabulary": FEW}, set()),
-    "sequential-recurrent": ({}, set()),
-    "sequential-hydra": ({"conditioning": "hydra"}, set()),
-    "eagle-plain": ({}, {"vllm", "sglang"}),
-    "eagle-deep": ({"layers": 3}, {"vllm", "sglang"}),
-    "eagle-window": ({"sliding_window": 5}, set()),
-    "eagle-scaled": ({"rope_scaling": SCALED}, {"vllm", "sglang"}),
-    "eagle-sizes": ({"head_dim": 16}, {"vllm", "sglang"}),
-    "eagle3-usual": (USUAL, {"vllm", "gguf", "sglang", "speculators"}),
-    "eagle3-theta": (
-        {**USUAL, "rope_theta": 5e5, "vocabulary": FEW},
-        {"vllm", "gguf", "sglang", "speculators"},
-    ),
-    "eagle3-reduced": (
-        {"vocabulary": FEW, "feature_layers": [1, 1, 2]},
-        {"vllm", "gguf", "sglang", "speculators"},
-    ),
-    "eagle3-two": ({"feature_layers": [1, 2]}, {"vllm", "sglang", "speculators", "trtllm"}),
-    "eagle3-falling": ({"feature_layers": [2, 1]}, {"speculators"}),
-    "eagle3-one": ({"feature_layers": [2]}, {"vllm", "speculators"}),
-    "eagle3-embeddings": ({"feature_layers": [0, 1, 2]}, {"vllm", "gguf", "speculators"}),
-    "eagle3-last": (THREE, set()),
-    "eagle3-norms": (
-        {**USUAL, "fc_norm": True, "norm_output": True},
-        {"vllm", "sglang", "speculators"},
-    ),
-    "eagle3-before-fc": (
-        {**USUAL, "norm_before_fc": True},
-        {"vllm", "gguf", "sglang", "speculators"},
-    ),
-    "eagle3-residual": ({**USUAL, "norm_before_residual": True}, {"vllm", "gguf", "speculators"}),
-    "eagle3-both-norms": (
-        {**USUAL, "norm_before_fc": True, "unchecked": {"fc_norm": True}},
-        {"vllm", "sglang"},
-    ),
-    "eagle3-qk-norm": ({**USUAL, "qk_norm": True, "vocabulary": FEW}, {"vllm", "speculators"}),
-    "eagle3-qk-norm-window": (
-        {**USUAL, "qk_norm": True, "sliding_window": 5, "layers": 2},
-        {"vllm", "speculators"},
-    ),
-    "eagle3-deep": ({**USUAL, "layers": 2}, {"vllm", "speculators"}),
-    "eagle3-window": ({**USUAL, "sliding_window": 5}, {"vllm", "sglang", "speculators"}),
-    "eagle3-scaled": (
-        {**USUAL, "rope_scaling": SCALED},
-        {"vllm", "gguf", "sglang", "speculators"},
-    ),
-    "block-markov": ({**BLOCK, "conditioning": "markov"}, ALL),
-    "block-confident": ({**BLOCK, "conditioning": "markov", "confidence": True}, ALL),
-    "block-gated": ({**BLOCK, "conditioning": "gated"}, {"sglang", "speculators"}),
-    "block-rnn": ({**BLOCK, "confidence": True}, {"sglang", "speculators"}),
-    "block-none": ({**BLOCK, "conditioning": "none"}, ALL),
-    "block-state": (
-        {**BLOCK, "conditioning": "none", "confidence": True},
-        {"vllm", "sglang", "gguf", "speculators", "mlx"},
-    ),
-    "block-dflash": ({**BLOCK, **DFLASH}, ALL | {"openvino"}),
-    "block-dflash-window": (
-        {**BLOCK, **DFLASH, "sliding_window": 5},
-        {"vllm", "sglang", "gguf", "openvino"},
-    ),
-    "block-dflash-markov": ({**BLOCK, **DFLASH, "conditioning": "markov"}, ALL),
-    "block-dflash-rnn": ({**BLOCK, "sample_from_anchor": False}, {"sglang"}),
-    "block-dflash-reduced": (
-        {**BLOCK, **DFLASH, "vocabulary": FEW},
-        {"vllm", "gguf", "speculators"},
-    ),
-    "block-reduced": (
-        {**BLOCK, "conditioning": "markov", "vocabulary": FEW},
-        {"vllm", "gguf", "speculators"},
-    ),
-    "block-sizes": (
-        {
-            **BLOCK,
-            "conditioning": "markov",
-            "heads": 2,
-            "kv_heads": 1,
-            "head_dim": 24,
-            "intermediate_size": 40,
-            "layers": 1,
-            "rope_theta": 5e5,
-        },
-        ALL,
-    ),
-    "block-scaled": ({**BLOCK, "conditioning": "markov", "rope_scaling": SCALED}, ALL),
-    "block-window": (
-        {**BLOCK, "conditioning": "markov", "sliding_window": 5},
-        {"vllm", "sglang", "gguf"},
-    ),
-    "block-own-head": ({**BLOCK, "conditioning": "markov", "lm_head": "own"}, {"vllm", "gguf"}),
-    "block-own-embeddings": ({**BLOCK, "conditioning": "markov", "embeddings": "own"}, {"vllm"}),
-    "block-learned-mask": ({"feature_layers": [1, 2], "mask": "learned"}, set()),
-    "block-embeddings": (
-        {**BLOCK, "conditioning": "markov", "feature_layers": [0, 2]},
-        {"vllm", "gguf", "speculators"},
-    ),
-    "block-last": ({**BLOCK, "conditioning": "markov", "feature_layers": [1, 3]}, set()),
-}
-"""Heads, and the destinations that can be told of them; `test_llamacpp` has those of GGUF."""
-POSSIBLE = [
-    (name, to)
-    for name, (_, ways) in CHOICES.items()
-    for to in (*sorted(ways - {"gguf"}), "draftheads")
-]
-
-
-def saved(name: str, path: Path) -> Path:
-    kind, choices = name.partition("-")[0], CHOICES[name][0]
-    return save_head(trained(kind, **choices), path, target=tiny_target(), training={"steps": 3})
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return set(one) == set(other) and all(
-        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
-    )
-
-
-def forget(folder: Path) -> None:
-    """Our own facts, so that only others' words are left."""
-    config = json.loads((folder / "config.json").read_text())
-    del config["draftheads"]
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(("name", "to"), POSSIBLE)

@@ -15,27 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from converted_heads import saved
+from layouts import HEADLESS, LLAMA, SPECULATORS, V01, VLLM, eagle3, folder_of, numbered, renamed
+from layouts_block import DEEPSPEC, PLAIN, ZLAB, head_of, tensors_of
+from layouts_hydra import CONFIG as HYDRA
+from layouts_hydra import published
 from safetensors.torch import load_file, save_file
-from test_convert import saved
-from test_formats_block import DEEPSPEC, PLAIN, ZLAB, head_of, tensors_of
-from test_formats_layouts import (
-    HEADLESS,
-    LLAMA,
-    SPECULATORS,
-    V01,
-    VLLM,
-    eagle3,
-    folder_of,
-    numbered,
-    renamed,
-)
-from test_hub import FEW, trained
-from test_published import CONFIG as HYDRA
-from test_published import published
 from tiny_chat import llama
 from tiny_heads import make_head
 from tiny_targets import tiny_target
 from torch import Tensor
+from trained_heads import FEW, trained
 
 from draftheads.heads import medusa
 from draftheads.heads.formats.hub import load_head, load_pair, open_head, record_measured, save_head

@@ -10,43 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from converted_heads import same
 from emulators_block import block_shapes, confidence_shapes, markov_shapes
-from test_convert import same
-from test_formats_layouts import folder_of, refusal
-from test_hub import FEW, trained
+from layouts import folder_of, refusal
+from layouts_block import DEEPSPEC, LAYER, PLAIN, SHARED, ZLAB, head_of, kept, tensors_of
 from tiny_targets import VOCABULARY, tiny_target
-from torch import Tensor
+from trained_heads import FEW, trained
 
-from draftheads.heads.block import BlockHead, feature_layers, layer_ids
+from draftheads.heads.block import feature_layers, layer_ids
 from draftheads.heads.formats.hub import HEADS, load_head, open_head, save_head
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import translated
 from draftheads.scripts.convert import converted
 
-HEAD = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5, "conditioning": "markov"}
-PLAIN = {"conditioning": "none", "sample_from_anchor": False}
-LAYER: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 128, "hidden_act": "silu",
-    "rope_theta": 10000.0, "model_type": "qwen3",
-}  # fmt: skip
-SHARED = {"mask_token_id": 7, "target_layer_ids": [0, 1]}
-DEEPSPEC = {
-    **LAYER, **SHARED, "architectures": ["Qwen3DSparkModel"], "block_size": 5,
-    "num_target_layers": 3, "markov_rank": 6, "markov_head_type": "vanilla", "num_anchors": 512,
-    "enable_confidence_head": False, "confidence_head_with_markov": False,
-    "tie_word_embeddings": False, "layer_types": ["full_attention"] * 2, "sliding_window": None,
-}  # fmt: skip
 SPECFORGE = {
     **LAYER, "architectures": ["DSparkDraftModel"], "block_size": 5, "num_target_layers": 3,
     "dflash_config": {
         **SHARED, "projector_type": "dspark", "attention_mode": "gqa", "markov_rank": 6
     },
-}  # fmt: skip
-ZLAB = {
-    **LAYER, "architectures": ["DFlashDraftModel"], "block_size": 5, "num_target_layers": 3,
-    "dflash_config": SHARED,
 }  # fmt: skip
 SPECULATORS = {
     "architectures": ["DSparkSpeculator"], "speculators_model_type": "dspark", "block_size": 5,
@@ -80,25 +61,6 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "speculators": ({}, SPECULATORS),
     "speculators-dflash": (PLAIN, DFLASH),
 }  # fmt: skip
-
-
-def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def tensors_of(head: BlockHead, prefix: str = "") -> dict[str, Tensor]:
-    """As published, with copies of the target's matrices and tables that nobody reads."""
-    model = tiny_target().model
-    copies = {
-        "embed_tokens.weight": model.get_input_embeddings().weight.detach(),
-        "lm_head.weight": model.get_output_embeddings().weight.detach(),
-        "rotary_emb.inv_freq": torch.ones(4),
-    }
-    return {f"{prefix}{name}": each for name, each in kept({**copies, **head.state_dict()}).items()}
-
-
-def head_of(choices: dict[str, Any]) -> Any:
-    return trained("block", **{**HEAD, "intermediate_size": 48, **choices})
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from chains import features_of, our_chain
+from converted_heads import CHOICES, saved
 from emulators import EngineError, Served, tgi, vllm_medusa
 from emulators_block import PlainBlock, mlx_block, openvino_block, sglang_block, vllm_block
 from emulators_eagle import (
@@ -22,15 +24,11 @@ from emulators_eagle import (
 )
 from plain_hydra import awake
 from safetensors.torch import load_file, save_file
-from test_convert import CHOICES, saved, trained
-from test_hub import FEW
 from tiny_targets import some_prompts, tiny_target
+from trained_heads import FEW, trained
 
-from draftheads.heads.batch import Batch
-from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.tree import DynamicTree
-from draftheads.heads.tree_drafting import DynamicTreeBuilder
 from draftheads.scripts.convert import converted
 
 ENGINES = {
@@ -152,31 +150,6 @@ def test_vllm_reads_eagle_1_under_another_name_and_without_its_bias(tmp_path):
 def test_a_dspark_folder_needs_the_markov_head_that_convert_adds(tmp_path, name, to):
     with pytest.raises(EngineError, match="markov_rank > 0|rows of no numbers"):
         served(name, to, saved(name, tmp_path / "ours"))
-
-
-class Chain(DynamicTreeBuilder):
-    """The builder of a greedy chain, which keeps the logits of its levels."""
-
-    def add(self, logits_BFv: torch.Tensor) -> bool:
-        self.logits = [*getattr(self, "logits", []), logits_BFv[0, 0]]
-        return super().add(logits_BFv)
-
-
-def our_chain(head: Any, target: Any, prompt: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Our draft tokens after a prompt, and their logits (K, v)."""
-    tree = DynamicTree(head.depth, head.depth, 1)
-    drafter = head.drafter(target, tree)
-    drafter.builder = builder = Chain(tree, head.token_map)
-    features_1TD = features_of(target, prompt, head.feature_layers)
-    count_B = torch.tensor([len(prompt)])
-    tokens = drafter.propose(Committed(prompt[None], features_1TD, count_B, [len(prompt)]))
-    return tokens.tokens_BN[0, 1:].tolist(), torch.stack(builder.logits)
-
-
-def features_of(target: Any, prompt: torch.Tensor, layers: Any) -> torch.Tensor:
-    places_1T = torch.arange(len(prompt))[None]
-    documents = torch.zeros_like(places_1T)
-    return target.features(Batch(prompt[None], places_1T > 0, places_1T, documents), layers)
 
 
 CHAINS = [(name, to) for name, to in EXPORTS if name.startswith("block")]

@@ -12,40 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from test_convert import same
-from test_formats_layouts import HEADLESS, LLAMA, SPECULATORS, eagle3, folder_of, refusal, renamed
-from test_hub import FEW, trained
+from converted_heads import same
+from layouts import HEADLESS, LLAMA, SPECULATORS, eagle3, folder_of, refusal, renamed
+from layouts_block import block, block_of
 from tiny_heads import drafts_of
-from tiny_targets import VOCABULARY, some_prompts, tiny_target
+from tiny_targets import some_prompts, tiny_target
+from trained_heads import FEW, trained
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import load_head
-
-BLOCK_CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_size": 32,
-    "num_attention_heads": 4, "num_hidden_layers": 2, "num_target_layers": 3, "block_size": 5,
-    "mask_token_id": 7, "target_layer_ids": [0, 1], "rope_theta": 1e4, "rms_norm_eps": 1e-5,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "markov_rank": 6,
-    "markov_head_type": "vanilla", "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-}  # fmt: skip
 
 
 def written(path: Path, config: dict[str, Any], head: DraftHead | None = None) -> Path:
     head = eagle3() if head is None else head
     said = {**LLAMA, **HEADLESS, **config}
     return folder_of(path / "head", "model.safetensors", dict(head.state_dict()), said)
-
-
-def block_of(path: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
-    if tensors is None:
-        tensors = dict(block().state_dict())
-    return folder_of(path / "head", "model.safetensors", tensors, {**BLOCK_CONFIG, **config})
-
-
-def block(**choices: Any) -> DraftHead:
-    given = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5, "confidence": True}
-    return trained("block", **{**given, "conditioning": "markov", **choices})
 
 
 # Windows

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_convert import same
-from test_formats_fields import block, block_of
-from test_formats_layouts import folder_of, refusal
-from test_sequential import committed_steps, two_texts
+from converted_heads import same
+from layouts import folder_of, refusal
+from layouts_block import block, block_of
+from plain_drafting import committed_steps, two_texts
 from tiny_heads import decode, drafts_of
 from tiny_targets import VOCABULARY, greedy, random_model, scaled_up, some_prompts, tiny_target
 from torch import Tensor, nn

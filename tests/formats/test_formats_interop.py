@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from chains import features_of, our_chain
 from plain_hydra import awake
 from safetensors.torch import load_file, save_file
-from test_formats_engines import features_of, our_chain
 from tiny_heads import make_head
 
 from draftheads.heads.batch import Batch

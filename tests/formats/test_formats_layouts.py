@@ -7,63 +7,30 @@ Source: medusa.md, section 4; eagle.md, section 4.
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from test_convert import same
-from test_hub import FEW, trained
+from converted_heads import same
+from layouts import (
+    BASE,
+    HEADLESS,
+    LLAMA,
+    SPECULATORS,
+    V01,
+    VLLM,
+    eagle3,
+    folder_of,
+    numbered,
+    refusal,
+    renamed,
+)
 from tiny_targets import VOCABULARY, tiny_target
 from torch import Tensor
+from trained_heads import FEW, trained
 
-from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import load_head, open_head
-from draftheads.heads.target import Target
-
-BASE = {"base_model_name_or_path": "tiny-llama"}
-V01 = {**BASE, "medusa_num_heads": 2, "medusa_num_layers": 1}  # as published; there are 5 heads
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
-    "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "vocab_size": VOCABULARY, "hidden_act": "silu",
-    "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
-HEADLESS = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
-
-
-def folder_of(path: Path, file: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    if file.endswith(".safetensors"):
-        save_file(tensors, path / file)
-    else:
-        torch.save(tensors, path / file)
-    return path
-
-
-def refusal(folder: Path, target: Target | None = None) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is the test
-        load_head(folder, target=target)
-    message = str(caught.value)
-    assert "\n" not in message and str(folder) in message
-    return message
-
 
 # Medusa
-
-
-def numbered(head: DraftHead, layers: int, prefix: str = "") -> dict[str, Tensor]:
-    """The state dict of FasterDecoding's module list."""
-    tensors = {}
-    for name, tensor in head.state_dict().items():
-        kind, k, *rest = name.split(".")
-        last = f"{k}.{layers}.weight"
-        theirs = last if kind == "lm_heads" else f"{k}.{rest[1]}.linear.{rest[2]}"
-        tensors[prefix + theirs] = tensor
-    return tensors
 
 
 MEDUSAS = {
@@ -127,10 +94,6 @@ def test_only_the_parts_with_heads_are_fetched(hub, tmp_path):
     assert open_head("them/whole").target == ("them/whole", None)
 
 
-VLLM = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": 32,
-        "vocab_size": VOCABULARY, "num_heads": 9, "num_hidden_layers": 1}  # fmt: skip
-
-
 def test_vllm_heads_without_biases_get_zeros(tmp_path):
     head = trained("medusa", depth=3)
     tensors = {name: each for name, each in head.state_dict().items() if ".bias" not in name}
@@ -178,14 +141,6 @@ def test_every_name_of_medusa_must_be_there_and_no_other(tmp_path):
 
 
 # EAGLE
-
-
-def eagle3(**choices: Any) -> DraftHead:
-    return trained("eagle3", feature_layers=[1, 2], intermediate_size=48, **choices)
-
-
-def renamed(head: DraftHead, old: str, new: str) -> dict[str, Tensor]:
-    return {name.replace(old, new): each for name, each in head.state_dict().items()}
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
@@ -309,13 +264,6 @@ def test_embeddings_that_are_not_the_targets_are_refused(tmp_path):
     tensors = {**eagle3().state_dict(), "embed_tokens.weight": torch.randn(VOCABULARY, 32)}
     folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **HEADLESS})
     assert "got other ones in embed_tokens.weight" in refusal(folder, tiny_target())
-
-
-SPECULATORS = {
-    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-    "norm_before_residual": True, "transformer_layer_config": LLAMA, **HEADLESS,
-    "speculators_config": {"verifier": {"name_or_path": "tiny-llama", "architectures": []}},
-}  # fmt: skip
 
 
 def test_speculators(tmp_path):

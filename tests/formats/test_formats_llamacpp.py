@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from chains import features_of, our_chain
+from converted_heads import CHOICES, forget, saved
 from emulators import Served
 from emulators_llamacpp import LlamacppBlock, llamacpp
 from gguf import GGUFReader, GGUFWriter, TokenType
 from plain_hydra import awake
-from test_convert import CHOICES, forget, saved, trained
-from test_formats_engines import features_of, our_chain
 from tiny_chat import llama
 from tiny_heads import random_head
 from tiny_targets import some_prompts, tiny_target
+from trained_heads import trained
 
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.formats.llamacpp import TargetFile

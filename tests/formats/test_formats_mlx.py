@@ -7,15 +7,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from converted_heads import forget, same
+from converted_heads import saved as saved_block
+from deep_targets import saved, target
 from emulators import EngineError
 from emulators_block import mlx_block
 from emulators_eagle import mlx_eagle3
 from safetensors.torch import load_file
-from test_convert import forget, same
-from test_convert import saved as saved_block
-from test_formats_openvino import saved, target
-from test_hub import FEW, SCALED
 from tiny_targets import tiny_target
+from trained_heads import FEW, SCALED
 
 from draftheads.heads.formats.hub import load_head
 from draftheads.scripts.convert import converted

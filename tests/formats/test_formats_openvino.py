@@ -4,19 +4,18 @@ right; what they would pass over without a word is an error. A real engine: test
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from converted_heads import forget, same
+from deep_targets import LAYERS, READ, deep, saved, target
 from emulators import EngineError
 from emulators_eagle import openvino_eagle3
 from safetensors.torch import load_file
-from test_convert import forget, same
-from test_hub import FEW, SCALED
 from tiny_heads import random_head
 from tiny_targets import CONFIGS, scaled_up
+from trained_heads import FEW, SCALED
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftheads.heads.formats.card import render_card
@@ -25,23 +24,6 @@ from draftheads.heads.target import Target
 from draftheads.scripts.benchmarks.engine_runs.openvino import tell_layers
 from draftheads.scripts.convert import converted
 
-LAYERS = 5
-READ = {"feature_layers": [1, 2, 4]}
-
-
-@cache
-def deep(name: str) -> Target:
-    """Deep enough for three features below the last state."""
-    torch.manual_seed(0)
-    kind, options = CONFIGS[name]
-    config = CONFIG_MAPPING[kind](**{**options, "num_hidden_layers": LAYERS})
-    return Target(scaled_up(AutoModelForCausalLM.from_config(config)), name=f"tiny-{name}")
-
-
-def target() -> Target:
-    return deep("llama")
-
-
 DFLASH = {
     "feature_layers": [1, 2],
     "mask": 7,
@@ -49,11 +31,6 @@ DFLASH = {
     "conditioning": "none",
     "sample_from_anchor": False,
 }
-
-
-def saved(folder: Path, **choices: Any) -> Path:
-    head = random_head("eagle3", target(), **{**READ, **choices})
-    return save_head(head, folder / "ours", target=target())
 
 
 @pytest.mark.parametrize(

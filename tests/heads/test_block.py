@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plain_block import PlainBlock
+from plain_drafting import committed_steps, drafts_of, plain_drafts, two_texts
 from plain_eagle import plain_rank
 from plain_hydra import awake
-from test_losses import plain_row_loss
-from test_sequential import committed_steps, drafts_of, plain_drafts, two_texts
-from test_training_time_test import LLAMA3, assert_equal
+from plain_losses import LLAMA3, assert_equal, plain_row_loss
 from tiny_chat import byte_tokenizer
 from tiny_heads import make_head
-from tiny_targets import VOCABULARY, random_model, tiny_target
+from tiny_targets import VOCABULARY, random_model
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead, mask_token
@@ -70,11 +69,6 @@ POSITIONS = [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 0
 DOCUMENTS = [[0] * 6 + [1] * 5, [0] * 8 + [1] + [-1] * 2]
 JUDGED = [12, 8, 4, 2]  # at each depth, counted by hand
 ANCHORS = [[0, 1, 2, 3, 4, 7, 8, 9], [1, 2, 5, 6]]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_losses import plain_row_loss
 from tiny_heads import make_head
 from tiny_training import VOCABULARY, random_answers, tiny_target
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -157,22 +158,6 @@ def rows_to_judge(rows: int, states: int, width: int):
     labels_R = torch.randint(-1, len(token_map), (rows,))
     weights_R = torch.rand(rows) + 0.1
     return hidden_RD, weight_vD, token_map, logits_UV, states_R, labels_R, weights_R
-
-
-def plain_row_loss(log_q_v, teacher_V, vocabulary: list[int], objective: str, label: int = -1):
-    """One row, as the formulas stand in the papers, left to autograd. label: as of
-    `linear_cross_entropy`.
-    """
-    if int(teacher_V.argmax()) not in vocabulary:
-        return log_q_v.sum() * 0.0
-    p_v = teacher_V[vocabulary].exp() / teacher_V[vocabulary].exp().sum()
-    ce = -sum(p * log_q for p, log_q in zip(p_v, log_q_v, strict=True))
-    hard_ce = -log_q_v[label] if label >= 0 else 0.0
-    return {
-        "ce": ce,
-        "kl": ce + sum(p * torch.log(p) for p in p_v),
-        "dspark": 0.1 * hard_ce + 0.9 * (p_v - log_q_v.exp()).abs().sum(),
-    }[objective]
 
 
 @pytest.mark.parametrize("reduced", [True, False])

@@ -129,7 +129,7 @@ def test_nothing_of_it_is_saved(kind):
 
 # the compiler looks at the gradients of its inputs, and hides the warning where it is not an error
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_layers_learn_the_same(kind, batch, recompute):
     target, head = tiny_target(), drawn_head(kind)
     plain, gradients = learned(head, batch, target)

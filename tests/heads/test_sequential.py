@@ -9,22 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from plain_drafting import (
+    DEPTH,
+    drafts_of,
+    plain_drafts,
+    two_texts,
+)
 from plain_eagle import plain_loss, plain_rank
 from plain_hydra import PlainSequential, awake
-from test_training_time_test import assert_equal
-from test_tree_drafting import paths_of, searched
+from plain_losses import assert_equal
 from tiny_heads import make_head
-from tiny_targets import VOCABULARY, tiny_target
+from tiny_targets import VOCABULARY
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.losses import RANKS
 from draftheads.heads.sequential import CONDITIONINGS, SequentialHead
 from draftheads.heads.target import Target
-from draftheads.heads.tree import DynamicTree, StaticTree
 
-DEPTH = 3
 ODD = list(range(1, VOCABULARY, 2))
 RANK = 6
 SIZES: dict[str, Any] = {
@@ -48,11 +50,6 @@ LEARN = [[0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0]]
 POSITIONS = [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0]]
 DOCUMENTS = [[0] * 6 + [1] * 5, [0] * 9 + [-1] * 2]
 JUDGED = [11, 7, 3]  # at each depth, counted by hand
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
 
 
 @pytest.fixture(scope="module")
@@ -111,70 +108,6 @@ def test_training_equals_its_restatement(target, batch, conditioning, prefix, ch
     got = head(batch, features_BTD, target)
     assert_equal(head, got, *plain_training(head, batch, features_BTD, target))
     assert got.ranks_KR.sum(1).tolist() == JUDGED
-
-
-COMMITS = [[7, 4], [2, 3], [1, 3]]  # tokens that each of two rows gets in each step
-FIXED = StaticTree(((1,), (0,), (0, 0), (0, 2), (1, 1), (3,), (0, 2, 0), (1, 1, 4), (0, 2, 1)))
-TREES = [FIXED, StaticTree.from_widths((2, 1)), DynamicTree(12, 3, 3), DynamicTree(5, 2, 4)]
-
-
-def two_texts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and features, drawn."""
-    torch.manual_seed(9)
-    return torch.randint(0, VOCABULARY, (2, 13)), torch.randn(2, 13, 32)
-
-
-def committed_steps(tokens_BT, features_BTD) -> list[Committed]:
-    """What a drafter is handed when two texts grow by COMMITS; the padding is not zero."""
-    steps, done = [], [0, 0]
-    for counts in COMMITS:
-        places_BC = torch.tensor(done)[:, None] + torch.arange(max(counts))
-        rows_B1 = torch.arange(2)[:, None]
-        new = (tokens_BT[rows_B1, places_BC], features_BTD[rows_B1, places_BC])
-        steps.append(Committed(*new, torch.tensor(counts), counts))
-        done = [before + count for before, count in zip(done, counts, strict=True)]
-    return steps
-
-
-def expected_paths(model, root: int, tree, names) -> list[tuple[int, ...]]:
-    """The token paths of a tree, in the order of its nodes."""
-    if isinstance(tree, DynamicTree):
-        return searched(model, root, tree, names)
-    tokens: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
-    for ranks in sorted(tree.paths, key=lambda path: (len(path), path)):
-        before = tokens[ranks[:-1]]
-        logits = model(root, before)
-        order = sorted(range(len(names)), key=lambda place: -logits[place])  # noqa: B023
-        tokens[ranks] = (*before, names[order[ranks[-1]]])
-    return list(tokens.values())[1:]
-
-
-def plain_drafts(plain: Any, tokens_BT, features_BTD) -> list[Any]:
-    """Token paths of each row, in each step, for each of TREES, as a restatement drafts them."""
-    texts = [plain.inputs(features_TD) for features_TD in features_BTD]
-    drafts, done = [], [0, 0]
-    for counts in COMMITS:
-        done = [before + count for before, count in zip(done, counts, strict=True)]
-        for row, length in enumerate(done):
-            known: dict[Any, Any] = {}
-
-            def model(root, path, state_D=texts[row][length - 1], known=known):
-                if path not in known:
-                    known[path] = plain.logits(state_D, (root, *path)).tolist()
-                return known[path]
-
-            root = int(tokens_BT[row, length - 1])
-            drafts.append([expected_paths(model, root, tree, plain.vocabulary) for tree in TREES])
-    return drafts
-
-
-def drafts_of(head: SequentialHead, target: Target, tokens_BT, features_BTD) -> list[Any]:
-    """The same, as the head drafts them."""
-    drafters, drafts = [head.drafter(target, tree) for tree in TREES], []
-    for committed in committed_steps(tokens_BT, features_BTD):
-        trees = [drafter.propose(committed) for drafter in drafters]
-        drafts += [[paths_of(tree, row) for tree in trees] for row in range(2)]
-    return drafts
 
 
 PER_TOKEN = DEPTH * RANK * 4  # bytes

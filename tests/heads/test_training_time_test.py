@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from plain_eagle import PlainEagle, PlainEagle3, awake, plain_loss, plain_rank, plain_unroll
+from plain_losses import LLAMA3, assert_equal
 from tiny_heads import make_head
-from tiny_targets import VOCABULARY, tiny_target
+from tiny_targets import VOCABULARY
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -32,21 +33,12 @@ SIZES: dict[str, Any] = {
     "rope_theta": 20.0, "steps": STEPS, "depth": 3, "top_k": 4, "nodes": 6, "noise": 0.0,
 }  # fmt: skip
 EAGLE3 = {**SIZES, "feature_layers": [0, 2, 3], "vocabulary": ODD, "decay": 0.8}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 40,
-}  # fmt: skip
 SCALINGS = [
     None,
     LLAMA3,
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
 
 
 @pytest.fixture(scope="module")
@@ -106,19 +98,6 @@ def eagle_by_hand(head: EagleHead, batch: Batch, features_BTD, noisy_BTD, target
         part = head.choices.regression * regression + head.choices.classification * classification
         loss = loss + weight * part
     return loss, ranks_KR, plain.weights
-
-
-def assert_equal(head, got, loss, ranks_KR, weights):
-    torch.testing.assert_close(got.loss.double(), loss, rtol=1e-5, atol=1e-5)
-    assert got.ranks_KR.tolist() == ranks_KR.tolist()
-    names = [name for name, _ in head.named_parameters()]
-    expected = torch.autograd.grad(loss, [weights[name] for name in names])
-    actual = torch.autograd.grad(got.loss, list(head.parameters()))
-    for name, left, right in zip(names, actual, expected, strict=True):
-        rounding = 1e-5 * max(float(right.abs().max()), 0.1)
-        torch.testing.assert_close(
-            left.double(), right, rtol=1e-4, atol=rounding, msg=lambda m, name=name: f"{name}: {m}"
-        )
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
+from plain_drafting import Model, Path, paths_of, searched
 from safetensors.torch import load_file, save_file
 from tiny_heads import make_head
 from tiny_targets import tiny_target
@@ -17,9 +18,6 @@ from tiny_targets import tiny_target
 from draftheads.heads.formats.hub import HEADS, load_head, save_head
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree
 from draftheads.heads.tree_drafting import DynamicTreeBuilder, tree_builder
-
-Path = tuple[int, ...]  # token ids behind the root, or ranks
-Model = Callable[[int, Path], Sequence[float]]  # (root, path) -> logits over the draft vocabulary
 
 ROOTS = [5, 6, 7]  # what follows differs, so that each row of a batch grows a tree of its own
 
@@ -51,47 +49,6 @@ def grow(builder, model: Model, roots: Sequence[int]) -> TokenTree:
             for before, (tokens, parents) in zip(paths, nodes, strict=True)
         ]
     return builder.tree(torch.tensor(list(roots)))
-
-
-def paths_of(tree: TokenTree, row: int) -> list[Path]:
-    """The token path of each node behind the root, after checking that this is a tree: parents
-    first, level by level, siblings distinct.
-    """
-    tokens = tree.tokens_BN[row].tolist()
-    parents_BN = tree.topology.parents_BN
-    parents = parents_BN[row % len(parents_BN)].tolist()
-    assert parents[0] == -1
-    assert all(0 <= parent < node for node, parent in enumerate(parents) if node)
-    paths: list[Path] = [()]
-    for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    assert len(set(paths)) == len(paths)
-    depths = [len(path) for path in paths]
-    assert depths == sorted(depths)
-    assert depths == tree.depths()[row % len(tree.depths())].tolist()
-    return paths[1:]
-
-
-def log_probabilities(logits: Sequence[float]) -> list[float]:
-    total = math.log(sum(math.exp(each) for each in logits))
-    return [each - total for each in logits]
-
-
-def searched(model: Model, root: int, limits: DynamicTree, token_map: Sequence[int]) -> list[Path]:
-    """Expand and rerank, restated: the paths that are kept, in the order of their discovery."""
-    candidates: list[tuple[float, Path]] = []
-    frontier: list[tuple[float, Path]] = [(0.0, ())]
-    for _ in range(limits.depth):
-        level = []
-        for score, path in frontier:
-            chances = log_probabilities(model(root, path))
-            best = sorted(range(len(chances)), key=lambda place: -chances[place])  # noqa: B023
-            for place in best[: limits.top_k]:
-                level.append((score + chances[place], (*path, token_map[place])))
-        candidates += level
-        frontier = sorted(level, key=lambda candidate: -candidate[0])[: limits.top_k]
-    ranking = sorted(range(len(candidates)), key=lambda number: -candidates[number][0])
-    return [candidates[number][1] for number in sorted(ranking[: limits.draft_nodes])]
 
 
 #                        .6 a     .5 a        .7 b    The tree drafts the four likeliest of all

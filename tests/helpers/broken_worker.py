@@ -1,4 +1,4 @@
-"""Started by torchrun: every process loads a broken folder, sharded, and prints its refusal.
+"""On several processes: each loads a broken folder, sharded, and prints its refusal.
 
 broken_worker.py FOLDER
 """

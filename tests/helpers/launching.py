@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,3 +37,55 @@ def torchrun(*arguments: str, cpu: bool = True) -> subprocess.CompletedProcess[s
         text=True,
         timeout=120,
     )
+
+
+def fork(function: Callable[..., None], *arguments: object) -> ForkProcess:
+    """Start a function in a copy of this process, which has imported everything: milliseconds,
+    where a new process takes seconds.
+    """
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of this process
+        process.start()
+    return process
+
+
+def exit_code_of_a_fork(function: Callable[..., None], *arguments: object) -> int | None:
+    """Minus the number of the signal that ended it, if one did."""
+    process = fork(function, *arguments)
+    process.join(timeout=60)
+    return process.exitcode
+
+
+def become_one_of_two(rank: int, port: int, output: Path) -> None:
+    """In a fork: a process of a launch, whose standard output and error go to one file."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    environment = launch_environment(cpu=True) | {k: str(v) for k, v in place.items()}
+    os.environ.clear()
+    os.environ.update(environment)
+    file = output.open("wb")
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(file.fileno(), number)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def run_script(rank: int, port: int, output: Path, script: str, *arguments: str) -> None:
+    become_one_of_two(rank, port, output)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def outputs_of_two_forks(folder: Path, script: str, *arguments: str) -> list[str]:
+    """What a script prints in each of two processes that form a launch without a launcher."""
+    port = free_port()
+    files = [folder / f"output-{rank}" for rank in (0, 1)]
+    processes = [
+        fork(run_script, rank, port, file, script, *arguments) for rank, file in enumerate(files)
+    ]
+    for process in processes:
+        process.join(timeout=120)
+    outputs = [file.read_text() for file in files]
+    assert [process.exitcode for process in processes] == [0, 0], outputs
+    return outputs

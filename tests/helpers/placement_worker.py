@@ -1,4 +1,4 @@
-"""Started by torchrun: compares a target divided over processes with a whole one in every process,
+"""On several processes: compares a target divided over processes with a whole one in every process,
 then trains as each recipe says. Leaves what it found beside the first recipe.
 
     placement_worker.py TIED UNTIED RECIPE...        folders of targets, recipes

@@ -202,3 +202,14 @@ class Oracle:
             is_wrong = torch.rand((), generator=self._generator).item() < self.noise
             offset = path[-1] + self.shape.width if is_wrong else path[-1]
             yield (truth + offset) % self.vocab_size
+
+
+def committed(rows: list[list[int]], features_BCD: torch.Tensor | None = None) -> Committed:
+    """These tokens of each row, padded."""
+    counts = [len(row) for row in rows]
+    tokens_BC = torch.zeros(len(rows), max(counts), dtype=torch.long)
+    for row, tokens in enumerate(rows):
+        tokens_BC[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+    if features_BCD is None:
+        features_BCD = torch.zeros(*tokens_BC.shape, 0)
+    return Committed(tokens_BC, features_BCD, torch.tensor(counts), counts)

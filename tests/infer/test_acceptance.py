@@ -4,14 +4,13 @@ Medusa's formula.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from itertools import product
 
 import pytest
 import torch
-from tiny_heads import BLOCKS, decode, random_head
-from tiny_targets import random_model, some_prompts, tiny_target
+from exact_laws import RUNS, MarkovTarget, chi_square, small_head, surely_below, whole_law
+from tiny_heads import BLOCKS, decode
+from tiny_targets import some_prompts, tiny_target
 from transformers import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -26,43 +25,6 @@ from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, 
 from draftheads.heads.tree_drafting import DynamicTreeBuilder
 from draftheads.infer.accept import Greedy, Sampled, Typical, filtered_logits
 from draftheads.infer.engine import Speculator
-
-WORDS = 6
-RUNS = 6000
-
-
-def chi_square(observed: Counter, expected: dict) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom; outcomes expected fewer than 5 times are
-    pooled.
-    """
-    total = sum(observed.values())
-    common = {key for key, p in expected.items() if p * total >= 5}
-    cells = [(observed[key], expected[key] * total) for key in common]
-    rest = total - sum(want for _, want in cells)
-    if rest > 1e-9:
-        cells.append((total - sum(got for got, _ in cells), rest))
-    return sum((got - want) ** 2 / want for got, want in cells), len(cells) - 1
-
-
-def surely_below(freedom: int) -> float:
-    """A bound that a true chi-square variable exceeds about once in a million (Wilson-Hilferty, z =
-    4.75).
-    """
-    return freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
-
-
-class MarkovTarget:
-    """A target whose next-token distribution depends on the last token only: logits_VV."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.logits_VV = (
-            torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(seed)) * 2
-        )
-
-    def two_token_law(self, root: int, temperature: float, top_p: float, top_k: int) -> dict:
-        p = torch.softmax(filtered_logits(self.logits_VV, temperature, top_p, top_k), -1)
-        return {(a, b): float(p[root, a] * p[a, b]) for a, b in product(range(WORDS), repeat=2)}
-
 
 RULES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 3), (0.9, 0.9, 4)]
 
@@ -102,24 +64,6 @@ def test_the_chi_square_test_notices_a_bias():
     assert statistic > surely_below(freedom)
 
 
-@pytest.fixture(scope="module")
-def small_target() -> Target:
-    model = random_model("llama")
-    model.resize_token_embeddings(WORDS, mean_resizing=False)
-    return Target(model, name="six-words")
-
-
-def whole_law(target: Target, prompt: list[int], new: int, rule: Sampled) -> dict:
-    """The exact probability of every text of `new` tokens after a prompt."""
-    texts_MA = torch.cartesian_prod(*[torch.arange(WORDS)] * new)
-    prompt_MT = torch.tensor([prompt]).expand(len(texts_MA), -1)
-    with torch.no_grad():
-        logits = target.model(torch.cat([prompt_MT, texts_MA], dim=1)).logits[:, -new - 1 : -1]
-    filtered = filtered_logits(logits, rule.temperature, rule.top_p, rule.top_k)
-    p_MA = torch.softmax(filtered, -1).gather(2, texts_MA[:, :, None])[..., 0]
-    return {tuple(text): float(p) for text, p in zip(texts_MA.tolist(), p_MA.prod(1), strict=True)}
-
-
 def whole_engine_statistic(target: Target, head: DraftHead, tree: Tree) -> tuple[float, int]:
     """Four tokens: the prefill's, and those of one to three steps, on trees that differ by row."""
     prompt, rule = [3, 1, 4, 1, 5], Sampled(temperature=4.0, top_k=4)
@@ -128,10 +72,6 @@ def whole_engine_statistic(target: Target, head: DraftHead, tree: Tree) -> tuple
     rows, statistics = decode(target, head, [prompt] * (RUNS // 2), **choices)
     assert {row.steps for row in statistics} == {1, 2, 3}, "drafts are accepted and refused"
     return chi_square(Counter(map(tuple, rows)), whole_law(target, prompt, 4, rule))
-
-
-def small_head(kind: str, target: Target, vocabulary: list[int] | None = None) -> DraftHead:
-    return random_head(kind, target, depth=3, nodes=6, top_k=2, vocabulary=vocabulary)
 
 
 @pytest.mark.slow

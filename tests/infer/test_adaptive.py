@@ -8,9 +8,8 @@ from collections import Counter
 
 import pytest
 import torch
-from test_acceptance import RUNS, chi_square, small_head, small_target, surely_below, whole_law
-from test_drafters import committed
-from tiny_heads import EACH, decode, random_head
+from exact_laws import RUNS, chi_square, small_head, surely_below, whole_law
+from tiny_heads import EACH, committed, decode, random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.drafting import Committed
@@ -20,8 +19,6 @@ from draftheads.infer.drafters import adaptive
 from draftheads.infer.drafters.adaptive import PAUSES, Adaptive, AdaptiveDrafter
 from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.measure.costs import Costs
-
-__all__ = ["small_target"]
 
 NEW = 31
 WORTH = 1.5

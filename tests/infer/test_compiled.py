@@ -14,12 +14,15 @@ from tiny_targets import (
     UNEVEN,
     greedy,
     random_model,
+    scaled_up,
     some_prompts,
     tiny_target,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftheads.heads.drafting import Committed
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
@@ -59,8 +62,24 @@ def written(speculator, prompts, **options) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("lengths", [(9,), (13, 4, 8)], ids=["one", "ragged"])
-@pytest.mark.parametrize("kind", VARIANTS)
+TRACED = [
+    *(pytest.param(kind, (13, 4, 8), id=f"{kind}-ragged") for kind in HEADS),
+    pytest.param("sequential", (9,), id="sequential-one"),
+    *(
+        pytest.param(kind, (13, 4, 8), id=f"{kind}-ragged", marks=pytest.mark.slow)
+        for kind in VARIANTS
+        if kind not in HEADS
+    ),
+    *(
+        pytest.param(kind, (9,), id=f"{kind}-one", marks=pytest.mark.slow)
+        for kind in HEADS
+        if kind != "sequential"
+    ),
+]
+"""A trace takes seconds. What differs within a kind are its logits, whatever the number of rows."""
+
+
+@pytest.mark.parametrize(("kind", "lengths"), TRACED)
 def test_compiled_steps_write_the_same_and_are_traced_once(traced, kind, lengths):
     target = tiny_target()
     head = random_head(kind, target)
@@ -73,10 +92,10 @@ def test_compiled_steps_write_the_same_and_are_traced_once(traced, kind, lengths
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("rule", [Sampled(0.8, top_k=5), Typical(), Greedy()], ids=repr)
+@pytest.mark.parametrize("rule", [Sampled(0.8, top_k=5), Typical()], ids=repr)
 def test_rules_draw_as_they_do_without_compilation(traced, rule):
     target = tiny_target()
-    head, prompts = random_head("sequential", target), some_prompts(9)
+    head, prompts = random_head("medusa", target), some_prompts(9)
     outputs = []
     for compile in (False, True):
         rule.seed(3)
@@ -90,7 +109,7 @@ def test_rules_draw_as_they_do_without_compilation(traced, rule):
 @pytest.mark.parametrize("name", [*CONFIGS, *UNEVEN])
 def test_every_architecture_writes_the_same(traced, name, recwarn):
     target = tiny_target(name)
-    head, prompts = random_head("sequential", target), some_prompts(11, 5)
+    head, prompts = random_head("medusa", target), some_prompts(11, 5)  # the quickest to trace
     expected = [greedy(target, prompt, NEW) for prompt in prompts]
     assert written(Speculator(target, head, tree=TREE, compile=True), prompts) == expected
     assert len(traced) == 1 or "without compilation" in str(recwarn[0].message)
@@ -125,26 +144,34 @@ def test_what_torch_cannot_compile_decodes_without_compilation(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", broken)
     torch._dynamo.reset()
     target, prompts = tiny_target(), some_prompts(9, 5)
-    speculator = Speculator(target, random_head("eagle3", target), compile=True)
+    speculator = Speculator(target, random_head("medusa", target), compile=True)
     with pytest.warns(UserWarning, match="^decoding without compilation: .*"):
         rows = written(speculator, prompts)
     assert rows == [greedy(target, prompt, NEW) for prompt in prompts]
+
+
+def one_layer() -> Target:
+    """Each further layer is as much code again, which takes a compiler seconds."""
+    torch.manual_seed(0)
+    kind, options = CONFIGS["llama"]
+    config = CONFIG_MAPPING[kind](**{**options, "num_hidden_layers": 1})
+    return Target(scaled_up(AutoModelForCausalLM.from_config(config)), name="one-layer")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("kind", ["sequential", "block"])
 def test_generated_code_writes_the_same(kind):
-    target = tiny_target()
+    target, tree = one_layer(), DynamicTree(5, 2, 2)
     head, prompts = random_head(kind, target), some_prompts(9, 5)
     expected = [greedy(target, prompt, NEW) for prompt in prompts]
-    assert written(Speculator(target, head, tree=DYNAMIC, compile=True), prompts) == expected
+    assert written(Speculator(target, head, tree=tree, compile=True), prompts) == expected
 
 
 def test_generate_can_be_sped_up_by_compiled_heads(traced):
     """Two calls, one compilation; sampling arguments become a rule whose values are compiled in."""
     model = random_model("llama")
-    head = random_head("sequential", Target(model))
+    head = random_head("medusa", Target(model))
     decoding = speculative(head, compile=True)
     for prompt in some_prompts(9, 14):
         inputs = {"input_ids": torch.tensor([prompt]), "max_new_tokens": NEW, "do_sample": False}

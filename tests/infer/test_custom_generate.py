@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact_laws import WORDS, chi_square, surely_below
 from peft import (
     LoraConfig,
     PrefixTuningConfig,
@@ -20,7 +21,6 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
-from test_acceptance import WORDS, chi_square, surely_below
 from tiny_chat import byte_tokenizer
 from tiny_chat import llama as chat_target
 from tiny_heads import SMALL, overfitted, random_head, written_by
@@ -512,17 +512,6 @@ def test_transformers_own_pipeline_takes_it(prompt):
     options = {"max_new_tokens": NEW, "do_sample": False}
     assert generator(prompt, **options, custom_generate=custom) == generator(prompt, **options)
     assert custom.speculator is not None and custom.speculator.drafts is custom.head
-
-
-@pytest.fixture
-def modules_cache(monkeypatch, tmp_path):
-    """Where transformers copies remote code to."""
-    from transformers import dynamic_module_utils as dynamic
-    from transformers.utils import hub
-
-    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(hub, "HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture

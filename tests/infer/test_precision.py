@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import questions, run  # noqa: F401
 from tiny_chat import llama
 from tiny_heads import new_head
 from transformers import LlamaConfig
+from typed_commands import questions
 
 from draftheads.heads.formats.hub import save_head
 from draftheads.infer.engine import Speculator
@@ -95,7 +95,7 @@ def test_products_are_those_of_the_target_and_few():
     assert measured_pace(config()).gain > 0  # as it is
 
 
-def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, monkeypatch):
     pace(1.0, 0.4)
     target, head = stored
     prompts = questions(tmp_path, 4)
@@ -114,7 +114,7 @@ def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, mo
     assert report["plain"]["lossless"] is None and "--dtype float32" in " ".join(out.split())
 
 
-def test_commands_that_write_data_never_measure(pace, stored, run, tmp_path):  # noqa: F811
+def test_commands_that_write_data_never_measure(pace, stored, run, tmp_path):
     asked = pace(1.0, 0.1)
     target, head = stored
     prompts = questions(tmp_path, 2)

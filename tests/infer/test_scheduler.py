@@ -205,7 +205,7 @@ def test_compiled_steps_are_those_of_the_start_alone(schedulers, monkeypatch):
     """Another rule takes a minute to compile, in which nobody would be answered."""
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     target = tiny_target()
-    engine = Speculator(target, random_head("sequential", target), compile=True)
+    engine = Speculator(target, random_head("medusa", target), compile=True)
     scheduler = schedulers(engine)
     scheduler.warm_up([Greedy()])
     assert list(engine._compiled) == [(1, "Greedy()")]

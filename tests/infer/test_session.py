@@ -25,6 +25,7 @@ from draftheads.infer.engine import Session, Speculator, Step
 from draftheads.infer.measure.costs import Costs
 
 NEW = 12
+COMPILED = ("eagle3", "block", "sequential")
 
 
 @contextmanager
@@ -72,8 +73,18 @@ def test_answers_drafts_and_their_acceptance_stay_the_same(name):
         assert shown(steps_of(engine, prompt, stop, session=session)) == shown(expected)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "block", "sequential"])
-@pytest.mark.parametrize("recorder", [None, recorded], ids=["compiled", "recorded"])
+SLOW = pytest.mark.slow
+FIXED = [
+    *(pytest.param(name, recorded, id=f"recorded-{name}") for name in COMPILED),
+    *(
+        pytest.param(name, None, id=f"compiled-{name}", marks=[SLOW] * (name != "eagle3"))
+        for name in COMPILED
+    ),
+]
+"""Tracing takes seconds: by default one head is compiled, and the steps of all are recorded."""
+
+
+@pytest.mark.parametrize(("name", "recorder"), FIXED)
 def test_compiled_steps_continue_as_well(name, recorder, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
@@ -102,7 +113,7 @@ def sources() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sources())
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW)])
 def test_other_drafters_continue_as_well(name, seed):
     engine, session = Speculator(tiny_target(), sources()[name]), Session()
     for prompt, stop in turns(seed):
@@ -201,31 +212,36 @@ def test_sampling_draws_what_it_drew_without_a_session():
         assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("name", ["eagle3", "block", "medusa"])
-@pytest.mark.parametrize("recorder", [None, recorded], ids=["compiled", "recorded"])
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["", "fixed"])
-def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(
-    name, recorder, is_compiled, monkeypatch
-):
+GROWING = ("eagle3", "block", "medusa")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *((name, "plain") for name in GROWING),
+        ("eagle3", "recorded"),
+        *(pytest.param(name, "recorded", marks=SLOW) for name in GROWING if name != "eagle3"),
+        *(pytest.param(name, "compiled", marks=SLOW) for name in GROWING),
+    ],
+)
+def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(name, steps, monkeypatch):
     """The whole context is not reserved for an answer that may be that long, nor kept after it."""
-    if recorder and not is_compiled:
-        pytest.skip("nothing to record")
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
-    if recorder:
-        monkeypatch.setitem(compiled.RECORDERS, "cpu", recorder)
+    if steps == "recorded":
+        monkeypatch.setitem(compiled.RECORDERS, "cpu", recorded)
         monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
         monkeypatch.setattr(compiled, "BUCKET", 4)
     for place in ("heads.cache", "heads.drafting", "infer.engine"):
         monkeypatch.setattr(f"draftheads.{place}.ROOM", 2)
     target, session, [prompt] = tiny_target(), Session(), some_prompts(6)
-    engine = Speculator(target, random_head(name, target), compile=is_compiled)
+    engine = Speculator(target, random_head(name, target), compile=steps != "plain")
     capacities: list[int] = []
     for _ in range(2):  # the second time from slots that were given back
-        steps = engine.generate(prompt, max_new_tokens=90, session=session)
-        tokens = list(next(steps).tokens)
+        answer = engine.generate(prompt, max_new_tokens=90, session=session)
+        tokens = list(next(answer).tokens)
         capacities.append(session._caches.cache.table.capacity)
-        tokens += [token for step in steps for token in step.tokens]
+        tokens += [token for step in answer for token in step.tokens]
         assert tokens == greedy(target, prompt, 90)[: len(tokens)]
         assert len(tokens) == 90 or tokens[-1] in target.eos_ids
         if len(tokens) > 60:
@@ -235,8 +251,14 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(
     assert max(capacities) <= (len(prompt) + 2 + nodes) * 4, "not 90"
 
 
-@pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("target_name", ["llama", "mistral-window"])
+@pytest.mark.parametrize(
+    ("target_name", "name"),
+    [
+        *(pytest.param("llama", *each.values, marks=each.marks) for each in EACH),
+        *(("mistral-window", name) for name in ("medusa", "eagle3")),
+        pytest.param("mistral-window", "block", marks=SLOW),
+    ],
+)
 def test_a_prompt_that_is_read_in_turns_changes_nothing(name, target_name):
     target, session = tiny_target(target_name), Session()
     engine = Speculator(target, random_head(name, target))

@@ -1,5 +1,5 @@
-"""A folder of answers says the same in every form it takes, whatever moment it is killed at, and
-training lays it out as the plain algorithm does.
+"""The promise: a folder of answers says the same in every form it takes, whatever moment it is
+killed at, and training lays it out as the plain algorithm does.
 """
 
 from __future__ import annotations

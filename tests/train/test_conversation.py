@@ -1,5 +1,6 @@
-"""A later turn adds what the template puts between answers. Each answer is learned as it was
-written, once, behind what a chat shows the target; tool calls and results stay on request.
+"""The promise: a later turn adds what the template puts between answers. Each answer is learned as
+it was written, once, behind what a chat shows the target; tool calls and results stay on
+request.
 """
 
 from __future__ import annotations
@@ -33,11 +34,6 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {D
 
 
 # ---------------------------------------------------------------- turn by turn
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return llama()
 
 
 def test_turns_stand_together_as_the_template_writes_them(target: Target) -> None:

@@ -1,5 +1,5 @@
-"""Whatever becomes of a folder's files, nothing damaged is learned: it is said in one line, and
-distilling again mends it.
+"""The promise: whatever becomes of a folder's files, nothing damaged is learned: it is said in one
+line, and distilling again mends it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from tiny_chat import llama, options, prompts
+from tiny_chat import options, prompts
 from tiny_training import VOCABULARY, random_answers, tiny_recipe, write_answers, write_target
 
 from draftheads.scripts.cli import main
@@ -237,11 +237,6 @@ def test_a_shard_that_is_deleted_while_a_run_reads_it_is_still_there_for_it(fold
 
 
 # ---------------------------------------------------------------- distilled again
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return llama()
 
 
 def emptied(path: Path) -> None:

@@ -1,8 +1,8 @@
-"""What the target answers is stored exactly as it was written."""
+"""The promise: what the target answers is stored exactly as it was written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,6 @@ from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import TOO_LONG
 from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import Prompt
-
-
-@pytest.fixture(scope="module")
-def shared_target() -> Target:
-    return llama()
-
-
-@pytest.fixture
-def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target; whatever a test does to its `prefill_chunks` is undone."""
-    yield shared_target
-    shared_target.__dict__.pop("prefill_chunks", None)
-
 
 # ---------------------------------------------------------------- what is stored
 

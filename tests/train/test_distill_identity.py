@@ -1,19 +1,21 @@
-"""Prompts are known by what they say: whatever becomes of the others, an answer is kept."""
+"""The promise: prompts are known by what they say: whatever becomes of the others, an answer is
+kept.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_chat import files, llama, on_call, options, prompts, records
+from launching import become_one_of_two, fork, free_port
+from tiny_chat import files, on_call, options, prompts, records
 
 from draftheads.heads import files as files_module
 from draftheads.heads.target import Target
@@ -24,18 +26,6 @@ from draftheads.train.data.prompts import Prompt, read_conversations, read_promp
 
 Texts = list[str]
 BEFORE = [f"question {n}" for n in range(10)]
-
-
-@pytest.fixture(scope="module")
-def shared_target() -> Target:
-    return llama()
-
-
-@pytest.fixture
-def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target; whatever a test does to its `prefill_chunks` is undone."""
-    yield shared_target
-    shared_target.__dict__.pop("prefill_chunks", None)
 
 
 def asked(texts: Texts) -> list[Prompt]:
@@ -241,6 +231,14 @@ def test_launcher_that_starts_one_process_is_refused(
     assert not (tmp_path / "o").exists()
 
 
+def distill_in_a_fork(folder: Path, rank: int, port: int) -> None:
+    os.chdir(folder)
+    become_one_of_two(rank, port, folder / f"output-{rank}")
+    words = ["--target", "t", "--prompts", "p.jsonl", "--out", "o", "--max-new-tokens", "12"]
+    sys.argv = ["draftheads", "distill", *words, "--batch-size", "1", "--temperature", "1.0"]
+    cli.main()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_process_that_is_killed_is_not_waited_for(
@@ -254,37 +252,21 @@ def test_a_process_that_is_killed_is_not_waited_for(
     shared_target.tokenizer.save_pretrained(tmp_path / "t")
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "p.jsonl").write_text(content)
-    words = ["--target", "t", "--prompts", "p.jsonl", "--out", "o", "--max-new-tokens", "12"]
-    command = [sys.executable, "-m", "draftheads.scripts.cli", "distill", *words]
-    command += ["--batch-size", "1", "--temperature", "1.0"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    port = free_port()
+    processes = [fork(distill_in_a_fork, tmp_path, rank, port) for rank in range(2)]
     try:
         journal = tmp_path / "o" / f"answers-0000{killed}-of-00002.jsonl"
         while not (journal.is_file() and journal.stat().st_size):
-            assert processes[killed].poll() is None
+            assert processes[killed].is_alive()
             time.sleep(0.01)
         processes[killed].kill()
-        _, errors = processes[1 - killed].communicate(timeout=120)
+        processes[1 - killed].join(timeout=120)
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
-    assert processes[1 - killed].returncode == 2
+            process.join()
+    errors = (tmp_path / f"output-{1 - killed}").read_text()
+    assert processes[1 - killed].exitcode == 2
     assert "Traceback" not in errors
     got = ("on process 1: expected 2 processes", "got no connection to process 0 (")
     if killed == 1:

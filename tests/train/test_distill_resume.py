@@ -1,11 +1,10 @@
-"""Nothing that interrupts or divides the work changes a single byte of the answers."""
+"""The promise: nothing that interrupts or divides the work changes a single byte of the answers."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,6 @@ from draftheads.heads.target import Target
 from draftheads.train.data import distill as distill_module
 from draftheads.train.data.answers import count, read_answers, read_manifest
 from draftheads.train.data.distill import distill
-
-
-@pytest.fixture(scope="module")
-def shared_target() -> Target:
-    return llama()
-
-
-@pytest.fixture
-def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target; whatever a test does to its `prefill_chunks` is undone."""
-    yield shared_target
-    shared_target.__dict__.pop("prefill_chunks", None)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""A server's answers are learned as those of a target in this process, whatever goes wrong."""
+"""The promise: a server's answers are learned as those of a target in this process, whatever goes
+wrong.
+"""
 
 from __future__ import annotations
 

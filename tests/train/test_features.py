@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from launching import exit_code_of_a_fork
 from tiny_heads import make_head
 from tiny_training import (
     HEAD_SECTIONS,
@@ -199,8 +199,8 @@ def test_three_processes_write_the_bytes_of_one_with_equally_many_forwards(
     assert len(set(forwards.values())) == 1
 
 
-def killed_in_the_third_shard(folder: str) -> None:
-    """Run in a process of its own."""
+def killed_in_the_third_shard(folder: Path) -> None:
+    """Run in a fork."""
     small, written = 3 * ROW_BYTES + store_module.HEADER_BYTES, []
 
     def fsync(file: int) -> None:
@@ -210,17 +210,13 @@ def killed_in_the_third_shard(folder: str) -> None:
 
     store_module.SHARD_BYTES, os.fsync = small, fsync
     target = tiny_target()
-    fill(store_of(Path(folder), target))
+    fill(store_of(folder, target))
 
 
 @pytest.mark.slow
 def test_a_killed_writer_is_continued(tmp_path, target, monkeypatch):
-    code = f"import test_features as t; t.killed_in_the_third_shard({str(tmp_path / 'killed')!r})"
-    tests = Path(__file__).parent
-    path = f"{tests}:{tests.parent / 'helpers'}"
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
-    assert done.returncode == -signal.SIGKILL
+    code = exit_code_of_a_fork(killed_in_the_third_shard, tmp_path / "killed")
+    assert code == -signal.SIGKILL
     store = store_of(tmp_path / "killed", target)
     names = sorted(files(store.folder))
     assert names[0].startswith(".shard-000002."), "a part is left behind"

@@ -23,6 +23,7 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
+from launching import ROOT, exit_code_of_a_fork
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_training import (
@@ -47,6 +48,7 @@ from draftheads.train.medusa import main
 from draftheads.train.metrics import Progress, read_metrics
 
 pytestmark = pytest.mark.slow
+WAITING = ROOT / "tests" / "helpers" / "waiting_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -117,21 +119,6 @@ def test_a_signal_that_the_process_was_started_to_ignore_is_ignored(
     assert signal.getsignal(number) is signal.SIG_IGN
 
 
-def waiting_in_a_step(made: Path, output: Path) -> None:
-    """In a process of its own: waits in the first step for a file."""
-
-    def wait(self, number, *rest):
-        if number == 1:
-            (output / "waiting").touch()
-            while not (output / "go-on").exists():
-                time.sleep(0.01)
-        original(self, number, *rest)
-
-    original = Progress.step
-    Progress.step = wait
-    sys.exit(run(made, output))
-
-
 def in_a_terminal() -> tuple[dict, list[int]]:
     """How to start a process in a terminal of its own, and what to close to end the terminal."""
     ours, theirs = os.openpty()
@@ -153,7 +140,8 @@ def test_a_run_whose_connection_drops_is_saved(made, whole, tmp_path, place):
     """SIGHUP, and nobody left to read: each line printed after it would be an OSError."""
     output = tmp_path / "run"
     streams, ends = place()
-    process = subprocess.Popen(in_python(waiting_in_a_step, made, output), **streams, env=OURS)
+    command = [sys.executable, str(WAITING), str(made), str(output)]
+    process = subprocess.Popen(command, **streams)
     os.close(ends.pop())
     while not (output / "waiting").exists():
         assert process.poll() is None
@@ -537,7 +525,7 @@ def test_written_files_have_the_modes_that_the_umask_gives(made, tmp_path, mask,
 
 
 def killed_while_saving(made: Path, output: Path) -> None:
-    """In a process of its own: dies when weights and moments are written."""
+    """In a fork: dies when weights and moments are written."""
 
     def save_and_die(tensors, path) -> None:
         save_file(tensors, path)
@@ -547,28 +535,15 @@ def killed_while_saving(made: Path, output: Path) -> None:
     run(made, output)
 
 
-TESTS = Path(__file__).parent
-OURS = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'helpers'}"}
-
-
-def in_python(function, *paths: Path) -> list[str]:
-    """The command that calls a function of this file in a process of its own."""
-    arguments = ", ".join(f"Path({str(path)!r})" for path in paths)
-    code = f"from test_interrupt import *; {function.__name__}({arguments})"
-    return [sys.executable, "-c", code]
-
-
 def test_a_save_that_was_killed_leaves_nothing_after_the_next_launch(made, half, tmp_path):
-    command = in_python(killed_while_saving, made, half)
-    done = subprocess.run(command, env=OURS, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert exit_code_of_a_fork(killed_while_saving, made, half) == -signal.SIGKILL
     assert [path for path in half.glob(".*step-*") if (path / "model.safetensors").is_file()]
     assert run(made, half) == 0
     assert not list(half.glob(".*step-*"))
 
 
 def killed_before_best(made: Path, output: Path) -> None:
-    """In a process of its own: dies when the last checkpoint has its name."""
+    """In a fork: dies when the last checkpoint has its name."""
 
     def rotate_or_die(self) -> None:
         if (output / "step-000006").is_dir():
@@ -581,7 +556,7 @@ def killed_before_best(made: Path, output: Path) -> None:
 
 
 def killed_while_deleting(made: Path, output: Path) -> None:
-    """In a process of its own: dies when an old checkpoint has lost its name."""
+    """In a fork: dies when an old checkpoint has lost its name."""
     shutil.rmtree = lambda path, **_: (
         str(path).endswith(".gone") and os.kill(os.getpid(), signal.SIGKILL)
     )
@@ -596,8 +571,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_completed(made, tmp_path, cap
     """By the same command: `best`, the removal of old checkpoints."""
     output = tmp_path / "run"
     assert run(made, output, *ONE_KEPT, "run.steps=3") == 0
-    done = subprocess.run(in_python(killed, made, output), env=OURS, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert exit_code_of_a_fork(killed, made, output) == -signal.SIGKILL
     assert (output / "step-000006").is_dir()
     assert len(steps(output)) == 2 or list(output.glob(".*.gone"))
     capsys.readouterr()

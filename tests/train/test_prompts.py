@@ -1,4 +1,6 @@
-"""Prompts are read from every layout; what is wrong is named with file, record and next step."""
+"""The promise: prompts are read from every layout; what is wrong is named with file, record and
+next step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Of a given conversation just what the assistant wrote is learned, under every real template."""
+"""The promise: of a given conversation just what the assistant wrote is learned, under every real
+template.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +74,21 @@ def tokenizer(request: Any) -> Any:
     return (GPT2TokenizerFast if request.param == "gpt2" else AutoTokenizer).from_pretrained(folder)
 
 
-@pytest.fixture
-def qwen() -> Any:
+def qwen_tokenizer() -> Any:
     tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizers/qwen2.5")
     tokenizer.bos_token = "<|endoftext|>"
     return tokenizer
+
+
+@pytest.fixture
+def qwen() -> Any:
+    return qwen_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def shared_qwen() -> Any:
+    """To load it takes longer than to use it; as of `tokenizer`, special tokens are only added."""
+    return qwen_tokenizer()
 
 
 def use(tokenizer: Any, name: str) -> Any:
@@ -149,10 +161,11 @@ def test_answers_and_their_ends_are_learned_and_nothing_else(path: Path, tokeniz
 
 @needs_data
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_target_sees_what_a_chat_would_show_it(path: Path, qwen: Any) -> None:
+def test_target_sees_what_a_chat_would_show_it(path: Path, shared_qwen: Any) -> None:
     """Before each answer stands the conversation with its generation prompt, and no more than what
     the template itself writes before an answer.
     """
+    qwen = shared_qwen
     use(qwen, f"{path.parent.name}/{path.stem}")
     turns = WITH_THOUGHT if path.stem in THINKING else TALK
     messages = talk(*[text.strip() for turn in turns for text in turn])

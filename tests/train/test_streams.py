@@ -1,4 +1,6 @@
-"""No more of a data set is read than the limit asks for, and a distillation of it goes on."""
+"""The promise: no more of a data set is read than the limit asks for, and a distillation of it
+goes on.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,14 @@
+"""Fixtures of the heads' tests."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_targets import tiny_target
+
+from draftheads.heads.target import Target
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    """Shared by tests: do not change it."""
+    return tiny_target()

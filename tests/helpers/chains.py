@@ -1,0 +1,37 @@
+"""Greedy chains of a head, with the logits of their levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import Committed
+from draftheads.heads.tree import DynamicTree
+from draftheads.heads.tree_drafting import DynamicTreeBuilder
+
+
+class Chain(DynamicTreeBuilder):
+    """The builder of a greedy chain, which keeps the logits of its levels."""
+
+    def add(self, logits_BFv: torch.Tensor) -> bool:
+        self.logits = [*getattr(self, "logits", []), logits_BFv[0, 0]]
+        return super().add(logits_BFv)
+
+
+def our_chain(head: Any, target: Any, prompt: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """Our draft tokens after a prompt, and their logits (K, v)."""
+    tree = DynamicTree(head.depth, head.depth, 1)
+    drafter = head.drafter(target, tree)
+    drafter.builder = builder = Chain(tree, head.token_map)
+    features_1TD = features_of(target, prompt, head.feature_layers)
+    count_B = torch.tensor([len(prompt)])
+    tokens = drafter.propose(Committed(prompt[None], features_1TD, count_B, [len(prompt)]))
+    return tokens.tokens_BN[0, 1:].tolist(), torch.stack(builder.logits)
+
+
+def features_of(target: Any, prompt: torch.Tensor, layers: Any) -> torch.Tensor:
+    places_1T = torch.arange(len(prompt))[None]
+    documents = torch.zeros_like(places_1T)
+    return target.features(Batch(prompt[None], places_1T > 0, places_1T, documents), layers)

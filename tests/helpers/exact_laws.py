@@ -1,0 +1,65 @@
+"""Exact distributions of texts over six words, and the chi-square test against them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import product
+
+import torch
+from tiny_heads import random_head
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.target import Target
+from draftheads.infer.accept import Sampled, filtered_logits
+
+WORDS = 6
+RUNS = 6000
+
+
+def chi_square(observed: Counter, expected: dict) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom; outcomes expected fewer than 5 times are
+    pooled.
+    """
+    total = sum(observed.values())
+    common = {key for key, p in expected.items() if p * total >= 5}
+    cells = [(observed[key], expected[key] * total) for key in common]
+    rest = total - sum(want for _, want in cells)
+    if rest > 1e-9:
+        cells.append((total - sum(got for got, _ in cells), rest))
+    return sum((got - want) ** 2 / want for got, want in cells), len(cells) - 1
+
+
+def surely_below(freedom: int) -> float:
+    """A bound that a true chi-square variable exceeds about once in a million (Wilson-Hilferty, z =
+    4.75).
+    """
+    return freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+class MarkovTarget:
+    """A target whose next-token distribution depends on the last token only: logits_VV."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.logits_VV = (
+            torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(seed)) * 2
+        )
+
+    def two_token_law(self, root: int, temperature: float, top_p: float, top_k: int) -> dict:
+        p = torch.softmax(filtered_logits(self.logits_VV, temperature, top_p, top_k), -1)
+        return {(a, b): float(p[root, a] * p[a, b]) for a, b in product(range(WORDS), repeat=2)}
+
+
+def whole_law(target: Target, prompt: list[int], new: int, rule: Sampled) -> dict:
+    """The exact probability of every text of `new` tokens after a prompt."""
+    texts_MA = torch.cartesian_prod(*[torch.arange(WORDS)] * new)
+    prompt_MT = torch.tensor([prompt]).expand(len(texts_MA), -1)
+    with torch.no_grad():
+        logits = target.model(torch.cat([prompt_MT, texts_MA], dim=1)).logits[:, -new - 1 : -1]
+    filtered = filtered_logits(logits, rule.temperature, rule.top_p, rule.top_k)
+    p_MA = torch.softmax(filtered, -1).gather(2, texts_MA[:, :, None])[..., 0]
+    return {tuple(text): float(p) for text, p in zip(texts_MA.tolist(), p_MA.prod(1), strict=True)}
+
+
+def small_head(kind: str, target: Target, vocabulary: list[int] | None = None) -> DraftHead:
+    return random_head(kind, target, depth=3, nodes=6, top_k=2, vocabulary=vocabulary)
