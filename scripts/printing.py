@@ -206,7 +206,7 @@ def print_curve(target: Target, context: int, curve: Mapping[int, float]) -> Non
 def print_tuned(tuned: Tuned) -> None:
     """Print the trees that raced, and which one is the fastest."""
     console = SafeConsole(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for name in ("tree", "nodes", "depth", "τ", "predicted", "measured", "error", "gain", "95 %"):
         table.add_column(name, justify="left" if name == "tree" else "right", no_wrap=True)
     present, *others = tuned.trials

@@ -241,7 +241,7 @@ def legend(report: BenchReport) -> list[str]:
     """What the columns of these tables are."""
     lines = [
         "τ: tokens per step. name@N: N draft nodes. plain: this engine without drafts.",
-        "speedup, CPU (by CPU time): over generate. vs best: over the best without drafts.",
+        "speedup, CPU (by CPU time): over generate. vs best: over the best undrafted.",
         "draft, verify: ms per step; of compiled steps, all of it is verify.",
     ]
     if not report.settings["compile"]:

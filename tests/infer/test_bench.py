@@ -399,7 +399,7 @@ def test_generate_pads_prompts_of_a_batch_on_the_left(prompts):
 def test_a_legend_has_at_most_three_lines(report, compile):
     settings = {**report.settings, "compile": compile, "batch": 2}
     lines = [*legend(replace(report, settings=settings))]
-    assert len(lines) == 3 and max(map(len, lines)) <= 82
+    assert len(lines) == 3 and max(map(len, lines)) <= 80
 
 
 def ended(report, **changes):
