@@ -23,6 +23,7 @@ from draftheads.scripts.models import (
     load_engine,
     load_fast_target,
     load_target,
+    say_beside,
 )
 from draftheads.scripts.options import (
     BATCH_TOKENS,
@@ -209,7 +210,7 @@ def plan(
     """
     import transformers
 
-    from draftheads.scripts.printing import print_plan
+    from draftheads.scripts.printing import next_command, print_plan, remedy
     from draftheads.train.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
@@ -219,8 +220,9 @@ def plan(
         say("training a few steps to measure memory and time; --no-probe skips this")
     made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
     print_plan(made)
+    if not remedy(made):
+        say_beside(f"next: {next_command(made, [str(recipe), *(overrides or [])])}")
     write_figures(json_out, made.to_json())
-    say_next("train", recipe, *(overrides or []))
 
 
 def train(recipe: Recipe, overrides: Overrides = None, threads: Threads = None) -> None:

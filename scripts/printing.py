@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -138,7 +139,7 @@ TOO_MUCH_DISK = "disk; lower run.keep, set features.mode=online, or use another 
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print memory as a table, then disk, steps, time and what does not fit."""
+    """Print memory as a table, then disk, steps, time, and whether it fits."""
     console = console or SafeConsole(highlight=False, soft_wrap=True)
     shapes, work, disk = plan.shapes, plan.work, plan.disk
     adapter = f" and {shapes.adapter:,} of an adapter of {shapes.adapted} layers"
@@ -163,7 +164,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
     console.print(
-        f"steps  {work.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
+        f"steps  {plan.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
         f"({work.micro_batches} micro batches); {epochs}{rows}"
     )
     if work.note:
@@ -171,12 +172,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(_time(plan))
     if plan.break_even:
         console.print(_break_even(plan))
-    for text in beyond_target(plan):
-        console.print(text, style="yellow")
-    if text := remedy(plan):
-        console.print(text, style="bold red")
-    else:
-        console.print(verdict(plan), style="bold green")
+    text = remedy(plan)
+    console.print(text or verdict(plan), style="bold red" if text else "bold green")
 
 
 GAINS = (1.0, 1.5, 2.0)
@@ -290,49 +287,11 @@ def _time(plan: Plan) -> str:
     if time["later"] < time["step"]:
         kinds = f" ({time['later']:.3g} s once features are known)"
     speed = plan.work.tokens_per_step / time["step"]
-    total = in_words(time["total"]) if "total" in time else "unknown"
+    total = duration(time["total"]) if "total" in time else "unknown"
     return (
         f"time   {time['step']:.3g} s per step{kinds}, {speed:,.0f} tokens/s; "
         f"{time['save']:.3g} s per save; {total} in total"
     )
-
-
-def verdict(plan: Plan) -> str:
-    """Of a plan that fits: how much of the memory it takes, and how long."""
-    seconds = plan.time.get("total")
-    if plan.recipe.run.minutes:
-        seconds = 60 * plan.recipe.run.minutes
-    time = f"about {in_words(seconds)}" if seconds else "time unknown"
-    return f"fits: {plan.peak / 1e9:.1f} of {plan.limit / 1e9:.0f} GB, {time}"
-
-
-def in_words(seconds: float) -> str:
-    """A duration with one unit."""
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} minutes"
-    if seconds < 36 * 3600:
-        return f"{seconds / 3600:.1f} hours"
-    return f"{seconds / 86400:.1f} days"
-
-
-def beyond_target(plan: Plan) -> list[str]:
-    """Lines for choices that are larger than the target."""
-    recipe, target = plan.recipe, plan.shapes.target
-    lines = []
-    vocabulary = recipe.head.draft_vocabulary or 0
-    if vocabulary > target.vocab_size:
-        lines.append(
-            f"head.vocabulary: expected at most the target's {target.vocab_size:,} tokens, got "
-            f"{vocabulary:,}; null drafts all"
-        )
-    if recipe.data.sequence_length > target.context:
-        lines.append(
-            f"data.sequence_length: expected at most the target's context, {target.context:,} "
-            f"tokens, got {recipe.data.sequence_length:,}; rows have the former"
-        )
-    return lines
 
 
 def remedy(plan: Plan) -> str:
@@ -348,6 +307,40 @@ def remedy(plan: Plan) -> str:
         if needed > limit:
             return f"does not fit: expected at most {_size(limit)}, needs {_size(needed)} of {what}"
     return ""
+
+
+def verdict(plan: Plan) -> str:
+    """The last line of a plan that fits."""
+    line = f"fits: {_size(plan.peak)} of {_size(plan.limit)} of memory"
+    if not plan.trial:
+        line += " without activations, which were not measured"
+    if "total" in plan.time:
+        line += f", about {duration(plan.time['total'])}"
+    return line
+
+
+def next_command(plan: Plan, arguments: Sequence[str]) -> str:
+    """What to run after a plan that fits. arguments: recipe and overrides."""
+    recipe = plan.recipe
+    if plan.work.rows is None:
+        return (
+            f"draftheads distill --target {recipe.target} --prompts PROMPTS --out "
+            f"{recipe.data.path}"
+        )
+    if plan.processes == 1:
+        return f"draftheads train {shlex.join(arguments)}"
+    return (
+        f"accelerate launch --config_file recipes/accelerate-{plan.engine}.yaml --num_processes "
+        f"{plan.processes} train/medusa.py {shlex.join(arguments)}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """In words: seconds, minutes or hours."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def _size(size: int) -> str:

@@ -26,7 +26,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 47_100, "infer": 13_200, "train": 24_300}
+CORE = {"heads": 47_100, "infer": 13_200, "train": 24_800}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
@@ -37,12 +37,12 @@ WINGS = {
     "infer.chat": 6_900,
     "infer.serve": 11_900,
     "infer.generate": 2_200,
-    "infer.pipeline": 2_610,
+    "infer.pipeline": 2_700,
     "train.data": 20_700,
-    "train.plan": 4_200,
+    "train.plan": 4_300,
     "train.suggest": 1_200,
     "train.doctor": 4_700,
-    "scripts": 15_600,
+    "scripts": 15_500,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}

@@ -101,15 +101,20 @@ class RunState:
         return patience is not None and self.waited >= patience
 
     def planned_steps(self, recipe: Recipe) -> int | None:
-        """Steps of this run under a new recipe; None if they are not known, as its epochs have
-        changed, or it has minutes for the first time.
+        """Steps of this run under a new recipe; None if its epochs have changed. Other minutes
+        change its steps in proportion. Raises ValueError for minutes of a run that had none.
         """
-        old, new = self.recipe.run, recipe.run
-        if (new.steps, new.epochs, new.minutes) == (old.steps, old.epochs, old.minutes):
+        began, now = self.recipe.run, recipe.run
+        if (now.steps, now.epochs, now.minutes) == (began.steps, began.epochs, began.minutes):
             return self.steps
-        if new.minutes and old.minutes:
-            return max(1, round(self.steps * new.minutes / old.minutes))
-        return new.steps
+        if now.minutes is None:
+            return now.steps
+        if began.minutes is None:
+            raise ValueError(
+                f"run.minutes: expected run.steps or run.epochs, with which this run began, got "
+                f"{now.minutes:g} minutes; the run has {self.steps} steps: set run.steps"
+            )
+        return max(1, int(self.steps * now.minutes / began.minutes))
 
 
 _STATE = TypeAdapter(RunState)

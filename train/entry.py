@@ -58,11 +58,14 @@ def main(argv: Sequence[str] | None = None, *, script: str, kind: str) -> int:
 
 def train(recipe: str, overrides: Sequence[str], kind: str) -> int:
     """Train from a recipe; returns 0, or 130 if the run was interrupted and saved."""
+    from draftheads.train.checkpoint import BEST, read_state
     from draftheads.train.loop import fit
+    from draftheads.train.metrics import summary
     from draftheads.train.recipe import load_recipe
 
     logging.getLogger("draftheads").disabled = not _is_first()
-    outcome = fit(load_recipe(recipe, overrides, kind))
+    choices = load_recipe(recipe, overrides, kind)
+    outcome = fit(choices)
     if not outcome.finished:
         _print(
             f"interrupted by {outcome.stopped_by} at step {outcome.step} of {outcome.steps}, saved "
@@ -76,6 +79,9 @@ def train(recipe: str, overrides: Sequence[str], kind: str) -> int:
             f"{outcome.checkpoint}: this run is finished; raise run.steps to continue it, or set "
             "another run.output"
         )
+    if _is_first():
+        output = choices.run.output
+        _print(summary(read_state(output / BEST), output))
     return 0
 
 

@@ -221,21 +221,6 @@ class Evaluation:
     drift: Drift | None
     loss: float | None = None
 
-    def __str__(self) -> str:
-        top1 = " ".join(f"{share:.3f}" for share in self.calibration.top1)
-        tau = self.calibration.tokens_per_step
-        line = f"held-out: {tau:.2f} tokens per step simulated, top-1 accuracy by depth {top1}"
-        measured, drift = self.measured, self.drift
-        if measured:
-            tau = measured.tokens_per_step
-            line += f"; decoding: {tau:.2f} +- {measured.standard_error:.2f} tokens per step"
-            line += f", speedup {measured.speedup:.2f} over decoding without heads"
-        if self.loss is not None:
-            line += f"; loss {self.loss:.4f}"
-        if drift:
-            line += f"; adapter: top-1 agreement {drift.agreement:.2%}, KL {drift.kl:.4f} nats"
-        return line
-
 
 @dataclass
 class Evaluator:

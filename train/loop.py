@@ -13,7 +13,7 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +33,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import WEIGHTS
 from draftheads.heads.tables import flat
 from draftheads.heads.target import Target
-from draftheads.train.batches import Order, Reading, share
+from draftheads.train.batches import FEW_STEPS, Order, Reading, share
 from draftheads.train.checkpoint import (
     Checkpoints,
     Content,
@@ -182,10 +182,48 @@ def fit(
         ends.callback(run.checkpoints.close)
         ends.enter_context(closing(run.batches))
         stop = ends.enter_context(StopRequest(recipe.run.output))  # nothing to save before
+        if recipe.run.minutes and checkpoint is None:
+            _set_length(run)
         progress = Progress(accelerator, recipe, run.state.step, run.state.steps)
         ends.enter_context(closing(progress))
         with lost_processes():  # named before the launcher ends this process, too
             return _train(run, progress, stop)
+
+
+def _set_length(run: Run) -> None:
+    """Give the run as many steps as `run.minutes` has room for. They are fixed before the first
+    one, as learning rates follow from their number.
+    """
+    minutes = run.recipe.run.minutes
+    assert minutes is not None
+    epoch = run.state.steps
+    first, later = trial_seconds(run)
+    rest = 60 * minutes - epoch * first
+    steps = 60 * minutes / first if rest < 0 else epoch + rest / later
+    run.state = replace(run.state, steps=max(1, int(steps)))
+    log = main_process_log(run.accelerator)
+    log(f"run.minutes={minutes:g}: {run.state.steps:,} steps of about {first:.3g} s, by a trial")
+    if run.state.steps < FEW_STEPS:
+        log("warning: few steps to learn from; raise run.minutes or lower run.tokens_per_step")
+
+
+def trial_seconds(run: Run) -> tuple[float, float]:
+    """Mean seconds of a step on the slowest process: in the first epoch, and later, when cached
+    features of its rows are in memory. The steps of this trial change nothing.
+    """
+    seconds = []
+    for step in (0, 1, 1):  # the first warms up, the last reads the same rows again
+        trial = replace(run, state=replace(run.state, step=step, steps=step + 1))
+        began = time.perf_counter()
+        with closing(trial.batches):
+            train_step(trial, stop=False, is_trial=True)
+        seconds.append(time.perf_counter() - began)
+    _, first, again = map(max, zip(*gather_object([seconds]), strict=True))
+    target, layers = run.target, len(run.head.training_layers)
+    token_bytes = layers * target.hidden_size * target.dtype.itemsize
+    size = token_bytes * sum(run.data.train.sizes) / run.accelerator.num_processes
+    cached = min(1.0, run.recipe.data.cache_gb * 1e9 / size)
+    return first, first - cached * (first - again)
 
 
 def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
@@ -208,7 +246,7 @@ def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
     run.checkpoints.wait()
     step, steps = run.state.step, run.state.steps
     if run.state.exhausted and step < steps:
-        main_process_log(run.accelerator)(_early_end(run.state))
+        progress.log(_early_end(run.state))
         steps = step
     return Outcome(run.checkpoints.folder(step), step, steps, trained=True, stopped_by=by)
 
@@ -232,18 +270,36 @@ def _less_memory(recipe: Recipe) -> str:
     return f"{line}, or set run.gradient_checkpointing=true"
 
 
-def train_step(run: Run, stop: bool) -> StepResult:
+def train_step(run: Run, stop: bool, *, is_trial: bool = False) -> StepResult:
     """One optimizer step over all processes; skipped if the gradient is not finite. stop: whether
-    this process was asked to stop.
+    this process was asked to stop. is_trial: takes the time of a step, and is skipped.
 
     The loss is one mean over all learned tokens of the step.
     """
-    recipe, step = run.recipe, run.state.step
+    recipe, step, device = run.recipe, run.state.step, run.accelerator.device
     rank, world = run.accelerator.process_index, run.accelerator.num_processes
     numbers = run.order.step(step)
     learned = sum(run.data.train.learned[row] for row in numbers)
     shares = share(numbers, recipe.data.rows_per_batch, rank, world)
-    mine, ranks_KR = accumulate(run, islice(run.batches, len(shares)), shares[-1][0], learned)
+    done = 1.0 if is_trial else step / run.state.steps  # a trial is of what costs most
+    losses: list[Tensor] = []
+    ranks: list[Tensor] = []
+    for number, rows, on_host in islice(run.batches, len(shares)):
+        last = number == shares[-1][0]
+        batch = on_host.to(device)
+        features_BTD = run.features(rows, batch)
+        # seeded by micro batch, so the number of processes does not matter
+        torch.manual_seed(hash((recipe.run.seed, step, number)) % (1 << 63))
+        with run.engine.accumulating(last=last):
+            out = run.engine.model(batch, features_BTD, run.target, done)
+            loss = out.loss / learned
+            # a non-finite loss must give non-finite gradients on every engine
+            is_good = loss.detach().isfinite() & (not is_trial)
+            poison = torch.where(is_good, 1.0, math.nan)
+            run.engine.backward(loss * poison, last=last)
+        losses.append(loss.detach())
+        ranks.append(out.ranks_KR)
+    mine = torch.stack(losses)
     # one collective for both: whoever is asked to stop, all stop after the same step
     sums = torch.stack([mine.sum(), torch.tensor(float(stop), device=mine.device)])
     loss_sum, stops = run.accelerator.reduce(sums, "sum").tolist()
@@ -254,51 +310,8 @@ def train_step(run: Run, stop: bool) -> StepResult:
         bad = [rows for (_, rows), loss in zip(shares, mine, strict=True) if not loss.isfinite()]
         suspects = [run.data.train.document_numbers(rows) for rows in bad]
         documents = sorted({number for numbers in gather_object(suspects) for number in numbers})
+    ranks_KR = torch.stack(ranks).sum(0)
     return StepResult(loss_sum, norm, rates["heads"], ranks_KR, stops > 0, documents)
-
-
-def accumulate(
-    run: Run, batches: Iterable[MicroBatch], last_number: int, learned: float
-) -> tuple[Tensor, Tensor]:
-    """Add the gradients of a step's micro batches. last_number: of the last one. learned: tokens to
-    learn in the step, which divide the loss. Returns the losses and the sum of their ranks_KR.
-    """
-    recipe, step = run.recipe, run.state.step
-    losses: list[Tensor] = []
-    ranks: list[Tensor] = []
-    for number, rows, on_host in batches:
-        last = number == last_number
-        batch = on_host.to(run.accelerator.device)
-        features_BTD = run.features(rows, batch)
-        # seeded by micro batch, so the number of processes does not matter
-        torch.manual_seed(hash((recipe.run.seed, step, number)) % (1 << 63))
-        with run.engine.accumulating(last=last):
-            out = run.engine.model(batch, features_BTD, run.target, step / run.state.steps)
-            loss = out.loss / learned
-            # a non-finite loss must give non-finite gradients on every engine
-            poison = torch.where(loss.detach().isfinite(), 1.0, math.nan)
-            run.engine.backward(loss * poison, last=last)
-        losses.append(loss.detach())
-        ranks.append(out.ranks_KR)
-    return torch.stack(losses), torch.stack(ranks).sum(0)
-
-
-def steps_within(run: Run, minutes: float) -> int:
-    """How many steps take so long on the slowest process, by the second of two that change nothing:
-    their gradients are not finite.
-    """
-    recipe, step = run.recipe, run.state.step
-    rank, world = run.accelerator.process_index, run.accelerator.num_processes
-    shares = share(run.order.step(step), recipe.data.rows_per_batch, rank, world)
-    rates = run.engine.learner.rates(recipe.optim, step, run.state.steps)
-    seconds = 0.0
-    for _ in range(2):
-        began = time.monotonic()
-        batches = [(number, rows, run.data.train.batch(rows)) for number, rows in shares]
-        accumulate(run, batches, shares[-1][0], math.nan)
-        run.engine.update(rates)  # the norm that it returns waits for the device
-        seconds = max(gather_object([time.monotonic() - began]))
-    return max(1, int(60 * minutes / seconds))
 
 
 def _record(run: Run, result: StepResult, progress: Progress) -> None:
@@ -411,7 +424,7 @@ def start(
     evaluator = Evaluator(recipe, accelerator, target, data, heldout)
     size = 12 * trained  # weights and two moments, float32
     checkpoints = Checkpoints(recipe, accelerator, checkpoint.folder if checkpoint else None, size)
-    run = Run(
+    return Run(
         recipe,
         accelerator,
         target,
@@ -425,12 +438,6 @@ def start(
         state,
         on_evaluation,
     )
-    is_planned = checkpoint and checkpoint.state.planned_steps(recipe)
-    if recipe.run.minutes and not is_planned:
-        steps = state.step + steps_within(run, recipe.run.minutes)
-        run.state = replace(state, steps=steps)
-        log(f"{steps:,} steps fit into {recipe.run.minutes:g} minutes")
-    return run
 
 
 def _plan(
@@ -445,7 +452,7 @@ def _plan(
     """
     world = accelerator.num_processes
     log = main_process_log(accelerator)
-    reading = Reading(len(data.train), data.train.length, recipe.run.epochs, world)
+    reading = Reading(len(data.train), data.train.length, recipe.run.epochs_of_size, world)
     per_batch = recipe.data.rows_per_batch
     note = ""
     if checkpoint:
@@ -456,8 +463,9 @@ def _plan(
         planned = recipe.run.steps
     order = Order(len(data.train), rows_per_step, recipe.run.seed)
     share(order.step(0), per_batch, 0, world)  # raises if processes cannot share a step
-    steps = planned or order.steps(recipe.run.epochs or 1)  # of minutes, until a step is timed
-    for line in (note, reading.warning(steps, rows_per_step)):
+    steps = planned or order.steps(recipe.run.epochs or 1)
+    warning = "" if recipe.run.minutes else reading.warning(steps, rows_per_step)
+    for line in (note, warning):
         if line:
             log(line)
     state = RunState(

@@ -9,6 +9,7 @@ Legend: K draft depth, R ranks.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from tqdm import tqdm
 
 from draftheads.heads.files import naming, write_text
 from draftheads.heads.terminal import printable
+from draftheads.train.checkpoint import RunState
 from draftheads.train.evaluate import Evaluation
 from draftheads.train.recipe import Recipe
 
@@ -35,6 +37,14 @@ RUN_IDS = {"wandb": "id", "mlflow": "info.run_id", "trackio": "name"}
 """The attribute of a tracker's run by which a later launch resumes it."""
 ERRORS = {"wandb": "wandb.errors:Error", "mlflow": "mlflow.exceptions:MlflowException"}
 """Raised without an account, a server, or the recorded run."""
+
+WIDEST = 80
+"""Columns of the bar and of the table of evaluations."""
+BAR = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
+BLOCKS = "▁▂▃▄▅▆▇█"
+LEGEND = "held-out documents; τ: tokens per step; x plain: speed over no heads"
+TITLES = ("step", "τ simulated", "τ decoded", "x plain", "loss", "agreement")
+WIDTHS = (8, 13, 14, 9, 9, 11)
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -57,7 +67,17 @@ class Progress:
             lines = [line for line in read_metrics(recipe.run.output) if line["step"] <= start]
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         silent = not accelerator.is_main_process
-        self.bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=silent)
+        self.bar = tqdm(
+            total=steps,
+            initial=start,
+            desc="train",
+            disable=silent,
+            bar_format=BAR,
+            ncols=min(WIDEST, shutil.get_terminal_size().columns),
+        )
+        self.columns = [True, True, recipe.decodes, recipe.decodes]
+        self.columns += [recipe.measure == "loss", recipe.adapter is not None]
+        self.has_header = False
         self.losses: list[float] = []
         self.tokens = 0
         self.ranks_KR: Tensor | None = None
@@ -93,7 +113,7 @@ class Progress:
         }
         self.bar.set_postfix_str(
             f"loss {values['loss']:.3f}, chain {values['chain']:.2f}, "
-            f"{values['tokens_per_second']:.0f} tokens/s",
+            f"{tqdm.format_sizeof(values['tokens_per_second'])} tokens/s",
             refresh=False,
         )
         self._write(step, values)
@@ -110,8 +130,11 @@ class Progress:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> Line:
         """Log an evaluation on held-out documents; returns its figures."""
-        self.log(f"step {step}: {evaluation}")
         calibration = evaluation.calibration
+        if not self.has_header:
+            self.log(f"{LEGEND}\n{self._row(TITLES)}  top-1 by depth")
+            self.has_header = True
+        self.log(f"{self._row(_cells(step, evaluation))}  {sparkline(calibration.top1)}")
         values: Line = {
             "heldout_tokens_per_step": calibration.tokens_per_step,
             "heldout_top1": calibration.top1,
@@ -136,6 +159,11 @@ class Progress:
         """Finish the bar."""
         self.bar.close()
 
+    def _row(self, cells: Sequence[str]) -> str:
+        """A line of the columns that this run has."""
+        columns = zip(cells, WIDTHS, self.columns, strict=True)
+        return "".join(f"{cell:>{width}}" for cell, width, is_there in columns if is_there)
+
     def _write(self, step: int, values: Line) -> None:
         if self.accelerator.is_main_process:
             with naming(self.path), self.path.open("a") as file:
@@ -143,6 +171,44 @@ class Progress:
         numbers = {key: x for key, x in _slashed(values).items() if isinstance(x, int | float)}
         if numbers:
             self.accelerator.log(numbers, step=step)
+
+
+def _cells(step: int, evaluation: Evaluation) -> list[str]:
+    """One cell for each of TITLES."""
+    decoded = plain = loss = agreement = "-"
+    if measured := evaluation.measured:
+        decoded = f"{measured.tokens_per_step:.2f} ± {measured.standard_error:.2f}"
+        plain = f"{measured.speedup:.2f}"
+    if evaluation.loss is not None:
+        loss = f"{evaluation.loss:.4f}"
+    if evaluation.drift:
+        agreement = f"{evaluation.drift.agreement:.2%}"
+    simulated = f"{evaluation.calibration.tokens_per_step:.2f}"
+    return [str(step), simulated, decoded, plain, loss, agreement]
+
+
+def sparkline(shares: Sequence[float]) -> str:
+    """Shares from 0 to 1 as bars, with the first and the last number."""
+    bars = "".join(BLOCKS[min(int(share * len(BLOCKS)), len(BLOCKS) - 1)] for share in shares)
+    return f"{bars} {shares[0]:.2f} to {shares[-1]:.2f}"
+
+
+def summary(best: RunState, output: Path) -> str:
+    """What the best checkpoint of a run is worth, and what to do next."""
+    tune = f"draftheads tune --head {output} --prompts PROMPTS"
+    line = f"best: step {best.step}, τ {best.tokens_per_step:.2f} simulated, not decoded"
+    gain = "finds the fastest tree, and says how fast it is"
+    if best.measured:
+        speedup = best.measured["speedup"]
+        line = (
+            f"best: step {best.step}, τ {best.measured['tokens_per_step']:.2f} decoded, "
+            f"{speedup:.2f} times plain decoding with the head's own tree"
+        )
+        gain = "finds a faster tree"
+        if speedup < 1:
+            line += ":\n      slower than without a head"
+            gain = "finds a smaller tree, or none if no tree pays"
+    return f"{line}\nnext: {tune}\n      {gain}; then draftheads chat --head {output}"
 
 
 def read_metrics(output: str | Path) -> list[Line]:

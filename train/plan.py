@@ -46,7 +46,7 @@ from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.entry import one_line
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe
-from draftheads.train.setup import load_data
+from draftheads.train.setup import excess, load_data
 
 ENGINES: dict[str, tuple[str, ...]] = {
     "ddp": (),
@@ -173,7 +173,7 @@ class Workload:
             self.learned = answers.train.learned
         self.tokens = sum(self.sizes)
         self.row_tokens = self.tokens / len(self.sizes)
-        reading = Reading(self.rows, self.length, run.epochs, processes)
+        reading = Reading(self.rows, self.length, run.epochs_of_size, processes)
         count, note = reading.rows_per_step(run.tokens_per_step, data.rows_per_batch)
         self.rows_per_step = count
         self.tokens_per_step = count * self.row_tokens
@@ -183,7 +183,7 @@ class Workload:
         self.saves = None
         if self.rows and run.epochs:
             self.steps = Order(self.rows, count, run.seed).steps(run.epochs)
-        notes = [note]
+        notes = [note, *excess(recipe, target)]
         if self.steps:
             notes.append(reading.warning(self.steps, count))
             self.epochs = self.steps * count / self.rows if self.rows else None
@@ -259,6 +259,7 @@ class Rehearsal:
             "steps": steps,
             "save_every": steps,
             "epochs": None,
+            "minutes": None,
             "tokens_per_step": self.micro_batches * self.batch * self.work.length,
             "trackers": [],
         }
@@ -503,7 +504,18 @@ class Plan:
         seconds = {"step": step, "later": trial.rest, "load": load, "save": trial.save}
         if work.steps and work.saves:
             seconds["total"] = load + work.steps * step + work.saves * trial.save
+        if minutes := self.recipe.run.minutes:
+            saves = math.ceil(60 * minutes / step / self.recipe.run.save_every)
+            seconds["total"] = load + 60 * minutes + saves * trial.save
         return seconds
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps; with a time budget, from the trial's; None: unknown."""
+        minutes = self.recipe.run.minutes
+        if minutes and self.time:
+            return max(1, int(60 * minutes / self.time["step"]))
+        return self.work.steps
 
     @property
     def break_even(self) -> dict[str, float]:
@@ -521,7 +533,7 @@ class Plan:
             "adapter": {"layers": shapes.adapted, "parameters": shapes.adapter},
             "data": {"rows": work.rows, "tokens": work.tokens, "heldout": work.heldout},
             "steps": {
-                "count": work.steps,
+                "count": self.steps,
                 "rows": work.rows_per_step,
                 "micro_batches": work.micro_batches,
                 "tokens_per_step": work.tokens_per_step,

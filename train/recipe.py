@@ -124,13 +124,13 @@ class RunChoices(Section):
     """Length, output and settings of a run."""
 
     output: Path = Field(description="folder for checkpoints; a run in it is resumed")
-    steps: int | None = Field(None, ge=1, description="optimizer steps; or epochs, or minutes")
-    epochs: float | None = Field(None, gt=0, description="passes over the data; or set steps")
+    steps: int | None = Field(None, ge=1, description="optimizer steps; or set epochs or minutes")
+    epochs: float | None = Field(None, gt=0, description="passes over the data")
     minutes: float | None = Field(
         None,
         gt=0,
-        description="time to train, evaluations and saves not counted: as many steps as fit, by "
-        "the time of the first; or set steps",
+        description="time for steps, as many as a trial says; loading, evaluations and saves are "
+        "not counted",
     )
     tokens_per_step: int | None = Field(
         None, ge=1, description="over all processes; null: 1 % of all tokens, at most 65536"
@@ -144,6 +144,11 @@ class RunChoices(Section):
     max_skipped: int = Field(3, ge=1, description="consecutive non-finite steps that end the run")
     gradient_checkpointing: bool = Field(False, description="save memory, slower")
     compile: bool = Field(False, description="torch.compile the heads' layers")
+
+    @property
+    def epochs_of_size(self) -> float | None:
+        """Passes over the data that the size of a step follows from; None: of many."""
+        return 1.0 if self.minutes else self.epochs
 
     @model_validator(mode="after")
     def _check_length(self) -> RunChoices:

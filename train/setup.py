@@ -76,6 +76,21 @@ def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
     return target
 
 
+def excess(recipe: Recipe, target: Target) -> list[str]:
+    """A line for each size of the recipe that is larger than the target's."""
+    length, vocabulary = recipe.data.sequence_length, recipe.head.draft_vocabulary or 0
+    lines = []
+    if length > target.context:
+        context = f"{target.context}, the context of {target.name}"
+        lines.append(f"data.sequence_length reduced from {length} to {context}")
+    if vocabulary > target.vocab_size:
+        lines.append(
+            f"head.vocabulary reduced from {vocabulary} to {target.vocab_size}, all tokens of "
+            f"{target.name}; set it to null"
+        )
+    return lines
+
+
 def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     """Read the answers and lay them out in rows. Raises ValueError for unusable data."""
     path, pack = recipe.data.path, recipe.data.pack
@@ -89,8 +104,8 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
         )
     documents = Documents.open(path, target.vocab_size, str(target.name))
     length = min(recipe.data.sequence_length, target.context)
-    if length < recipe.data.sequence_length:
-        log(f"data.sequence_length reduced to {length}, the context of {target.name}")
+    for line in excess(recipe, target):
+        log(line)
     spans, apart = documents.split(recipe.data.heldout)
     train = Rows(documents, spans, length, pack=pack, seed=recipe.run.seed)
     heldout = Rows(documents, apart, length, pack=pack, seed=0)

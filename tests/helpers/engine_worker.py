@@ -26,9 +26,9 @@ def train(path: Path, output: Path) -> tuple[Target, Engine]:
     """One run, after which the processes stay together; its target and its engine."""
     runs = []
 
-    def noted(run, *rest):
+    def noted(run, *rest, **more):
         runs.append((run.target, run.engine))
-        return train_step(run, *rest)
+        return train_step(run, *rest, **more)
 
     loop.train_step = noted
     loop.fit(load_recipe(path, [f"run.output={output}"]), accelerator)

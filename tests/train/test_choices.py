@@ -160,9 +160,8 @@ def test_an_absurd_number_is_refused_before_anything_is_loaded(path, kind):
     ]
     assert len(numbers) > 20
     for key in numbers:
-        length = ["run.steps=null"] if key == "run.epochs" else []
         for value in ("1" + "0" * 30, "1e30"):
-            message = error(path, f"head.kind={kind}", *length, f"{key}={value}")
+            message = error(path, f"head.kind={kind}", f"{key}={value}")
             assert message.startswith(f"command line: {key}: "), message
 
 
