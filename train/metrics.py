@@ -134,7 +134,7 @@ class Progress:
         if not self.has_header:
             self.log(f"{LEGEND}\n{self._row(TITLES)}  top-1 by depth")
             self.has_header = True
-        self.log(f"{self._row(_cells(step, evaluation))}  {sparkline(calibration.top1)}")
+        self.log(f"{self._row(evaluation_cells(step, evaluation))}  {sparkline(calibration.top1)}")
         values: Line = {
             "heldout_tokens_per_step": calibration.tokens_per_step,
             "heldout_top1": calibration.top1,
@@ -173,7 +173,7 @@ class Progress:
             self.accelerator.log(numbers, step=step)
 
 
-def _cells(step: int, evaluation: Evaluation) -> list[str]:
+def evaluation_cells(step: int, evaluation: Evaluation) -> list[str]:
     """One cell for each of TITLES."""
     decoded = plain = loss = agreement = "-"
     if measured := evaluation.measured:
