@@ -138,7 +138,7 @@ class StaticTree:
     def best_first(cls, accuracies_KR: Sequence[Sequence[float]], nodes: int) -> StaticTree:
         """The `nodes` most probable draft nodes if depths were independent.
 
-        accuracies_KR[k][r]: probability that the token of rank r at depth k + 1 is right. Use
+        `accuracies_KR[k][r]`: probability that the token of rank r at depth k + 1 is right. Use
         `most_frequent` if joint observations exist.
         """
         best: list[Path] = []

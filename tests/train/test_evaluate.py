@@ -46,14 +46,7 @@ from draftheads.train.evaluate import (
     heldout_loss,
 )
 from draftheads.train.features import OnlineFeatures
-from draftheads.train.metrics import (
-    BLOCKS,
-    LEGEND,
-    Progress,
-    evaluation_cells,
-    read_metrics,
-    sparkline,
-)
+from draftheads.train.metrics import Progress, evaluation_cells, read_metrics
 from draftheads.train.setup import create_head, load_data
 
 pytestmark = pytest.mark.slow
@@ -102,23 +95,6 @@ def test_a_head_that_knows_the_text_brings_depth_plus_one_and_a_random_one_nearl
     assert evaluation_cells(7, verdict)[:3] == ["7", "3.75", "3.83 ± 0.00"]
     untrained = evaluator(random_head("medusa", target, depth=3), decode=True).measured
     assert untrained is not None and 1 <= untrained.tokens_per_step < 1.5
-
-
-def test_evaluations_are_a_table_of_80_columns(made, tmp_path, capsys, monkeypatch):
-    """With one header; and the last lines say what the head is worth."""
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run(made, tmp_path / "run", *DECODING) == 0
-    out = capsys.readouterr().out
-    lines = out.splitlines()
-    assert lines.count(LEGEND) == 1 and len(LEGEND) <= 80
-    table = [line for line in lines if line.endswith("top-1 by depth") or " to 0." in line]
-    assert len(table) == 4 and max(map(len, table)) <= 80
-    assert table[0].split("  ")[0] == "" and len({line.index("  ") for line in table}) == 1
-    assert "best: step" in out and f"draftheads tune --head {tmp_path / 'run'}" in out
-
-
-def test_a_sparkline_shows_shares():
-    assert sparkline([1.0, 0.5, 0.0]) == f"{BLOCKS[7]}{BLOCKS[4]}{BLOCKS[0]} 1.00 to 0.00"
 
 
 def test_only_what_the_target_did_not_write_is_a_prompt(made):

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from functools import partialmethod
-from itertools import count
 
 import pytest
 import torch
@@ -316,20 +315,3 @@ def test_a_callback_sees_each_evaluation_and_may_end_the_run(made, tmp_path):
     assert (outcome.step, outcome.stopped_by, outcome.finished) == (3, "on_evaluation", False)
     assert fit(recipe_of(values)).finished
     assert_same(weights(tmp_path / "ended", 6), weights(tmp_path / "whole", 6))
-
-
-def test_minutes_are_as_many_steps_as_fit(made, tmp_path, monkeypatch):
-    """Timed by steps that change nothing, so the run is that of so many steps."""
-    values = tiny_recipe(made, steps=None, minutes=0.5)
-    values["run"]["output"] = str(tmp_path / "timed")
-    monkeypatch.setattr(loop.time, "perf_counter", count(step=1.25).__next__)
-    first = fit(recipe_of(values))
-    monkeypatch.undo()
-    assert first.finished and first.steps == 24, "a step takes 1.25 seconds"
-    values["run"] |= {"minutes": None, "steps": 24, "output": str(tmp_path / "counted")}
-    fit(recipe_of(values))
-    assert_same(weights(tmp_path / "timed", 24), weights(tmp_path / "counted", 24))
-    values["run"] |= {"steps": None, "minutes": 0.5, "output": str(tmp_path / "timed")}
-    assert not fit(recipe_of(values)).trained, "a finished run stays as long as it was"
-    values["run"]["minutes"] = 0.75
-    assert fit(recipe_of(values)).step == 36, "in proportion"

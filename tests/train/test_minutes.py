@@ -1,0 +1,155 @@
+"""The promise: a time budget is a number of steps, fixed before the first one by a trial without
+a trace; all processes have the same, and a resumed run keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import ROOT, free_port, launch_environment
+from tiny_training import assert_same, run, tiny_recipe, weights
+
+from draftheads.heads.formats.hub import HEADS
+from draftheads.train import loop
+from draftheads.train.checkpoint import load_optimizer_state, newest
+from draftheads.train.metrics import Progress, read_metrics
+
+DRAWN = {"eagle3": "head.noise=0.1", "eagle": "head.noise=0.2", "block": "head.anchors=3"}
+"""Choices that make a step random."""
+
+
+def length(output: Path) -> int:
+    """Steps of a finished run."""
+    saved, _ = newest(output)
+    assert saved is not None and saved.state.step == saved.state.steps
+    return saved.state.steps
+
+
+def assert_same_run(left: Path, right: Path, steps: int) -> None:
+    assert_same(weights(left, steps), weights(right, steps))
+    folders = [output / f"step-{steps:06d}" for output in (left, right)]
+    assert_same(*map(load_optimizer_state, folders))
+
+
+@pytest.mark.parametrize("cache", ["data.cache_gb=0", "data.cache_gb=1"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_trial_leaves_no_trace(made, tmp_path, capsys, kind, cache):
+    budget, counted = tmp_path / "budget" / "run", tmp_path / "counted" / "run"
+    budget.parent.mkdir()
+    counted.parent.mkdir()
+    choices = [cache, DRAWN.get(kind, "head.depth=3")]
+    assert run(made, budget, "run.minutes=0.003", *choices, kind=kind) == 0
+    steps = length(budget)
+    assert f"run.minutes=0.003: {steps} steps" in capsys.readouterr().out
+    assert run(made, counted, f"run.steps={steps}", *choices, kind=kind) == 0
+    assert_same_run(budget, counted, steps)
+    losses = [[x["loss"] for x in read_metrics(o) if "loss" in x] for o in (budget, counted)]
+    assert losses[0] == losses[1] and len(losses[0]) == steps
+
+
+def test_a_trial_leaves_no_trace_in_an_adapter(made, tmp_path):
+    choices = ["adapter.rank=4", "adapter.lr=0.02", "adapter.start=0.3"]
+    for name in ("budget", "counted"):
+        (tmp_path / name).mkdir()
+    budget, counted = (tmp_path / name / "run" for name in ("budget", "counted"))
+    assert run(made, budget, "run.minutes=0.003", *choices) == 0
+    steps = length(budget)
+    assert run(made, counted, f"run.steps={steps}", *choices) == 0
+    assert_same_run(budget, counted, steps)
+
+
+@pytest.fixture
+def paced(monkeypatch):
+    """Every trial finds two seconds per step, and one where features are in memory."""
+    trials = []
+
+    def seconds(run):
+        trials.append(run)
+        return 2.0, 1.0
+
+    monkeypatch.setattr(loop, "trial_seconds", seconds)
+    return trials
+
+
+def test_steps_after_the_first_epoch_are_faster(made, tmp_path, capsys, paced):
+    assert run(made, tmp_path / "run", "run.minutes=0.2", "run.tokens_per_step=256") == 0
+    epoch = paced[0].order.steps(1)
+    assert 2 * epoch < 12, "else this tests nothing"
+    assert length(tmp_path / "run") == epoch + 12 - 2 * epoch
+    assert "warning: few steps to learn from; raise run.minutes" in capsys.readouterr().out
+
+
+def test_no_budget_is_too_short_for_a_step(made, tmp_path, paced):
+    assert run(made, tmp_path / "run", "run.minutes=1e-4") == 0
+    assert length(tmp_path / "run") == 1
+
+
+def test_a_resumed_run_keeps_its_length_or_extends_it_in_proportion(made, tmp_path, paced):
+    output = tmp_path / "run"
+    original = Progress.step
+
+    def interrupt(self, number, *rest):
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        original(self, number, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "step", interrupt)
+        assert run(made, output, "run.minutes=0.2") == 130
+    assert run(made, output, "run.minutes=0.2") == 0
+    steps = length(output)
+    assert len(paced) == 1, "a resumed run is not timed again"
+    assert run(made, output, "run.minutes=0.4") == 0
+    assert length(output) == 2 * steps and len(paced) == 1
+    assert run(made, output, f"run.steps={2 * steps + 1}") == 0
+    assert length(output) == 2 * steps + 1
+
+
+def test_minutes_for_a_run_that_began_with_steps_are_refused(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run") == 0
+    capsys.readouterr()
+    assert run(made, tmp_path / "run", "run.minutes=3") == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: run.minutes: expected run.steps") and "\n" not in error
+
+
+ZERO = {"zero2": "recipes/accelerate-zero2.yaml", "zero3": "recipes/accelerate-zero3.yaml"}
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+def launched(engine: str, *arguments: str) -> str:
+    """What two processes print."""
+    launch = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    environment = launch_environment(cpu=engine not in ZERO)
+    if engine == "fsdp2":
+        environment |= FSDP
+    if engine in ZERO:
+        pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+        launch = ["accelerate.commands.launch", "--config_file", ZERO[engine], "--num_processes=2"]
+        launch.append(f"--main_process_port={free_port()}")
+    command = [sys.executable, "-m", *launch, "train/medusa.py", *arguments]
+    options = {"env": environment, "cwd": ROOT, "timeout": 250}
+    result = subprocess.run(command, **options, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", *ZERO])
+def test_processes_agree_on_a_length_and_their_trial_leaves_no_trace(made, tmp_path, engine):
+    values = tiny_recipe(made)
+    values["data"]["rows_per_batch"] = 1  # several micro batches
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    said = launched(engine, str(recipe), "run.minutes=0.01", f"run.output={tmp_path / 'budget'}")
+    steps = length(tmp_path / "budget")
+    assert f"done: {steps} steps" in said
+    again = [f"run.steps={steps}", f"run.output={tmp_path / 'counted'}"]
+    launched(engine, str(recipe), *again)
+    assert_same_run(tmp_path / "budget", tmp_path / "counted", steps)
