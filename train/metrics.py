@@ -103,17 +103,18 @@ class Progress:
         ranks_KR = self.accelerator.reduce(self.ranks_KR, "sum").cpu()
         shares_KR = ranks_KR.double() / ranks_KR.sum(1, keepdim=True).clamp(min=1)
         top1 = shares_KR[:, 0]
+        rate = self.tokens / (time.monotonic() - self.since)
         values = {
             "loss": sum(self.losses) / len(self.losses),
             "gradient_norm": norm,
             "lr": lr,
-            "tokens_per_second": self.tokens / (time.monotonic() - self.since),
+            "tokens_per_second": rate,
             "top1": top1.tolist(),
             "chain": 1.0 + float(top1.cumprod(0).sum()),
         }
         self.bar.set_postfix_str(
             f"loss {values['loss']:.3f}, chain {values['chain']:.2f}, "
-            f"{tqdm.format_sizeof(values['tokens_per_second'])} tokens/s",
+            f"{tqdm.format_sizeof(rate)} tokens/s",
             refresh=False,
         )
         self._write(step, values)
