@@ -53,7 +53,7 @@ app.command("publish")(commands.publish)
 RESUMING = (["demo"], ["distill"], ["train"])
 """Commands that continue what an interrupted one began."""
 SPREAD = ("--head", "--nodes", "--tree")
-"""Options that take several values."""
+"""Options that take several values in `bench`."""
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
 UsageError: Any = typer.BadParameter.__base__
@@ -129,19 +129,26 @@ def usage_line(error: Any) -> str:
 
 
 def spread(arguments: list[str]) -> list[str]:
-    """`--head A B` as `--head A --head B`, likewise --nodes and --tree, for click; `--nodes 4,8` as
-    two values. Raises ValueError for one of these without a value.
+    """`bench --head A B` as `bench --head A --head B`, likewise --nodes and --tree, for click; of
+    --nodes also 4,8. Raises ValueError for one of these without a value, for any command.
     """
+    takes_several = arguments[:1] == ["bench"]
+    words: list[str] = []
+    for argument in arguments:
+        words += argument.split("=", 1) if argument.startswith("--nodes=") else [argument]
     option = ""
     out: list[str] = []
-    for argument, following in pairwise([*arguments, "-"]):
-        if not argument.startswith("-"):
-            for value in argument.split(",") if option == "--nodes" else [argument]:
+    for word, following in pairwise([*words, "-"]):
+        if not word.startswith("-"):
+            is_list = takes_several and option == "--nodes"
+            for value in word.split(",") if is_list else [word]:
                 out += [option, value] if option else [value]
+            if not takes_several:
+                option = ""
             continue
-        option = argument if argument in SPREAD else ""
+        option = word if word in SPREAD else ""
         if not option:
-            out.append(argument)
+            out.append(word)
         elif following.startswith("-"):
             raise ValueError(f"{option}: expected a value, got none; {NO_VALUE}")
     return out

@@ -283,7 +283,7 @@ def bench(
     """Measure heads and other drafters against `generate` and this engine without drafts."""
     from draftheads.infer.drafters.named import load_drafts, open_drafts
     from draftheads.infer.measure import bench as benches
-    from draftheads.infer.measure.report import print_report
+    from draftheads.infer.measure.report import best, print_report
     from draftheads.scripts.contest import Outputs, contestants
     from draftheads.scripts.openings import openings
 
@@ -309,7 +309,8 @@ def bench(
     report = benches.bench(model, entries, ids, options, categories=categories)
     print_report(report, explain=explain)
     outputs.write(report, drafts)
-    after_bench(target, head, prompts)
+    sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
+    after_bench(target, prompts, sources, best(report))
 
 
 def tune(
@@ -361,6 +362,7 @@ def tune(
     place = Place(dtype, device, threads)
     if head is None:
         write_figures(json_out, target_curve(target, revision, place, context, options))
+        say_next("init", "--target", target)
         return
     if not dry_run:
         check_writable_head(head, "--head")
@@ -376,7 +378,7 @@ def tune(
         record_tuned(folder.path, tuned.best.tree, tuned.facts())
         say(f"written to {folder.path}")
     write_figures(json_out, asdict(tuned))
-    say_next("chat", "--head", head)
+    say_next("chat", "--target", name, "--head", head)
 
 
 def target_curve(
@@ -515,7 +517,7 @@ def publish(
     else:
         say(upload.listing())
         say(upload_files(upload, public=public, revision=revision, overwrite=overwrite))
-        say_next("chat", "--head", repo_id)
+        say_next("chat", "--head", repo_id if revision == "main" else f"{repo_id}@{revision}")
 
 
 def data_preview(
@@ -550,11 +552,13 @@ def data_preview(
     pen = Pen(side, is_plain=not out.is_terminal or out.no_color)
     if (Path(path) / MANIFEST).is_file():
         show_answers(Path(path), side, pen, count, out)
+        after_answers(side.name, Path(path))
         return
     renderer = PromptRenderer(side, parsed_template_args(template_args))
     prompts = read_prompts(path, hub=Hub(split), limit=max(count, 1), tools=tools)
     check_tools(renderer, (prompt.messages for prompt in prompts))
     show_prompts(prompts, renderer, pen, out)
+    say_next("distill", "--target", side.name, "--prompts", path, "--out", "data")
 
 
 def check_answers(folder: Path) -> None:
@@ -627,16 +631,20 @@ def convert(
 
     --target is needed where a layout leaves something to the target.
     """
+    from draftheads.heads.formats.hub import CARD, open_head
     from draftheads.heads.formats.llamacpp import TargetFile
     from draftheads.scripts.convert import converted
 
     if to == "gguf":
         file = TargetFile.open(target) if target else None
         say(converted(source, out, to, target_file=file))
-        say("next: the llama-server command of the head's card", sys.stderr)
+        say(f"next: the llama-server command in {open_head(source).path / CARD}", sys.stderr)
         return
     say(converted(source, out, to, load_target(target, dtype, device) if target else None))
-    say(f"next: the command in {out / 'README.md'}", sys.stderr)
+    if to == "draftheads":
+        say_next("chat", "--head", out, *(["--target", target] if target else []))
+    else:
+        say(f"next: the command in {out / CARD}", sys.stderr)
 
 
 def merge(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftheads.train.entry import say
+
+if TYPE_CHECKING:
+    from draftheads.infer.measure.bench import Result
 
 
 def say_next(*words: object) -> None:
@@ -17,13 +22,25 @@ def say_next(*words: object) -> None:
 
 def after_answers(target: str, out: Path) -> None:
     """Training needs a recipe for this target."""
-    say_next("init", "--target", target, "--data", out, "--out", f"{out.name}.yaml")
+    say_next("init", "--target", target, "--data", out, "--out", f"{out.absolute().name}.yaml")
 
 
-def after_bench(target: str, heads: Sequence[str], prompts: str) -> None:
-    """The first head on this machine can be tuned; other drafters chat."""
-    local = [head for head in heads if Path(head).is_dir()]
-    if local:
-        say_next("tune", "--head", local[0], "--prompts", prompts)
-    else:
-        say_next("chat", "--target", target, "--head", heads[0])
+def after_bench(
+    target: str, prompts: str, sources: Mapping[str, str], winner: Result | None
+) -> None:
+    """A head on this machine is tuned, unless it won with a tree that was; other drafters chat, if
+    they won. sources: names of drafters -> --head; winner: None if no drafts were faster.
+    """
+    from draftheads.heads.formats.hub import open_head
+
+    candidate = winner.name if winner else ""
+    names = [name for name in sources if candidate.startswith(name)]
+    source = sources[max(names, key=len, default=next(iter(sources)))]
+    words = ["--target", target, "--head", source]
+    if os.path.isdir(os.path.expanduser(source)):
+        facts = open_head(source).facts
+        is_done = candidate in names and facts.tuned
+        if facts.is_ours and not is_done:
+            say_next("tune", *words, "--prompts", prompts)
+            return
+    say_next("chat", *(words if winner else words[:2]))

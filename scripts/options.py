@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -44,15 +45,31 @@ def early(check: Callable[[Any], object]) -> Callable[[Context, Any], Any]:
 
 def check_head(source: str | Path) -> None:
     """Raise FileNotFoundError if a part of --head names no drafter, and no folder or Hub id."""
-    parts = [str(source)]
+    name = str(source)
+    parts = [name]
     if not os.path.isdir(os.path.expanduser(source)):
-        parts = parts[0].split("+")
+        parts = name.split("+")
+        near = meant(name)
+        if near != name:
+            raise FileNotFoundError(f"--head: no drafter is called {name}; did you mean {near}?")
     for part in parts:
         kind, _, path = part.partition(":")
         if kind == "model":
             check_path(path)
         elif kind not in ("ngram", "early-exit"):
             head_folder(part)
+
+
+def meant(name: str) -> str:
+    """The name of drafters that another one means, such as n-gram, early_exit:4 or HEAD,ngram."""
+    parts = []
+    is_meant = False
+    for part in re.split("[+,]", name):
+        kind, colon, value = part.strip().partition(":")
+        drafter = MISSPELT.get(re.sub("[-_ ]", "", kind.lower()))
+        is_meant = is_meant or drafter is not None
+        parts.append((drafter or kind) + colon + value)
+    return "+".join(parts) if is_meant else name
 
 
 def check_either(head: str | None, target: str | None) -> None:
@@ -69,6 +86,9 @@ def check_file(file: Path) -> None:
     if file.is_dir():
         raise ValueError(f"{file}: expected a file to write, got a folder; add a file's name")
 
+
+MISSPELT = {"ngram": "ngram", "ngrams": "ngram", "earlyexit": "early-exit"}
+"""Names of drafters without marks and capitals -> as they are."""
 
 Keep = Literal["keep", "drop"]
 

@@ -16,6 +16,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.measure.costs import ORDINARY, Trial
+from draftheads.infer.measure.grid import Grid
 from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.race import describe_machine, machine_line
@@ -182,14 +183,14 @@ GAINS = (1.0, 1.5, 2.0)
 def print_curve(target: Target, context: int, curve: Mapping[int, float]) -> None:
     """Print what verification costs, and the tokens per step at which drafts would pay."""
     console = SafeConsole(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, title=f"{target.name}, {context} tokens of context")
-    for name in ("draft nodes", "ms", *(f"τ for {gain:g} times" for gain in GAINS)):
-        table.add_column(name, justify="right")
+    rows = []
     for nodes, seconds in curve.items():
         needed = [gain * seconds / curve[0] for gain in GAINS]
         shown = [f"{tau:.2f}" if tau <= nodes + 1 else "-" for tau in needed]
-        table.add_row(str(nodes), f"{seconds * 1e3:.2f}", *shown)
-    console.print(table)
+        rows.append([str(nodes), f"{seconds * 1e3:.2f}", *shown])
+    console.print(f"{target.name}, {context} tokens of context", style="italic", justify="center")
+    columns = ["draft nodes", "ms", *(f"τ for {gain:g} times" for gain in GAINS)]
+    Grid(columns, rows).print(console, lambda row: None)
     console.print(
         "ms: one verification, acceptance included; 0 nodes: a step of plain decoding. τ: tokens "
         "per step, the target's own included, for 1, 1.5 and 2 times the speed of plain decoding "
@@ -203,14 +204,10 @@ def print_curve(target: Target, context: int, curve: Mapping[int, float]) -> Non
 def print_tuned(tuned: Tuned) -> None:
     """Print the trees that raced, and which one is the fastest."""
     console = SafeConsole(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for name in ("tree", "nodes", "depth", "τ", "predicted", "measured", "error", "gain", "95 %"):
-        table.add_column(name, justify="left" if name == "tree" else "right", no_wrap=True)
-    present, *others = tuned.trials
-    for trial in (present, *others):
-        cells = _trial_cells(trial, present)
-        table.add_row(*cells, style="bold green" if trial is tuned.best else None)
-    console.print(table)
+    columns = ["tree", "nodes", "depth", "τ", "predicted", "measured", "error", "gain", "95 %"]
+    present = tuned.trials[0]
+    rows = [_trial_cells(trial, tuned) for trial in tuned.trials]
+    Grid(columns, rows).print(console, lambda row: "bold green" if row[0].endswith("*") else None)
     tree = tuned.best.tree
     gain = f"{tuned.best.measured / tuned.plain.measured:.2f} times plain decoding"
     if tuned.settings["compile"]:
@@ -220,14 +217,15 @@ def print_tuned(tuned: Tuned) -> None:
     choice = "the present tree stays" if tuned.best is present else "a new tree"
     console.print(f"{choice}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}")
     console.print(
-        "predicted, measured: tokens per second, prompt included, on prompts that the trees were "
-        "not fitted to. gain: over the present tree, with a 95 % interval over prompts.\n"
+        "*: chosen. predicted, measured: tokens per second, prompt included, on prompts that "
+        "the trees were not fitted to. gain: over the present tree, 95 % of resampled prompts.\n"
         f"machine: {machine_line(tuned.machine)}.",
         style="dim",
     )
 
 
-def _trial_cells(trial: Trial, present: Trial) -> list[str]:
+def _trial_cells(trial: Trial, tuned: Tuned) -> list[str]:
+    present = tuned.trials[0]
     tree = trial.tree
     kind = "fixed"
     if isinstance(tree, DynamicTree):
@@ -238,8 +236,11 @@ def _trial_cells(trial: Trial, present: Trial) -> list[str]:
     if trial.predicted:
         predicted = f"{trial.predicted:.0f}"
         error = f"{trial.predicted / trial.measured - 1:+.0%}"
+    name = f"present, {kind}" if trial is present else kind
+    if trial is tuned.best:
+        name += " *"
     return [
-        f"present, {kind}" if trial is present else kind,
+        name,
         str(tree.draft_nodes),
         str(tree.depth),
         f"{trial.tau:.2f}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -59,25 +59,37 @@ class ChatAnswer:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, the prefill included."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        """Tokens per second after the prefill and its token; 0.0 if there is nothing else."""
+        return rate(self.steps)
 
     @property
-    def seconds_per_token(self) -> float:
-        """Without the prefill and its token; 0.0 if there is nothing else."""
-        total = Statistics.of(self.steps)
-        return (total.draft_seconds + total.verify_seconds) / max(total.tokens, 1)
+    def draft_share(self) -> float:
+        """Share of the tokens that were drafted, 0 to 1."""
+        drafts = sum(min(max(step.accepted, 0), len(step.tokens)) for step in self.steps)
+        return drafts / max(self.tokens, 1)
 
     def summary(self, plain: float = 0.0) -> str:
-        """The line of statistics below an answer. plain: seconds per token of the plain model."""
-        line = f"{self.tokens} tokens, {self.rate:.1f} tokens/s"
+        """The line of statistics below an answer. plain: the rate of the plain model."""
+        line = f"{self.tokens} tokens"
         statistics = Statistics.of(self.steps)
+        if self.rate:
+            line += f", {self.rate:.1f} tokens/s"
         if statistics.steps:
             line += f", {statistics.tokens_per_step:.2f} tokens/step"
-        seconds = self.seconds_per_token
-        if plain and seconds:
-            line += f", {plain / seconds:.1f}x plain"
+        if any(step.drafted for step in self.steps):
+            line += f", {100 * self.draft_share:.0f} % from drafts"
+        if plain and self.rate:
+            line += f", {self.rate / plain:.1f}x plain"
         return line + ENDINGS.get(self.finish, "")
+
+
+def rate(steps: Iterable[Step]) -> float:
+    """Tokens per second of these steps but the prefill; 0.0 if there are none. The one definition
+    of speed in a chat: of the plain model at the start, of answers, and of both sides of /compare.
+    """
+    total = Statistics.of(steps)
+    seconds = total.draft_seconds + total.verify_seconds
+    return total.tokens / seconds if seconds else 0.0
 
 
 class History:

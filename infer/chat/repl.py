@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from types import FrameType
 from typing import Any
@@ -22,7 +21,7 @@ from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.infer.accept import Acceptance, Greedy, RandomStream, Sampled, Typical
-from draftheads.infer.chat.conversation import ChatAnswer, History
+from draftheads.infer.chat.conversation import ChatAnswer, History, rate
 from draftheads.infer.chat.screen import (
     NOTE,
     Frame,
@@ -31,7 +30,7 @@ from draftheads.infer.chat.screen import (
     PlainScreen,
     tree_drawing,
 )
-from draftheads.infer.engine import Session, Speculator, Statistics
+from draftheads.infer.engine import Session, Speculator, Statistics, Step
 from draftheads.infer.measure.costs import too_slow
 from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.text import AnswerText, TextStream
@@ -138,22 +137,21 @@ def interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, old)
 
 
-def plain_seconds(engine: Speculator) -> float:
-    """Seconds per token of an engine without drafts: the median over a few dozen steps."""
+def plain_rate(engine: Speculator) -> float:
+    """Tokens per second of an engine without drafts, over a few dozen steps after some untimed."""
     target = engine.target
-    seconds: list[float] = []
     prompt = encode_prompt(target, [{"role": "user", "content": "Hello"}])
     limit = min(TRIAL_STEPS, target.context - len(prompt))
-    if engine.compile:
-        list(engine.generate(prompt, max_new_tokens=min(limit, 8)))
+    untimed = 8 if engine.compile else 2  # more would take seconds with a large target
+    list(engine.generate(prompt, max_new_tokens=min(limit, untimed)))
+    steps: list[Step] = []
     until = perf_counter() + TRIAL_SECONDS
-    while len(seconds) < TRIAL_STEPS and perf_counter() < until:
+    while len(steps) < TRIAL_STEPS and perf_counter() < until:
         for step in engine.generate(prompt, max_new_tokens=limit):
-            if step.accepted >= 0:
-                seconds.append(step.draft_seconds + step.verify_seconds)
+            steps.append(step)
             if perf_counter() > until:
                 break
-    return median(seconds) if seconds else 0.0
+    return rate(steps)
 
 
 class _Conversation:
@@ -165,7 +163,7 @@ class _Conversation:
         self.console = console
         self.history = History(speculator.target, options.system, options.max_new_tokens)
         self.session = Session()
-        self.total = ChatAnswer()  # the steps and seconds of all
+        self.total = ChatAnswer()  # the steps of all
         self.answers = 0
         self.is_over = False
         self.prompt_tokens = 0
@@ -173,7 +171,7 @@ class _Conversation:
         self.is_warned = not speculator.tree.draft_nodes
         self.is_rich = console.is_interactive and not options.is_plain
         self.without_drafts = Speculator(speculator.target, compile=speculator.compile)
-        self.plain = plain_seconds(self.without_drafts) if self.is_rich else 0.0
+        self.plain = plain_rate(self.without_drafts) if self.is_rich else 0.0
 
     def note(self, text: str) -> None:
         """Print a message of the program."""
@@ -185,7 +183,7 @@ class _Conversation:
         drafts = f", a tree of {nodes} draft tokens" if nodes else ""
         self.note(f"{self.speculator.target.name}{drafts}. /help lists the commands.")
         if self.plain:
-            self.note(f"The plain model makes {1 / self.plain:.1f} tokens/s.")
+            self.note(f"The plain model makes {self.plain:.1f} tokens/s.")
         if not self.history.has_template:
             self.note("No chat template: each line is continued on its own, nothing is remembered.")
         self._warn()
@@ -204,7 +202,7 @@ class _Conversation:
             return
         seconds = (total.draft_seconds + total.verify_seconds) / total.steps
         dtype = self.speculator.target.dtype
-        fault = too_slow(total.tokens_per_step, seconds / self.plain, dtype)
+        fault = too_slow(total.tokens_per_step, seconds * self.plain, dtype)
         if fault:
             self.note(f"Drafts are {fault}.")
             self.is_warned = True
@@ -261,7 +259,6 @@ class _Conversation:
         self.history.add(question, answer.text)
         self.answers += 1
         self.total.steps += answer.steps
-        self.total.seconds += answer.seconds
         self._warn_if_slow()
         self.prompt_tokens += len(prompt)
         self.reused += self.session.reused
@@ -414,7 +411,7 @@ class _Conversation:
             steps.close()
         self.console.print(self._columns(plain, drafted))
         if not running:
-            self.plain = plain.seconds_per_token or self.plain
+            self.plain = plain.rate or self.plain
             self._judge(plain, drafted)
 
     def _fresh_rule(self) -> Acceptance:
@@ -429,7 +426,10 @@ class _Conversation:
         if plain.text != drafted.text:
             is_greedy = isinstance(self.options.sampling, Greedy)
             verdict = "not equal" if is_greedy else "not equal, as draws differ"
-        self.note(f"{drafted.rate / plain.rate:.2f}x plain; the texts are {verdict}.")
+        line = f"the texts are {verdict}."
+        if plain.rate and drafted.rate:
+            line = f"{drafted.rate / plain.rate:.1f}x plain; {line}"
+        self.note(line)
 
     def _columns(self, plain: ChatAnswer, drafted: ChatAnswer, height: int = 0) -> Table:
         """Both answers side by side; height: draw at most as many lines of each; 0: all."""

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from draftheads.heads.files import write_text
 from draftheads.heads.formats.hub import HeadFolder, record_measured
-from draftheads.heads.tables import markdown_table
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.measure.bench import BASELINES, COMPILED, BenchReport, Result
 from draftheads.infer.measure.costs import too_slow
+from draftheads.infer.measure.grid import Grid
 from draftheads.infer.race import GENERATE, PLAIN, machine_line
 
 FACTS = (
@@ -60,12 +58,13 @@ def write_json(report: BenchReport, path: Path) -> None:
 
 
 def write_markdown(report: BenchReport, path: Path) -> None:
-    """Write the tables for a README or a model card, atomically."""
-    tables = [markdown_table(grid.columns, grid.rows, grid.texts) for grid in grids(report)]
-    notes = [*too_slow_notes(report), *footnotes(report)]
-    listed = "\n".join(f"- {note}" for note in notes)
+    """Write the tables and all notes for a README or a model card, atomically."""
+    tables = [grid.markdown() for grid in grids(report)]
+    said = notes(report)
+    listed = "\n".join(f"- {note}" for note in [*said.cautions, *said.legend, *said.details])
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "\n\n".join([f"**{title(report)}**", *tables, listed]) + "\n")
+    parts = [f"**{title(report)}**", said.verdict, *tables, listed]
+    write_text(path, "\n\n".join(parts) + "\n")
 
 
 def title(report: BenchReport) -> str:
@@ -78,14 +77,8 @@ def title(report: BenchReport) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table. texts: number of columns, the first ones, that are no numbers."""
-
-    columns: list[str]
-    rows: list[list[str]]
-    texts: int = 1
-
+MARK = " *"
+"""After the name of the fastest candidate with drafts."""
 
 COLUMNS: dict[str, Callable[[Result], str]] = {
     "τ": lambda result: f"{result.tokens_per_step:.2f}" if result.steps else "",
@@ -98,7 +91,6 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
     "verify": lambda result: f"{result.verify_seconds * 1e3:.2f}" if result.steps else "",
     "lossless": lambda result: {True: "yes", False: "NO", None: "n/a"}[result.lossless],
 }
-NARROW = {"vs best": "vs\nbest", "lossless": "loss-\nless"}  # for 80 characters
 
 
 def _interval(bounds: list[float]) -> str:
@@ -119,8 +111,13 @@ def results_grid(report: BenchReport) -> Grid:
     over_best = f"{generate / max(generate, *others):.2f}"
     rows = [[GENERATE, "", f"{generate:.0f}", "1.00", "", "1.00", over_best, "", "", ""]]
     for result in results:
-        rows.append([result.name, *[show(result) for show in COLUMNS.values()]])
+        rows.append([_label(result, report), *[show(result) for show in COLUMNS.values()]])
     return Grid(["candidate", *COLUMNS], rows)
+
+
+def _label(result: Result, report: BenchReport) -> str:
+    """A name with MARK at the winner's, which also a file shows."""
+    return result.name + MARK if result is best(report) else result.name
 
 
 def category_grid(report: BenchReport) -> Grid:
@@ -132,7 +129,7 @@ def category_grid(report: BenchReport) -> Grid:
             part = result.categories[category]
             tau = f"{part.tokens_per_step:.2f}" if result.steps else ""
             figures = [tau, f"{part.speedup:.2f}", _interval(part.speedup_ci95)]
-            rows.append([*heading, result.name, *figures])
+            rows.append([*heading, _label(result, report), *figures])
             heading = ["", ""]  # of the other heads of this category
     return Grid(["category", "prompts", "candidate", "τ", "speedup", "95 %"], rows, texts=3)
 
@@ -155,104 +152,130 @@ def fastest(report: BenchReport) -> list[Result]:
 def print_report(
     report: BenchReport, console: Console | None = None, *, explain: bool = False
 ) -> None:
-    """Print the tables, and what was found. explain: all footnotes, not only a legend."""
+    """Print the tables, and what was found. explain: all notes, not only a legend."""
     console = console or SafeConsole()
     console.print(title(report), style="italic", justify="center", markup=False, highlight=False)
-    winner = best(report)
     for grid in grids(report):
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-        for place, name in enumerate(grid.columns):
-            if place < grid.texts:
-                table.add_column(name, overflow="fold", min_width=min(len(name), 10))
-            else:
-                table.add_column(NARROW.get(name, name), justify="right", no_wrap=True)
-        for row in grid.rows:
-            table.add_row(*row, style=_style(row, winner))
-        console.print(table, "")
-    console.print(verdict(report), style="bold", markup=False, highlight=False)
-    for note in too_slow_notes(report):
-        console.print(note, style="yellow", markup=False, highlight=False)
-    if report.plain.lossless_reason:
-        console.print(report.plain.lossless_reason, markup=False, highlight=False)
-    notes = "\n".join(footnotes(report))
-    if not explain:
-        notes = " ".join(["\n".join(legend(report)), MORE])
-    console.print(notes, style="dim", markup=False, highlight=False)
+        grid.print(console, _style)
+    said = notes(report)
+    console.print(said.verdict, style="bold", markup=False, highlight=False)
+    for caution in said.cautions:
+        console.print(caution, style="yellow", markup=False, highlight=False)
+    rest = "\n".join(["", *said.details]) if explain else f" {MORE}"
+    legend = "\n".join(said.legend)
+    console.print(legend + rest, style="dim", markup=False, highlight=False)
 
 
-MORE = "--explain: all notes, machine, command."
-
-
-def _style(row: list[str], winner: Result | None) -> str | None:
+def _style(row: Sequence[str]) -> str | None:
     if "NO" in row:
         return "bold red"
-    return "bold green" if winner and winner.name in row else None
+    return "bold green" if any(cell.endswith(MARK) for cell in row) else None
 
 
 def best(report: BenchReport) -> Result | None:
     """The fastest result with drafts, if any is faster than the best decoding without."""
     results = [result for results in families(report).values() for result in results]
     faster = [result for result in results if result.speedup_over_best > 1]
-    return max(faster, key=lambda result: result.speedup, default=None)
+    return max(faster, key=_merit, default=None)
+
+
+def _merit(result: Result) -> tuple[bool, float]:
+    """A wrong text is no merit, however fast."""
+    return result.lossless is not False, result.speedup
+
+
+@dataclass(frozen=True)
+class Notes:
+    """The text of a bench, from what everybody reads to what only --explain prints."""
+
+    verdict: str  # what was found, in a sentence
+    cautions: list[str]  # drafts slower than none, and why texts are not judged
+    legend: list[str]  # of the columns, in three lines
+    details: list[str]
+
+
+LEGEND = [
+    "τ: tokens per step. name@N: N draft nodes. plain: this engine without drafts.",
+    "speedup, CPU (by CPU time): over generate. vs best: over the best undrafted.",
+    "draft, verify: ms per step. *: the fastest.",
+]
+MORE = "--explain: notes, machine, command."
+
+
+def notes(report: BenchReport) -> Notes:
+    """All that is said about a bench."""
+    reason = report.plain.lossless_reason
+    cautions = [*_too_slow(report), *([reason] if reason else [])]
+    settings = report.settings
+    details = [
+        "τ counts the target's own token, and no prefill. Speeds count the prompt. 95 %: the "
+        f"interval of the speedup over {settings['prompts']} prompts.",
+    ]
+    if settings["compile"]:
+        details.append("A compiled step is one function, whose time is all under verify.")
+    if not reason:
+        details.append("lossless: generate's output, token for token.")
+    details += _exceptions(report)
+    details.append(f"machine: {machine_line(report.machine)}.")
+    details.append(f"command: {settings['command']}")
+    return Notes(verdict(report), cautions, LEGEND, details)
 
 
 def verdict(report: BenchReport) -> str:
     """What was found, in a sentence."""
-    winner = best(report)
-    if winner is None:
-        return "Nothing here is faster than the best decoding without drafts."
-    low, high = winner.speedup_ci95
-    is_sure = min(low, winner.speedup_over_best_ci95[0]) > 1
-    speed = "is" if is_sure else "may be"
+    results = [result for results in families(report).values() for result in results]
+    if not results:
+        return "Nothing with drafts was measured."
+    result = best(report) or max(results, key=_merit)
+    over_generate = _times(result.speedup, result.speedup_ci95)
+    over_best = _times(result.speedup_over_best, result.speedup_over_best_ci95)
     text = {
         True: "its text is the same, token for token",
         False: "ITS TEXT DIFFERS (--explain says where)",
         None: "its text is not judged",
-    }[winner.lossless]
+    }[result.lossless]
+    if result.speedup_over_best <= 1:
+        return (
+            "No drafts are faster here than the best decoding without: the fastest, "
+            f"{result.name}, has {over_best} its speed."
+        )
+    if result.speedup_over_best_ci95[0] > 1:
+        return (
+            f"{result.name} is {over_generate} as fast as generate here, {over_best} the best "
+            f"without drafts; {text}."
+        )
     return (
-        f"{winner.name} {speed} {winner.speedup:.1f} times as fast as generate here ({low:.1f} to "
-        f"{high:.1f}), {winner.speedup_over_best:.1f} times the best without drafts; {text}."
+        f"{result.name} may be no faster here than the best decoding without drafts: it has "
+        f"{over_best} its speed, and {over_generate} that of generate; {text}."
     )
 
 
-def too_slow_notes(report: BenchReport) -> list[str]:
+def _times(ratio: float, interval: list[float]) -> str:
+    """With two decimals where one would hide on which side of 1 it is."""
+    places = 2 if any(round(each, 1) == 1 for each in (ratio, *interval)) else 1
+    return "{:.{places}f} times ({:.{places}f} to {:.{places}f})".format(
+        ratio, *interval, places=places
+    )
+
+
+def _too_slow(report: BenchReport) -> list[str]:
     """A line for each head whose fastest tree is slower than this engine without drafts."""
     dtype = getattr(torch, report.machine["dtype"])
-    notes = []
+    lines = []
     for result in fastest(report):
         is_compiled = result.name.endswith(COMPILED)
         plain = report.result(PLAIN + COMPILED if is_compiled else PLAIN)
         if result.steps and result.tokens_per_second < plain.tokens_per_second:
             break_even = result.step_seconds / plain.step_seconds
             if line := too_slow(result.tokens_per_step, break_even, dtype):
-                notes.append(f"{result.name}: {line}")
-    return notes
-
-
-def footnotes(report: BenchReport) -> list[str]:
-    """What a reader of these tables needs, the faults, and how to repeat the bench."""
-    machine = f"machine: {machine_line(report.machine)}."
-    command = f"command: {report.settings['command']}"
-    interval = f"95 %: an interval over {report.settings['prompts']} prompts."
-    return [*legend(report), interval, *_exceptions(report), machine, command]
-
-
-def legend(report: BenchReport) -> list[str]:
-    """What the columns of these tables are."""
-    lines = [
-        "τ: tokens per step. name@N: N draft nodes. plain: this engine without drafts.",
-        "speedup, CPU (by CPU time): over generate. vs best: over the best undrafted.",
-        "draft, verify: ms per step; of compiled steps, all of it is verify.",
-    ]
-    if not report.settings["compile"]:
-        lines[-1] = "draft, verify: ms per step."
+                lines.append(f"{result.name}: {line}")
     return lines
 
 
 def _exceptions(report: BenchReport) -> list[str]:
-    """Outputs that differ or are not compared, and prompts that were cut or left out."""
+    """Outputs that differ, prompts that were cut or left out, and what batches are compared to."""
     settings = report.settings
-    lines = [report.plain.lossless_reason or "lossless: generate's output, token for token."]
+    lines = []
     for result in (report.plain, *report.heads):
         if first := result.first_divergence:
             lines.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -28,11 +27,11 @@ from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.measure.bench import BenchOptions, bench, summarize, top2_margin
 from draftheads.infer.measure.plot import plot
 from draftheads.infer.measure.report import (
-    footnotes,
-    legend,
+    MORE,
+    best,
     measured_facts,
+    notes,
     print_report,
-    too_slow_notes,
     verdict,
     write_json,
     write_markdown,
@@ -193,7 +192,8 @@ def test_a_wrong_output_is_called_so(target, prompts, liar):
     assert found.expected == expected[found.token] != found.got
     assert found.top2_margin == top2_margin(target, [*prompt, *expected[: found.token]])
     assert report.plain.lossless is True
-    assert any("liar: differs from generate in 1 prompt" in note for note in footnotes(report))
+    details = notes(report).details
+    assert any("liar: differs from generate in 1 prompt" in note for note in details)
 
 
 def test_the_margin_is_that_of_the_targets_two_best_logits(target, prompts):
@@ -219,8 +219,9 @@ def test_in_bfloat16_a_difference_is_reported_and_not_judged(prompts, liar):
     assert (row.first_divergence.prompts, row.first_divergence.prompt) == (3, 0)
     assert "bfloat16" in row.lossless_reason
     assert report.machine["dtype"] == "bfloat16"
-    notes = [note for note in footnotes(report) if note.startswith("liar: differs")]
-    assert f"logits are {row.first_divergence.top2_margin:.2g} apart" in notes[0]
+    [note] = [note for note in notes(report).details if note.startswith("liar: differs")]
+    assert f"logits are {row.first_divergence.top2_margin:.2g} apart" in note
+    assert row.lossless_reason in notes(report).cautions, "said without --explain"
 
 
 def test_generate_ignores_the_models_own_generation_config(prompts):
@@ -261,7 +262,7 @@ def test_prompts_get_the_room_that_the_context_leaves(target):
     settings = report.settings
     assert [settings[f"prompts{key}"] for key in ("", "_shortened", "_skipped")] == [2, 1, 2]
     assert report.plain.tokens == 9 + 3
-    assert any("2 prompts fill the context" in note for note in footnotes(report))
+    assert any("2 prompts fill the context" in note for note in notes(report).details)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +349,7 @@ def test_a_batch_gets_the_room_of_its_longest_prompt(target, prompts):
     report = quick(target, prompts, {"medusa": MedusaHead.create(target)}, batch=3)
     assert [row.lossless for row in (report.plain, *report.heads)] == [True, True]
     assert report.plain.tokens == 3 * 3
-    assert any("batches" in note for note in footnotes(report))
+    assert any("batches" in note for note in notes(report).details)
 
 
 def test_rows_of_a_batch_are_compared_with_each_prompt_alone(target, prompts, monkeypatch):
@@ -395,17 +396,26 @@ def test_generate_pads_prompts_of_a_batch_on_the_left(prompts):
     assert max(len(row.tokens) for row in rows) == 9, "one row ends before another"
 
 
-@pytest.mark.parametrize("compile", [True, False])
-def test_a_legend_has_at_most_three_lines(report, compile):
-    settings = {**report.settings, "compile": compile, "batch": 2}
-    lines = [*legend(replace(report, settings=settings))]
-    assert len(lines) == 3 and max(map(len, lines)) <= 80
+def test_a_legend_has_at_most_three_lines(report):
+    """With the one that names the rest."""
+    lines = f"{chr(10).join(notes(report).legend)} {MORE}".splitlines()
+    assert len(lines) <= 3 and max(map(len, lines)) <= 80
 
 
 def ended(report, **changes):
     """The report with one result with drafts, changed."""
-    result = replace(report.result("medusa@8"), name="heads@8", **changes)
+    figures = {
+        "speedup": 2.2,
+        "speedup_ci95": [1.8, 2.6],
+        "speedup_over_best": 2.0,
+        "speedup_over_best_ci95": [1.7, 2.3],
+        "lossless": True,
+    }
+    result = replace(report.result("medusa@8"), name="heads@8", **{**figures, **changes})
     return replace(report, heads=[result])
+
+
+NONE_FASTER = "No drafts are faster here than the best decoding without: the fastest, heads@8, has "
 
 
 @pytest.mark.parametrize(
@@ -413,39 +423,81 @@ def ended(report, **changes):
     [
         (
             {},
-            "heads@8 is 2.2 times as fast as generate here (1.8 to 2.7), 2.0 times the best "
-            "without drafts; its text is the same, token for token.",
+            "heads@8 is 2.2 times (1.8 to 2.6) as fast as generate here, 2.0 times (1.7 to 2.3) "
+            "the best without drafts; its text is the same, token for token.",
         ),
-        ({"speedup_ci95": [0.9, 2.7]}, "heads@8 may be 2.2 times"),
-        ({"speedup_over_best_ci95": [0.9, 2.0]}, "heads@8 may be 2.2 times"),
-        ({"lossless": False}, "ITS TEXT DIFFERS (--explain says where)."),
-        ({"lossless": None}, "its text is not judged."),
         (
-            {"speedup_over_best": 0.97},
-            "Nothing here is faster than the best decoding without drafts.",
+            {"speedup_over_best": 1.04, "speedup_over_best_ci95": [0.91, 1.2]},
+            "heads@8 may be no faster here than the best decoding without drafts: it has 1.04 "
+            "times (0.91 to 1.20) its speed, and 2.2 times (1.8 to 2.6) that of generate; its text "
+            "is the same, token for token.",
+        ),
+        ({"lossless": False}, "; ITS TEXT DIFFERS (--explain says where)."),
+        ({"lossless": None}, "; its text is not judged."),
+        (
+            {"speedup_over_best": 0.97, "speedup_over_best_ci95": [0.9, 1.02]},
+            f"{NONE_FASTER}0.97 times (0.90 to 1.02) its speed.",
+        ),
+        (
+            {"speedup_over_best": 0.6, "speedup_over_best_ci95": [0.5, 0.7]},
+            f"{NONE_FASTER}0.6 times (0.5 to 0.7) its speed.",
         ),
     ],
 )
-def test_a_sentence_says_what_was_found(report, changes, sentence):
-    figures = {
-        "speedup": 2.2,
-        "speedup_ci95": [1.8, 2.7],
-        "speedup_over_best": 2.0,
-        "speedup_over_best_ci95": [1.7, 2.3],
-        "lossless": True,
-    }
-    assert sentence in verdict(ended(report, **{**figures, **changes}))
+def test_a_sentence_says_what_was_found(report, changes, sentence, tmp_path):
+    """On the screen and in Markdown."""
+    changed = ended(report, **changes)
+    assert verdict(changed).endswith(sentence)
+    write_markdown(changed, tmp_path / "bench.md")
+    assert verdict(changed) in (tmp_path / "bench.md").read_text()
 
 
-def test_the_screen_has_80_columns_and_marks_the_winner(report):
-    won = ended(report, speedup=2.2, speedup_over_best=2.0)
+def test_without_drafts_nothing_is_said_of_them(report):
+    assert verdict(replace(report, heads=[])) == "Nothing with drafts was measured."
+
+
+def test_a_wrong_text_does_not_win(report):
+    """A faster one that is right does, and a slower one."""
+    [right] = ended(report).heads
+    wrong = replace(right, name="wrong", lossless=False, speedup=9.0)
+    assert best(replace(report, heads=[wrong, right])) is right
+    assert best(replace(report, heads=[wrong])) is wrong
+
+
+def printed(report, width, **terminal) -> str:
     out = StringIO()
-    print_report(won, Console(file=out, width=80, force_terminal=True, color_system="standard"))
-    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
-    assert max(map(len, lines)) <= 80
-    marked = [line for line in out.getvalue().splitlines() if "\x1b[1;32m" in line]
-    assert any("heads@8" in line for line in marked)
-    assert not any("generate" in line for line in marked)
+    print_report(report, Console(file=out, width=width, **terminal))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(("width", "tables"), [(80, 2), (60, 3), (40, 6)])
+def test_tables_of_narrow_terminals_are_folded_and_nothing_is_cut(report, width, tables):
+    """Each with the names of its rows; a file shows the winner, too."""
+    text = printed(ended(report), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert text.count("candidate") == tables
+    for heading in ("τ", "tok/s", "speedup", "95 %", "CPU", "draft", "verify", "lossless"):
+        assert heading.replace("lossless", "loss-") in text
+    marked = [line for line in text.splitlines() if " * " in f"{line} "]
+    assert marked and all("heads@8 *" in line for line in marked)
+
+
+def test_the_winner_is_marked_in_green_and_nothing_else(report):
+    text = printed(ended(report), 80, force_terminal=True, color_system="standard")
+    marked = [line for line in text.splitlines() if "\x1b[1;32m" in line]
+    assert marked and all("heads@8 *" in line for line in marked)
+    slow = ended(report, speedup_over_best=0.9)
+    assert "heads@8 *" not in printed(slow, 80)
+
+
+def test_what_explain_adds(report):
+    """Everything else, which Markdown has, too."""
+    out = StringIO()
+    print_report(report, Console(file=out, width=4000), explain=True)
+    assert MORE not in out.getvalue()
+    for note in notes(report).details:
+        assert note in out.getvalue() and note not in printed(report, 4000)
 
 
 def test_measured_facts_are_plain_values(report):
@@ -463,7 +515,7 @@ def test_the_table_and_its_footnotes_name_what_they_count(report):
         "category",
         "CPU",
         "τ: tokens per step",
-        "interval over 3 prompts",
+        "over 3 prompts",
         "token for token",
     ):
         assert text in out.getvalue()
@@ -489,16 +541,16 @@ def test_a_head_whose_steps_cost_more_than_they_bring_is_named(report, tmp_path)
         "medusa@2: slower than without drafts: a step costs 3.00 plain ones (break-even τ) and "
         "brings τ 2.00; try fewer --nodes, --dtype bfloat16, draftheads tune"
     )
-    [note] = too_slow_notes(slow)
+    [note] = notes(slow).cautions
     assert note.startswith(line)
     out = StringIO()
     print_report(slow, Console(file=out, width=400))
     write_markdown(slow, tmp_path / "bench.md")
     assert out.getvalue().count(line) == (tmp_path / "bench.md").read_text().count(line) == 1
     halved = replace(slow, machine={**slow.machine, "dtype": "bfloat16"})
-    assert "--dtype" not in too_slow_notes(halved)[0]
+    assert "--dtype" not in notes(halved).cautions[0]
     faster = replace(sizes[0], tokens_per_second=120.0, tokens_per_step=3.6)
-    assert too_slow_notes(replace(slow, heads=[faster, oracle])) == []
+    assert notes(replace(slow, heads=[faster, oracle])).cautions == []
 
 
 def test_markdown_has_the_tables(report, tmp_path):
@@ -507,7 +559,8 @@ def test_markdown_has_the_tables(report, tmp_path):
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("|")]
     main, by_category = rows[:8], rows[8:]
     assert [{len(row) for row in table} for table in (main, by_category)] == [{10}, {6}]
-    assert [row[0] for row in main[3:]] == ["| plain", *(f"| {each.name}" for each in report.heads)]
+    names = [row[0].removesuffix(" *") for row in main[3:]]
+    assert names == ["| plain", *(f"| {each.name}" for each in report.heads)]
     assert [row[0] for row in by_category[2::2]] == ["| code", "| other", "| prose"]
     for fact in ("seed 0", "machine: ", torch.__version__, "command: "):
         assert fact in text

@@ -143,9 +143,50 @@ def test_a_terminal_gets_markdown_with_accepted_drafts_in_green(target):
     )
 
 
+def timed_step(tokens: int, accepted: int, seconds: float, drafted: int = 0) -> Step:
+    return Step([1] * tokens, accepted, None, seconds / 4, 3 * seconds / 4, drafted)
+
+
+def test_a_rate_is_that_of_the_steps_after_the_prompt():
+    """One definition, so that what stands beside each other divides to the factor that is shown."""
+    prefill = timed_step(1, -1, 9.0)
+    plain = ChatAnswer(steps=[prefill, *[timed_step(1, 0, 0.1)] * 6])
+    drafted = ChatAnswer(steps=[prefill, timed_step(4, 3, 0.2, 8), timed_step(1, 0, 0.2, 8)])
+    assert plain.rate == pytest.approx(10.0) == repl.rate(plain.steps)
+    assert drafted.rate == pytest.approx(12.5)
+    assert drafted.summary(8.0) == (
+        "6 tokens, 12.5 tokens/s, 2.50 tokens/step, 50 % from drafts, 1.6x plain"
+    )
+    assert plain.summary() == "7 tokens, 10.0 tokens/s, 1.00 tokens/step"
+    assert ChatAnswer(steps=[prefill]).summary(10.0) == "1 tokens"
+
+
+def test_compare_shows_the_factor_of_its_two_rates_and_answers_are_compared_with_its_plain_one(
+    monkeypatch,
+):
+    """It was 1.1x, 1.7x and 1.58x for one text."""
+    target = llama(eos=())
+
+    class Paced(Speculator):
+        def generate(self, *given, **options):
+            for step in super().generate(*given, **options):
+                yield replace(step, draft_seconds=0.0, verify_seconds=paces[self is engine])
+
+    paces = {True: 0.05, False: 0.1}
+    engine = Paced(target, MedusaHead.create(target))
+    monkeypatch.setattr(repl, "Speculator", Paced)
+    options = ChatOptions(max_new_tokens=12)
+    printed = talk(engine, "Hi", "/compare", "/regen", options=options, colour=True, width=200)
+    assert "The plain model makes 10.0 tokens/s." in printed
+    answers = re.findall(r"12 tokens, .*?([\d.]+)x plain", printed)
+    compared = re.findall(r"([\d.]+)x plain; the texts are equal", printed)
+    assert len(answers) >= 2 and len(compared) == 1
+    assert {*answers} == {*compared}
+
+
 def test_drafts_that_cost_more_than_they_bring_are_named_once(target, monkeypatch):
     """After enough steps on a terminal, where the plain model is measured."""
-    monkeypatch.setattr(repl, "plain_seconds", lambda engine: 0.01)
+    monkeypatch.setattr(repl, "plain_rate", lambda engine: 100.0)
 
     def answer(seconds: float) -> list[Step]:
         steps = [says(target, "ab", 1) for _ in range(repl.JUDGED_STEPS)]

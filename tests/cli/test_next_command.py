@@ -1,0 +1,106 @@
+"""The promise: what a command prints as the next one is a command, and lists and names of drafters
+are read as people type them.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import typer.main
+from tiny_chat import llama
+from tiny_heads import make_head
+from typed_commands import failed, questions
+
+from draftheads.heads.formats.hub import record_tuned, save_head
+from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.tree import StaticTree
+from draftheads.scripts.cli import app, spread
+from draftheads.scripts.following import after_answers, after_bench, say_next
+
+
+@pytest.fixture
+def folder(tmp_path, target) -> Path:
+    return save_head(make_head(MedusaHead, llama(), depth=2), tmp_path / "head", target=llama())
+
+
+def following(capsys) -> list[str]:
+    """The words of the next command, which the command line takes."""
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("next: ")]
+    program, command, *words = shlex.split(line.removeprefix("next: "))
+    assert program == "draftheads"
+    typer.main.get_group(app).commands[command].make_context(command, list(words))
+    return [command, *words]
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("bench --nodes 4,8,16", "bench --nodes 4 --nodes 8 --nodes 16"),
+        ("bench --nodes=4,8", "bench --nodes 4 --nodes 8"),
+        ("bench --nodes 4 8 --limit 3", "bench --nodes 4 --nodes 8 --limit 3"),
+        ("bench --nodes 4 --nodes 8", "bench --nodes 4 --nodes 8"),
+        ("bench --tree 4,2,1 --head a b", "bench --tree 4,2,1 --head a --head b"),
+        ("chat --nodes 4,8", "chat --nodes 4,8"),
+        ("chat --head a b", "chat --head a b"),
+    ],
+)
+def test_lists_are_read_as_people_type_them(typed, read):
+    """Where one value is meant, several are left for click to refuse: the last one was taken."""
+    assert spread(typed.split()) == read.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("n-gram", "ngram"),
+        ("N_Gram", "ngram"),
+        ("early_exit:4", "early-exit:4"),
+        ("me/heads,ngram", "me/heads+ngram"),
+        ("me/heads+n-gram", "me/heads+ngram"),
+    ],
+)
+def test_a_misspelt_drafter_is_understood_and_refused(run, name, meant):
+    failed(run("chat", "--target", "x", "--head", name), f"{name}; did you mean {meant}?")
+
+
+def test_answers_are_followed_by_a_recipe(capsys, target, tmp_path):
+    after_answers(str(target), tmp_path / "data")
+    assert following(capsys)[:3] == ["init", "--target", str(target)]
+
+
+@pytest.mark.parametrize(
+    ("winner", "is_tuned", "command", "head"),
+    [
+        ("head@8", False, "tune", "folder"),
+        ("head", False, "tune", "folder"),
+        ("head@8", True, "tune", "folder"),
+        ("head", True, "chat", "folder"),
+        ("ngram", False, "chat", "ngram"),
+        ("head+ngram", False, "chat", "folder+ngram"),
+        ("", False, "tune", "folder"),
+    ],
+)
+def test_a_bench_is_followed_by_its_winner(
+    capsys, target, folder, tmp_path, winner, is_tuned, command, head
+):
+    if is_tuned:
+        record_tuned(folder, StaticTree.from_widths([1]), {"machine": "this one"})
+    sources = {"head": f"{folder}", "ngram": "ngram", "head+ngram": f"{folder}+ngram"}
+    result = SimpleNamespace(name=winner) if winner else None
+    after_bench(str(target), str(questions(tmp_path)), sources, result)
+    words = following(capsys)
+    assert words[0] == command
+    assert words[words.index("--head") + 1] == head.replace("folder", str(folder))
+
+
+def test_where_nothing_pays_the_plain_model_chats(capsys, target, tmp_path):
+    after_bench(str(target), "x", {"ngram": "ngram"}, None)
+    assert following(capsys) == ["chat", "--target", str(target)]
+
+
+def test_names_with_spaces_are_quoted(capsys, tmp_path, target):
+    say_next("chat", "--target", target, "--system", "Be brief.")
+    assert following(capsys)[-1] == "Be brief."
