@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny_heads import BY_HEART, EACH, VARIANTS, drafts_of, new_head, random_head, written_by
+from tiny_heads import BY_HEART, EACH, KINDS, VARIANTS, drafts_of, new_head, random_head, written_by
 from tiny_targets import VOCABULARY, some_prompts, tiny_target
 
 from draftheads.heads.base import DraftHead
@@ -33,7 +33,7 @@ def drafts(head: DraftHead) -> list:
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_weights_written_through_data_are_drafted_with(name, write):
     head = random_head(name, tiny_target())
     before = drafts(head)

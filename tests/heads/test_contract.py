@@ -11,6 +11,7 @@ import torch
 from tiny_heads import (
     BY_HEART,
     EACH,
+    KINDS,
     SMALL,
     decode,
     drafts_of,
@@ -103,6 +104,7 @@ def test_overfitted_saved_and_loaded_every_draft_is_accepted(kind, learned, batc
     assert statistics.tokens_per_step == head.tree.depth + 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_different_lengths_draft_as_well_as_one_alone(kind, learned, batch):
     """Wrong features would not change the output, only accept less: here everything is accepted."""
     head, lengths = learned(kind), (6, 9)
@@ -112,6 +114,7 @@ def test_rows_of_different_lengths_draft_as_well_as_one_alone(kind, learned, bat
     assert [row.tokens_per_step for row in statistics] == [head.tree.depth + 1] * 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_right_where_training_said_so(kind):
     """A chain of best guesses is accepted as far as `token_ranks` has rank 0 at its root: both see
     the same features, tokens, positions and windows.
