@@ -79,8 +79,8 @@ def train(recipe: str, overrides: Sequence[str], kind: str) -> int:
             f"{outcome.checkpoint}: this run is finished; raise run.steps to continue it, or set "
             "another run.output"
         )
-    if _is_first():
-        output = choices.run.output
+    output = choices.run.output
+    if _is_first() and (output / BEST).exists():
         _print(summary(read_state(output / BEST), output))
     return 0
 
