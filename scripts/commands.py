@@ -362,7 +362,7 @@ def tune(
     place = Place(dtype, device, threads)
     if head is None:
         write_figures(json_out, target_curve(target, revision, place, context, options))
-        say_next("init", "--target", target)
+        say_next("init", "--target", target, "--out", "recipe.yaml")
         return
     if not dry_run:
         check_writable_head(head, "--head")

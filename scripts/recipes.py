@@ -32,15 +32,17 @@ PROMPTS = {
     },
 }
 """Ready sets of prompts, by what they are for."""
-HOW_MANY = """How many? A few hundred for a first head, 5,000 to 50,000 for a good one.
-Medusa heads learn little from more, sequential heads still gain at a million
-tokens, EAGLE-3 and block heads want 100,000 answers. Best are prompts like
-those that you will ask. --limit N takes the first N."""
+HOW_MANY = """How many? A few hundred for a first Medusa or sequential head. Medusa heads gain
+little from more, sequential heads still gain at a million tokens. EAGLE-3's
+paper used about 500,000. Best are prompts like those that you will ask.
+--limit N takes the first N."""
 
 
 def recipes(
     name: Annotated[str | None, Argument(help=NAME)] = None,
-    copy: Annotated[Path | None, Option(help="write it to this file, to be edited")] = None,
+    copy: Annotated[
+        Path | None, Option(callback=NEW_CHECK, help="write it to this file, to be edited")
+    ] = None,
 ) -> None:
     """List the recipes that come with the package, show one, or copy it. `draftheads train` and
     `plan` find them by name.
@@ -49,7 +51,10 @@ def recipes(
 
     if name is None:
         if copy:
-            raise ValueError("--copy: expected the name of a recipe before it, got none")
+            raise ValueError(
+                "--copy: expected the name of a recipe to copy, got none; `draftheads recipes` "
+                "lists them"
+            )
         for each in recipe_names():
             say(f"{each}\n    {title(find_recipe(each))}")
         return
@@ -57,11 +62,10 @@ def recipes(
     if copy is None:
         say(text.rstrip())
         return
-    if copy.exists():
-        raise ValueError(f"--copy: expected a new file, got {copy}, which exists; name another")
     copy.parent.mkdir(parents=True, exist_ok=True)
     write_text(copy, text)
-    say(f"written to {copy}; next: draftheads plan {copy} target=TARGET data.path=DATA")
+    say(f"written to {copy}")
+    say_next("plan", copy)
 
 
 def init(

@@ -25,7 +25,7 @@ SMALL = 512
 RATES = {"sequential": 1e-3, "medusa": 1e-3, "eagle3": 3e-4, "block": 6e-4}
 """Peak learning rates of the shipped recipes for targets of 0.6 B parameters."""
 REDUCED = 32_768
-"""Tokens of a draft vocabulary: of what models write, they are 98 % or more."""
+"""Tokens of the draft vocabulary of a large target, as in the shipped recipes."""
 LONGEST = 2048
 """Tokens per row at most, where the answers do not ask for more."""
 EPOCHS = {300_000: 12, 3_000_000: 6}

@@ -29,7 +29,7 @@ def test_one_is_shown_or_copied_as_it_is(tmp_path):
     copy = tmp_path / "new" / "mine.yaml"
     assert f"draftheads plan {copy}" in output("recipes", "demo-medusa", "--copy", str(copy))
     assert copy.read_text() == shown
-    with pytest.raises(ValueError, match="expected a new file"):
+    with pytest.raises(FileExistsError, match="already exists; choose another name"):
         output("recipes", "demo-medusa", "--copy", str(copy))
 
 
