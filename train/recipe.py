@@ -351,13 +351,18 @@ def _override(values: dict[str, Any], text: str) -> str:
         for other in LENGTHS - {key}:
             section.pop(other.removeprefix("run."), None)
     if key == "head.kind" and old_kind in HEADS and value in HEADS:
-        old, new = HEADS[old_kind].Choices.model_fields, HEADS[value].Choices.model_fields
-        dropped = [other for other in section if other in old and other not in new]
-        for other in dropped:
-            del section[other]
-        if dropped:
-            logger.warning("%s: dropped keys of %s: %s", text, old_kind, ", ".join(dropped))
+        _drop_keys(section, old_kind, value, text)
     return key
+
+
+def _drop_keys(head: dict[str, Any], old_kind: str, new_kind: str, text: str) -> None:
+    """Remove the keys that only the old kind has, and say so. text: the override."""
+    old, new = HEADS[old_kind].Choices.model_fields, HEADS[new_kind].Choices.model_fields
+    dropped = [key for key in head if key in old and key not in new]
+    for key in dropped:
+        del head[key]
+    if dropped:
+        logger.warning("%s: dropped keys of %s: %s", text, old_kind, ", ".join(dropped))
 
 
 def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
