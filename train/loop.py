@@ -183,19 +183,17 @@ def fit(
         ends.enter_context(closing(run.batches))
         stop = ends.enter_context(StopRequest(recipe.run.output))  # nothing to save before
         if recipe.run.minutes and checkpoint is None:
-            _set_length(run)
+            _set_length(run, recipe.run.minutes)
         progress = Progress(accelerator, recipe, run.state.step, run.state.steps)
         ends.enter_context(closing(progress))
         with lost_processes():  # named before the launcher ends this process, too
             return _train(run, progress, stop)
 
 
-def _set_length(run: Run) -> None:
-    """Give the run as many steps as `run.minutes` has room for. They are fixed before the first
-    one, as learning rates follow from their number.
+def _set_length(run: Run, minutes: float) -> None:
+    """Give the run as many steps as fit into these minutes. They are fixed before the first one, as
+    learning rates follow from their number.
     """
-    minutes = run.recipe.run.minutes
-    assert minutes is not None
     epoch = run.state.steps
     first, later = trial_seconds(run)
     rest = 60 * minutes - epoch * first
@@ -219,8 +217,8 @@ def trial_seconds(run: Run) -> tuple[float, float]:
             train_step(trial, stop=False, is_trial=True)
         seconds.append(time.perf_counter() - began)
     _, first, again = map(max, zip(*gather_object([seconds]), strict=True))
-    target, layers = run.target, len(run.head.training_layers)
-    token_bytes = layers * target.hidden_size * target.dtype.itemsize
+    width = len(run.head.training_layers) * run.target.hidden_size
+    token_bytes = width * run.target.dtype.itemsize
     size = token_bytes * sum(run.data.train.sizes) / run.accelerator.num_processes
     cached = min(1.0, run.recipe.data.cache_gb * 1e9 / size)
     return first, first - cached * (first - again)
