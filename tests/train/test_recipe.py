@@ -257,6 +257,8 @@ def test_one_length_replaces_the_other(path):
     assert (run.epochs, run.steps) == (3, None)
     run = load_recipe(path, ["run.epochs=3", "run.steps=5"]).run
     assert (run.epochs, run.steps) == (None, 5)
+    run = load_recipe(path, ["run.epochs=3", "run.steps=null"]).run
+    assert (run.epochs, run.steps) == (3, None), "null replaces nothing"
     run = load_recipe(path, ["run.minutes=20"]).run
     assert (run.epochs, run.steps, run.minutes) == (None, None, 20)
 
