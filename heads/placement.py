@@ -35,6 +35,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from draftheads.arguments import check_path
+from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerprint
 from draftheads.heads.tensors import dtype_name
 from draftheads.recipes import packaged
@@ -130,24 +131,30 @@ def load_model(
     return model, None
 
 
-def location(path: str) -> tuple[str, dict[str, str]]:
-    """A target's folder or Hub id, and what else `from_pretrained` needs for a GGUF file there. A
-    target that comes with the package has a name.
+def location(path: str) -> tuple[str, dict[str, Any]]:
+    """A target's folder or Hub id, and what else `from_pretrained` needs for a GGUF file there, or
+    without a network. A target that comes with the package has a name.
     """
     if demo := packaged(path, ""):
         return str(demo), {}
     folder, file = os.path.split(path)
-    return (folder or ".", {"gguf_file": file}) if file.endswith(".gguf") else (path, {})
+    if file.endswith(".gguf"):
+        return folder or ".", {"gguf_file": file}
+    if os.path.isdir(path) or hub_answers():
+        return path, {}
+    return path, {"local_files_only": True}
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
+def reading(path: str, revision: str | None = None) -> Iterator[None]:
     """Turn errors into one line that names the target: OSError for missing files, ValueError for
     damaged ones.
     """
     try:
         yield
     except OSError as error:  # transformers does not always name the model
+        if line := refusal(error, path, revision):
+            raise OSError(f"target {path}: {line}") from error
         reason = str(error).strip().splitlines()[0]
         raise OSError(f"target {path}: {reason}; pass a model folder or a Hub id") from error
     except torch.OutOfMemoryError:
@@ -164,7 +171,7 @@ def reading(path: str) -> Iterator[None]:
 def read_config(path: str, revision: str | None) -> PretrainedConfig:
     """A target's config.json. An attention implementation without tree masks is not requested."""
     place, file = location(path)
-    with reading(path):
+    with reading(path, revision):
         config: PretrainedConfig = AutoConfig.from_pretrained(
             place, revision=revision, trust_remote_code=False, **file
         )
@@ -177,16 +184,17 @@ def read_generation_config(path: str, revision: str | None) -> GenerationConfig 
     """A target's generation_config.json; None if it has none. Raises ValueError for a damaged one,
     which transformers would pass over, and with it the tokens that end an answer.
     """
-    place, file = location(path)
-    if file:
+    place, options = location(path)
+    if "gguf_file" in options:
         return None
-    with reading(path):
+    with reading(path, revision):
         found = cached_file(
             place,
             GENERATION_CONFIG_NAME,
             revision=revision,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
+            **options,
         )
     if found is None:
         return None
@@ -228,7 +236,7 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
         vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
         end_ids(generation.eos_token_id, path, vocabulary)
     place, file = location(path)
-    with reading(path):
+    with reading(path, revision):
         model: PreTrainedModel
         model, report = AutoModelForCausalLM.from_pretrained(
             place,

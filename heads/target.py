@@ -148,7 +148,7 @@ class Target:
         )
         local, tokenizer = Path(os.path.expanduser(path)), None
         if not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*")):
-            with reading(path):
+            with reading(path, revision):
                 place, file = location(path)
                 tokenizer = AutoTokenizer.from_pretrained(
                     place, revision=revision, trust_remote_code=False, **file

@@ -191,7 +191,8 @@ def distill(
     report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise typer.Exit(1)
-    after_answers(target, out)
+    if not report.others:
+        after_answers(target, out)
 
 
 def plan(

@@ -69,7 +69,8 @@ def doctor(
         warnings.simplefilter("ignore")  # a changed target is a finding with a price
         drafter = folder.load(model)
     training = folder.facts.training
-    documents, manifest = _read_data(data, training, model)
+    recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
+    documents, manifest = _read_data(data or _data_of(folder.path, recorded), model)
     if prompts:
         openings = opening_ids(model, prompts, prompt_words, limit)
     elif documents:
@@ -77,8 +78,9 @@ def doctor(
         openings = openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
     else:
         raise ValueError(
-            "expected --prompts or --data, got neither, and the head's training data is not on "
-            "this machine; give one of them"
+            "expected --prompts or --data, got neither, and the head's training data, "
+            f"{recorded or 'not recorded'}, is neither here nor in a folder above {folder.path}; "
+            "give one of them"
         )
     sampling = rule(temperature, seed=seed) if temperature else None
     evidence = Evidence(
@@ -90,16 +92,21 @@ def doctor(
     raise Exit(1 if diagnosis.findings else 0)
 
 
-def _read_data(
-    folder: Path | None, training: dict[str, Any], target: Target
-) -> tuple[Documents | None, dict[str, Any]]:
-    """The data and its manifest. Default: the training data, if it still exists."""
-    from draftheads.train.batches import Documents
-    from draftheads.train.data.answers import MANIFEST, read_manifest
+def _data_of(head: Path, recorded: str) -> Path | None:
+    """The recorded training data: relative to the working directory or to a folder above the
+    head's, as the run's output was; None if it is in none of them.
+    """
+    from draftheads.train.data.answers import MANIFEST
 
-    recorded = training.get("recipe", {}).get("data", {}).get("path")
-    if folder is None and recorded and (Path(recorded) / MANIFEST).is_file():
-        folder = Path(recorded)
+    places = [place / recorded for place in (Path(), *head.absolute().parents)]
+    return next((place for place in places if recorded and (place / MANIFEST).is_file()), None)
+
+
+def _read_data(folder: Path | None, target: Target) -> tuple[Documents | None, dict[str, Any]]:
+    """The data and its manifest."""
+    from draftheads.train.batches import Documents
+    from draftheads.train.data.answers import read_manifest
+
     if folder is None:
         return None, {}
     documents = Documents.open(folder, target.vocab_size, str(target.name))

@@ -86,6 +86,7 @@ def hub(monkeypatch, tmp_path):
         local.url + "/{repo_id}/resolve/{revision}/{filename}",
     )
     monkeypatch.setattr(hf_api.api, "endpoint", local.url)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made once, with the endpoint
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     yield local
     local.close()

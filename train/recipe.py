@@ -370,6 +370,8 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
     names = [str(name) for name in fault["loc"]]
     # pydantic puts the kind between the section and the key
     kind = names.pop(1) if names[0:1] == ["head"] and len(names) > 1 else "medusa"
+    if fault["type"] == "union_tag_invalid":
+        names.append("kind")
     key = ".".join(names)
     where = "command line" if any(f"{key}.".startswith(f"{x}.") for x in overridden) else str(path)
     if fault["type"] == "extra_forbidden":
@@ -381,6 +383,11 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
             hint = f"it belongs to head.kind {' or '.join(owners)}"
         return f"{where}: {key}: unknown key; {hint}"
     message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "union_tag_invalid":
+        kind = str(fault["ctx"]["tag"])
+        near = difflib.get_close_matches(kind, HEADS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"{where}: {key}: expected one of {', '.join(HEADS)}, got {kind!r}{hint}"
     if not isinstance(fault["input"], dict):
         message += f", got {textwrap.shorten(repr(fault['input']), 80)}"
     return ": ".join(filter(None, (where, key, message)))

@@ -16,12 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from draftheads.arguments import head_folder
 from draftheads.heads.adapter import FILES as ADAPTER_FILES
@@ -44,6 +40,7 @@ from draftheads.heads.formats.stored import (
 )
 from draftheads.heads.formats.table import as_ours, translated
 from draftheads.heads.kinds import HEADS as HEADS
+from draftheads.heads.online import refusal
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target, template_variables
 from draftheads.heads.tensors import dtype_name
@@ -360,13 +357,9 @@ def _download(repo_id: str, revision: str | None) -> Path:
         weights = next((name for name in PLACES if (folder / name).is_file()), None)
         if weights in INDEXES:
             snapshot(shards(folder / weights))
-    except (LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-        at = f" at {revision}" if revision else ""
-        raise FileNotFoundError(
-            f"head {repo_id}{at}: not found on {constants.ENDPOINT} or in "
-            f"{constants.HF_HUB_CACHE}; check name and revision, log in (hf auth login) if it is "
-            "private, or, with HF_HUB_OFFLINE, load it once online"
-        ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        line = refusal(error, repo_id, revision) or " ".join(str(error).split())
+        raise FileNotFoundError(f"head {repo_id}: {line}") from error
     return folder
 
 

@@ -115,15 +115,22 @@ def first_layers(target: Target, count: int) -> Target:
 
 def check_vocabulary(model: Target, target: Target) -> None:
     """Raise ValueError unless both give the same tokens the same numbers."""
-    if model.tokenizer is not None and target.tokenizer is not None:
-        same = model.tokenizer.get_vocab() == target.tokenizer.get_vocab()
-    else:
+    if model.tokenizer is None or target.tokenizer is None:
         same = model.vocab_size == target.vocab_size
+        difference = f"{target.vocab_size} tokens, got {model.vocab_size}"
+    else:
+        ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+        same = ours == theirs
+        difference = f"its {len(theirs)} tokens, got {len(ours)}"
+        other = [token for token in theirs if ours.get(token) != theirs[token]]
+        if other:
+            first = min(other, key=theirs.__getitem__)
+            number = ours.get(first, "none")
+            difference += f"; {len(other)} differ, first {first!r}: {theirs[first]}, got {number}"
     if not same:
         raise ValueError(
-            f"draft model {model.name}: expected the vocabulary of {target.name} "
-            f"({target.vocab_size} tokens), got another one ({model.vocab_size}); use a smaller "
-            "model of the same family"
+            f"draft model {model.name}: expected the vocabulary of {target.name}: {difference}; "
+            "use a smaller model of the same family"
         )
 
 

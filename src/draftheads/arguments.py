@@ -12,20 +12,37 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def check_path(path: str) -> None:
-    """Raise FileNotFoundError for the path of a folder without a model."""
+    """Raise FileNotFoundError for the path of a folder without a model, ValueError for a head's."""
     if not path.strip():  # Path("") is the working directory
         raise FileNotFoundError(
             f"expected a target, got the empty name {path!r}; pass a model folder or a Hub id"
         )
     local = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
-    if local.is_file() and path.endswith(".gguf"):
+    if path.endswith(".gguf"):
+        if not local.is_file():
+            raise FileNotFoundError(
+                f"target {path}: expected a GGUF file, found none; pass the path of one on this "
+                "machine"
+            )
         return
+    check_is_no_head(path, local)
     is_path = local.is_absolute() or path.startswith((".", "~"))
     is_path = is_path or "\\" in path or path.count("/") > 1
     if (is_path or local.exists()) and not (local / "config.json").is_file():
         raise FileNotFoundError(
             f"target {path}: expected a folder with config.json, found none; "
             "pass a model folder or a Hub id"
+        )
+
+
+def check_is_no_head(path: str, folder: Path) -> None:
+    """Raise ValueError for a head or a training run where a target is expected."""
+    places = [folder, folder / "best", *sorted(folder.glob("step-*"))[-1:]]
+    configs = [place / "config.json" for place in places if (place / "config.json").is_file()]
+    if configs and re.search(rb'"draftheads"\s*:\s*\{', configs[0].read_bytes()):
+        raise ValueError(
+            f"target {path}: expected a model, got a draft head; pass it as --head, and the model "
+            "that it was trained for as --target"
         )
 
 

@@ -141,7 +141,9 @@ def test_revisions_are_branches_of_their_own(hub, tmp_path):
     assert load_head("me/heads@shallow").depth == 2
     commit = next(line for line in hub.requests if "/tree/" in line).split("/tree/")[1][:40]
     assert load_head("me/heads", revision=commit).depth == 4
-    with pytest.raises(FileNotFoundError, match="head me/heads at deep: not found") as missing:
+    with pytest.raises(
+        FileNotFoundError, match="head me/heads: expected the branch, tag or commit deep, found"
+    ) as missing:
         load_head("me/heads", revision="deep")
     assert "\n" not in str(missing.value)
 
@@ -530,7 +532,7 @@ def test_after_one_download_the_hub_is_not_needed(hub, folder, monkeypatch):
     hub.requests.clear()
     assert load_head("me/heads", target=tiny_target()).depth == 4
     with pytest.raises(
-        FileNotFoundError, match=r"me/others.*HF_HUB_OFFLINE.*load it once"
+        FileNotFoundError, match=r"me/others.*HF_HUB_OFFLINE.*load them once"
     ) as error:
         load_head("me/others")
     assert "\n" not in str(error.value)

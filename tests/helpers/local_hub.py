@@ -16,13 +16,15 @@ from urllib.parse import unquote, urlparse
 class LocalHub:
     """`repos` maps "user/name" to {"private": bool, "files": {path: bytes}}, and other branches
     than main to their files in "branches"; every state that one had can be had again by its hash.
-    `refuses`: whether it lets nobody in. `card_errors`: what it finds wrong with every card.
-    `requests`: all that were made. `url`: the HF_ENDPOINT.
+    `refuses`: whether it lets nobody in. `gated`:
+    repositories whose licence must be accepted first. `card_errors`: what it finds wrong with every
+    card. `requests`: all that were made. `url`: the HF_ENDPOINT.
     """
 
     def __init__(self) -> None:
         self.repos: dict[str, dict] = {}
         self.refuses = False
+        self.gated: set[str] = set()
         self.card_errors: list[dict[str, str]] = []
         self.requests: list[str] = []
         self._states: dict[str, dict] = {}
@@ -74,17 +76,23 @@ class LocalHub:
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/settings", path):
             self.repos[match[1]]["private"] = json.loads(body)["visibility"] == "private"
             return _json({})
+        if re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+/.+", path):  # no folder has any
+            return 404, {"X-Error-Code": "EntryNotFound"}, b"{}"
         match = re.fullmatch(
             r"/api/models/([^/]+/[^/]+)/(preupload|commit|tree|revision|branch)/([^/]+)", path
         )
         if match:
             return self._model(match[1], match[2], match[3], body)
         match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        if match and match[1] in self.gated:
+            return 403, {"X-Error-Code": "GatedRepo"}, b"{}"
         if match and match[1] in self.repos:
             return self._file(match[1], match[2], match[3])
         return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
 
     def _model(self, name: str, verb: str, revision: str, body: bytes) -> tuple[int, dict, bytes]:
+        if name in self.gated:
+            return 403, {"X-Error-Code": "GatedRepo"}, b"{}"
         if name not in self.repos:
             return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
         if verb == "branch":

@@ -40,11 +40,10 @@ def test_every_kind_of_head_has_a_section():
 
 
 def test_a_wrong_kind_lists_the_kinds(path):
-    said = "head: Input tag 'eagel' found using 'kind' does not match any of the expected tags: "
-    said += "'medusa', 'sequential', 'eagle3', 'eagle', 'block'"
-    assert error(path, "head.kind=eagel") == f"{path}: {said}"
+    said = "head.kind: expected one of medusa, sequential, eagle3, eagle, block, got 'eagle4'"
+    assert error(path, "head.kind=eagle4") == f"command line: {said}; did you mean 'eagle'?"
     path.write_text(MINIMAL + "head:\n  kind: [eagle]\n")
-    assert "Input tag '['eagle']' found" in error(path)
+    assert f"{path}: head.kind: expected one of medusa" in error(path)
 
 
 @pytest.mark.parametrize(

@@ -210,11 +210,14 @@ def launch(
 
 
 @pytest.mark.slow
-def test_torchrun_divides_the_work(
+def test_torchrun_divides_the_work_and_one_process_reports(
     launch: Callable[..., subprocess.CompletedProcess[str]], target: Target, tmp_path: Path
 ) -> None:
     done = launch("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the last one reports") == 1  # the first process to end
+    assert done.stdout.count(f"{len(BEFORE)} prompts = {len(BEFORE)} done") == 1
+    assert done.stderr.count("next: draftheads init") == 1
     distill(target, asked(BEFORE), options(tmp_path / "whole"))
     assert records(tmp_path / "o") == records(tmp_path / "whole")
     assert read_manifest(tmp_path / "o")["complete"]

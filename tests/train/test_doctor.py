@@ -159,6 +159,22 @@ def test_a_healthy_head_is_called_healthy(examine, good, kind):
     assert found["measured"] > 3
 
 
+def test_the_training_data_is_found_from_any_folder(examine, bench, good, monkeypatch, tmp_path):
+    """A recipe's path is relative to the folder of the training, which is one above the run's."""
+    monkeypatch.chdir(tmp_path)
+    copy = bench.folder / "out" / "run" / "best"
+    shutil.copytree(good["medusa"], copy, dirs_exist_ok=True)
+    config = json.loads((copy / "config.json").read_text())
+    config["draftheads"]["training"]["recipe"]["data"]["path"] = "data"
+    (copy / "config.json").write_text(json.dumps(config))
+    code, found, printed = examine(copy)
+    assert code == 0 and found["healthy"], printed
+    config["draftheads"]["training"]["recipe"]["data"]["path"] = "moved"
+    (copy / "config.json").write_text(json.dumps(config))
+    code, _, printed = examine(copy)
+    assert code == 2 and f"moved, is neither here nor in a folder above {copy}; give" in printed
+
+
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_a_head_slower_than_none_is_not_healthy(examine, good, monkeypatch, kind):
     """However right its drafts are: the verdict counts what a step costs."""

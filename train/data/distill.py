@@ -132,8 +132,24 @@ class DistillReport:
     missing: int  # prompts of this process's share that its server failed to answer
     complete: bool  # all prompts of all processes were answered or refused
     seconds: float
+    others: int = 0  # processes of this launch that were still answering
 
     def __str__(self) -> str:
+        if self.others:
+            lines = [
+                f"{self.out}: this process has no more prompts, {self.others} still answer theirs; "
+                "the last one reports"
+            ]
+        else:
+            lines = self._lines()
+        if self.missing:
+            lines.append(
+                f"the server failed on {self.missing} prompts; run the same command again to retry"
+            )
+        return "\n".join(lines)
+
+    def _lines(self) -> list[str]:
+        """What the folder holds."""
         counts = self.counts
         rest = self.prompts - counts.done - counts.skipped - counts.failed
         mean = counts.learned_tokens / max(1, counts.turns)
@@ -143,10 +159,6 @@ class DistillReport:
             f"{counts.learned_tokens} tokens to learn in {counts.turns} answers, {mean:.1f} on "
             f"average; {counts.cut} cut by length; {self.seconds:.1f} s",
         ]
-        if self.missing:
-            lines.append(
-                f"the server failed on {self.missing} prompts; run the same command again to retry"
-            )
         if counts.cut > MANY_CUT * max(1, counts.documents):
             lines.append(
                 f"{counts.cut} of {counts.documents} documents were cut and teach no ending; "
@@ -157,7 +169,7 @@ class DistillReport:
             lines.append(f"{counts.done} conversations became {counts.documents} documents, {why}")
         if counts.retokenized:
             lines.append(f"{counts.retokenized} answers came as text and were tokenized here")
-        return "\n".join(lines + [f"  {number} {why}" for why, number in counts.reasons.items()])
+        return lines + [f"  {number} {why}" for why, number in counts.reasons.items()]
 
 
 class EmptyAnswer(OSError):
@@ -299,12 +311,15 @@ class Claims:
                 start = self._store.add("claimed", size) - size
             yield range(start, min(start + size, self.total))
 
-    def close(self) -> None:
-        """Wait for the others, if they claim from this process."""
+    def close(self) -> int:
+        """Wait for the others, if they claim from this process. Returns how many of them were still
+        at work; 0 if that is not known.
+        """
         if self._store is None:
-            return
+            return 0
         with self._others_lost():
             ended = self._store.add("ended", 1)
+        others = self.world - ended
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         while serves and ended < self.world:
             time.sleep(1)
@@ -312,6 +327,7 @@ class Claims:
             ended = self._store.add("ended", 0)
             if ended + living < self.world and not living:
                 raise self._lost(f"{ended} that ended their share, the others were killed")
+        return others
 
     @contextmanager
     def _others_lost(self) -> Iterator[None]:
@@ -351,17 +367,20 @@ def distill(
     origin = {"target": answerer.origin(), "text": _text_identity(renderer)}
     manifest = _begin(origin, names, sha256, options)
     missing = set[int]()
+    others = 0
     if finished(options.out, manifest):
         counts = finish(options.out, manifest)
     else:
         with Journal(options.out, *_launched()) as journal:
             write_text(ids_file(options.out, manifest), "".join(f"{name}\n" for name in names))
             write_manifest(options.out, manifest)
-            missing = _answer(answerer, renderer, prompts, names, options, journal)
+            missing, others = _answer(answerer, renderer, prompts, names, options, journal)
             counts = finish(options.out, manifest)
     complete = manifest["complete"]
     seconds = time.monotonic() - started
-    report = DistillReport(options.out, len(prompts), counts, len(missing), complete, seconds)
+    report = DistillReport(
+        options.out, len(prompts), counts, len(missing), complete, seconds, others
+    )
     print(printable(str(report)))
     return report
 
@@ -378,9 +397,9 @@ def _answer(
     names: Sequence[str],
     options: DistillOptions,
     journal: Journal,
-) -> set[int]:
+) -> tuple[set[int], int]:
     """Store the answers to this process's part of the prompts that have none; returns the places
-    of those that its server failed on.
+    of those that its server failed on, and how many other processes were still answering.
     """
     rank, world = _launched()
     stored = set(answered(options.out, names).tolist())
@@ -415,8 +434,7 @@ def _answer(
     except KeyboardInterrupt:
         logger.warning("%s: interrupted; run the same command again to resume", options.out)
         raise
-    claims.close()
-    return missing
+    return missing, claims.close()
 
 
 def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:

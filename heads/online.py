@@ -1,0 +1,88 @@
+"""The Hugging Face Hub: whether it can be reached, and its refusals in one line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from functools import cache
+from pathlib import Path
+
+from huggingface_hub import constants, get_session
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+PATIENCE = 10.0
+"""Seconds to wait for the Hub's first answer."""
+
+
+def hub_answers() -> bool:
+    """Whether the Hub can be reached. Without a network, transformers would ask for every file of a
+    model for half a minute before it looks at the cache.
+    """
+    return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
+
+
+@cache
+def _answers(site: str) -> bool:
+    try:
+        get_session().head(site, timeout=PATIENCE)
+    except Exception:  # of the HTTP library, which differs between versions
+        return False
+    return True
+
+
+def refusal(error: BaseException, name: str, revision: str | None = None) -> str | None:
+    """One line for an error with which the Hub refused a repository, or with which transformers
+    reports that; None for other errors.
+
+    name: the repository's, or the path of a folder that does not exist.
+    """
+    site = constants.ENDPOINT
+    for cause in _causes(error):
+        if isinstance(cause, GatedRepoError):
+            return (
+                "expected access to a gated repository, got none; accept its licence at "
+                f"{site}/{name}, then log in: hf auth login"
+            )
+        if isinstance(cause, RevisionNotFoundError):
+            return (
+                f"expected the branch, tag or commit {revision}, found none on {site}; check the "
+                "revision"
+            )
+        if isinstance(cause, RepositoryNotFoundError):
+            return (
+                f"expected a folder here or a repository on {site}, found neither{_near(name)}; "
+                "check the name, or log in if it is private: hf auth login"
+            )
+        if isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled):
+            why, advice = f"{site} cannot be reached", "check the network"
+            if constants.HF_HUB_OFFLINE:
+                why, advice = "HF_HUB_OFFLINE is set", "unset it to load them once"
+            return (
+                f"expected a folder, or its files in {constants.HF_HUB_CACHE}, found neither"
+                f"{_near(name)}, and {why}; {advice}, or pass a folder"
+            )
+    return None
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """The error and what it was raised from."""
+    causes = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__ or error.__context__
+    return causes
+
+
+def _near(path: str) -> str:
+    """A hint at a folder of a similar path."""
+    folder = Path(os.path.expanduser(path)).parent
+    if not folder.is_dir():
+        return ""
+    near = difflib.get_close_matches(Path(path).name, os.listdir(folder), n=1)
+    return f" (did you mean {folder / near[0]}?)" if near else ""
