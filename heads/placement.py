@@ -155,8 +155,11 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
     except OSError as error:  # transformers does not always name the model
         if line := refusal(error, path, revision):
             raise OSError(f"target {path}: {line}") from error
-        reason = str(error).strip().splitlines()[0]
-        raise OSError(f"target {path}: {reason}; pass a model folder or a Hub id") from error
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        advice = "fix the file, or download it again"
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            advice = "pass a model folder or a Hub id"
+        raise OSError(f"target {path}: {reason}; {advice}") from error
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a damaged file may raise anything

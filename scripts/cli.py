@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ import typer
 from rich.logging import RichHandler
 
 from draftheads import __version__
+from draftheads.arguments import expected
 from draftheads.scripts import commands, recipes
 from draftheads.scripts.doctor import doctor
 from draftheads.train.entry import (
@@ -31,24 +32,30 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(commands.demo)
-app.command("distill")(commands.distill)
-app.command("import-answers")(commands.import_answers)
-app.command("data-preview")(commands.data_preview)
-app.command("init")(recipes.init)
-app.command("plan")(commands.plan)
-app.command("train", context_settings={"ignore_unknown_options": True})(commands.train)
-app.command("prompts")(recipes.prompts)
-app.command("recipes")(recipes.recipes)
-app.command("keys")(recipes.keys)
-app.command("bench")(commands.bench)
-app.command("tune")(commands.tune)
-app.command("chat")(commands.chat)
-app.command("serve")(commands.serve)
-app.command("doctor")(doctor)
-app.command("merge")(commands.merge)
-app.command("convert")(commands.convert)
-app.command("publish")(commands.publish)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": commands.demo,
+    "distill": commands.distill,
+    "import-answers": commands.import_answers,
+    "data-preview": commands.data_preview,
+    "init": recipes.init,
+    "plan": commands.plan,
+    "train": commands.train,
+    "prompts": recipes.prompts,
+    "recipes": recipes.recipes,
+    "keys": recipes.keys,
+    "bench": commands.bench,
+    "tune": commands.tune,
+    "chat": commands.chat,
+    "serve": commands.serve,
+    "doctor": doctor,
+    "merge": commands.merge,
+    "convert": commands.convert,
+    "publish": commands.publish,
+}
+for name, command in COMMANDS.items():
+    summary, _, _ = " ".join((command.__doc__ or "").split()).partition(". ")
+    settings = {"ignore_unknown_options": name == "train"}
+    app.command(name, short_help=summary.rstrip("."), context_settings=settings)(command)
 
 RESUMING = (["demo"], ["distill"], ["train"])
 """Commands that continue what an interrupted one began."""
@@ -121,10 +128,11 @@ def usage_line(error: Any) -> str:
     parameter = getattr(error, "param", None)
     if parameter and isinstance(cause, ValidationError):
         fault = cause.errors()[0]
-        expected = fault["msg"].removeprefix("Input should be ").partition(", unable")[0]
-        if choices := expected.partition(" is not one of ")[2]:
-            expected = " or ".join(choices.rstrip(".").replace("'", "").rsplit(", ", 1))
-        line = f"{parameter.opts[0]}: expected {expected}, got {fault['input']!r}"
+        wanted = expected(fault["msg"])
+        if choices := wanted.partition(" is not one of ")[2]:
+            listed = " or ".join(choices.rstrip(".").replace("'", "").rsplit(", ", 1))
+            wanted = f"expected {listed}"
+        line = f"{parameter.opts[0]}: {wanted}, got {fault['input']!r}"
     return f"{line}; see `{command} --help`"
 
 

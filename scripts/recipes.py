@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Annotated
@@ -114,8 +115,10 @@ def keys(
         return
     rows = [row for row in key_table() if section in (None, row[0].partition(".")[0].split()[0])]
     if not rows:
+        near = difflib.get_close_matches(str(section), Recipe.model_fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else "choose one, or leave it out for all"
         sections = ", ".join(Recipe.model_fields)
-        raise ValueError(f"expected a section of a recipe ({sections}), got {section!r}")
+        raise ValueError(f"expected a section of a recipe ({sections}), got {section!r}; {hint}")
     for key, takes, default, description in rows:
         say(f"{key} = {default} [{takes}]\n    {description}")
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TextIO
 
+from draftheads.arguments import expected
 from draftheads.extras import explanation
 from draftheads.train.faults import LostProcessError, OutOfMemoryError, memory_errors
 from draftheads.train.signals import HANG_UPS, handling, hang_up
@@ -144,7 +145,9 @@ def _message(error: Exception) -> str:
 
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
+        return (
+            f"{'.'.join(map(str, first['loc']))}: {expected(first['msg'])}, got {first['input']!r}"
+        )
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -27,6 +27,7 @@ from accelerate.utils import gather_object
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftheads.arguments import check_path
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
@@ -45,6 +46,7 @@ from draftheads.train.checkpoint import (
     newest,
     refuse_changes,
 )
+from draftheads.train.data.answers import read_manifest
 from draftheads.train.engines import Engine, make_engine, make_learner
 from draftheads.train.evaluate import Evaluator
 from draftheads.train.faults import lost_processes, memory_errors
@@ -395,6 +397,8 @@ def start(
     """Load and build all parts of a run, restored from `checkpoint` if there is one."""
     log = main_process_log(accelerator)
     with agreeing(accelerator) as values:
+        check_path(recipe.target)
+        read_manifest(recipe.data.path)  # a mistake is said before the target is loaded
         target = load_target(recipe, accelerator)
         data = load_data(recipe, target, log)
         values["target"], values["data"] = target.fingerprint(), data.counts["digest"]

@@ -34,6 +34,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from draftheads.arguments import expected
 from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import LARGEST, MOST_RANKS, HeadChoices, Section
 from draftheads.heads.kinds import HEADS
@@ -373,7 +374,7 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
     if fault["type"] == "union_tag_invalid":
         names.append("kind")
     key = ".".join(names)
-    where = "command line" if any(f"{key}.".startswith(f"{x}.") for x in overridden) else str(path)
+    where = "command line" if any(_overlap(key, x) for x in overridden) else str(path)
     if fault["type"] == "extra_forbidden":
         keys = {kind: list(dict(recipe_keys(kind))) for kind in HEADS}
         owners = [kind for kind in keys if key in keys[kind]]
@@ -382,7 +383,7 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
         if owners:
             hint = f"it belongs to head.kind {' or '.join(owners)}"
         return f"{where}: {key}: unknown key; {hint}"
-    message = fault["msg"].removeprefix("Value error, ")
+    message = expected(fault["msg"])
     if fault["type"] == "union_tag_invalid":
         kind = str(fault["ctx"]["tag"])
         near = difflib.get_close_matches(kind, HEADS, n=1)
@@ -391,6 +392,12 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
     if not isinstance(fault["input"], dict):
         message += f", got {textwrap.shorten(repr(fault['input']), 80)}"
     return ": ".join(filter(None, (where, key, message)))
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether one key is the other or a section that it is in."""
+    shorter, longer = sorted((f"{key}.", f"{other}."), key=len)
+    return longer.startswith(shorter)
 
 
 class _Constructor(SafeConstructor):

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from draftheads.arguments import expected
 from draftheads.heads.files import CONFIG, read_json
 
 Size = Annotated[int, Field(gt=0, lt=1 << 20)]  # a product of three fits in int64
@@ -80,6 +81,6 @@ def _faults(config: dict[str, Any], place: str = "") -> Iterator[str]:
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 where = ".".join([place + key, *map(str, first["loc"])])
-                yield f"{where}: {first['msg']}, got {first['input']!r:.60}"
+                yield f"{where}: {expected(first['msg'])}, got {first['input']!r:.60}"
         if isinstance(value, dict) and key != "training":  # a recipe, which has keys of its own
             yield from _faults(value, f"{place}{key}.")

@@ -21,6 +21,7 @@ from pydantic import (
 )
 from starlette.exceptions import HTTPException
 
+from draftheads.arguments import expected
 from draftheads.heads.target import template_variables
 
 Json = dict[str, Any]
@@ -237,11 +238,9 @@ def _message(fault: Any) -> str:
         return "expected a value, got none"
     if fault["type"] == "extra_forbidden":
         return "not supported; leave it out"
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    if not message.startswith("Input should be "):
-        return message
-    expected = message.removeprefix("Input should be ").partition(", got ")[0]
-    return f"expected {expected.partition(', unable')[0]}, got {_start(fault['input'])}"
+    if fault["type"] == "value_error":
+        return expected(fault["msg"])
+    return f"{expected(fault['msg']).partition(', got ')[0]}, got {_start(fault['input'])}"
 
 
 class CompletionRequest(GenerationRequest):

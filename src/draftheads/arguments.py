@@ -62,6 +62,12 @@ def head_folder(source: str | Path) -> Path | None:
     return None
 
 
+def expected(message: str) -> str:
+    """A message of pydantic's about a value, beginning with what was expected."""
+    message = message.removeprefix("Value error, ").partition(", unable to")[0]
+    return re.sub("^Input should be ", "expected ", message)
+
+
 def nearest(path: Path) -> Path:
     """The path, or where it does not exist yet, the folder above that does."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())

@@ -149,7 +149,7 @@ NO_CONFIGS = {
     "digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", "got invalid JSON"),
     "several": (
         b'{"hidden_size": "a", "vocab_size": -1}',
-        "hidden_size: Input should be a valid integer, got 'a'; vocab_size: Input should be",
+        "hidden_size: expected a valid integer, got 'a'; vocab_size: expected",
     ),
 }
 

@@ -312,8 +312,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scores": ({"attn_logit_softcapping": 50.0}, "expected attn_logit_softcapping: absent, 0"),
     "causal": ({"is_causal": True}, "whose slots see each other both ways"),
     "quantised": ({"quantization_config": {"bits": 4}}, "expected quantization_config: absent"),
-    "cap": ({"final_logit_softcapping": -1.0}, "final_logit_softcapping: Input should be greater"),
-    "keys": ({"attention_k_eq_v": "yes"}, "attention_k_eq_v: Input should be a valid boolean"),
+    "cap": ({"final_logit_softcapping": -1.0}, "final_logit_softcapping: expected greater"),
+    "keys": ({"attention_k_eq_v": "yes"}, "attention_k_eq_v: expected a valid boolean"),
     "values": ({"attention_k_eq_v": False}, "layers.0.self_attn.v_proj.weight: expected numbers"),
     "scaling": ({"rope_scaling": ROPES["full_attention"]}, "expected rope_scaling: absent; got"),
     "no-rope": ({"rope_parameters": None, "rope_theta": 50.0}, "expected full_attention in config"),
@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "part": (
         {"rope_parameters": {"full_attention": {"rope_theta": 5.0, "partial_rotary_factor": 2}}},
-        "rope_parameters.full_attention.partial_rotary_factor: Input should be less than",
+        "rope_parameters.full_attention.partial_rotary_factor: expected less than",
     ),
     "dynamic": (
         {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "rope_theta": 50.0}}},

@@ -110,12 +110,12 @@ def test_a_key_of_another_kind_says_whose_it_is(path):
 
 def test_a_faulty_head_key_is_named_as_the_user_wrote_it(path):
     path.write_text(MINIMAL + "head:\n  kind: eagle3\n  steps: many\n")
-    assert error(path).startswith(f"{path}: head.steps: Input should be a valid integer")
+    assert error(path).startswith(f"{path}: head.steps: expected a valid integer")
     path.write_text(MINIMAL + "head:\n  kind: eagle3\n  feature_layers: [2, -1]\n")
-    assert error(path).startswith(f"{path}: head.feature_layers.1: Input should be greater than")
+    assert error(path).startswith(f"{path}: head.feature_layers.1: expected greater than")
     assert error(path, "head.feature_layers=[]").startswith("command line: head.feature_layers: ")
     assert error(path, "head.feature_layers=[x]").startswith(
-        "command line: head.feature_layers.0: Input should be a valid integer"
+        "command line: head.feature_layers.0: expected a valid integer"
     )
 
 

@@ -59,6 +59,7 @@ from pydantic import (
     model_validator,
 )
 
+from draftheads.arguments import expected
 from draftheads.heads.files import sweep, write_text
 from draftheads.train.data.shards import (
     SCHEMA,
@@ -223,7 +224,9 @@ def _complaint(error: Exception) -> str:
         first = error.errors()[0]
         if first["type"] == "literal_error":  # of `format`, the only literal
             return f"expected format {FORMAT}, got {first['input']!r}; distil again"
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
+        reason = (
+            f"{'.'.join(map(str, first['loc']))}: {expected(first['msg'])}, got {first['input']!r}"
+        )
     return (
         f"expected format {FORMAT} as `draftheads distill` writes it, got a damaged file "
         f"({' '.join(reason.split())[:120]}); copy the folder again, or distill into another one"
