@@ -116,8 +116,9 @@ def _read_data(folder: Path | None, target: Target) -> tuple[Documents | None, d
 def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
     """Print findings, then remarks."""
     from draftheads.heads.terminal import SafeConsole
+    from draftheads.scripts.printing import labelled
 
-    console = SafeConsole(highlight=False, soft_wrap=True)
+    console = SafeConsole(highlight=False)
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
     console.print(
         f"{evidence.head.kind} head on {evidence.target.name}: {diagnosis.measured:.2f} tokens per "
@@ -139,6 +140,5 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
             console.print(title, style="bold red")
         else:
             console.print(f"also seen, at no cost: {finding.check}", style="yellow")
-        console.print(f"   found:  {finding.shown}")
-        console.print(f"   normal: {finding.normal}")
-        console.print(f"   next:   {finding.advice}")
+        lines = {"  found": finding.shown, "  normal": finding.normal, "  next": finding.advice}
+        console.print(labelled(lines))

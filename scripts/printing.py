@@ -141,7 +141,7 @@ TOO_MUCH_DISK = "disk; lower run.keep, set features.mode=online, or use another 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print memory as a table, then disk, steps, time, and whether it fits."""
-    console = console or SafeConsole(highlight=False, soft_wrap=True)
+    console = console or SafeConsole(highlight=False)
     shapes, work, disk = plan.shapes, plan.work, plan.disk
     adapter = f" and {shapes.adapter:,} of an adapter of {shapes.adapted} layers"
     source = f"from shapes alone ({plan.reason}): activations are not measured"
@@ -158,23 +158,32 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     total = "peak" if plan.trial else "sum without activations"
     table.add_row(f"{total}, of {_size(plan.limit)}", _size(plan.peak))
     console.print(table)
-    console.print(
-        f"disk   at most {disk['checkpoints']} checkpoints of {_size(disk['checkpoint'])}; "
-        f"features: {_size(disk['features'])}; free: {_size(disk['free'])}"
-    )
     rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
-    console.print(
-        f"steps  {plan.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
-        f"({work.micro_batches} micro batches); {epochs}{rows}"
-    )
-    if work.note:
-        console.print(f"       {work.note}")
-    console.print(_time(plan))
-    if plan.break_even:
-        console.print(_break_even(plan))
+    facts = {
+        "disk": f"at most {disk['checkpoints']} checkpoints of {_size(disk['checkpoint'])}; "
+        f"features: {_size(disk['features'])}; free: {_size(disk['free'])}",
+        "steps": f"{plan.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
+        f"({work.micro_batches} micro batches); {epochs}{rows}",
+        "": work.note or "",
+        "time": _time(plan),
+        "use": _break_even(plan) if plan.break_even else "",
+    }
+    console.print(labelled(facts))
     text = remedy(plan)
-    console.print(text or verdict(plan), style="bold red" if text else "bold green")
+    style = "bold red" if text else "bold green"
+    console.print(text or verdict(plan), style=style, soft_wrap=True)
+
+
+def labelled(texts: Mapping[str, str]) -> Table:
+    """Each text that is not empty beside its label; long ones are wrapped in their own column."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for label, text in texts.items():
+        if text:
+            table.add_row(label, text)
+    return table
 
 
 GAINS = (1.0, 1.5, 2.0)
@@ -204,7 +213,7 @@ def print_curve(target: Target, context: int, curve: Mapping[int, float]) -> Non
 def print_tuned(tuned: Tuned) -> None:
     """Print the trees that raced, and which one is the fastest."""
     console = SafeConsole(highlight=False)
-    columns = ["tree", "nodes", "depth", "τ", "predicted", "measured", "error", "gain", "95 %"]
+    columns = ["tree", "nodes", "depth", "τ", "predicted", "measured", "gain", "95 %"]
     present = tuned.trials[0]
     rows = [_trial_cells(trial, tuned) for trial in tuned.trials]
     Grid(columns, rows).print(console, lambda row: "bold green" if row[0].endswith("*") else None)
@@ -232,10 +241,6 @@ def _trial_cells(trial: Trial, tuned: Tuned) -> list[str]:
         kind = f"top_k {tree.top_k}"
     if tree.nodes == 1:
         kind = "no drafts"
-    predicted = error = "-"
-    if trial.predicted:
-        predicted = f"{trial.predicted:.0f}"
-        error = f"{trial.predicted / trial.measured - 1:+.0%}"
     name = f"present, {kind}" if trial is present else kind
     if trial is tuned.best:
         name += " *"
@@ -244,9 +249,8 @@ def _trial_cells(trial: Trial, tuned: Tuned) -> list[str]:
         str(tree.draft_nodes),
         str(tree.depth),
         f"{trial.tau:.2f}",
-        predicted,
+        f"{trial.predicted:.0f}" if trial.predicted else "-",
         f"{trial.measured:.0f}",
-        error,
         f"{trial.measured / present.measured:.2f}",
         "{:.2f}-{:.2f}".format(*trial.gain_ci95),
     ]
@@ -256,7 +260,7 @@ def _break_even(plan: Plan) -> str:
     nodes, dtypes = plan.recipe.head.nodes, plan.break_even
     costs = " and ".join(f"{tau:.1f} plain tokens in {dtype}" for dtype, tau in dtypes.items())
     line = (
-        f"use    verifying {nodes} draft nodes costs {costs} on this CPU: heads of fewer tokens "
+        f"verifying {nodes} draft nodes costs {costs} on this CPU: heads of fewer tokens "
         "per step (τ) make decoding slower here"
     )
     if min(dtypes.values()) > ORDINARY:
@@ -284,13 +288,13 @@ def _time(plan: Plan) -> str:
     time = plan.time
     kinds = ""
     if not time:
-        return f"time   unknown: {plan.reason}"
+        return f"unknown: {plan.reason}"
     if time["later"] < time["step"]:
         kinds = f" ({time['later']:.3g} s once features are known)"
     speed = plan.work.tokens_per_step / time["step"]
     total = duration(time["total"]) if "total" in time else "unknown"
     return (
-        f"time   {time['step']:.3g} s per step{kinds}, {speed:,.0f} tokens/s; "
+        f"{time['step']:.3g} s per step{kinds}, {speed:,.0f} tokens/s; "
         f"{time['save']:.3g} s per save; {total} in total"
     )
 
