@@ -11,6 +11,7 @@ from typer import Exit, Option
 
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts import models
+from draftheads.scripts.following import after_doctor
 from draftheads.scripts.options import (
     PROMPT_CHECK,
     Device,
@@ -89,6 +90,7 @@ def doctor(
     diagnosis = diagnose(evidence)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
+    after_doctor(target, head, [finding.check for finding in diagnosis.findings])
     raise Exit(1 if diagnosis.findings else 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,26 @@ def say_next(*words: object) -> None:
 def after_answers(target: str, out: Path) -> None:
     """Training needs a recipe for this target."""
     say_next("init", "--target", target, "--data", out, "--out", f"{out.absolute().name}.yaml")
+
+
+REMEDIES = {
+    **dict.fromkeys(("tree", "speed"), "tune"),
+    **dict.fromkeys(("target", "template", "data", "temperature", "use"), "distill"),
+}
+"""Checks of `doctor` -> the command that mends what they find."""
+
+
+def after_doctor(target: str, head: str, checks: Sequence[str]) -> None:
+    """checks: those that found something, the most expensive first. Others are mended by no command
+    alone.
+    """
+    commands = [REMEDIES[check] for check in checks if check in REMEDIES]
+    if not checks:
+        say_next("chat", "--target", target, "--head", head)
+    elif commands[:1] == ["tune"]:
+        say_next("tune", "--target", target, "--head", head, "--prompts", "PROMPTS")
+    elif commands:
+        say_next("distill", "--target", target, "--prompts", "PROMPTS", "--out", "data")
 
 
 def after_bench(

@@ -209,5 +209,6 @@ def serve(speculator: Speculator, options: ServeOptions, host: str, port: int) -
     )
     service.scheduler.warm_up([Greedy(), service.rule(GenerationRequest())])
     shown = f"[{host}]" if ":" in host else host
-    print(printable(f"{options.name}: http://{shown}:{port}"), flush=True)
+    site = f"http://{shown}:{port}"
+    print(printable(f"{options.name}: {site} (OpenAI clients: {site}/v1)"), flush=True)
     _Server(config, service).run(sockets=[listening])

@@ -156,6 +156,7 @@ def test_a_healthy_head_is_called_healthy(examine, good, kind):
     code, found, printed = examine(good[kind])
     assert found["findings"] == [], printed
     assert code == 0 and found["healthy"] and "healthy" in printed
+    assert "next: draftheads chat --target" in printed
     assert found["measured"] > 3
 
 
@@ -183,6 +184,7 @@ def test_a_head_slower_than_none_is_not_healthy(examine, good, monkeypatch, kind
     assert code == 1 and not found["healthy"] and found["break_even"] == 9.0
     assert [finding["check"] for finding in found["findings"]] == ["speed"]
     assert "1. speed: lacks" in printed and "slower than without drafts" in printed
+    assert "next: draftheads tune --target" in printed
     assert "a step costs 9.00 plain ones" in printed and "draftheads tune" in printed
 
 
