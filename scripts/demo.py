@@ -48,7 +48,7 @@ def demo(out: Path) -> BenchReport:
     console = SafeConsole()
     began = time.monotonic()
     transformers.logging.disable_progress_bar()
-    target = Target.load(RECIPES / "demo-target")
+    target = Target.load("demo-target")
     threads = torch.get_num_threads()
     choose_threads(None, target)
     millions = sum(p.numel() for p in target.model.parameters()) / 1e6

@@ -243,7 +243,7 @@ def _trial_cells(trial: Trial, tuned: Tuned) -> list[str]:
         kind = "no drafts"
     name = f"present, {kind}" if trial is present else kind
     if trial is tuned.best:
-        name += " *"
+        name += "*"
     return [
         name,
         str(tree.draft_nodes),

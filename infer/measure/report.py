@@ -77,7 +77,7 @@ def title(report: BenchReport) -> str:
     )
 
 
-MARK = " *"
+MARK = "*"
 """After the name of the fastest candidate with drafts."""
 
 COLUMNS: dict[str, Callable[[Result], str]] = {
