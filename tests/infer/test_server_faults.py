@@ -407,7 +407,7 @@ def serving(model: Path, *options: str) -> Iterator[tuple[Any, str]]:
         try:
             line = process.stdout.readline()
             assert "http://127.0.0.1:" in line, process.stderr.read()
-            yield process, line.split()[-1]
+            yield process, line.split()[1]
         finally:
             process.kill()
 
