@@ -134,9 +134,8 @@ def _different_tokens(about: TargetFacts, tokens: list[str]) -> tuple[list[str],
         tokenizer = AutoTokenizer.from_pretrained(
             place,
             revision=about.revision,
-            local_files_only=True,
             trust_remote_code=False,
-            **file,
+            **{**file, "local_files_only": True},
         )
     except (OSError, ValueError, KeyError):  # not here, or of a kind that needs other packages
         return [], []
