@@ -131,16 +131,16 @@ def load_model(
     return model, None
 
 
-def location(path: str) -> tuple[str, dict[str, Any]]:
+def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
     """A target's folder or Hub id, and what else `from_pretrained` needs for a GGUF file there, or
-    without a network. A target that comes with the package has a name.
+    without a network. A target that comes with the package has a name. offline: do not ask the Hub.
     """
     if demo := packaged(path, ""):
         return str(demo), {}
     folder, file = os.path.split(path)
     if file.endswith(".gguf"):
         return folder or ".", {"gguf_file": file}
-    if os.path.isdir(path) or hub_answers():
+    if os.path.isdir(path) or (not offline and hub_answers()):
         return path, {}
     return path, {"local_files_only": True}
 

@@ -374,30 +374,36 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
     if fault["type"] == "union_tag_invalid":
         names.append("kind")
     key = ".".join(names)
-    where = "command line" if any(_overlap(key, x) for x in overridden) else str(path)
+    is_typed = any(f"{key}.".startswith(f"{each}.") for each in overridden)
     if fault["type"] == "extra_forbidden":
-        keys = {kind: list(dict(recipe_keys(kind))) for kind in HEADS}
-        owners = [kind for kind in keys if key in keys[kind]]
-        near = difflib.get_close_matches(key, keys[kind], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`draftheads keys` lists all"
-        if owners:
-            hint = f"it belongs to head.kind {' or '.join(owners)}"
-        return f"{where}: {key}: unknown key; {hint}"
-    message = expected(fault["msg"])
-    if fault["type"] == "union_tag_invalid":
-        kind = str(fault["ctx"]["tag"])
-        near = difflib.get_close_matches(kind, HEADS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"{where}: {key}: expected one of {', '.join(HEADS)}, got {kind!r}{hint}"
-    if not isinstance(fault["input"], dict):
-        message += f", got {textwrap.shorten(repr(fault['input']), 80)}"
+        is_typed = is_typed or any(each.startswith(f"{key}.") for each in overridden)
+        message = _unknown_key(key, kind)
+    elif fault["type"] == "union_tag_invalid":
+        message = _unknown_kind(str(fault["ctx"]["tag"]))
+    else:
+        message = expected(fault["msg"])
+        if not isinstance(fault["input"], dict):
+            message += f", got {textwrap.shorten(repr(fault['input']), 80)}"
+    where = "command line" if is_typed else str(path)
     return ": ".join(filter(None, (where, key, message)))
 
 
-def _overlap(key: str, other: str) -> bool:
-    """Whether one key is the other or a section that it is in."""
-    shorter, longer = sorted((f"{key}.", f"{other}."), key=len)
-    return longer.startswith(shorter)
+def _unknown_key(key: str, kind: str) -> str:
+    """What a key may have meant that heads of this kind do not have."""
+    keys = {kind: list(dict(recipe_keys(kind))) for kind in HEADS}
+    owners = [each for each in keys if key in keys[each]]
+    near = difflib.get_close_matches(key, keys[kind], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "`draftheads keys` lists all"
+    if owners:
+        hint = f"it belongs to head.kind {' or '.join(owners)}"
+    return f"unknown key; {hint}"
+
+
+def _unknown_kind(kind: str) -> str:
+    """The kinds of heads that there are."""
+    near = difflib.get_close_matches(kind, HEADS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"expected one of {', '.join(HEADS)}, got {kind!r}{hint}"
 
 
 class _Constructor(SafeConstructor):

@@ -294,10 +294,11 @@ def translated(stored: Stored, target: Target | None) -> Stored:
     for _, pattern, read in READERS:
         if any(re.search(pattern, name) for name in names):
             return read(stored, target)
-    if "model.embed_tokens.weight" in stored.tensors:
+    architecture = next(iter(stored.config.get("architectures") or []), "")
+    if re.search("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$", architecture):
         raise ValueError(
-            f"expected a head, got a whole model, a {stored.config.get('model_type')}; "
-            "pass it as --target, or let it draft: --head model:PATH"
+            f"expected a head, got a whole model ({architecture}); pass it as --target, or let it "
+            "draft: --head model:PATH"
         )
     layouts = ", ".join(name for name, *_ in READERS)
     raise ValueError(

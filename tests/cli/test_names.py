@@ -86,7 +86,7 @@ def test_a_head_is_not_a_target(run):
 
 @pytest.mark.usefixtures("model")
 def test_a_model_is_not_a_head(run):
-    said = "expected a head, got a whole model, a llama; pass it as --target, or let it draft: "
+    said = "expected a head, got a whole model (LlamaForCausalLM); pass it as --target, or let it "
     failed(chat(run, "out/model", "out/model"), said, "--head model:PATH")
 
 

@@ -304,7 +304,9 @@ def test_another_template_is_named_first(examine, bench, good, tmp_path, form):
     folder = Path(shutil.copytree(bench.folder / "target", tmp_path / "target"))
     template = form + bench.target.tokenizer.chat_template
     byte_tokenizer(template).save_pretrained(folder)
-    assert first(examine(good["medusa"], target=folder)) == "template"
+    answer = examine(good["medusa"], target=folder)
+    assert first(answer) == "template"
+    assert "next: draftheads distill --target" in answer[2]
 
 
 @pytest.mark.parametrize(("kind", "check"), [("medusa", "weights"), ("eagle", "untrained")])

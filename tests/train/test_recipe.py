@@ -180,6 +180,13 @@ def test_a_fault_in_an_override_names_the_command_line(path, override):
     assert error(path, override).startswith(f"command line: {override.partition('=')[0]}: ")
 
 
+def test_a_misspelt_section_is_of_whoever_wrote_it(path):
+    said = "optimizer: unknown key; did you mean 'optim'?"
+    assert error(path, "optimizer.lr=1e-3") == f"command line: {said}"
+    path.write_text(MINIMAL + "optimizer:\n  lr: 1e-3\n")
+    assert error(path, "optim.lr=1e-3") == f"{path}: {said}"
+
+
 def test_processes_that_share_a_target_remember_nothing_alone(path):
     shared = ["target_placement=sharded", "data.cache_gb=1"]
     message = error(path, *shared)
