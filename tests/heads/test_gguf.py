@@ -106,5 +106,5 @@ def test_a_file_that_is_none(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"x\.gguf: cannot be read"):
         Target.load(tmp_path / "x.gguf")
-    with pytest.raises(OSError, match="expected a folder with config.json"):
+    with pytest.raises(OSError, match="missing.gguf: expected a GGUF file, found none"):
         Target.load(tmp_path / "missing.gguf")

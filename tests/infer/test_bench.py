@@ -479,16 +479,16 @@ def test_tables_of_narrow_terminals_are_folded_and_nothing_is_cut(report, width,
     assert text.count("candidate") == tables
     for heading in ("τ", "tok/s", "speedup", "95 %", "CPU", "draft", "verify", "lossless"):
         assert heading.replace("lossless", "loss-") in text
-    marked = [line for line in text.splitlines() if " * " in f"{line} "]
-    assert marked and all("heads@8 *" in line for line in marked)
+    marked = [line for line in text.splitlines() if "* " in f"{line} "]
+    assert marked and all("heads@8*" in line for line in marked)
 
 
 def test_the_winner_is_marked_in_green_and_nothing_else(report):
     text = printed(ended(report), 80, force_terminal=True, color_system="standard")
     marked = [line for line in text.splitlines() if "\x1b[1;32m" in line]
-    assert marked and all("heads@8 *" in line for line in marked)
+    assert marked and all("heads@8*" in line for line in marked)
     slow = ended(report, speedup_over_best=0.9)
-    assert "heads@8 *" not in printed(slow, 80)
+    assert "heads@8*" not in printed(slow, 80)
 
 
 def test_what_explain_adds(report):
@@ -559,7 +559,7 @@ def test_markdown_has_the_tables(report, tmp_path):
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("|")]
     main, by_category = rows[:8], rows[8:]
     assert [{len(row) for row in table} for table in (main, by_category)] == [{10}, {6}]
-    names = [row[0].removesuffix(" *") for row in main[3:]]
+    names = [row[0].removesuffix("*") for row in main[3:]]
     assert names == ["| plain", *(f"| {each.name}" for each in report.heads)]
     assert [row[0] for row in by_category[2::2]] == ["| code", "| other", "| prose"]
     for fact in ("seed 0", "machine: ", torch.__version__, "command: "):
