@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftheads.heads.recurrent import States
+
 ROOM = 1024
 """Slots reserved for new tokens, at most: few answers are as long as they may be."""
 GROWTH = 1.5
@@ -248,11 +250,18 @@ class SlotCache(Cache):  # type: ignore[misc]
     """The preallocated cache of a target or of a head's own layers.
 
     layers: attention layers. batch: rows. capacity: slots per row at first; the cache grows by half
-    when prompt, new tokens and one tree need more.
+    when prompt, new tokens and one tree need more. states: of a hybrid target's other layers.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device | str) -> None:
-        self.table = SlotTable(batch, capacity, device)
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        device: torch.device | str,
+        states: States | None = None,
+    ) -> None:
+        self.table, self.states = SlotTable(batch, capacity, device), states
         super().__init__(layers=[SlotLayer(self.table) for _ in range(layers)])
 
     def fix(self, room: int, bucket: int = 1) -> None:
@@ -276,11 +285,32 @@ class SlotCache(Cache):  # type: ignore[misc]
             for layer in self.layers:
                 if layer.is_initialized:
                     layer.move(source_BC.to(layer.device), target_BC.to(layer.device))
+        if self.states is not None:
+            count_B1 = torch.as_tensor(counts, device=path_BC.device)[:, None]
+            last_B = path_BC.gather(1, (count_B1 - 1).clamp(min=0))[:, 0]
+            self.states.keep(torch.where(count_B1[:, 0] > 0, last_B, -1), int(count_B1[0]))
         self.table.advance(counts)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Commit the first `counts[b]` pending tokens of each row b, which are its text."""
+        if self.states is not None:
+            self.states.commit()
+        self.table.advance(counts)
+
+    def rewind(self, length: int) -> int:
+        """Cut the text of the only row back to `length` tokens, or to fewer if there are states,
+        which must be those of its end. Returns to how many.
+        """
+        if self.states is not None:
+            length = self.states.rewind(length)
+        self.table.free([length])
+        return length
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows alone."""
         self.table.select(rows)
+        if self.states is not None:
+            self.states.select(rows)
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
@@ -288,6 +318,8 @@ class SlotCache(Cache):  # type: ignore[misc]
     def join(self, other: SlotCache, places: Sequence[int]) -> None:
         """Row i of `other` becomes row places[i]; places after the last row add rows."""
         self.table.join(other.table.lengths, places)
+        if self.states is not None and other.states is not None:
+            self.states.join(other.states, places)
         for layer, new in zip(self.layers, other.layers, strict=True):
             if new.is_initialized:
                 layer.join(new, places)

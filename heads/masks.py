@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from draftheads.heads.batch import Batch
+from draftheads.heads.pretrained import ATTENTION_LAYERS
 
 ASKED = "find_packed_sequence_indices"
 """The function of transformers that asks the device whether rows hold several documents."""
@@ -37,12 +38,15 @@ class Masks:
         self.chunk: int | None = getattr(config, "attention_chunk_size", None)
         default = "sliding_attention" if self.window else "full_attention"
         types = getattr(config, "layer_types", None) or [default]
-        self.types: tuple[str, ...] = tuple(dict.fromkeys(types))
+        attending = [kind for kind in types if kind in ATTENTION_LAYERS]
+        self.types: tuple[str, ...] = tuple(dict.fromkeys(attending)) or (default,)
+        self.others = set(types) - {*attending}  # recurrent ones, which take none
+        self.others |= {"linear_attention", "conv"} if self.others else set()
         self.dtype = model.dtype
 
     def __call__(
         self, visible_BNS: Tensor, positions_BN: Tensor, key_positions_BS: Tensor
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Tensor | dict[str, Tensor | None]:
         q_BN1, k_B1S = positions_BN[:, :, None], key_positions_BS[:, None, :]
         masks: dict[str, Tensor] = {}
         for kind in self.types:
@@ -55,9 +59,11 @@ class Masks:
             zeros = torch.zeros(hidden_B1NS.shape, dtype=self.dtype, device=hidden_B1NS.device)
             mask = zeros.masked_fill_(hidden_B1NS, torch.finfo(self.dtype).min)
             masks[kind] = mask.expand(len(positions_BN), -1, -1, -1)  # some models need all rows
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        if len(masks) == 1 and not self.others:
+            return next(iter(masks.values()))
+        return {**masks, **dict.fromkeys(self.others)}
 
-    def packed(self, batch: Batch) -> Tensor | dict[str, Tensor]:
+    def packed(self, batch: Batch) -> Tensor | dict[str, Tensor | None]:
         """The mask of training rows: each token sees its own document up to itself."""
         documents_BT = batch.documents_BT
         same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from draftheads.heads.recurrent import has_mixers
+
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Hex digits that identify a model's weights, equal on every device and in float32 and
@@ -110,7 +112,7 @@ MASKED = ("eager", "sdpa")
 """Attention implementations that take a mask per query and key."""
 TREE_ROOM = 64
 """Cache slots reserved for a tree where `slot_limit` limits the context."""
-ADVICE = "use a causal LM with only attention layers and rotary or learned positions"
+ADVICE = "use a causal LM of attention layers with rotary or learned positions, or a hybrid one"
 
 
 def plain_model(model: Any) -> PreTrainedModel:
@@ -135,10 +137,10 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     foreign = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
     attention = {model.config._attn_implementation, text._attn_implementation} - set(MASKED)
     reason = None
-    if foreign or getattr(model, "_is_stateful", False):
+    if (foreign or getattr(model, "_is_stateful", False)) and not has_mixers(model):
         reason = (
-            f"has layers of type {', '.join(foreign) or 'recurrent'}, whose state cannot be rolled "
-            f"back to the accepted tokens; {ADVICE}"
+            f"has layers of type {', '.join(foreign) or 'recurrent'}, whose states are not kept in "
+            f"a cache of transformers; {ADVICE}"
         )
     elif getattr(text, "altup_num_inputs", None):
         reason = f"has several hidden states per token, and heads read one; {ADVICE}"

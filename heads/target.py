@@ -53,6 +53,7 @@ from draftheads.heads.pretrained import (
     slot_limit,
     usable_context,
 )
+from draftheads.heads.recurrent import States, install
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import TokenTree, Topology, Tree
 
@@ -101,6 +102,7 @@ class Target:
     ) -> None:
         model = plain_model(model)
         refuse_unsupported(model)
+        self.is_hybrid = install(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
@@ -116,6 +118,8 @@ class Target:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = Masks(model)
         self._longrope = LongRope(model)
+        self._mixing: dict[str, bool] = {}  # how its mixers run, by a trial
+        self._isolates = self.is_hybrid  # a recurrent state does not end with a document
         self._resets = True  # whether position resets alone separate packed documents
         if not model.get_input_embeddings().weight.is_meta:
             _refuse_by_trial(self)
@@ -209,7 +213,8 @@ class Target:
 
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache for `batch` rows of at most `capacity` tokens, tree included."""
-        return SlotCache(self.layers, batch, capacity, self.device)
+        states = States(batch, **self._mixing) if self.is_hybrid else None
+        return SlotCache(self.layers, batch, capacity, self.device, states)
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], cache: SlotCache, layers: Sequence[int]
@@ -249,10 +254,13 @@ class Target:
             }
             keep = sorted(set(ends.values())) or [0]
             depths_1N = torch.arange(width, device=self.device)[None]
+            counts = [max(0, min(n - start, width)) for n in lengths]
+            if cache.states is not None:
+                cache.states.read(counts)
             with self._longrope.factors(lengths_B1):
                 kept = None if all_logits else keep
                 out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=kept)
-            cache.table.advance([max(0, min(n - start, width)) for n in lengths])
+            cache.advance(counts)
             if not all_logits:
                 for row, end in ends.items():
                     logits[row] = out.logits_BNV[row, keep.index(end)]
@@ -266,6 +274,8 @@ class Target:
         The caller then commits a path with `cache.keep`.
         """
         ancestors_BNN = tree.ancestors() if tree.tokens_BN.shape[1] > 1 else None
+        if cache.states is not None:
+            cache.states.branch(tree.topology)
         with self._longrope.factors(cache.table.lengths_B[:, None] + tree.topology.levels_BN):
             return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
 
@@ -313,6 +323,8 @@ class Target:
         Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
         large; those of a sharded target are not, because all processes must run as many forwards.
         """
+        if self._isolates:
+            return self._isolated(batch, layers)
         is_long = batch.tokens_BT.shape[1] > PIECE
         if not (is_long and self._resets) or isinstance(self.model, FSDPModule):
             return self._states(batch, layers)
@@ -321,6 +333,34 @@ class Target:
             pieces = [batch.part(row, start, stop) for start, stop in pairwise(starts)]
             rows.append(torch.cat([self._states(piece, layers)[0] for piece in pieces]))
         return pad_sequence(rows, batch_first=True)
+
+    def _isolated(self, batch: Batch, layers: Sequence[int]) -> Tensor:
+        """`states` of documents that run as rows of their own, those of similar lengths together.
+        Padding is on the right, where no causal layer sees it.
+        """
+        source = batch.host or batch
+        spans = [
+            (row, start, stop)
+            for row, cuts in enumerate(batch.pieces(1))
+            for start, stop in pairwise(cuts)
+        ]
+        spans.sort(key=lambda span: span[2] - span[1])
+        width = len(layers) * self.hidden_size
+        states_BTD = torch.zeros(
+            *batch.tokens_BT.shape, width, dtype=self.dtype, device=self.device
+        )
+        while spans:
+            _, start, stop = spans[-1]
+            size = max(1, PIECE // (stop - start))
+            together, spans = spans[-size:], spans[:-size]
+            tokens = [source.tokens_BT[row, start:stop] for row, start, stop in together]
+            tokens_RT = pad_sequence(tokens, batch_first=True)
+            positions_RT = torch.arange(tokens_RT.shape[1]).expand_as(tokens_RT)
+            rows = Batch(tokens_RT, tokens_RT >= 0, positions_RT, torch.zeros_like(tokens_RT))
+            states_RTD = self._states(rows.to(self.device), layers)
+            for states_TD, (row, start, stop) in zip(states_RTD, together, strict=True):
+                states_BTD[row, start:stop] = states_TD[: stop - start]
+        return states_BTD
 
     def _states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         lengths_BT = document_lengths(batch.positions_BT)
@@ -402,7 +442,7 @@ class Target:
         table.reserve(nodes)
         positions_BN = table.lengths_B[:, None] + depths_BN
         mask = None  # models add their own for a chain after equal rows, with the fastest kernels
-        if ancestors_BNN is not None or not table.uniform:
+        if ancestors_BNN is not None or not table.uniform or self.is_hybrid:
             if ancestors_BNN is None:
                 ancestors_BNN = torch.ones(1, nodes, nodes, device=self.device).tril_() > 0
             visible_BNS, key_positions_BS = table.visible(ancestors_BNN), table.positions(depths_BN)
@@ -487,6 +527,10 @@ def _refuse_by_trial(target: Target) -> None:
     """Raise ValueError if the model's states in a tiny tree are not those of plain text."""
     try:
         fault = _trial(target)
+        if fault and target.is_hybrid:
+            for target._mixing in ({"by_level": True}, {"by_level": True, "forgets": True}):
+                if _trial(target) is None:
+                    return
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model's own code may raise anything; decoding would meet it too
@@ -506,7 +550,8 @@ def _trial(target: Target) -> str | None:
     ids = torch.linspace(target.vocab_size // 4, 3 * target.vocab_size // 4, 12).long().tolist()
     prompts, drafts, paths = [ids[:4], ids[4:7]], ids[7:], ([0, 1, 3], [0, 2, 4])
     cache = target.new_cache(2, 16)
-    target.prefill(prompts, cache, [-1])
+    for _ in target.prefill_chunks(prompts, cache, [-1], chunk=2 if target.is_hybrid else None):
+        pass
     topology = Topology(torch.tensor([[-1, 0, 0, 1, 2]], device=target.device))
     tree = TokenTree(torch.tensor([drafts, drafts], device=target.device), topology)
     nodes_BND = target.verify(tree, cache, [-1]).features_BND
@@ -527,6 +572,8 @@ def _trial(target: Target) -> str | None:
     if _differ(target, nodes_BND[:, 3:].flatten(0, 1), plain_BTD[range(4), ends]):
         return "nodes do not see their own path, or not at its positions"
 
+    if target._isolates:
+        return None
     # two rows of two documents each, the second one the same: does it see the first?
     documents_BT = torch.tensor([[0] * 7 + [1] * 6] * 2)
     tokens_BT = torch.tensor([texts[0] + texts[2], texts[1] + texts[2]])

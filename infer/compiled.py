@@ -83,6 +83,8 @@ def why_not(target: Target) -> str | None:
     """Why steps of this target cannot be compiled, as far as can be told before."""
     if target.has_long_rope:
         return "its RoPE factors change with the length of the text"
+    if target.is_hybrid:
+        return "it has recurrent layers, whose steps are not compiled yet"
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
         return "its layers are on several devices"
     return None

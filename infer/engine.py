@@ -185,9 +185,9 @@ class Session:
         self.reused = self.shared(text) if caches is not None and caches.owner is owner else 0
         self.length = self.reused
         if caches is not None and self.reused:
-            caches.drafter.rewind(self.reused)
             # one less: the state at the last shared token predicts the first new one
-            caches.cache.table.free([self.reused - 1])
+            self.reused = self.length = caches.cache.rewind(self.reused - 1) + 1
+            caches.drafter.rewind(self.reused)
             caches = replace(caches, generation=self.generations, text=text)
         else:
             cache, drafter = owner.new_cache(rows, reserved), owner.new_drafter()

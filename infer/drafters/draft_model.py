@@ -146,6 +146,11 @@ class ModelDrafter:
     def __init__(
         self, model: Target, tree: Tree, vocabulary: int, sampler: ChainSampler | None = None
     ) -> None:
+        if model.is_hybrid:
+            raise ValueError(
+                f"draft model {model.name}: expected attention layers alone, got recurrent ones, "
+                "too; draft with heads or n-grams, or with another model"
+            )
         self.model, self.depth = model, tree.depth
         self.vocabulary = min(vocabulary, model.vocab_size)
         self.builder: Any = sampler or tree_builder(tree, None, model.device)

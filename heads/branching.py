@@ -1,0 +1,259 @@
+"""All nodes of a tree in one call of a recurrent mixer, each after its parent.
+
+A mixer of transformers calls two inner functions, a causal convolution over the last inputs and a
+linear recurrence, with the tokens of a sequence. Here the nodes of a tree stand in the places of
+tokens: projections, gates and norms see each alone, and these two functions are replaced by others
+that follow parent pointers. The mixer's own code runs, with other globals. What this cannot be done
+with runs level by level (`recurrent.States`).
+
+No node has a state of its own: a linear recurrence is attention over the path to the root, with
+weights that decay, beside what the committed state says. Only the kept node's state is computed.
+
+Legend: B rows, N nodes, C channels, K inputs of a convolution, H heads, Q width of a key, V width
+of a value. A state is (B, H, Q, V).
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from draftheads.heads.tree import Topology
+
+CONVOLUTION, DELTA_RULE, MAMBA2 = (
+    "causal_conv1d_fn",
+    "torch_chunk_gated_delta_rule",
+    "mamba2_chunk_scan",
+)
+"""Names of inner functions in transformers' modules."""
+EPSILON = 1e-6
+"""Of the norm of keys and queries."""
+
+Key = tuple[str, int]
+"""Kind of a state, "conv" or "recurrent", and its number."""
+
+
+@cache
+def can_branch(function: Any) -> bool:
+    """Whether a mixer's forward can run over a tree: it calls inner functions that are known."""
+    names = {*inspect.unwrap(function).__code__.co_names}
+    recurs = "get_recurrent_state" in names
+    return CONVOLUTION in names and (not recurs or bool(names & {DELTA_RULE, MAMBA2}))
+
+
+class Branches:
+    """What a mixer takes for the cache in one call over the nodes of trees.
+
+    committed: its states (B, ...), before the root.
+    """
+
+    def __init__(self, committed: dict[Key, Tensor], topology: Topology) -> None:
+        self.committed, self.topology = committed, topology
+        self._convolution = 0  # the number of the next one
+        self._paths_BCNK: dict[int, Tensor] = {}
+        self._recurrence: tuple[Tensor, Tensor, Tensor] | None = None
+        self._is_mamba = False  # whose states are (B, H, V, Q)
+
+    def run(self, function: Any, mixer: Any, hidden_BND: Tensor, **arguments: Any) -> Tensor:
+        """The output of a mixer's forward, which `can_branch`."""
+        plain = inspect.unwrap(function)
+        inner = {
+            CONVOLUTION: self._convolve,
+            DELTA_RULE: self._gated_delta_rule,
+            MAMBA2: self._mamba2,
+        }
+        code, defaults, closure = plain.__code__, plain.__defaults__, plain.__closure__
+        branching = FunctionType(code, {**plain.__globals__, **inner}, None, defaults, closure)
+        branching.__kwdefaults__ = plain.__kwdefaults__
+        out: Tensor = branching(mixer, hidden_BND, **arguments)
+        return out
+
+    def after(self, last_B: Tensor) -> dict[Key, Tensor]:
+        """The states after these nodes, (B, ...); -1: the committed ones."""
+        node_B = last_B.clamp(min=0)
+        rows_B = torch.arange(len(last_B), device=last_B.device)
+        after = {}
+        for number, paths_BCNK in self._paths_BCNK.items():
+            after["conv", number] = paths_BCNK[rows_B, :, node_B]
+        if self._recurrence is not None:
+            decay_BHN, key_BHNQ, value_BHNV = self._recurrence
+            ancestors_BN = self.topology.ancestors_BNN.expand(len(last_B), -1, -1)[rows_B, node_B]
+            total_BH1 = decay_BHN[rows_B, :, node_B][:, :, None]
+            weight_BHN = (total_BH1 - decay_BHN).masked_fill(~ancestors_BN[:, None], -torch.inf)
+            key_BHNQ = key_BHNQ * weight_BHN.exp()[..., None]
+            before = self.committed["recurrent", 0]
+            state = total_BH1[..., None].exp() * self._as_state(before)
+            state = state + key_BHNQ.transpose(2, 3) @ value_BHNV
+            after["recurrent", 0] = self._as_state(state).to(before.dtype)
+        for key, state in after.items():
+            stays = (last_B < 0).view(-1, *[1] * (state.ndim - 1))
+            after[key] = torch.where(stays, self.committed[key], state)
+        return after
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.committed["conv", state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.committed.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """`_convolve` comes next, with these inputs."""
+        self._convolution = state_idx
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """`after` computes them."""
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def _convolve(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Of each node and the K - 1 inputs before it on its path. (B, C, N) -> (B, C, N)."""
+        before_BCK = self.committed["conv", self._convolution]
+        inputs_BCX = torch.cat([before_BCK, hidden_states.to(before_BCK.dtype)], dim=-1)
+        rows, channels, size = before_BCK.shape
+        index_BX = self._taps(size).flatten(1)
+        paths_BCX = inputs_BCX.gather(2, index_BX[:, None].expand(rows, channels, -1))
+        paths_BCNK = paths_BCX.view(rows, channels, -1, size)
+        self._paths_BCNK[self._convolution] = paths_BCNK
+        out_BCN = (paths_BCNK.to(weight.dtype) * weight[:, None, -size:]).sum(-1)
+        if bias is not None:
+            out_BCN = out_BCN + bias[:, None]
+        if activation is not None:
+            out_BCN = ACT2FN[activation](out_BCN)
+        return out_BCN.to(hidden_states.dtype)
+
+    def _taps(self, size: int) -> Tensor:
+        """int64 (B|1, N, K): where the inputs of each node's path are, after K of the text."""
+        parents_BN = self.topology.parents_BN
+        at_BN = torch.arange(parents_BN.shape[1], device=parents_BN.device).expand_as(parents_BN)
+        taps = []
+        for _ in range(size):
+            taps.append(size + at_BN)
+            above_BN = parents_BN.gather(1, at_BN.clamp(min=0))
+            at_BN = torch.where(at_BN >= 0, above_BN, at_BN - 1)
+        taps_BNK: Tensor = torch.stack(taps[::-1], dim=-1)
+        return taps_BNK
+
+    def _gated_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """state = exp(g) state; then state += key beta (value - key state) (arXiv:2412.06464)."""
+        heads = value.shape[2]
+        query_BHNQ, key_BHNQ, value_BHNV = (_heads_first(x, heads) for x in (query, key, value))
+        if use_qk_l2norm_in_kernel:
+            query_BHNQ, key_BHNQ = (
+                x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
+                for x in (query_BHNQ, key_BHNQ)
+            )
+        query_BHNQ = query_BHNQ * query.shape[-1] ** -0.5
+        decays, corrects = (x.float().transpose(1, 2) for x in (g, beta))
+        out_BHNV = self._attend(query_BHNQ, key_BHNQ, value_BHNV, decays, corrects)
+        return out_BHNV.transpose(1, 2).contiguous().to(value.dtype), initial_state
+
+    def _mamba2(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        initial_states: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """state = exp(dt A) state + B dt x; its reader is C (arXiv:2405.21060)."""
+        self._is_mamba = True
+        heads = hidden_states.shape[2]
+        dt_BNH = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt_BHN = (F.softplus(dt_BNH) if dt_softplus else dt_BNH).clamp(*dt_limit).transpose(1, 2)
+        x_BHNV, key_BHNQ, query_BHNQ = (_heads_first(x, heads) for x in (hidden_states, B, C))
+        decay_BHN = (A.float()[:, None] * dt_BHN).float()
+        value_BHNV = x_BHNV * dt_BHN[..., None].float()
+        out_BHNV = self._attend(query_BHNQ, key_BHNQ, value_BHNV, decay_BHN, None)
+        if D is not None:
+            out_BHNV = out_BHNV + D[:, None, None] * x_BHNV
+        return out_BHNV.transpose(1, 2).contiguous(), initial_states
+
+    def _attend(
+        self,
+        query_BHNQ: Tensor,
+        key_BHNQ: Tensor,
+        value_BHNV: Tensor,
+        decay_BHN: Tensor,
+        correction_BHN: Tensor | None,
+    ) -> Tensor:
+        """What each node's query reads of its path and of the committed state, (B, H, N, V).
+
+        decay_BHN: logarithms. correction_BHN: the share of what a key already reads that its value
+        replaces; None: values are added.
+        """
+        ancestors_B1NN = self.topology.ancestors_BNN[:, None]
+        state_BHQV = self._as_state(self.committed["recurrent", 0]).float()
+        total_BHN = (ancestors_B1NN.float() @ decay_BHN[..., None])[..., 0]
+        between_BHNN = total_BHN[..., :, None] - total_BHN[..., None, :]
+        weight_BHNN = between_BHNN.masked_fill(~ancestors_B1NN, -torch.inf).exp()
+        since_BHN1 = total_BHN.exp()[..., None]
+        if correction_BHN is not None:
+            share_BHN1 = correction_BHN[..., None]
+            known_BHNV = since_BHN1 * (key_BHNQ @ state_BHQV)
+            value_BHNV = share_BHN1 * (value_BHNV - known_BHNV)
+            read_BHNN = share_BHN1 * weight_BHNN * (key_BHNQ @ key_BHNQ.transpose(2, 3))
+            read_BHNN.diagonal(dim1=2, dim2=3).zero_()
+            value_BHNV = self._solve(read_BHNN, value_BHNV)
+        self._recurrence = (total_BHN, key_BHNQ, value_BHNV)
+        out_BHNV = since_BHN1 * (query_BHNQ @ state_BHQV)
+        return out_BHNV + weight_BHNN * (query_BHNQ @ key_BHNQ.transpose(2, 3)) @ value_BHNV
+
+    def _solve(self, read_BHNN: Tensor, value_BHNV: Tensor) -> Tensor:
+        """x with x + read x = value. Nodes read from their ancestors alone, so that a power of the
+        matrix is zero: (1 + read)^-1 = (1 - read) (1 + read^2) (1 + read^4) ...
+        """
+        power_BHNN = -read_BHNN
+        nodes = read_BHNN.shape[-1]
+        for _ in range((self.topology.height or nodes).bit_length()):
+            value_BHNV = value_BHNV + power_BHNN @ value_BHNV
+            power_BHNN = power_BHNN @ power_BHNN
+        return value_BHNV
+
+    def _as_state(self, state: Tensor) -> Tensor:
+        """A mixer's state as (B, H, Q, V), and back."""
+        return state.transpose(2, 3) if self._is_mamba else state
+
+
+def _heads_first(x_BNGQ: Tensor, heads: int) -> Tensor:
+    """(B, H, N, Q) in float32: heads of a group share its values."""
+    x_BNHQ = x_BNGQ.float().repeat_interleave(heads // x_BNGQ.shape[2], dim=2)
+    return x_BNHQ.transpose(1, 2)

@@ -1,0 +1,200 @@
+"""The promise: a target with recurrent layers decodes what `generate` decodes, with any tree, in
+any batch, whatever part of a text is read again; its states are those of the kept tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hybrid_targets import HYBRIDS, hybrid_model
+from tiny_heads import random_head
+from tiny_targets import generated, some_prompts
+
+from draftheads.heads.batch import Batch
+from draftheads.heads.recurrent import States
+from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
+from draftheads.infer import NGram
+from draftheads.infer.accept import Greedy
+from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.engine import Session, Speculator
+
+NEW = 24
+TREES: dict[str, Tree] = {
+    "chain": StaticTree.from_widths((1, 1, 1)),
+    "fixed": StaticTree.from_widths((3, 1, 1)),
+    "dynamic": DynamicTree(draft_nodes=8, depth=3, top_k=3),
+}
+PROMPTS = some_prompts(9, 5, 14)
+
+
+@cache
+def hybrid(name: str) -> Target:
+    return Target(hybrid_model(name), name=name)
+
+
+@cache
+def expected(name: str, number: int) -> list[int]:
+    return generated(hybrid(name), PROMPTS[number], NEW)
+
+
+def engine(name: str, tree: str = "fixed") -> Speculator:
+    """Heads that are right now and then: they draft what the target often writes."""
+    target = hybrid(name)
+    kind = "eagle3" if tree == "dynamic" else "medusa"
+    head = random_head(kind, target, **({"steps": 1} if kind == "eagle3" else {"depth": 3}))
+    return Speculator(target, head, tree=TREES[tree])
+
+
+def written(steps: Any) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_text_is_that_of_generate(name, tree):
+    decode = engine(name, tree)
+    for number, prompt in enumerate(PROMPTS):
+        assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected(name, number)
+    rows: list[list[int]] = [[] for _ in PROMPTS]
+    for steps in decode.generate_batch(PROMPTS, max_new_tokens=NEW):
+        for row, step in zip(rows, steps, strict=True):
+            row += step.tokens if step else []
+    assert rows == [expected(name, number) for number in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_right_drafts_are_accepted(name):
+    """Otherwise the test above would say nothing of the states of accepted nodes."""
+    target, prompt, text = hybrid(name), PROMPTS[0], expected(name, 0)
+    cache = target.new_cache(1, 64)
+    target.prefill([prompt], cache, ())
+    wrong = (text[1] + 1) % target.vocab_size
+    tokens = torch.tensor([[text[0], wrong, text[1], wrong, text[2]]])
+    tree = TokenTree(tokens, Topology(torch.tensor([[-1, 0, 0, 1, 2]])))
+    logits_BNV = target.verify(tree, cache, ()).logits_BNV
+    assert logits_BNV[0, [0, 2, 4]].argmax(-1).tolist() == text[1:4]
+    cache.keep(torch.tensor([[0, 2, 4]]), [3])
+    one = TokenTree(torch.tensor([[text[3]]]), Topology(torch.tensor([[-1]])))
+    kept = target.verify(one, cache, (-1,))
+    plain = target.new_cache(1, 64)
+    target.prefill([prompt + text[:3]], plain, ())
+    assert torch.allclose(
+        kept.features_BND, target.verify(one, plain, (-1,)).features_BND, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_prompt_is_read_in_parts(name):
+    steps = engine(name).generate(PROMPTS[2], max_new_tokens=NEW, prefill_chunk=3)
+    assert written(steps) == expected(name, 2)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "bamba", "jamba"])
+def test_texts_that_are_edited_are_those_of_their_own(name):
+    """A session's states at the end of a shared beginning are kept, or computed again."""
+    target, decode, session = hybrid(name), engine(name), Session()
+    generator = torch.Generator().manual_seed(1)
+    text = PROMPTS[0]
+    reused = 0
+    for _ in range(12):
+        steps = decode.generate(text, max_new_tokens=6, session=session)
+        answer = written(steps)
+        assert answer == generated(target, text, 6)
+        reused += session.reused > 0
+        cut, more = torch.randint(0, 9, (2,), generator=generator).tolist()
+        text = (text + answer)[: max(3, len(text) + 6 - cut)] + some_prompts(more)[0]
+        text = text[:90] if len(text) < 90 else PROMPTS[1]
+    assert reused >= 6
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "nemotron-h"])
+def test_rows_leave_a_batch_and_others_join(name):
+    decode = engine(name)
+    requests = [Request(prompt, 4 + 5 * n) for n, prompt in enumerate(some_prompts(*range(4, 13)))]
+    waiting = list(requests)
+    batch = ContinuousBatch(decode, Greedy(), rows=3)
+    for request, ids, error in batch.run(lambda: waiting.pop(0) if waiting else None):
+        assert error is None
+        assert ids == generated(decode.target, list(request.prompt), request.max_new_tokens)
+
+
+def test_other_drafters_draft_for_it():
+    decode = Speculator(hybrid("qwen3.5"), NGram())
+    assert written(decode.generate(PROMPTS[0], max_new_tokens=NEW)) == expected("qwen3.5", 0)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_documents_of_a_row_do_not_see_each_other(name):
+    target = hybrid(name)
+    parts = some_prompts(7, 4, 6, 3)
+    rows = [parts[0] + parts[1], parts[2] + parts[3] + [0, 0]]
+    documents = torch.tensor([[0] * 7 + [1] * 4, [0] * 6 + [1] * 3 + [-1] * 2])
+    positions = torch.tensor([[*range(7), *range(4)], [*range(6), *range(3), 0, 0]])
+    tokens = torch.tensor(rows)
+    batch = Batch(tokens, documents >= 0, positions, documents)
+    got = target.features(batch, (1, -1))
+    for row, start, part in [(0, 0, 0), (0, 7, 1), (1, 0, 2), (1, 6, 3)]:
+        out = target.model(torch.tensor([parts[part]]), output_hidden_states=[1, -1])
+        alone = torch.cat([out.hidden_states[1], out.hidden_states[-1]], dim=-1)[0, :-1]
+        length = len(parts[part])
+        assert torch.allclose(got[row, start + 1 : start + length], alone, atol=1e-4)
+        assert not got[row, start].any(), "no state predicts a document's first token"
+
+
+def test_states_are_as_large_whatever_the_length():
+    target = hybrid("qwen3.5")
+    sizes = set()
+    for length in (5, 50):
+        cache = target.new_cache(1, 64)
+        target.prefill(some_prompts(length), cache, ())
+        states = cache.states.committed.values()
+        sizes.add(sum(state.nbytes for kinds in states for state in kinds.values()))
+    assert len(sizes) == 1
+
+
+def test_a_copy_of_the_model_runs_its_own_weights():
+    model = hybrid("qwen3.5").model
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.7)
+    target = Target(other)
+    assert written(Speculator(target).generate(PROMPTS[0], max_new_tokens=NEW)) == generated(
+        target, PROMPTS[0], NEW
+    )
+
+
+def test_the_model_works_as_ever_with_other_caches():
+    """Also in training, where there is none."""
+    alone = hybrid_model("qwen3.5")
+    ids = torch.tensor([PROMPTS[0]])
+    before = alone(ids, use_cache=False).logits
+    Target(alone)
+    assert torch.equal(alone(ids, use_cache=False).logits, before)
+    assert torch.equal(alone.generate(ids, max_new_tokens=5), alone.generate(ids, max_new_tokens=5))
+
+
+def test_an_interrupted_pass_leaves_the_committed_states():
+    """Whatever of its layers it had come to."""
+    states = States(1)
+    one, two = torch.ones(1, 2), torch.full((1, 2), 2.0)
+    states.length, states.committed = 3, {0: {("recurrent", 0): one}}
+
+    def mixer(hidden_RTD: torch.Tensor, window: Any) -> torch.Tensor:
+        window.update_recurrent_state(two, 0)
+        return hidden_RTD
+
+    states.read([2])
+    states.mix(0, mixer, torch.zeros(1, 2, 4))
+    assert states.rewind(3) == 3 and torch.equal(states.committed[0]["recurrent", 0], one)
+    states.read([2])
+    states.mix(0, mixer, torch.zeros(1, 2, 4))
+    states.commit()
+    assert states.length == 5 and torch.equal(states.committed[0]["recurrent", 0], two)
+    assert states.rewind(4) == 3 and torch.equal(states.committed[0]["recurrent", 0], one)
+    assert states.rewind(2) == 0 and states.committed == {}

@@ -1,0 +1,161 @@
+"""Random-weight targets whose layers mix attention with recurrent ones: tiny configs by family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tiny_targets import CONTEXT, VOCABULARY, scaled_up
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EVERY_FOURTH = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+_DELTA = {
+    "head_dim": 16,
+    "layer_types": _EVERY_FOURTH,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
+_CONV = ["conv", "conv", "full_attention", "conv"]
+
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("qwen3_5_text", {**_COMMON, **_DELTA}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**_COMMON, **_DELTA, **_EXPERTS}),
+    "qwen3-next": ("qwen3_next", {**_COMMON, **_DELTA, **_EXPERTS}),
+    "olmo-hybrid": (
+        "olmo_hybrid",
+        {**_COMMON, **_DELTA, "linear_num_key_heads": 4, "num_key_value_heads": 4},
+    ),
+    "lfm2": ("lfm2", {**_COMMON, "layer_types": _CONV, "block_multiple_of": 8}),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            **_COMMON,
+            "layer_types": _CONV,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "num_dense_layers": 1,
+        },
+    ),
+    "granite4": (
+        "granitemoehybrid",
+        {
+            **_COMMON,
+            **_MAMBA,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "falcon-h1": ("falcon_h1", {**_COMMON, **_MAMBA, "mamba_d_ssm": 64}),
+    "bamba": ("bamba", {**_COMMON, **_MAMBA, "attn_layer_indices": [2]}),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            **{key: _COMMON[key] for key in _COMMON if key != "num_hidden_layers"},
+            "layers_block_type": ["mamba", "moe", "mamba", "attention"],
+            "head_dim": 8,
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    "zamba2": (
+        "zamba2",
+        {
+            **_COMMON,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "n_mamba_heads": 4,
+            "mamba_d_state": 8,
+            "chunk_size": 8,
+            "adapter_rank": 4,
+        },
+    ),
+    "jamba": (
+        "jamba",
+        {
+            **_COMMON,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "kimi-linear": (
+        "kimi_linear",
+        {
+            **_COMMON,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "moe_intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": _EVERY_FOURTH,
+        },
+    ),
+    "bailing-hybrid": (
+        "bailing_hybrid",
+        {
+            **_COMMON,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 16,
+            "moe_intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "layer_types": _EVERY_FOURTH,
+        },
+    ),
+}
+
+
+def hybrid_model(name: str) -> Any:
+    """A random model, as `tiny_targets.random_model`."""
+    kind, options = HYBRIDS[name]
+    torch.manual_seed(0)
+    return scaled_up(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options)))
