@@ -15,15 +15,13 @@ of a value. A state is (B, H, Q, V).
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers.activations import ACT2FN
+from torch import Tensor, nn
 
 from draftheads.heads.tree import Topology
 
@@ -38,48 +36,186 @@ EPSILON = 1e-6
 
 Key = tuple[str, int]
 """Kind of a state, "conv" or "recurrent", and its number."""
+States = dict[Key, Tensor]
+"""(B, ...), of one mixer."""
+Level = tuple[Tensor, Tensor, Tensor]
+"""int64 (R,), three times: rows, nodes and their parents."""
+Arguments = dict[str, Any]
+"""What a mixer is called with, but for hidden states and cache."""
+
+
+class Mixer(Protocol):
+    """A recurrent layer of transformers, after `recurrent.install`."""
+
+    cache_name: str
+    code: Any
+    """Its forward as transformers wrote it."""
+
+    def plain(self, hidden_RTD: Tensor, window: Window, arguments: Arguments) -> Tensor:
+        """Its output with another cache."""
+        ...
 
 
 @cache
-def can_branch(function: Any) -> bool:
+def can_branch(code: Any) -> bool:
     """Whether a mixer's forward can run over a tree: it calls inner functions that are known."""
-    names = {*inspect.unwrap(function).__code__.co_names}
+    names = {*code.__code__.co_names}
     recurs = "get_recurrent_state" in names
     return CONVOLUTION in names and (not recurs or bool(names & {DELTA_RULE, MAMBA2}))
 
 
-class Branches:
-    """What a mixer takes for the cache in one call over the nodes of trees.
+class Window:
+    """What a mixer takes for the cache: the states of the rows that it is called with."""
 
-    committed: its states (B, ...), before the root.
+    def __init__(self, states: dict[Key, Tensor]) -> None:
+        self.states = states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Append to the inputs that the convolution still sees. Returns all of them."""
+        before = self.states.get(("conv", state_idx))
+        size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        if before is None:
+            missing = max(0, size - conv_states.shape[-1])
+            inputs = nn.functional.pad(conv_states, (missing, 0))
+        else:
+            inputs = torch.cat([before, conv_states], dim=-1)
+        self.states["conv", state_idx] = inputs[..., -size:]
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self.states["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Nothing is rolled back."""
+        return False
+
+
+class Nodes(Protocol):
+    """A pass of one mixer over the nodes of trees: a way to run it, and the states afterwards."""
+
+    def run(
+        self,
+        mixer: Mixer,
+        hidden_BND: Tensor,
+        committed: States,
+        topology: Topology,
+        arguments: Arguments,
+    ) -> Tensor:
+        """The output of the mixer. committed: its states (B, ...), before the root."""
+        ...
+
+    def after(self, last_B: Tensor) -> States:
+        """The states after these nodes, (B, ...); -1: the committed ones."""
+        ...
+
+
+class OneNode:
+    """A tree of its root alone runs as a token does in plain decoding."""
+
+    def run(
+        self,
+        mixer: Mixer,
+        hidden_B1D: Tensor,
+        committed: States,
+        topology: Topology,
+        arguments: Arguments,
+    ) -> Tensor:
+        # copies, as some mixers write a token's state where the last one was
+        window = Window({key: state.clone() for key, state in committed.items()})
+        self.committed, self.states = committed, window.states
+        return mixer.plain(hidden_B1D, window, arguments)
+
+    def after(self, last_B: Tensor) -> States:
+        return kept(self.committed, self.states, last_B)
+
+
+class Levels:
+    """Level by level, each node from the state of its parent: one call of the mixer per level, in
+    which each node is a row of one token.
     """
 
-    def __init__(self, committed: dict[Key, Tensor], topology: Topology) -> None:
-        self.committed, self.topology = committed, topology
-        self._convolution = 0  # the number of the next one
-        self._paths_BCNK: dict[int, Tensor] = {}
-        self._recurrence: tuple[Tensor, Tensor, Tensor] | None = None
-        self._is_mamba = False  # whose states are (B, H, V, Q)
+    def run(
+        self,
+        mixer: Mixer,
+        hidden_BND: Tensor,
+        committed: States,
+        topology: Topology,
+        arguments: Arguments,
+    ) -> Tensor:
+        out_BND = torch.empty_like(hidden_BND)
+        rows, nodes = hidden_BND.shape[:2]
+        self.states = {  # (B, 1 + N, ...): the committed state, then those of the nodes
+            key: torch.cat([state[:, None], state.new_empty(rows, nodes, *state.shape[1:])], dim=1)
+            for key, state in committed.items()
+        }
+        for rows_R, nodes_R, parents_R in levels_of(topology, rows):
+            before = {key: state[rows_R, parents_R + 1] for key, state in self.states.items()}
+            window = Window(before)
+            tokens_R1D = hidden_BND[rows_R, nodes_R][:, None]
+            out_BND[rows_R, nodes_R] = mixer.plain(tokens_R1D, window, arguments)[:, 0]
+            for key, state in window.states.items():
+                self.states[key][rows_R, nodes_R + 1] = state
+        return out_BND
 
-    def run(self, function: Any, mixer: Any, hidden_BND: Tensor, **arguments: Any) -> Tensor:
-        """The output of a mixer's forward, which `can_branch`."""
-        plain = inspect.unwrap(function)
+    def after(self, last_B: Tensor) -> States:
+        rows_B = torch.arange(len(last_B), device=last_B.device)
+        return {key: state[rows_B, last_B + 1] for key, state in self.states.items()}
+
+
+class Branches:
+    """All nodes in one call of the mixer's own code, whose inner functions are replaced by those
+    below. It is what the mixer takes for the cache.
+    """
+
+    def __init__(self, mixer: Mixer) -> None:
+        plain = mixer.code
         inner = {
             CONVOLUTION: self._convolve,
             DELTA_RULE: self._gated_delta_rule,
             MAMBA2: self._mamba2,
         }
+        scope = {**plain.__globals__, **inner}
+        del scope["__name__"]  # by which a compiler would look names up in transformers' module
         code, defaults, closure = plain.__code__, plain.__defaults__, plain.__closure__
-        branching = FunctionType(code, {**plain.__globals__, **inner}, None, defaults, closure)
-        branching.__kwdefaults__ = plain.__kwdefaults__
-        out: Tensor = branching(mixer, hidden_BND, **arguments)
+        self._code = FunctionType(code, scope, None, defaults, closure)
+        self._code.__kwdefaults__ = plain.__kwdefaults__
+        self._convolution = 0  # the number of the next one
+        self._paths_BCNK: dict[int, Tensor] = {}
+        self._recurrence: tuple[Tensor, Tensor, Tensor] | None = None
+        self._is_mamba = False  # whose states are (B, H, V, Q)
+
+    def run(
+        self,
+        mixer: Mixer,
+        hidden_BND: Tensor,
+        committed: States,
+        topology: Topology,
+        arguments: Arguments,
+    ) -> Tensor:
+        self.committed, self.topology = committed, topology
+        out: Tensor = self._code(mixer, hidden_BND, **{**arguments, mixer.cache_name: self})
         return out
 
-    def after(self, last_B: Tensor) -> dict[Key, Tensor]:
-        """The states after these nodes, (B, ...); -1: the committed ones."""
+    def after(self, last_B: Tensor) -> States:
         node_B = last_B.clamp(min=0)
         rows_B = torch.arange(len(last_B), device=last_B.device)
-        after = {}
+        after: States = {}
         for number, paths_BCNK in self._paths_BCNK.items():
             after["conv", number] = paths_BCNK[rows_B, :, node_B]
         if self._recurrence is not None:
@@ -92,10 +228,8 @@ class Branches:
             state = total_BH1[..., None].exp() * self._as_state(before)
             state = state + key_BHNQ.transpose(2, 3) @ value_BHNV
             after["recurrent", 0] = self._as_state(state).to(before.dtype)
-        for key, state in after.items():
-            stays = (last_B < 0).view(-1, *[1] * (state.ndim - 1))
-            after[key] = torch.where(stays, self.committed[key], state)
-        return after
+        self._paths_BCNK, self._recurrence = {}, None
+        return kept(self.committed, after, last_B)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         return self.committed["conv", state_idx]
@@ -138,8 +272,8 @@ class Branches:
         out_BCN = (paths_BCNK.to(weight.dtype) * weight[:, None, -size:]).sum(-1)
         if bias is not None:
             out_BCN = out_BCN + bias[:, None]
-        if activation is not None:
-            out_BCN = ACT2FN[activation](out_BCN)
+        if activation is not None:  # "silu" or "swish", as for the kernel of this name
+            out_BCN = F.silu(out_BCN)
         return out_BCN.to(hidden_states.dtype)
 
     def _taps(self, size: int) -> Tensor:
@@ -257,3 +391,23 @@ def _heads_first(x_BNGQ: Tensor, heads: int) -> Tensor:
     """(B, H, N, Q) in float32: heads of a group share its values."""
     x_BNHQ = x_BNGQ.float().repeat_interleave(heads // x_BNGQ.shape[2], dim=2)
     return x_BNHQ.transpose(1, 2)
+
+
+def kept(committed: States, after: States, last_B: Tensor) -> States:
+    """The states after the last node of each row; -1: the committed ones."""
+    states = {}
+    for key, state in after.items():
+        stays = (last_B < 0).view(-1, *[1] * (state.ndim - 1))
+        states[key] = torch.where(stays, committed[key], state)
+    return states
+
+
+def levels_of(topology: Topology, rows: int) -> list[Level]:
+    """The nodes of trees in order of depth, a level at a time."""
+    parents_BN = topology.parents_BN.expand(rows, -1)
+    levels_BN = topology.levels_BN.expand(rows, -1)
+    levels = []
+    for level in range(1, int(levels_BN.max()) + 1):
+        rows_R, nodes_R = (levels_BN == level).nonzero(as_tuple=True)
+        levels.append((rows_R, nodes_R, parents_BN[rows_R, nodes_R]))
+    return levels

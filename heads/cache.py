@@ -267,8 +267,16 @@ class SlotCache(Cache):  # type: ignore[misc]
     def fix(self, room: int, bucket: int = 1) -> None:
         """See `SlotTable.fix`."""
         self.table.fix(room, bucket)
+        if self.states is not None:
+            self.states.fix()
         for layer in self.layers:
             layer.fit()
+
+    def free(self) -> None:
+        """Undo `fix`."""
+        self.table.free()
+        if self.states is not None:
+            self.states.free()
 
     def keep(
         self, path_BC: Tensor, counts: Sequence[int] | Tensor, *, in_place: bool = False
@@ -288,8 +296,16 @@ class SlotCache(Cache):  # type: ignore[misc]
         if self.states is not None:
             count_B1 = torch.as_tensor(counts, device=path_BC.device)[:, None]
             last_B = path_BC.gather(1, (count_B1 - 1).clamp(min=0))[:, 0]
-            self.states.keep(torch.where(count_B1[:, 0] > 0, last_B, -1), int(count_B1[0]))
+            self.states.keep(torch.where(count_B1[:, 0] > 0, last_B, -1))
         self.table.advance(counts)
+        if self.states is not None and not isinstance(counts, Tensor):
+            self.states.note(counts[0])
+
+    def note(self, counts: Sequence[int]) -> None:
+        """What `keep` committed, if it was given a tensor."""
+        self.table.note(counts)
+        if self.states is not None:
+            self.states.note(counts[0])
 
     def advance(self, counts: Sequence[int]) -> None:
         """Commit the first `counts[b]` pending tokens of each row b, which are its text."""

@@ -102,7 +102,7 @@ class Target:
     ) -> None:
         model = plain_model(model)
         refuse_unsupported(model)
-        self.is_hybrid = install(model)
+        self._mixers = install(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
@@ -119,7 +119,7 @@ class Target:
         self._masks = Masks(model)
         self._longrope = LongRope(model)
         self._mixing: dict[str, bool] = {}  # how its mixers run, by a trial
-        self._isolates = self.is_hybrid  # a recurrent state does not end with a document
+        self._isolates = bool(self._mixers)  # a recurrent state does not end with a document
         self._resets = True  # whether position resets alone separate packed documents
         if not model.get_input_embeddings().weight.is_meta:
             _refuse_by_trial(self)
@@ -213,7 +213,7 @@ class Target:
 
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache for `batch` rows of at most `capacity` tokens, tree included."""
-        states = States(batch, **self._mixing) if self.is_hybrid else None
+        states = States(batch, self._mixers, **self._mixing) if self.is_hybrid else None
         return SlotCache(self.layers, batch, capacity, self.device, states)
 
     def prefill(
@@ -278,6 +278,16 @@ class Target:
             cache.states.branch(tree.topology)
         with self._longrope.factors(cache.table.lengths_B[:, None] + tree.topology.levels_BN):
             return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some of its layers have recurrent states."""
+        return bool(self._mixers)
+
+    @property
+    def mixes_by_level(self) -> bool:
+        """Whether some of these run over a tree level by level."""
+        return "by_level" in self._mixing or not all(each.branching for each in self._mixers)
 
     @property
     def has_long_rope(self) -> bool:

@@ -83,8 +83,8 @@ def why_not(target: Target) -> str | None:
     """Why steps of this target cannot be compiled, as far as can be told before."""
     if target.has_long_rope:
         return "its RoPE factors change with the length of the text"
-    if target.is_hybrid:
-        return "it has recurrent layers, whose steps are not compiled yet"
+    if target.mixes_by_level:
+        return "its recurrent layers run over a tree level by level"
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
         return "its layers are on several devices"
     return None
@@ -134,7 +134,7 @@ class FixedSteps:
         # one copy to the host, so one wait for the device
         tokens: list[list[int]] = torch.cat([tokens_BC, count_B[:, None]], dim=1).tolist()
         counts = [row.pop() for row in tokens]
-        self.cache.table.note(counts)
+        self.cache.note(counts)
         if self.drafts is not None:
             self.drafts.table.note(committed.counts)
         return Committed(tokens_BC, features_BCD, count_B, counts), tokens
@@ -162,7 +162,7 @@ class FixedSteps:
 
     def end(self) -> None:
         """Let the generation continue with steps that are not compiled."""
-        self.cache.table.free()
+        self.cache.free()
         if self.drafts is not None:
             self.drafts.table.free()
 

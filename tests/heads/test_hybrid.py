@@ -181,19 +181,23 @@ def test_the_model_works_as_ever_with_other_caches():
 
 def test_an_interrupted_pass_leaves_the_committed_states():
     """Whatever of its layers it had come to."""
-    states = States(1)
+    states = States(1, [])
     one, two = torch.ones(1, 2), torch.full((1, 2), 2.0)
     states.length, states.committed = 3, {0: {("recurrent", 0): one}}
 
-    def mixer(hidden_RTD: torch.Tensor, window: Any) -> torch.Tensor:
-        window.update_recurrent_state(two, 0)
-        return hidden_RTD
+    class Mixer:
+        layer_idx = 0
 
+        def plain(self, hidden_RTD: torch.Tensor, window: Any, _: Any) -> torch.Tensor:
+            window.update_recurrent_state(two, 0)
+            return hidden_RTD
+
+    mixer: Any = Mixer()
     states.read([2])
-    states.mix(0, mixer, torch.zeros(1, 2, 4))
+    states.mix(mixer, torch.zeros(1, 2, 4), {})
     assert states.rewind(3) == 3 and torch.equal(states.committed[0]["recurrent", 0], one)
     states.read([2])
-    states.mix(0, mixer, torch.zeros(1, 2, 4))
+    states.mix(mixer, torch.zeros(1, 2, 4), {})
     states.commit()
     assert states.length == 5 and torch.equal(states.committed[0]["recurrent", 0], two)
     assert states.rewind(4) == 3 and torch.equal(states.committed[0]["recurrent", 0], one)
