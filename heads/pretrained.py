@@ -108,11 +108,13 @@ def release(model: PreTrainedModel, *, lm_head: bool, layers: bool) -> int:
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types whose only state is keys and values."""
+RECURRENT = "linear_attention"
+"""The layer type that is no attention."""
 MASKED = ("eager", "sdpa")
 """Attention implementations that take a mask per query and key."""
 TREE_ROOM = 64
 """Cache slots reserved for a tree where `slot_limit` limits the context."""
-ADVICE = "use a causal LM of attention layers with rotary or learned positions, or a hybrid one"
+ADVICE = "use a causal LM of attention layers with rotary or learned positions, or a hybrid"
 
 
 def plain_model(model: Any) -> PreTrainedModel:
@@ -135,12 +137,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise ValueError, with the reason, for a model that cannot decode a token tree."""
     text = model.config.get_text_config(decoder=True)
     foreign = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
+    if has_mixers(model):
+        foreign = [kind for kind in foreign if kind.endswith("_attention") and kind != RECURRENT]
     attention = {model.config._attn_implementation, text._attn_implementation} - set(MASKED)
     reason = None
-    if (foreign or getattr(model, "_is_stateful", False)) and not has_mixers(model):
+    if foreign or (getattr(model, "_is_stateful", False) and not has_mixers(model)):
         reason = (
-            f"has layers of type {', '.join(foreign) or 'recurrent'}, whose states are not kept in "
-            f"a cache of transformers; {ADVICE}"
+            f"has layers of type {', '.join(foreign) or 'recurrent'}, which take no mask for a "
+            f"tree, or keep states of their own; {ADVICE}"
         )
     elif getattr(text, "altup_num_inputs", None):
         reason = f"has several hidden states per token, and heads read one; {ADVICE}"

@@ -195,9 +195,11 @@ class States:
 
 
 def cloned(states: Committed) -> Committed:
-    """Tensors of their own."""
+    """Tensors of their own, of the same strides whatever computed them."""
     return {
-        number: {key: state.clone() for key, state in kinds.items()}
+        number: {
+            key: state.clone(memory_format=torch.contiguous_format) for key, state in kinds.items()
+        }
         for number, kinds in states.items()
     }
 
@@ -275,7 +277,8 @@ class Redirected(nn.Module):
         if not isinstance(states, States):
             return super().forward(*arguments, **options)
         hidden_BND = given.pop("hidden_states")
-        return states.mix(self, hidden_BND, {**given, "attention_mask": None})
+        given.pop("attention_mask", None)  # there is no padding
+        return states.mix(self, hidden_BND, given)
 
     def plain(self, hidden_RTD: Tensor, window: Window, arguments: Arguments) -> Tensor:
         """The output of the mixer's own code, with another cache."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_targets import HYBRIDS, hybrid_model
+from recorder import recorded
 from tiny_heads import random_head
 from tiny_targets import generated, some_prompts
 
@@ -18,7 +19,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.recurrent import States
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
-from draftheads.infer import NGram
+from draftheads.infer import NGram, compiled
 from draftheads.infer.accept import Greedy
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Session, Speculator
@@ -121,6 +122,61 @@ def test_rows_leave_a_batch_and_others_join(name):
     for request, ids, error in batch.run(lambda: waiting.pop(0) if waiting else None):
         assert error is None
         assert ids == generated(decode.target, list(request.prompt), request.max_new_tokens)
+
+
+BY_LEVEL = {"jamba", "zamba", "kimi-linear", "bailing-hybrid"}
+QUICK = ("qwen3.5", "lfm2", "bamba")
+COMPILED = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in HYBRIDS
+    if name not in BY_LEVEL
+]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_steps_write_the_same(monkeypatch, name):
+    """They are traced whole, once for a tree, and leave a session its states."""
+    graphs = []
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", lambda graph, _: graphs.append(graph) or graph.forward)
+    target, session, text = hybrid(name), Session(), PROMPTS[0]
+    decode = Speculator(target, random_head("medusa", target, depth=3), compile=True)
+    reused = []
+    for more in some_prompts(3, 4, 5, seed=2):
+        answer = written(decode.generate(text, max_new_tokens=NEW, session=session))
+        assert answer == generated(target, text, NEW)
+        reused.append(session.reused)
+        text = text + answer + more
+    assert reused[1] > len(PROMPTS[0]) + NEW - 6
+    for steps in decode.generate_batch(PROMPTS[1:], max_new_tokens=NEW):
+        assert steps
+    assert len(graphs) == 2, "one for each number of rows"
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", QUICK)
+def test_recorded_steps_write_the_same(monkeypatch, name, tree):
+    """As on CUDA: the states of all steps are in the same memory."""
+    monkeypatch.setitem(compiled.RECORDERS, "cpu", recorded)
+    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+    decode = engine(name, tree)
+    decode.compile = True
+    for number, prompt in enumerate(PROMPTS):
+        assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected(name, number)
+
+
+@pytest.mark.parametrize("name", sorted(BY_LEVEL))
+def test_what_runs_level_by_level_is_not_compiled(name):
+    with pytest.warns(UserWarning, match="recurrent layers run over a tree level by level"):
+        Speculator(hybrid(name), compile=True)
+
+
+def test_drafting_nothing_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    decode = Speculator(hybrid("qwen3.5"), compile=True)
+    for number, prompt in enumerate(PROMPTS):
+        assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected("qwen3.5", number)
+    assert decode.compile
 
 
 def test_other_drafters_draft_for_it():

@@ -65,24 +65,45 @@ LATENT = {
 BERT = {**SIZES, "embedding_size": 32}
 
 NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "lfm2": ("lfm2", {**SIZES, "layer_types": ["conv", "full_attention"]}, "layers of type conv,"),
-    "lfm3": (
-        "lfm3",
-        {**SIZES, **EXPERTS, "layer_types": ["conv", "sliding_attention"]},
-        "layers of type conv,",
-    ),
     "minimax": (
         "minimax",
         {**SIZES, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
         "layers of type linear_attention,",
     ),
+    "recurrent-gemma": (
+        "recurrent_gemma",
+        {**SIZES, "lru_width": 32, "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 8},
+        "layers of type linear_attention,",
+    ),
+    "rwkv": (
+        "rwkv",
+        {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 19},
+        "layers of type recurrent,",
+    ),
+    "xlstm": (
+        "xlstm",
+        {"hidden_size": 32, "num_heads": 4, "num_hidden_layers": 2, "vocab_size": 19},
+        "layers of type recurrent,",
+    ),
+    "mamba": (
+        "mamba",
+        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 19, "state_size": 8},
+        "takes no position_ids",
+    ),
+    "mamba2": (
+        "mamba2",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "vocab_size": 19,
+            "state_size": 8,
+            "num_heads": 4,
+            "head_dim": 16,
+        },
+        "takes no position_ids",
+    ),
     "deepseek-v3.2": ("deepseek_v32", LATENT, "layers of type indexed_attention,"),
     "glm-dsa": ("glm_moe_dsa", LATENT, "layers of type indexed_attention,"),
-    "inkling": (
-        "inkling_text",
-        {**SIZES, **EXPERTS, "head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4},
-        "layers of type hybrid",
-    ),
     "gemma3n": (
         "gemma3n_text",
         {**SIZES, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY},
@@ -120,6 +141,22 @@ TRIED: dict[str, tuple[str, dict[str, Any], str]] = {
             "use_bidirectional_attention": "all",
         },
         "not causal",
+    ),
+    "inkling": (
+        "inkling_text",
+        {**SIZES, **EXPERTS, "head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4},
+        "nodes do not see their own path",
+    ),
+    "zaya": (
+        "zaya",
+        {
+            **{key: SIZES[key] for key in SIZES if key != "intermediate_size"},
+            "head_dim": 8,
+            "num_experts": 4,
+            "moe_intermediate_size": 16,
+            "router_hidden_size": 8,
+        },
+        "its forward fails with TypeError",
     ),
     "opt-350m": (
         "opt",

@@ -64,6 +64,17 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_dense_layers": 1,
         },
     ),
+    "lfm3": (
+        "lfm3",
+        {
+            **_COMMON,
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+            "sliding_window": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
     "granite4": (
         "granitemoehybrid",
         {
@@ -91,6 +102,20 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_routed_experts": 4,
             "moe_intermediate_size": 16,
             "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    "zamba": (
+        "zamba",
+        {
+            **_COMMON,
+            "num_key_value_heads": 4,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "n_mamba_heads": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
         },
     ),
     "zamba2": (
