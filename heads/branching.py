@@ -289,57 +289,41 @@ class Branches:
         return taps_BNK
 
     def _gated_delta_rule(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-        **_: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """state = exp(g) state; then state += key beta (value - key state) (arXiv:2412.06464)."""
         heads = value.shape[2]
         query_BHNQ, key_BHNQ, value_BHNV = (_heads_first(x, heads) for x in (query, key, value))
-        if use_qk_l2norm_in_kernel:
+        if options.get("use_qk_l2norm_in_kernel"):
             query_BHNQ, key_BHNQ = (
                 x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
                 for x in (query_BHNQ, key_BHNQ)
             )
         query_BHNQ = query_BHNQ * query.shape[-1] ** -0.5
-        decays, corrects = (x.float().transpose(1, 2) for x in (g, beta))
-        out_BHNV = self._attend(query_BHNQ, key_BHNQ, value_BHNV, decays, corrects)
-        return out_BHNV.transpose(1, 2).contiguous().to(value.dtype), initial_state
+        decay_BHN, share_BHN = (options[name].float().transpose(1, 2) for name in ("g", "beta"))
+        out_BHNV = self._attend(query_BHNQ, key_BHNQ, value_BHNV, decay_BHN, share_BHN)
+        state: Tensor = options["initial_state"]
+        return out_BHNV.transpose(1, 2).contiguous().to(value.dtype), state
 
     def _mamba2(
-        self,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        *,
-        initial_states: Tensor,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        **_: Any,
+        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """state = exp(dt A) state + B dt x; its reader is C (arXiv:2405.21060)."""
         self._is_mamba = True
         heads = hidden_states.shape[2]
-        dt_BNH = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        dt_BHN = (F.softplus(dt_BNH) if dt_softplus else dt_BNH).clamp(*dt_limit).transpose(1, 2)
+        if (bias_H := options.get("dt_bias")) is not None:
+            dt = dt + bias_H.to(dt.dtype)
+        if options.get("dt_softplus"):
+            dt = F.softplus(dt)
+        dt_BHN = dt.clamp(*options.get("dt_limit", (0.0, float("inf")))).transpose(1, 2)
         x_BHNV, key_BHNQ, query_BHNQ = (_heads_first(x, heads) for x in (hidden_states, B, C))
         decay_BHN = (A.float()[:, None] * dt_BHN).float()
         value_BHNV = x_BHNV * dt_BHN[..., None].float()
         out_BHNV = self._attend(query_BHNQ, key_BHNQ, value_BHNV, decay_BHN, None)
-        if D is not None:
-            out_BHNV = out_BHNV + D[:, None, None] * x_BHNV
-        return out_BHNV.transpose(1, 2).contiguous(), initial_states
+        if (skip_H := options.get("D")) is not None:
+            out_BHNV = out_BHNV + skip_H[:, None, None] * x_BHNV
+        state: Tensor = options["initial_states"]
+        return out_BHNV.transpose(1, 2).contiguous(), state
 
     def _attend(
         self,

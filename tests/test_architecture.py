@@ -26,7 +26,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 47_500, "infer": 13_200, "train": 25_000}
+CORE = {"heads": 53_300, "infer": 13_200, "train": 25_000}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
@@ -50,7 +50,7 @@ DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}
 MENDS = "tests/mends.txt"
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
-PAGES = {"README.md": 150, "ARCHITECTURE.md": 160}
+PAGES = {"README.md": 150, "ARCHITECTURE.md": 163}
 WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 13_000, "CHANGELOG.md": 800}
 PICTURE = "docs/architecture.svg"
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
