@@ -1,10 +1,11 @@
 """What does it cost to verify a tree on a hybrid target?
 
-    python scripts/benchmarks/hybrid_cost.py [--nodes 8] [--repetitions 7] [--threads 1]
+    python scripts/benchmarks/hybrid_cost.py [--nodes 8] [--repetitions 7] [--compiled]
 
 Random weights at the shapes of real models, in bfloat16. Times, in turns: transformers' own forward
-of one token with its own cache; one step here without drafts; a tree of drafts, whose kept path is
-three nodes deep, in one call of each mixer and level by level. Prints a Markdown table of medians
+of one token with its own cache; a step here without drafts; a step with a tree of constant drafts,
+in one call of each mixer and level by level. --compiled also times compiled steps, without drafts
+and with the tree, after a minute or two of compiling per shape. Prints a Markdown table of medians
 in milliseconds of CPU time and their ratios to transformers' forward.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -21,7 +23,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from typer import Option
 
 from draftheads.heads import Target, TokenTree
-from draftheads.heads.tree import StaticTree, Topology
+from draftheads.heads.drafting import Committed
+from draftheads.heads.tree import StaticTree, Tree
+from draftheads.infer.engine import DrafterSource, Speculator
 
 COMMON = {"vocab_size": 32768, "hidden_size": 1024, "num_hidden_layers": 24, "head_dim": 256}
 GROUPED = {**COMMON, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 3584}
@@ -62,16 +66,52 @@ def milliseconds(work: Callable[[], object]) -> float:
     return 1e3 * (time.process_time() - started)
 
 
+class Constant(DrafterSource):
+    """Drafts the same tokens in every step, in no time."""
+
+    feature_layers: tuple[int, ...] = ()
+    cache = None
+    rows_may_leave = True
+    why_not_compiled = None
+
+    def __init__(self, tree: StaticTree, vocabulary: int) -> None:
+        self._tree, self.topology = tree, tree.topology()
+        self.drafts = torch.randint(vocabulary, (1, tree.draft_nodes))
+
+    @property
+    def tree(self) -> Tree:
+        return self._tree
+
+    def check_tree(self, tree: Tree) -> None:
+        """It has but one."""
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> Constant:
+        return self
+
+    def propose(self, committed: Committed) -> TokenTree:
+        tokens_BN = torch.cat([committed.last_tokens_B()[:, None], self.drafts], dim=1)
+        return TokenTree(tokens_BN, self.topology)
+
+    def rewind(self, length: int) -> None:
+        """Nothing to forget."""
+
+
 def main(
     nodes: Annotated[int, Option(help="draft nodes")] = 8,
     repetitions: Annotated[int, Option(help="of each time")] = 7,
     threads: Annotated[int, Option(help="of torch")] = 1,
+    compiled: Annotated[bool, Option(help="time compiled steps, too")] = False,
+    only: Annotated[str, Option(help="shapes whose names contain this")] = "",
 ) -> None:
     """Print the table."""
     torch.set_num_threads(threads)
-    typer.echo("| shape | parameters | transformers | plain | tree | by level | states of a row |")
-    typer.echo("| --- | --- | --- | --- | --- | --- | --- |")
+    columns = ["transformers", "plain", "tree", "by level"]
+    columns += ["compiled plain", "compiled tree"] if compiled else []
+    typer.echo(f"| shape | parameters | {' | '.join(columns)} | states of a row |")
+    typer.echo("| --- " * (len(columns) + 3) + "|")
     for name, (kind, options) in SHAPES.items():
+        if only not in name:
+            continue
         torch.manual_seed(0)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options))
@@ -79,42 +119,40 @@ def main(
         for parameter in [*model.parameters(), *model.buffers()]:
             parameter.data.normal_(std=0.02)
         with torch.inference_mode():
-            typer.echo(row(name, Target(model), nodes, repetitions))
+            typer.echo(row(name, Target(model), nodes, repetitions, compiled))
 
 
-def row(name: str, target: Target, nodes: int, repetitions: int) -> str:
+def row(name: str, target: Target, nodes: int, repetitions: int, compiled: bool) -> str:
     """A line of the table."""
     ids = torch.randint(target.vocab_size, (TEXT,)).tolist()
     own = DynamicCache(config=target.config)
     target.model(torch.tensor([ids]), past_key_values=own)
-    shape = StaticTree.from_widths((3, 1, 1)).resized(nodes).topology()
-    tokens = torch.randint(target.vocab_size, (1, shape.parents_BN.shape[1]))
-    branched = TokenTree(tokens, shape)
-    path = shape.ancestors_BNN[0, int(shape.levels_BN[0].argmax())].nonzero()[:, 0][:3].tolist()
-    plain = TokenTree(tokens[:, :1], Topology(torch.tensor([[-1]])))
-    caches = {}
-    for mixing in ({}, {"by_level": True}):
-        target._mixing = mixing
-        caches[bool(mixing)] = cache = target.new_cache(1, TEXT + 2048)
-        target.prefill([ids], cache, ())
-
-    def step(what: TokenTree, kept: list[int], cache: Any) -> None:
-        target.verify(what, cache, ())
-        cache.keep(torch.tensor([kept]), [len(kept)])
-
     one = torch.tensor([[ids[0]]])
-    works: list[Callable[[], object]] = [
+    tree = StaticTree.from_widths((3, 1, 1)).resized(nodes)
+
+    def steps(tree: StaticTree, compile: bool = False, **mixing: bool) -> Callable[[], object]:
+        target._mixing = mixing
+        drafts = Constant(tree, target.vocab_size)
+        decode = Speculator(target, drafts, compile=compile).generate(ids, max_new_tokens=2000)
+        next(decode)
+        return partial(next, decode)
+
+    works = [
         lambda: target.model(one, past_key_values=own),
-        lambda: step(plain, [0], caches[False]),
-        lambda: step(branched, path, caches[False]),
-        lambda: step(branched, path, caches[True]),
+        steps(StaticTree(())),
+        steps(tree),
+        steps(tree, by_level=True),
     ]
-    times = [[milliseconds(work) for work in works] for _ in range(repetitions + 1)][1:]
+    if compiled:
+        works += [steps(StaticTree(()), compile=True), steps(tree, compile=True)]
+    times = [[milliseconds(work) for work in works] for _ in range(repetitions + 2)][2:]
     first, *others = (statistics.median(column) for column in zip(*times, strict=True))
-    states = caches[False].states
+    cache = target.new_cache(1, TEXT)
+    target.prefill([ids], cache, ())
     size = 0
-    if states is not None:
-        size = sum(state.nbytes for kinds in states.committed.values() for state in kinds.values())
+    if cache.states is not None:
+        kinds = cache.states.committed.values()
+        size = sum(state.nbytes for states in kinds for state in states.values())
     millions = sum(parameter.numel() for parameter in target.model.parameters()) / 1e6
     cells = [f"{each:.0f} ({each / first:.2f})" for each in others]
     return (
