@@ -10,14 +10,15 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
@@ -32,6 +33,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.longrope import LongRope, document_lengths
 from draftheads.heads.masks import Masks, known_packing
+from draftheads.heads.packing import document_ends, groups, rows_of
 from draftheads.heads.placement import (
     Bits,
     Placement,
@@ -63,6 +65,12 @@ TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 """Parameters of `apply_chat_template` that may be given as variables of the template."""
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward pass, which bounds the (T, S) mask of a long prompt."""
+
+
+Packing = Literal["resets", "mask", "ends", "alone"]
+"""What keeps packed documents apart in training: position resets, a mask, the documents' ends which
+kernels of recurrent layers obey, or a row for each document.
+"""
 
 
 @dataclass(frozen=True)
@@ -119,8 +127,8 @@ class Target:
         self._masks = Masks(model)
         self._longrope = LongRope(model)
         self._mixing: dict[str, bool] = {}  # how its mixers run, by a trial
-        self._isolates = bool(self._mixers)  # a recurrent state does not end with a document
-        self._resets = True  # whether position resets alone separate packed documents
+        self._packing: Packing = "alone" if self._mixers else "resets"
+        self._isolated_tokens = self._isolated_slots = 0  # documents' and their rows', so far
         if not model.get_input_embeddings().weight.is_meta:
             _refuse_by_trial(self)
 
@@ -333,54 +341,58 @@ class Target:
         Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
         large; those of a sharded target are not, because all processes must run as many forwards.
         """
-        if self._isolates:
+        is_sharded, length = self._is_sharded, batch.tokens_BT.shape[1]
+        if self._packing == "alone" or (self._packing == "ends" and is_sharded):
             return self._isolated(batch, layers)
-        is_long = batch.tokens_BT.shape[1] > PIECE
-        if not (is_long and self._resets) or isinstance(self.model, FSDPModule):
+        is_long = self._packing == "resets" and length > PIECE and not is_sharded
+        if not is_long and self._packing != "ends":
             return self._states(batch, layers)
         rows = []
-        for row, starts in enumerate(batch.pieces(PIECE)):
+        for row, starts in enumerate(batch.pieces(PIECE if is_long else length)):
             pieces = [batch.part(row, start, stop) for start, stop in pairwise(starts)]
             rows.append(torch.cat([self._states(piece, layers)[0] for piece in pieces]))
         return pad_sequence(rows, batch_first=True)
 
     def _isolated(self, batch: Batch, layers: Sequence[int]) -> Tensor:
-        """`states` of documents that run as rows of their own, those of similar lengths together.
-        Padding is on the right, where no causal layer sees it.
-        """
-        source = batch.host or batch
-        spans = [
-            (row, start, stop)
-            for row, cuts in enumerate(batch.pieces(1))
-            for start, stop in pairwise(cuts)
-        ]
-        spans.sort(key=lambda span: span[2] - span[1])
+        """`states` of documents that run as rows of their own."""
         width = len(layers) * self.hidden_size
         states_BTD = torch.zeros(
             *batch.tokens_BT.shape, width, dtype=self.dtype, device=self.device
         )
-        while spans:
-            _, start, stop = spans[-1]
-            size = max(1, PIECE // (stop - start))
-            together, spans = spans[-size:], spans[:-size]
-            tokens = [source.tokens_BT[row, start:stop] for row, start, stop in together]
-            tokens_RT = pad_sequence(tokens, batch_first=True)
-            positions_RT = torch.arange(tokens_RT.shape[1]).expand_as(tokens_RT)
-            rows = Batch(tokens_RT, tokens_RT >= 0, positions_RT, torch.zeros_like(tokens_RT))
-            states_RTD = self._states(rows.to(self.device), layers)
-            for states_TD, (row, start, stop) in zip(states_RTD, together, strict=True):
+        passes = groups(batch, PIECE)
+        if self._is_sharded:  # all processes must run as many
+            most = torch.tensor(len(passes), device=self.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            passes += passes[-1:] * (int(most) - len(passes))
+        for spans in passes:
+            rows = rows_of(batch, spans)
+            for states_TD, (row, start, stop) in zip(
+                self._states(rows, layers), spans, strict=True
+            ):
                 states_BTD[row, start:stop] = states_TD[: stop - start]
+                self._isolated_tokens += stop - start
+            self._isolated_slots += rows.tokens_BT.numel()
         return states_BTD
+
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(decoder(self.model), FSDPModule)
+
+    @property
+    def padding(self) -> float | None:
+        """The share of padding in all `states` so far, if each document has a row of its own."""
+        return 1 - self._isolated_tokens / self._isolated_slots if self._isolated_slots else None
 
     def _states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         lengths_BT = document_lengths(batch.positions_BT)
         with self._longrope.factors(lengths_BT), known_packing(batch):
             out = decoder(self.model)(
                 batch.tokens_BT,
-                attention_mask=None if self._resets else self._masks.packed(batch),
+                attention_mask=self._masks.packed(batch) if self._packing == "mask" else None,
                 position_ids=batch.positions_BT,
                 use_cache=False,
                 output_hidden_states=list(layers),
+                **(document_ends(batch) if self._packing == "ends" else {}),
             )
         states_BTD = self._concatenate(out.hidden_states, layers)
         return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
@@ -535,21 +547,23 @@ def template_variables(given: Any) -> dict[str, Any]:
 
 def _refuse_by_trial(target: Target) -> None:
     """Raise ValueError if the model's states in a tiny tree are not those of plain text."""
-    try:
-        fault = _trial(target)
-        if fault and target.is_hybrid:
-            for target._mixing in ({"by_level": True}, {"by_level": True, "forgets": True}):
-                if _trial(target) is None:
-                    return
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a model's own code may raise anything; decoding would meet it too
-        fault = f"its forward fails with {error!r:.200}"
-    if fault:
-        raise ValueError(
-            f"{describe(target.model)} cannot follow a token tree, as a trial with a few tokens "
-            f"shows: {fault}; {ADVICE}"
-        )
+    ways: list[dict[str, bool]] = [{}]
+    if target.is_hybrid:
+        ways += [{"by_level": True}, {"by_level": True, "forgets": True}]
+    fault: str | None = None
+    for target._mixing in ways:
+        try:
+            fault = _trial(target)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model's own code may raise anything; decoding would meet it
+            fault = f"its forward fails with {error!r:.200}"
+        if fault is None:
+            return
+    raise ValueError(
+        f"{describe(target.model)} cannot follow a token tree, as a trial with a few tokens "
+        f"shows: {fault}; {ADVICE}"
+    )
 
 
 @torch.no_grad()  # not inference mode: buffers that a model creates here may be used in training
@@ -582,18 +596,20 @@ def _trial(target: Target) -> str | None:
     if _differ(target, nodes_BND[:, 3:].flatten(0, 1), plain_BTD[range(4), ends]):
         return "nodes do not see their own path, or not at its positions"
 
-    if target._isolates:
-        return None
     # two rows of two documents each, the second one the same: does it see the first?
     documents_BT = torch.tensor([[0] * 7 + [1] * 6] * 2)
     tokens_BT = torch.tensor([texts[0] + texts[2], texts[1] + texts[2]])
     positions_BT = torch.tensor([[*range(7), *range(6)]] * 2)
     batch = Batch(tokens_BT, tokens_BT >= 0, positions_BT, documents_BT).to(target.device)
-    for target._resets in (True, False):
-        one_LD, other_LD = target.states(batch, [-1])[:, 8:]
-        leaks = _differ(target, one_LD, other_LD, 0.05)
-        if not leaks and not _differ(target, one_LD, plain_BTD[2, :5]):
-            return None
+    ways: tuple[Packing, ...] = ("ends", "alone") if target.is_hybrid else ("resets", "mask")
+    for target._packing in ways:
+        # models do not take the ends of documents, or say which kernels they need for them
+        refusals = (TypeError, ValueError) if target._packing == "ends" else ()
+        with suppress(*refusals):
+            one_LD, other_LD = target.states(batch, [-1])[:, 8:]
+            leaks = _differ(target, one_LD, other_LD, 0.05)
+            if not leaks and not _differ(target, one_LD, plain_BTD[2, :5]):
+                return None
     return "packed documents see each other in training"
 
 

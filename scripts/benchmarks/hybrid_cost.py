@@ -133,7 +133,7 @@ def row(name: str, target: Target, nodes: int, repetitions: int, compiled: bool)
     def steps(tree: StaticTree, compile: bool = False, **mixing: bool) -> Callable[[], object]:
         target._mixing = mixing
         drafts = Constant(tree, target.vocab_size)
-        decode = Speculator(target, drafts, compile=compile).generate(ids, max_new_tokens=2000)
+        decode = Speculator(target, drafts, compile=compile).generate(ids, max_new_tokens=1500)
         next(decode)
         return partial(next, decode)
 

@@ -10,12 +10,15 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tiny_heads import decode
 from torch.distributed.tensor import DTensor
 
+import draftheads.heads.target
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
 from draftheads.train.launch import make_accelerator
@@ -58,6 +61,13 @@ def compare(folder: str) -> dict[str, Any]:
         "sizes": [own_bytes(whole), own_bytes(sharded)],
         "fingerprints": [whole.fingerprint(), sharded.fingerprint() if rank == 0 else None],
     }
+    with mock.patch.object(draftheads.heads.target, "PIECE", 4):  # rank 1 has one more document
+        documents_BT = torch.tensor([[0] * 5 + [1] * 4, [0] * 3 + [1] * (6 - rank) + [2] * rank])
+        starts_BT = F.pad(documents_BT.diff(), (1, 0))
+        positions_BT = torch.arange(9) - (torch.arange(9) * starts_BT).cummax(1).values
+        long = Batch(batch.tokens_BT, batch.loss_mask_BT, positions_BT, documents_BT)
+        pieces, rows = (each.features(long, [1])[positions_BT > 0] for each in (whole, sharded))
+        found["features of long rows"] = torch.allclose(pieces, rows, atol=1e-5)
     prompts = [[5, 9, 3], [4, 8]]  # of as many forwards in every process
     found["tokens"] = [
         decode(target, None, prompts, max_new_tokens=6)[0] for target in (whole, sharded)
