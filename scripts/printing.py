@@ -25,7 +25,7 @@ from draftheads.train.data.answers import MANIFEST, count, read_answers, read_ma
 from draftheads.train.data.conversation import Conversation
 from draftheads.train.data.prompts import Prompt, check_source
 from draftheads.train.data.text_side import TextSide
-from draftheads.train.plan import Plan
+from draftheads.train.plan import Plan, RowBytes
 
 LEARNED, ENDING, REST = "green", "bold reverse green", "dim"
 FREQUENT = 12
@@ -160,6 +160,10 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(table)
     rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
+    use = [
+        _decoding(shapes.row) if shapes.row else "",
+        _break_even(plan) if plan.break_even else "",
+    ]
     facts = {
         "disk": f"at most {disk['checkpoints']} checkpoints of {_size(disk['checkpoint'])}; "
         f"features: {_size(disk['features'])}; free: {_size(disk['free'])}",
@@ -167,7 +171,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         f"({work.micro_batches} micro batches); {epochs}{rows}",
         "": work.note or "",
         "time": _time(plan),
-        "use": _break_even(plan) if plan.break_even else "",
+        "use": "\n".join(filter(None, use)),
     }
     console.print(labelled(facts))
     text = remedy(plan)
@@ -282,6 +286,11 @@ def why_no_drafts(tuned: Tuned) -> str:
         f"times plain decoding. Next: train longer or on texts like these prompts (see draftheads "
         f"doctor), {other}--compile, or tune on the machine that will decode"
     )
+
+
+def _decoding(row: RowBytes) -> str:
+    line = f"decoding takes {_size(row.keys_and_values)} for keys and values of 1,000 tokens"
+    return f"{line}, {_size(row.states)} per row for recurrent states" if row.states else line
 
 
 def _time(plan: Plan) -> str:

@@ -39,7 +39,7 @@ WINGS = {
     "infer.generate": 2_200,
     "infer.pipeline": 2_700,
     "train.data": 20_700,
-    "train.plan": 4_300,
+    "train.plan": 4_500,
     "train.suggest": 1_200,
     "train.doctor": 4_700,
     "scripts": 16_300,

@@ -89,7 +89,7 @@ class Shapes:
     number of the target. head, adapter: trained parameters; trained: their bytes in float32.
     adapted: layers with an adapter. states: number of target layers that training reads; features:
     that the head reads. vocabulary: of the head's drafts. buffers: bytes of the head's other
-    tensors.
+    tensors. row: see `row_bytes`.
 
     Raises OSError without the target's config.json, ValueError for a head or an adapter that does
     not fit the target.
@@ -98,16 +98,22 @@ class Shapes:
     def __init__(self, recipe: Recipe) -> None:
         check_path(recipe.target)
         config = read_config(recipe.target, recipe.target_revision)
+        saved = config.get_text_config(decoder=True).dtype or torch.float32
+        dtype = getattr(torch, recipe.target_dtype, saved)
+        if recipe.target_dtype == "auto" and not torch.cuda.is_available():
+            dtype = torch.float32
         with reading(recipe.target), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            # the only experts that run in any dtype on the meta device
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, experts_implementation="batched_mm", trust_remote_code=False
+            )
         self.target = ShapeTarget(model, name=recipe.target, fingerprint="")
         self.layers = self.target.layers
         self.frozen = _count(model)
         self.per_layer = _count(decoder_layers(model)) // self.layers
-        dtype = getattr(torch, recipe.target_dtype, self.target.config.dtype or torch.float32)
-        on_cpu = recipe.target_dtype == "auto" and not torch.cuda.is_available()
-        self.itemsize: int = 4 if on_cpu else dtype.itemsize
+        self.itemsize: int = dtype.itemsize
         self.bits = recipe.target_bits or 8 * self.itemsize
+        self.row = row_bytes(self.target)
         # a new head copies lm_head to the CPU: one number, expanded to a matrix, can be copied
         lm_head = model.get_output_embeddings()
         zeros_VD = torch.zeros(()).expand(lm_head.weight.shape)
@@ -138,6 +144,34 @@ class Shapes:
     def feature_bytes(self, tokens: float) -> int:
         """Bytes of the features of this many tokens in the target's dtype."""
         return int(tokens * self.target.hidden_size * self.states * self.itemsize)
+
+
+class RowBytes(NamedTuple):
+    """Bytes of the target's cache for one row. keys_and_values: of 1,000 tokens. states: of
+    recurrent layers, whatever the length.
+    """
+
+    keys_and_values: int
+    states: int
+
+
+@torch.no_grad()
+def row_bytes(target: Target) -> RowBytes | None:
+    """What a cache holds after a prompt of two tokens; None if the model does not run on the meta
+    device.
+    """
+    cache = target.new_cache(1, 1000)
+    try:
+        target.prefill([[0, 0]], cache, ())
+    except RuntimeError:  # a model that reads values; its other figures are worth printing
+        return None
+    layers = [layer for layer in cache.layers if layer.is_initialized]
+    keys_and_values = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    states = 0
+    if cache.states is not None:
+        for mixer in cache.states.committed.values():
+            states += sum(state.nbytes for state in mixer.values())
+    return RowBytes(keys_and_values, states)
 
 
 def _count(module: nn.Module) -> int:
@@ -543,6 +577,7 @@ class Plan:
             "disk": self.disk,
             "time": self.time or None,
             "break_even": self.break_even,
+            "decoding": shapes.row._asdict() if shapes.row else None,
             "probed": [self.trial.layers] if self.trial else [],
             "reason": self.reason,
             "recipe": self.recipe.model_dump(mode="json"),

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hybrid_targets import HYBRIDS, hybrid_model
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny_targets import CONFIGS, random_model
@@ -31,7 +32,7 @@ from tiny_training import (
     tiny_target,
     write_answers,
 )
-from transformers import CONFIG_MAPPING, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
@@ -110,6 +111,71 @@ def test_tied_embeddings_are_counted_once(tmp_path, made):
     ).save_pretrained(tmp_path / "tied")
     sizes = Shapes(recipe_of({**tiny_recipe(made), "target": str(tmp_path / "tied")}))
     assert sizes.frozen - sizes.layers * sizes.per_layer == 50 * 32 + 32
+
+
+def held_by(target: Target, tokens: int) -> tuple[int, int]:
+    """Bytes of keys and values of so many tokens, and of recurrent states, in a real cache."""
+    cache = target.new_cache(1, tokens)
+    target.prefill([[3] * 20], cache, ())
+    layers = [layer for layer in cache.layers if layer.is_initialized]
+    states = cache.states.committed.values() if cache.states else ()
+    return (
+        sum(layer.keys.nbytes + layer.values.nbytes for layer in layers),
+        sum(state.nbytes for kinds in states for state in kinds.values()),
+    )
+
+
+def plan_for(model: Any, made: Path, folder: Path, dtype: str = "float32") -> planning.Plan:
+    """Of a target without weights."""
+    model.config.save_pretrained(folder / "target")
+    values = tiny_recipe(made) | {"target": str(folder / "target"), "target_dtype": dtype}
+    values["data"] |= {"path": str(folder / "missing")}
+    return make_plan(recipe_of(values), probe=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_row_of_a_hybrid_takes_what_its_cache_holds(made, tmp_path, name, dtype):
+    """Recurrent states do not grow with the text; keys and values are those of attention layers."""
+    model = hybrid_model(name)
+    plan = plan_for(model, made, tmp_path, dtype)
+    held = held_by(Target(model.to(getattr(torch, dtype))), 1000)
+    assert plan.shapes.row == held and min(held) > 0
+    assert plan.to_json()["decoding"] == {"keys_and_values": held[0], "states": held[1]}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_row_of_other_targets_takes_keys_and_values_alone(made, tmp_path, name):
+    model = random_model(name)
+    row = plan_for(model, made, tmp_path).shapes.row
+    assert row == held_by(Target(model), 1000) and row.states == 0
+
+
+def test_memory_of_decoding_is_printed(made, tmp_path):
+    kind, options = HYBRIDS["qwen3.5"]
+    widths = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    config = CONFIG_MAPPING[kind](**{**options, **widths})
+    plan = plan_for(AutoModelForCausalLM.from_config(config), made, tmp_path)
+    keys_and_values = 2 * 2 * 16 * 1000 * 4  # of 2 heads of 16 in one layer
+    convolved = 2 * 2 * 128 + 4 * 128  # keys and queries of 2 heads, values of 4
+    states = 3 * 4 * (4 * 128 * 128 + 4 * convolved)
+    assert plan.shapes.row == (keys_and_values, states)
+    print_plan(plan, Console(file=(said := StringIO()), width=200))
+    line = "takes 0.3 MB for keys and values of 1,000 tokens, 0.8 MB per row for recurrent states"
+    assert line in said.getvalue()
+    print_plan(make_plan(recipe_of(tiny_recipe(made)), probe=False), Console(file=said, width=200))
+    assert said.getvalue().count("recurrent") == 1
+
+
+def test_a_target_that_does_not_run_on_the_meta_device_is_planned_without(made, monkeypatch):
+    def prefill(*_: object) -> None:
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr(Target, "prefill", prefill)
+    plan = make_plan(recipe_of(tiny_recipe(made)), probe=False)
+    assert plan.shapes.row is None and plan.to_json()["decoding"] is None
+    print_plan(plan, Console(file=(said := StringIO()), width=200))
+    assert "decoding takes" not in said.getvalue()
 
 
 @pytest.mark.parametrize("kind", HEADS)
