@@ -7,10 +7,11 @@ from collections import Counter
 from itertools import product
 
 import torch
-from tiny_heads import random_head
+from tiny_heads import decode, random_head
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.target import Target
+from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Sampled, filtered_logits
 
 WORDS = 6
@@ -63,3 +64,13 @@ def whole_law(target: Target, prompt: list[int], new: int, rule: Sampled) -> dic
 
 def small_head(kind: str, target: Target, vocabulary: list[int] | None = None) -> DraftHead:
     return random_head(kind, target, depth=3, nodes=6, top_k=2, vocabulary=vocabulary)
+
+
+def whole_engine_statistic(target: Target, head: DraftHead, tree: Tree) -> tuple[float, int]:
+    """Four tokens: the prefill's, and those of one to three steps, on trees that differ by row."""
+    prompt, rule = [3, 1, 4, 1, 5], Sampled(temperature=4.0, top_k=4)
+    rule.seed(2)
+    choices = {"tree": tree, "sampling": rule, "max_new_tokens": 4}
+    rows, statistics = decode(target, head, [prompt] * (RUNS // 2), **choices)
+    assert {row.steps for row in statistics} == {1, 2, 3}, "drafts are accepted and refused"
+    return chi_square(Counter(map(tuple, rows)), whole_law(target, prompt, 4, rule))

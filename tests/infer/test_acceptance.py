@@ -8,8 +8,15 @@ from collections import Counter
 
 import pytest
 import torch
-from exact_laws import RUNS, MarkovTarget, chi_square, small_head, surely_below, whole_law
-from tiny_heads import BLOCKS, decode
+from exact_laws import (
+    RUNS,
+    MarkovTarget,
+    chi_square,
+    small_head,
+    surely_below,
+    whole_engine_statistic,
+)
+from tiny_heads import BLOCKS
 from tiny_targets import some_prompts, tiny_target
 from transformers import (
     LogitsProcessorList,
@@ -18,10 +25,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import HEADS
-from draftheads.heads.target import Target
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.heads.tree_drafting import DynamicTreeBuilder
 from draftheads.infer.accept import Greedy, Sampled, Typical, filtered_logits
 from draftheads.infer.engine import Speculator
@@ -62,16 +67,6 @@ def test_the_chi_square_test_notices_a_bias():
     observed = Counter({key: round(p * RUNS) for key, p in wrong.items()})
     statistic, freedom = chi_square(observed, law)
     assert statistic > surely_below(freedom)
-
-
-def whole_engine_statistic(target: Target, head: DraftHead, tree: Tree) -> tuple[float, int]:
-    """Four tokens: the prefill's, and those of one to three steps, on trees that differ by row."""
-    prompt, rule = [3, 1, 4, 1, 5], Sampled(temperature=4.0, top_k=4)
-    rule.seed(2)
-    choices = {"tree": tree, "sampling": rule, "max_new_tokens": 4}
-    rows, statistics = decode(target, head, [prompt] * (RUNS // 2), **choices)
-    assert {row.steps for row in statistics} == {1, 2, 3}, "drafts are accepted and refused"
-    return chi_square(Counter(map(tuple, rows)), whole_law(target, prompt, 4, rule))
 
 
 @pytest.mark.slow
