@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tiny_targets import CONTEXT, VOCABULARY, scaled_up
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 32,
@@ -177,6 +177,45 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+_TEXT = {key: _COMMON[key] for key in _COMMON if key not in ("bos_token_id", "eos_token_id")}
+_EYES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+_LAYERS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "text_config": HYBRIDS["qwen3.5"][1],
+        "vision_config": {**_EYES, "out_hidden_size": 32},
+    },
+    "qwen3_5_moe": {
+        "text_config": HYBRIDS["qwen3.5-moe"][1],
+        "vision_config": {**_EYES, "out_hidden_size": 32},
+    },
+    "gemma3": {
+        "text_config": {**_TEXT, "head_dim": 8},
+        "vision_config": {**_LAYERS, "intermediate_size": 16, "image_size": 28, "patch_size": 14},
+        "mm_tokens_per_image": 4,
+    },
+    "gemma4": {
+        "text_config": {
+            **_TEXT,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+        "vision_config": {**_LAYERS, "intermediate_size": 16, "head_dim": 8},
+        "audio_config": None,
+    },
+}
+
+
+def multimodal_model(kind: str) -> Any:
+    """A random model of text and pictures, as such checkpoints are published."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**MULTIMODAL[kind])
+    return scaled_up(AutoModelForImageTextToText.from_config(config))
 
 
 def hybrid_model(name: str) -> Any:

@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hybrid_targets import hybrid_model
+from hybrid_targets import MULTIMODAL, hybrid_model, multimodal_model
 from launching import torchrun
+from tiny_heads import decode
+from tiny_targets import some_prompts
 from tiny_training import assert_same, random_answers, tiny_recipe, weights, write_answers
 from transformers import GenerationConfig
 
 from draftheads.heads import packing
 from draftheads.heads.batch import Batch
+from draftheads.heads.formats.hub import load_head
 from draftheads.heads.packing import document_ends, groups, rows_of
+from draftheads.heads.target import Target
 from draftheads.train.data.answers import Answer
 from draftheads.train.medusa import main
 from draftheads.train.metrics import read_metrics
@@ -70,6 +74,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(made, tmp_path):
     shutil.rmtree(part / "step-000006")
     assert main([str(recipe)]) == 0
     assert_same(weights(whole, 6), weights(part, 6))
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_checkpoints_of_models_that_see_are_used_for_text_as_they_are(kind, tmp_path):
+    model, prompt = multimodal_model(kind), some_prompts(9)[0]
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    model.save_pretrained(tmp_path / "target")
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+    target = Target.load(tmp_path / "target")
+    text = decode(target, None, [prompt], max_new_tokens=20)[0][0]
+    assert text == out[0, len(prompt) :].tolist()
+    write_answers(tmp_path / "data", [Answer(prompt + text, [(len(prompt), 29)])] * 20)
+    values = tiny_recipe(tmp_path, "eagle3", steps=1)
+    del values["head"]["vocabulary"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    assert main([str(tmp_path / "recipe.yaml")]) == 0
+    head = load_head(tmp_path / "run")
+    assert decode(target, head, [prompt], max_new_tokens=20)[0][0] == text
 
 
 @pytest.mark.slow
