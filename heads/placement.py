@@ -52,6 +52,8 @@ OWN_CODE = (
 
 NO_WEIGHT = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$|inv_freq$|_scale$")
 """Ends of the names of buffers in decoder layers, which some checkpoints have."""
+NO_CAUSAL_LM = re.compile(r"class '[\w.]*\.(\w+)'> for this kind of AutoModel")
+"""transformers' words for a model of another kind, such as an encoder-decoder, and its config."""
 READING = timedelta(hours=6)
 """How long processes wait for the first one to download and read the weights."""
 
@@ -166,6 +168,11 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         if ASKS_FOR_CODE in reason:
             raise ValueError(f"target {path}: {OWN_CODE}") from error
+        if other := NO_CAUSAL_LM.search(reason):
+            raise ValueError(
+                f"target {path}: expected a causal LM, got a model of {other[1]}; use one whose "
+                "config.json names a class ...ForCausalLM"
+            ) from error
         raise ValueError(
             f"target {path}: cannot be read: {reason}; download it again, or fix the file"
         ) from error

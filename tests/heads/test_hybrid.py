@@ -14,7 +14,7 @@ from exact_laws import WORDS, small_head, surely_below, whole_engine_statistic
 from hybrid_targets import HYBRIDS, hybrid_model
 from recorder import recorded
 from tiny_heads import random_head
-from tiny_targets import generated, some_prompts
+from tiny_targets import generated, some_prompts, tiny_target
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.recurrent import States
@@ -23,6 +23,8 @@ from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, 
 from draftheads.infer import NGram, compiled
 from draftheads.infer.accept import Greedy
 from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.engine import Session, Speculator
 
 NEW = 24
@@ -209,9 +211,26 @@ def test_drafting_nothing_can_be_compiled(monkeypatch):
     assert decode.compile
 
 
-def test_other_drafters_draft_for_it():
-    decode = Speculator(hybrid("qwen3.5"), NGram())
-    assert written(decode.generate(PROMPTS[0], max_new_tokens=NEW)) == expected("qwen3.5", 0)
+@pytest.mark.parametrize("drafts", ["ngram", "model", "merged"])
+def test_other_drafters_draft_for_it(drafts):
+    target = hybrid("qwen3.5")
+    head = random_head("medusa", target, depth=3)
+    source = {
+        "ngram": NGram(),
+        "model": DraftModel(tiny_target("llama")),
+        "merged": Merged((head, NGram())),
+    }[drafts]
+    decode = Speculator(target, source)
+    for number, prompt in enumerate(PROMPTS):
+        assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected("qwen3.5", number)
+
+
+def test_a_hybrid_cannot_draft():
+    """Its states of nodes would have to outlive a pass."""
+    target = hybrid("lfm2")
+    for source in (DraftModel(target), EarlyExit(1)):
+        with pytest.raises(ValueError, match="expected attention layers alone, got recurrent ones"):
+            list(Speculator(target, source).generate(PROMPTS[0], max_new_tokens=2))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -23,6 +23,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -187,6 +188,14 @@ def test_what_its_config_gives_away_is_refused_also_without_numbers(name):
     assert reason in (said := refusal(model))
     assert type(model).__name__ in said
     assert "; use a causal LM" in said or "; load a causal LM" in said
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    config = CONFIG_MAPPING["t5"](vocab_size=VOCABULARY, **sizes)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected a causal LM, got a model of T5Config; use"):
+        Target.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", TRIED)
