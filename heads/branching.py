@@ -1,16 +1,17 @@
-"""All nodes of a tree in one call of a recurrent mixer, each after its parent.
+"""One recurrent layer (a mixer) over the nodes of trees, each node after its parent.
+
+Three ways. `OneNode`: a tree of its root alone is a token of plain decoding. `Levels`: one call per
+depth, for any mixer. `Branches`: all nodes in one call, for mixers whose inner functions are known.
 
 A mixer of transformers calls two inner functions, a causal convolution over the last inputs and a
-linear recurrence, with the tokens of a sequence. Here the nodes of a tree stand in the places of
-tokens: projections, gates and norms see each alone, and these two functions are replaced by others
-that follow parent pointers. The mixer's own code runs, with other globals. What this cannot be done
-with runs level by level (`recurrent.States`).
+linear recurrence, with the tokens of a sequence. In `Branches` the nodes of a tree stand in the
+places of tokens: projections, gates and norms see each alone, and these two functions are replaced
+by others that follow parent pointers. The mixer's own code runs, with other globals. No node has a
+state of its own: a linear recurrence is attention over the path to the root, with weights that
+decay, beside what the committed state says. Only the kept node's state is computed.
 
-No node has a state of its own: a linear recurrence is attention over the path to the root, with
-weights that decay, beside what the committed state says. Only the kept node's state is computed.
-
-Legend: B rows, N nodes, C channels, K inputs of a convolution, H heads, Q width of a key, V width
-of a value. A state is (B, H, Q, V).
+Legend: B rows, N nodes, R nodes of one level over all rows, D hidden width, C channels, K inputs of
+a convolution, H heads, Q width of a key, V width of a value. A state is (B, H, Q, V).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ EPSILON = 1e-6
 
 Key = tuple[str, int]
 """Kind of a state, "conv" or "recurrent", and its number."""
-States = dict[Key, Tensor]
+LayerStates = dict[Key, Tensor]
 """(B, ...), of one mixer."""
 Level = tuple[Tensor, Tensor, Tensor]
 """int64 (R,), three times: rows, nodes and their parents."""
@@ -113,14 +114,14 @@ class Nodes(Protocol):
         self,
         mixer: Mixer,
         hidden_BND: Tensor,
-        committed: States,
+        committed: LayerStates,
         topology: Topology,
         arguments: Arguments,
     ) -> Tensor:
         """The output of the mixer. committed: its states (B, ...), before the root."""
         ...
 
-    def after(self, last_B: Tensor) -> States:
+    def after(self, last_B: Tensor) -> LayerStates:
         """The states after these nodes, (B, ...); -1: the committed ones."""
         ...
 
@@ -132,7 +133,7 @@ class OneNode:
         self,
         mixer: Mixer,
         hidden_B1D: Tensor,
-        committed: States,
+        committed: LayerStates,
         topology: Topology,
         arguments: Arguments,
     ) -> Tensor:
@@ -141,7 +142,7 @@ class OneNode:
         self.committed, self.states = committed, window.states
         return mixer.plain(hidden_B1D, window, arguments)
 
-    def after(self, last_B: Tensor) -> States:
+    def after(self, last_B: Tensor) -> LayerStates:
         return kept(self.committed, self.states, last_B)
 
 
@@ -154,7 +155,7 @@ class Levels:
         self,
         mixer: Mixer,
         hidden_BND: Tensor,
-        committed: States,
+        committed: LayerStates,
         topology: Topology,
         arguments: Arguments,
     ) -> Tensor:
@@ -173,7 +174,7 @@ class Levels:
                 self.states[key][rows_R, nodes_R + 1] = state
         return out_BND
 
-    def after(self, last_B: Tensor) -> States:
+    def after(self, last_B: Tensor) -> LayerStates:
         rows_B = torch.arange(len(last_B), device=last_B.device)
         return {key: state[rows_B, last_B + 1] for key, state in self.states.items()}
 
@@ -204,7 +205,7 @@ class Branches:
         self,
         mixer: Mixer,
         hidden_BND: Tensor,
-        committed: States,
+        committed: LayerStates,
         topology: Topology,
         arguments: Arguments,
     ) -> Tensor:
@@ -212,10 +213,10 @@ class Branches:
         out: Tensor = self._code(mixer, hidden_BND, **{**arguments, mixer.cache_name: self})
         return out
 
-    def after(self, last_B: Tensor) -> States:
+    def after(self, last_B: Tensor) -> LayerStates:
         node_B = last_B.clamp(min=0)
         rows_B = torch.arange(len(last_B), device=last_B.device)
-        after: States = {}
+        after: LayerStates = {}
         for number, paths_BCNK in self._paths_BCNK.items():
             after["conv", number] = paths_BCNK[rows_B, :, node_B]
         if self._recurrence is not None:
@@ -377,7 +378,7 @@ def _heads_first(x_BNGQ: Tensor, heads: int) -> Tensor:
     return x_BNHQ.transpose(1, 2)
 
 
-def kept(committed: States, after: States, last_B: Tensor) -> States:
+def kept(committed: LayerStates, after: LayerStates, last_B: Tensor) -> LayerStates:
     """The states after the last node of each row; -1: the committed ones."""
     states = {}
     for key, state in after.items():

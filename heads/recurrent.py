@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from draftheads.heads.branching import (
     Arguments,
     Branches,
-    Key,
+    LayerStates,
     Levels,
     Nodes,
     OneNode,
@@ -44,9 +44,9 @@ CACHE = ("cache_params", "past_key_values")
 MARKS = 4
 """States that are remembered, of earlier lengths of a text."""
 
-Committed = dict[int, dict[Key, Tensor]]
+StatesByLayer = dict[int, LayerStates]
 """States (B, ...) of the mixers, by layer."""
-Mark = tuple[int, Committed]
+Mark = tuple[int, StatesByLayer]
 """States of a text of so many tokens."""
 
 
@@ -67,13 +67,13 @@ class States:
         by_level: bool = False,
     ) -> None:
         self.rows, self.forgets = batch, forgets
-        self.length, self.committed = 0, dict[int, dict[Key, Tensor]]()
+        self.length, self.committed = 0, StatesByLayer()
         self._branches: dict[int, Branches] = {}  # of mixers that take all nodes in one call
         if not by_level:
             self._branches = {each.layer_idx: Branches(each) for each in mixers if each.branching}
         self._marks: list[Mark] = []
         self._earlier: Mark = (0, {})  # before the last step
-        self._read: Committed = {}
+        self._read: StatesByLayer = {}
         self._nodes: dict[int, Nodes] = {}  # of the pass, by layer
         self._counts: list[int] = []
         self._topology: Topology | None = None
@@ -194,7 +194,7 @@ class States:
                 mine[key] = more
 
 
-def cloned(states: Committed) -> Committed:
+def cloned(states: StatesByLayer) -> StatesByLayer:
     """Tensors of their own, of the same strides whatever computed them."""
     return {
         number: {
@@ -204,7 +204,7 @@ def cloned(states: Committed) -> Committed:
     }
 
 
-def _copy(states: Committed, into: Committed) -> None:
+def _copy(states: StatesByLayer, into: StatesByLayer) -> None:
     for number, kinds in states.items():
         for key, state in kinds.items():
             into[number][key].copy_(state)
