@@ -78,9 +78,11 @@ class States:
         self._counts: list[int] = []
         self._topology: Topology | None = None
         self._is_fixed = False
+        self._is_torn = False  # between `keep` and `note`: the states may not be those of `length`
 
     def fix(self) -> None:
-        """Let the following steps write the committed states where they are."""
+        """Let the next step write the committed states where they are."""
+        self._is_torn = True
         if not self._is_fixed:
             self.committed, earlier = cloned(self.committed), cloned(self.committed)
             self._earlier, self._is_fixed = (self.length, earlier), True
@@ -109,6 +111,7 @@ class States:
 
     def keep(self, last_B: Tensor) -> None:
         """Commit the states of these nodes; -1: the state stays."""
+        self._is_torn = True
         kept = {number: nodes.after(last_B) for number, nodes in self._nodes.items()}
         self._topology, self._nodes = None, {}
         if self._is_fixed:
@@ -121,6 +124,7 @@ class States:
         """How many tokens the first row grew by in `keep`."""
         self._earlier = (self.length, self._earlier[1])
         self.length += count
+        self._is_torn = False
 
     def _mark(self) -> None:
         """Remember the states of now."""
@@ -130,12 +134,15 @@ class States:
 
     def rewind(self, length: int) -> int:
         """Return to the newest known states of at most `length` tokens of the only row: those of
-        now, before the last step, or at the beginning or end of a prompt. Returns of how many.
+        now and before the last step, unless it was interrupted, or at the beginning or end of a
+        prompt. Returns of how many.
         """
-        marks = [(0, {}), *self._marks, self._earlier, (self.length, self.committed)]
+        marks: list[Mark] = [(0, {}), *self._marks]
+        if not self._is_torn:
+            marks += [self._earlier, (self.length, self.committed)]
         mark = max((mark for mark in marks if mark[0] <= length), key=lambda mark: mark[0])
         self.length, self.committed = mark
-        self._earlier, self._is_fixed = (0, {}), False
+        self._earlier, self._is_fixed, self._is_torn = (0, {}), False, False
         self._marks = [mark for mark in self._marks if mark[0] < self.length]
         return self.length
 

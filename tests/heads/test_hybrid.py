@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -282,6 +283,24 @@ def test_the_model_works_as_ever_with_other_caches():
     Target(alone)
     assert torch.equal(alone(ids, use_cache=False).logits, before)
     assert torch.equal(alone.generate(ids, max_new_tokens=5), alone.generate(ids, max_new_tokens=5))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_interrupted_step_leaves_a_session_its_text(monkeypatch, compile):
+    """Whatever it had written: states that may not be those of the text are computed again."""
+    monkeypatch.setitem(compiled.RECORDERS, "cpu", recorded)
+    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+    target, session, text = hybrid("qwen3.5"), Session(), PROMPTS[0]
+    decode = Speculator(target, random_head("medusa", target, depth=3), compile=compile)
+    steps = decode.generate(text, max_new_tokens=NEW, session=session)
+    answer = [token for _ in range(4) for token in next(steps).tokens]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(States, "note", Mock(side_effect=KeyboardInterrupt))
+        next(steps)
+    text = text + answer
+    after = decode.generate(text, max_new_tokens=NEW, session=session)
+    assert written(after) == generated(target, text, NEW)
+    assert session.reused
 
 
 def test_an_interrupted_pass_leaves_the_committed_states():
