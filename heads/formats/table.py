@@ -98,13 +98,44 @@ UNFOUND_TARGETS = {
 for EAGLE-3 at the first token, with a line about a missing port.
 """
 
+UNSHOWN = "a hybrid target whose layers the engine does not show to drafters"
+UNTAKEN = "a hybrid target whose states the engine cannot take back"
+LFM2 = {"Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}
+OTHER_HYBRIDS = {
+    "BambaForCausalLM",
+    "FalconH1ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
+    "Lfm3ForCausalLM",
+    "OlmoHybridForCausalLM",
+    "Zamba2ForCausalLM",
+    "ZambaForCausalLM",
+}
+"""Hybrids with which none of these engines drafts."""
+KIMI = "KimiLinearForCausalLM"
+UNSERVED_HYBRIDS = {
+    ("vllm", "eagle3"): {*OTHER_HYBRIDS, *LFM2},
+    ("vllm", "block"): {*OTHER_HYBRIDS, *LFM2},
+    ("sglang", "eagle3"): {*OTHER_HYBRIDS, *LFM2, KIMI, "NemotronHForCausalLM"},
+    ("sglang", "block"): OTHER_HYBRIDS,
+    ("gguf", "eagle3"): {*OTHER_HYBRIDS, KIMI},
+    ("gguf", "block"): {*OTHER_HYBRIDS, KIMI},
+    ("mlx", "eagle3"): {*OTHER_HYBRIDS, KIMI, "Qwen3NextForCausalLM"},
+    ("mlx", "block"): {*OTHER_HYBRIDS, KIMI, "Qwen3NextForCausalLM"},
+}
+"""Read in vLLM 0.32 (SupportsEagle3), SGLang 0.5.23 (set_eagle3_layers_to_capture and
+set_dflash_layers_to_capture), llama.cpp b11434 (t_layer_inp) and mlx-vlm 0.7.10
+(rollback_speculative_cache). All four stop where these are missing.
+"""
+
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("vllm", "medusa"): ["truncated_vocab_size"],  # vLLM stops at an assertion
     ("tgi", "medusa"): ["truncated_vocab_size", "deep blocks with a shared lm_head"],
     ("vllm", "eagle"): ["sliding_window", "a bias in fc"],
     ("sglang", "eagle"): ["sliding_window"],
-    ("vllm", "eagle3"): [RISING, "the last state as a feature"],
+    ("vllm", "eagle3"): [UNSHOWN, RISING, "the last state as a feature"],
     ("sglang", "eagle3"): [
+        UNSHOWN,
         "norms of queries and keys",  # it would pass over their weights without a word
         "norm_before_residual",
         "more than one layer",
@@ -140,6 +171,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("mlx", "eagle3"): [
+        UNTAKEN,
         "norms of queries and keys",
         "fc_norm",
         "norm_output",  # of these three, the keys are passed over without a word
@@ -153,6 +185,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("mlx", "block"): [
+        UNTAKEN,
         GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
@@ -177,6 +210,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("vllm", "block"): [
+        UNSHOWN,
         GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
@@ -184,6 +218,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("sglang", "block"): [
+        UNSHOWN,
         GEMMA4,
         "a learned mask vector",
         "an lm_head of its own",  # only the target's are read
@@ -193,6 +228,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("gguf", "eagle3"): [
+        UNSHOWN,
         "norms of queries and keys",
         "more than one layer",
         "sliding_window",
@@ -203,6 +239,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("gguf", "block"): [
+        UNSHOWN,
         GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
@@ -235,7 +272,7 @@ def loss(to: str, stored: Stored) -> str | None:
     config, bias = stored.config, stored.tensors.get("fc.bias")
     features = stored.facts.feature_layers or config.get(eagle.AUX_LAYERS) or [None]
     layers = config.get("num_target_layers") or stored.facts.target.layers
-    kind = stored.facts.kind
+    kind, architecture = stored.facts.kind, stored.facts.target.architecture
     is_deep = config.get("num_hidden_layers") not in (None, 0, 1)
     traits = {
         "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
@@ -253,7 +290,9 @@ def loss(to: str, stored: Stored) -> str | None:
         "other than three features": len(features) != 3,
         "the same feature twice": len(set(features)) < len(features),
         RISING: None not in features and features != sorted(features),
-        UNFOUND: stored.facts.target.architecture in UNFOUND_TARGETS.get(kind, ()),
+        UNFOUND: architecture in UNFOUND_TARGETS.get(kind, ()),
+        UNSHOWN: architecture in UNSERVED_HYBRIDS.get((to, kind), ()),
+        UNTAKEN: architecture in UNSERVED_HYBRIDS.get((to, kind), ()),
         "a scaling of RoPE": config.get("rope_scaling") is not None,
         "a reduced vocabulary": config.get("draft_vocab_size") != config.get("vocab_size"),
         "embeddings as a feature": 0 in features,

@@ -8,12 +8,18 @@ makes one, on Linux for its CPUs.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch
+from hybrid_targets import hybrid_model
 from real_engines import place_of
+from tiny_heads import random_head
+from tiny_targets import VOCABULARY
 
-from draftheads.heads.formats.hub import open_head
+from draftheads.heads.formats.hub import open_head, save_head
+from draftheads.heads.target import Target
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
 from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.openings import opening_ids
@@ -65,3 +71,41 @@ def test_a_trained_head(name, trained, plain, demo_target):
 
 def test_plain_text_is_ours(plain, demo_target):
     assert theirs("mlx", PLACE, plain).answers == ours(plain, demo_target).answers
+
+
+# As checkpoints on the Hub have them; transformers does without.
+OF_THE_HUB = {"qwen3.5": {"mrope_section": [1, 1, 0]}, "lfm2": {"block_dim": 32}}
+
+
+@pytest.mark.parametrize("name", OF_THE_HUB)
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_a_hybrid_takes_back_what_was_rejected(tmp_path, name, kind):
+    """With the target of mlx-vlm, and a random head, most of whose drafts are wrong."""
+    hybrid_model(name).save_pretrained(tmp_path / name)
+    file = tmp_path / name / "config.json"
+    config = json.loads(file.read_text())
+    section = config["rope_parameters"] if name == "qwen3.5" else config
+    section.update(OF_THE_HUB[name])
+    file.write_text(json.dumps(config))
+    target = Target.load(tmp_path / name, dtype="float32")
+    choices = (
+        {"feature_layers": [1, 2, 3]}
+        if kind == "eagle3"
+        else {
+            "feature_layers": [1, 2],
+            "mask": 7,
+            "conditioning": "markov",
+            "lm_head": "shared",
+            "embeddings": "shared",
+        }
+    )
+    head = random_head(kind, target, **choices)
+    save_head(head, tmp_path / "head", target=target)
+    prompts = torch.randint(3, VOCABULARY, (6, 9)).tolist()
+    job = Job(str(tmp_path / name), prompts, new_tokens=16, eos=list(target.eos_ids))
+    drafts = 3 if kind == "eagle3" else head.depth
+    method_of = replace(job, head=str(tmp_path / "head"), draft_tokens=drafts)
+    job = replace(method_of, method=method(method_of.head))
+    mine, found = ours(job, target), theirs("mlx", PLACE, job)
+    assert found.answers == theirs("mlx", PLACE, job.plain).answers == mine.answers
+    assert (found.drafts, found.accepted) == (mine.drafts, mine.accepted)

@@ -1,8 +1,9 @@
 """Run a job of `engines.py` in MLX, with the Python that has mlx-lm and mlx-vlm:
 python -P mlx.py JOB.json OUT.json
 
-The drafters and their loops are mlx-vlm's. It has no plain Llama or Qwen among its own models, so
-the target is mlx-lm's, which here also tells its layers' outputs and takes back what was rejected.
+The drafters and their loops are mlx-vlm's, and so is a target whose rejected drafts it can take
+back (hybrids: Qwen3.5, LFM2, Nemotron-H). Another one, such as a plain Llama or Qwen, is mlx-lm's,
+which here also tells its layers' outputs and takes back what was rejected.
 Sources: speculative/eagle3.py and dflash.py of mlx-vlm 0.7.10; models of mlx-lm 0.32.
 """
 
@@ -28,6 +29,9 @@ class Told:
         if "lm_head" in model:
             self.lm_head = model.lm_head
 
+    def make_cache(self) -> Any:
+        return self.whole.make_cache()
+
     def __call__(
         self, inputs: Any, cache: Any, capture_layer_ids: Any = (), **_: Any
     ) -> SimpleNamespace:
@@ -49,7 +53,18 @@ class Told:
             entry.trim(size - int(accepted) - 1)
 
 
-def answer(target: Told, drafter: Any, prompt: list[int], job: dict[str, Any]) -> list[int]:
+def load_target(folder: Path) -> Any:
+    """The target in the form that mlx-vlm's loops use."""
+    import mlx_lm.utils
+    import mlx_vlm.utils
+
+    own = mlx_vlm.utils.load_model(folder).language_model
+    if hasattr(own, "rollback_speculative_cache"):
+        return own
+    return Told(mlx_lm.utils.load_model(folder)[0])
+
+
+def answer(target: Any, drafter: Any, prompt: list[int], job: dict[str, Any]) -> list[int]:
     """The greedy answer to a prompt; the drafter keeps how many drafts were accepted."""
     import mlx.core as mx
     from mlx_vlm.speculative.dflash import _dflash_rounds
@@ -59,9 +74,9 @@ def answer(target: Told, drafter: Any, prompt: list[int], job: dict[str, Any]) -
         return mx.argmax(logits, axis=-1)
 
     is_eagle, count = job["method"] == "eagle3", job["new_tokens"]
-    cache, tokens = target.whole.make_cache(), mx.array([prompt])
+    cache, tokens = target.make_cache(), mx.array([prompt])
     layers = getattr(drafter.config, "capture_layer_ids", drafter.config.target_layer_ids)
-    told = target(tokens, cache, layers)
+    told = target(tokens, cache=cache, capture_layer_ids=layers)
     first = int(greedy(told.logits[:, -1]).item())
     rounds = (_eagle3_rounds if is_eagle else _dflash_rounds)(
         target,
@@ -81,22 +96,21 @@ def answer(target: Told, drafter: Any, prompt: list[int], job: dict[str, Any]) -
     return ids
 
 
-def plain_answer(target: Told, prompt: list[int], job: dict[str, Any]) -> list[int]:
+def plain_answer(target: Any, prompt: list[int], job: dict[str, Any]) -> list[int]:
     import mlx.core as mx
 
-    cache, ids, tokens = target.whole.make_cache(), [], mx.array([prompt])
+    cache, ids, tokens = target.make_cache(), [], mx.array([prompt])
     while len(ids) < job["new_tokens"] and not (ids and ids[-1] in job["eos"]):
-        ids.append(int(mx.argmax(target(tokens, cache).logits[0, -1]).item()))
+        ids.append(int(mx.argmax(target(tokens, cache=cache).logits[0, -1]).item()))
         tokens = mx.array([ids[-1:]])
     return ids
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """What `engines.Outcome` holds."""
-    from mlx_lm.utils import load_model
     from mlx_vlm.speculative.drafters import load_drafter
 
-    target = Told(load_model(Path(job["target"]))[0])
+    target = load_target(Path(job["target"]))
     drafter = load_drafter(job["head"])[0] if job["head"] else None
     answers, steps, began = [], [], time.perf_counter()
     for prompt in job["prompts"]:
