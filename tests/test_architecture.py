@@ -26,12 +26,12 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 53_800, "infer": 13_200, "train": 25_100}
+CORE = {"heads": 53_900, "infer": 13_200, "train": 25_100}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
-    "heads.formats": 14_920,
+    "heads.formats": 15_000,
     "infer.drafters": 5_700,
     "infer.measure": 11_900,
     "infer.chat": 6_900,
