@@ -86,7 +86,10 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 16,
         },
     ),
-    "falcon-h1": ("falcon_h1", {**_COMMON, **_MAMBA, "mamba_d_ssm": 64}),
+    "falcon-h1": (
+        "falcon_h1",
+        {**_COMMON, **_MAMBA, "mamba_d_ssm": 64, "embedding_multiplier": 4.0},
+    ),
     "bamba": ("bamba", {**_COMMON, **_MAMBA, "attn_layer_indices": [2]}),
     "nemotron-h": (
         "nemotron_h",
