@@ -95,13 +95,13 @@ def test_checkpoints_of_models_that_see_are_used_for_text_as_they_are(kind, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["whole", "sharded"])
-def test_two_processes_train_as_one(made, tmp_path, placement):
-    """Also where they divide the target, whose passes both must run."""
+@pytest.mark.parametrize("made", ["qwen3.5"], indirect=True)
+def test_two_processes_train_as_one(made, tmp_path):
+    """Where they divide the target, both must run as many passes."""
     one, two = tmp_path / "one", tmp_path / "two"
     assert main([str(recipe_for(made, one, rows_per_batch=1))]) == 0
     recipe = recipe_for(made, two, rows_per_batch=1)
-    launched = torchrun("train/medusa.py", str(recipe), f"target_placement={placement}")
+    launched = torchrun("train/medusa.py", str(recipe), "target_placement=sharded")
     assert launched.returncode == 0, launched.stderr[-2000:]
     for single, shared in zip(read_metrics(one), read_metrics(two), strict=True):
         for key in single.keys() & {"loss", "gradient_norm", "chain"}:
