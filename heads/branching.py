@@ -16,6 +16,7 @@ a convolution, H heads, Q width of a key, V width of a value. A state is (B, H, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cache
 from types import FunctionType
 from typing import Any, Protocol
@@ -107,69 +108,55 @@ class Window:
         return False
 
 
-class Nodes(Protocol):
+class TreePass(ABC):
     """A pass of one mixer over the nodes of trees: a way to run it, and the states afterwards."""
 
-    def run(
-        self,
-        mixer: Mixer,
-        hidden_BND: Tensor,
-        committed: LayerStates,
-        topology: Topology,
-        arguments: Arguments,
-    ) -> Tensor:
-        """The output of the mixer. committed: its states (B, ...), before the root."""
-        ...
+    def __init__(self, mixer: Mixer) -> None:
+        self.mixer = mixer
 
+    def start(self, committed: LayerStates, topology: Topology) -> None:
+        """Before each `run`. committed: the mixer's states (B, ...), before the root."""
+        self.committed, self.topology = committed, topology
+
+    @abstractmethod
+    def run(self, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
+        """The output of the mixer."""
+
+    @abstractmethod
     def after(self, last_B: Tensor) -> LayerStates:
         """The states after these nodes, (B, ...); -1: the committed ones."""
-        ...
 
 
-class OneNode:
+class OneNode(TreePass):
     """A tree of its root alone runs as a token does in plain decoding."""
 
-    def run(
-        self,
-        mixer: Mixer,
-        hidden_B1D: Tensor,
-        committed: LayerStates,
-        topology: Topology,
-        arguments: Arguments,
-    ) -> Tensor:
+    def run(self, hidden_B1D: Tensor, arguments: Arguments) -> Tensor:
         # copies, as some mixers write a token's state where the last one was
-        window = Window({key: state.clone() for key, state in committed.items()})
-        self.committed, self.states = committed, window.states
-        return mixer.plain(hidden_B1D, window, arguments)
+        window = Window({key: state.clone() for key, state in self.committed.items()})
+        self.states = window.states
+        return self.mixer.plain(hidden_B1D, window, arguments)
 
     def after(self, last_B: Tensor) -> LayerStates:
         return kept(self.committed, self.states, last_B)
 
 
-class Levels:
+class Levels(TreePass):
     """Level by level, each node from the state of its parent: one call of the mixer per level, in
     which each node is a row of one token.
     """
 
-    def run(
-        self,
-        mixer: Mixer,
-        hidden_BND: Tensor,
-        committed: LayerStates,
-        topology: Topology,
-        arguments: Arguments,
-    ) -> Tensor:
+    def run(self, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
         out_BND = torch.empty_like(hidden_BND)
         rows, nodes = hidden_BND.shape[:2]
         self.states = {  # (B, 1 + N, ...): the committed state, then those of the nodes
             key: torch.cat([state[:, None], state.new_empty(rows, nodes, *state.shape[1:])], dim=1)
-            for key, state in committed.items()
+            for key, state in self.committed.items()
         }
-        for rows_R, nodes_R, parents_R in levels_of(topology, rows):
+        for rows_R, nodes_R, parents_R in levels_of(self.topology, rows):
             before = {key: state[rows_R, parents_R + 1] for key, state in self.states.items()}
             window = Window(before)
             tokens_R1D = hidden_BND[rows_R, nodes_R][:, None]
-            out_BND[rows_R, nodes_R] = mixer.plain(tokens_R1D, window, arguments)[:, 0]
+            out_BND[rows_R, nodes_R] = self.mixer.plain(tokens_R1D, window, arguments)[:, 0]
             for key, state in window.states.items():
                 self.states[key][rows_R, nodes_R + 1] = state
         return out_BND
@@ -179,12 +166,13 @@ class Levels:
         return {key: state[rows_B, last_B + 1] for key, state in self.states.items()}
 
 
-class Branches:
+class Branches(TreePass):
     """All nodes in one call of the mixer's own code, whose inner functions are replaced by those
     below. It is what the mixer takes for the cache.
     """
 
     def __init__(self, mixer: Mixer) -> None:
+        super().__init__(mixer)
         plain = mixer.code
         inner = {
             CONVOLUTION: self._convolve,
@@ -201,16 +189,9 @@ class Branches:
         self._recurrence: tuple[Tensor, Tensor, Tensor] | None = None
         self._is_mamba = False  # whose states are (B, H, V, Q)
 
-    def run(
-        self,
-        mixer: Mixer,
-        hidden_BND: Tensor,
-        committed: LayerStates,
-        topology: Topology,
-        arguments: Arguments,
-    ) -> Tensor:
-        self.committed, self.topology = committed, topology
-        out: Tensor = self._code(mixer, hidden_BND, **{**arguments, mixer.cache_name: self})
+    def run(self, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
+        arguments = {**arguments, self.mixer.cache_name: self}
+        out: Tensor = self._code(self.mixer, hidden_BND, **arguments)
         return out
 
     def after(self, last_B: Tensor) -> LayerStates:

@@ -25,8 +25,8 @@ from draftheads.heads.branching import (
     Branches,
     LayerStates,
     Levels,
-    Nodes,
     OneNode,
+    TreePass,
     Window,
     can_branch,
 )
@@ -41,12 +41,12 @@ ASKS = {"get_conv_state", "get_recurrent_state"}
 CACHE = ("cache_params", "past_key_values")
 """Names of a mixer's argument that is the cache."""
 
-MARKS = 4
+SNAPSHOTS = 4
 """States that are remembered, of earlier lengths of a text."""
 
 StatesByLayer = dict[int, LayerStates]
 """States (B, ...) of the mixers, by layer."""
-Mark = tuple[int, StatesByLayer]
+Snapshot = tuple[int, StatesByLayer]
 """States of a text of so many tokens."""
 
 
@@ -61,7 +61,7 @@ class States:
     def __init__(
         self,
         batch: int,
-        mixers: Sequence[Redirected],
+        mixers: Sequence[TreeMixer],
         *,
         forgets: bool = False,
         by_level: bool = False,
@@ -71,10 +71,10 @@ class States:
         self._branches: dict[int, Branches] = {}  # of mixers that take all nodes in one call
         if not by_level:
             self._branches = {each.layer_idx: Branches(each) for each in mixers if each.branching}
-        self._marks: list[Mark] = []
-        self._earlier: Mark = (0, {})  # before the last step
+        self._snapshots: list[Snapshot] = []
+        self._earlier: Snapshot = (0, {})  # before the last step
         self._read: StatesByLayer = {}
-        self._nodes: dict[int, Nodes] = {}  # of the pass, by layer
+        self._passes: dict[int, TreePass] = {}  # over the newest trees, by layer
         self._counts: list[int] = []
         self._topology: Topology | None = None
         self._is_fixed = False
@@ -84,7 +84,7 @@ class States:
         """Let the next step write the committed states where they are."""
         self._is_torn = True
         if not self._is_fixed:
-            self.committed, earlier = cloned(self.committed), cloned(self.committed)
+            self.committed, earlier = copies(self.committed), copies(self.committed)
             self._earlier, self._is_fixed = (self.length, earlier), True
 
     def free(self) -> None:
@@ -95,7 +95,7 @@ class States:
         """The next pass is over tokens of the texts, `counts[b]` of row b. `commit` then takes all
         of them.
         """
-        self._mark()
+        self._remember()
         self._read = {number: dict(kinds) for number, kinds in self.committed.items()}
         self._counts, self._topology = list(counts), None
 
@@ -103,17 +103,17 @@ class States:
         """Commit the states after what was read."""
         self.length, self.committed = self.length + self._counts[0], self._read
         self._is_fixed = False
-        self._mark()
+        self._remember()
 
     def branch(self, topology: Topology) -> None:
         """The next pass is over the nodes of trees, of which `keep` will take some."""
-        self._topology, self._nodes = topology, {}
+        self._topology, self._passes = topology, {}
 
     def keep(self, last_B: Tensor) -> None:
         """Commit the states of these nodes; -1: the state stays."""
         self._is_torn = True
-        kept = {number: nodes.after(last_B) for number, nodes in self._nodes.items()}
-        self._topology, self._nodes = None, {}
+        kept = {number: each.after(last_B) for number, each in self._passes.items()}
+        self._topology, self._passes = None, {}
         if self._is_fixed:
             _copy(self.committed, self._earlier[1])
             _copy(kept, self.committed)
@@ -126,40 +126,45 @@ class States:
         self.length += count
         self._is_torn = False
 
-    def _mark(self) -> None:
+    def _remember(self) -> None:
         """Remember the states of now."""
         if self.rows == 1 and self.committed:
-            marks = [mark for mark in self._marks if mark[0] < self.length]
-            self._marks = [*marks[1 - MARKS :], (self.length, self.committed)]
+            snapshots = [snapshot for snapshot in self._snapshots if snapshot[0] < self.length]
+            self._snapshots = [*snapshots[1 - SNAPSHOTS :], (self.length, self.committed)]
 
     def rewind(self, length: int) -> int:
         """Return to the newest known states of at most `length` tokens of the only row: those of
         now and before the last step, unless it was interrupted, or at the beginning or end of a
         prompt. Returns of how many.
         """
-        marks: list[Mark] = [(0, {}), *self._marks]
+        snapshots: list[Snapshot] = [(0, {}), *self._snapshots]
         if not self._is_torn:
-            marks += [self._earlier, (self.length, self.committed)]
-        mark = max((mark for mark in marks if mark[0] <= length), key=lambda mark: mark[0])
-        self.length, self.committed = mark
+            snapshots += [self._earlier, (self.length, self.committed)]
+        snapshot = max(
+            (snapshot for snapshot in snapshots if snapshot[0] <= length),
+            key=lambda snapshot: snapshot[0],
+        )
+        self.length, self.committed = snapshot
         self._earlier, self._is_fixed, self._is_torn = (0, {}), False, False
-        self._marks = [mark for mark in self._marks if mark[0] < self.length]
+        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot[0] < self.length]
         return self.length
 
-    def mix(self, mixer: Redirected, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
+    def mix(self, mixer: TreeMixer, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
         """The output of a mixer in this pass."""
         topology, number = self._topology, mixer.layer_idx
         if topology is None:
             return self._mix_tokens(mixer, hidden_BND, arguments)
-        nodes: Nodes = Levels()
         if hidden_BND.shape[1] == 1:
-            nodes = OneNode()
+            tree_pass: TreePass = OneNode(mixer)
         elif number in self._branches:
-            nodes = self._branches[number]
-        self._nodes[number] = nodes
-        return nodes.run(mixer, hidden_BND, self.committed[number], topology, arguments)
+            tree_pass = self._branches[number]
+        else:
+            tree_pass = Levels(mixer)
+        tree_pass.start(self.committed[number], topology)
+        self._passes[number] = tree_pass
+        return tree_pass.run(hidden_BND, arguments)
 
-    def _mix_tokens(self, mixer: Redirected, hidden_BTD: Tensor, arguments: Arguments) -> Tensor:
+    def _mix_tokens(self, mixer: TreeMixer, hidden_BTD: Tensor, arguments: Arguments) -> Tensor:
         """Rows of equal numbers of tokens run together: padding would enter their states."""
         out_BTD, number = torch.zeros_like(hidden_BTD), mixer.layer_idx
         for count in set(self._counts) - {0}:
@@ -201,7 +206,7 @@ class States:
                 mine[key] = more
 
 
-def cloned(states: StatesByLayer) -> StatesByLayer:
+def copies(states: StatesByLayer) -> StatesByLayer:
     """Tensors of their own, of the same strides whatever computed them."""
     return {
         number: {
@@ -217,13 +222,13 @@ def _copy(states: StatesByLayer, into: StatesByLayer) -> None:
             into[number][key].copy_(state)
 
 
-def install(model: PreTrainedModel) -> list[Redirected]:
+def install(model: PreTrainedModel) -> list[TreeMixer]:
     """Let the mixers of a model take our states where they are called with our cache; with others,
     and without one, they work as ever. Returns them.
     """
     mixers: list[Any] = [module for module in model.modules() if is_mixer(module)]
     for mixer in mixers:
-        mixer.__class__ = redirected(mixer.__class__)
+        mixer.__class__ = tree_mixer(mixer.__class__)
         if hasattr(mixer, "_old_forward"):  # accelerate's, behind its hooks
             mixer._old_forward = MethodType(type(mixer).forward, mixer)
     return mixers
@@ -249,11 +254,11 @@ def asks_for_states(kind: Any) -> bool:
 
 
 @cache
-def redirected(kind: Any) -> Any:
+def tree_mixer(kind: Any) -> Any:
     """A class of mixers that hand their work to `States`. A class and no function of a module: a
     copy of the model must run its own weights.
     """
-    if issubclass(kind, Redirected):
+    if issubclass(kind, TreeMixer):
         return kind
     names = tuple(inspect.signature(kind.forward).parameters)[1:]
     cache_name = next(name for name in CACHE if name in names)
@@ -264,11 +269,11 @@ def redirected(kind: Any) -> Any:
         "code": staticmethod(plain),
         "branching": can_branch(plain),
     }
-    return type(kind.__name__, (Redirected, kind), own)
+    return type(kind.__name__, (TreeMixer, kind), own)
 
 
-class Redirected(nn.Module):
-    """See `redirected`."""
+class TreeMixer(nn.Module):
+    """A mixer that hands its work to `States`; see `tree_mixer`."""
 
     layer_idx: int
     names: tuple[str, ...]
@@ -279,13 +284,13 @@ class Redirected(nn.Module):
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """That of the mixer, in parts if it is called with our cache."""
-        given = {**dict(zip(self.names, arguments, strict=False)), **options}
-        states = getattr(given.get(self.cache_name), "states", None)
+        inputs = {**dict(zip(self.names, arguments, strict=False)), **options}
+        states = getattr(inputs.get(self.cache_name), "states", None)
         if not isinstance(states, States):
             return super().forward(*arguments, **options)
-        hidden_BND = given.pop("hidden_states")
-        given.pop("attention_mask", None)  # there is no padding
-        return states.mix(self, hidden_BND, given)
+        hidden_BND = inputs.pop("hidden_states")
+        inputs.pop("attention_mask", None)  # there is no padding
+        return states.mix(self, hidden_BND, inputs)
 
     def plain(self, hidden_RTD: Tensor, window: Window, arguments: Arguments) -> Tensor:
         """The output of the mixer's own code, with another cache."""

@@ -126,6 +126,11 @@ class Target:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = Masks(model)
         self._longrope = LongRope(model)
+        if self.is_hybrid and self.has_long_rope:
+            raise ValueError(
+                f"{describe(model)} has recurrent layers and RoPE that depends on the length of a "
+                f"text, so that their states would be computed again; {ADVICE}"
+            )
         self._mixing: dict[str, bool] = {}  # how its mixers run, by a trial
         self._packing: Packing = "alone" if self._mixers else "resets"
         self._isolated_tokens = self._isolated_slots = 0  # documents' and their rows', so far
@@ -331,7 +336,8 @@ class Target:
     def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         """Features of packed training tokens by the alignment law, (B, T, D), without gradient.
 
-        Most models separate documents by position resets alone; the others get a mask.
+        Most models separate documents by position resets alone. Others get a mask, and recurrent
+        layers a row for each document or its end, as their kernels need.
         """
         return self.states(batch, layers)
 
@@ -569,7 +575,7 @@ def _refuse_by_trial(target: Target) -> None:
 @torch.no_grad()  # not inference mode: buffers that a model creates here may be used in training
 def _trial(target: Target) -> str | None:
     """Decode a tree after two prompts of different lengths. Returns the fault, if any. Also finds
-    out whether packed documents need a mask. Nothing is random.
+    out what packed documents need. Nothing is random.
     """
     ids = torch.linspace(target.vocab_size // 4, 3 * target.vocab_size // 4, 12).long().tolist()
     prompts, drafts, paths = [ids[:4], ids[4:7]], ids[7:], ([0, 1, 3], [0, 2, 4])
@@ -596,6 +602,20 @@ def _trial(target: Target) -> str | None:
     if _differ(target, nodes_BND[:, 3:].flatten(0, 1), plain_BTD[range(4), ends]):
         return "nodes do not see their own path, or not at its positions"
 
+    # of the first path, what is kept: the state after it is that of its text, too
+    cache.keep(torch.tensor([[0, 1]] * 2, device=target.device), [2, 2])
+    leaf = TokenTree(tree.tokens_BN[:, 3:4], Topology(torch.tensor([[-1]], device=target.device)))
+    leaf_BND = target.verify(leaf, cache, [-1]).features_BND
+    assert leaf_BND is not None
+    if _differ(target, leaf_BND[:, 0], plain_BTD[[0, 2], [ends[0], ends[2]]]):
+        return "kept nodes do not continue their own path"
+    return _leaking(target, texts, plain_BTD[2, :5])
+
+
+def _leaking(target: Target, texts: list[list[int]], expected_LD: Tensor) -> str | None:
+    """Find out what keeps packed documents apart. Returns the fault, if nothing does. texts: two of
+    seven tokens, one of six. expected_LD: states of the last one but for its last token.
+    """
     # two rows of two documents each, the second one the same: does it see the first?
     documents_BT = torch.tensor([[0] * 7 + [1] * 6] * 2)
     tokens_BT = torch.tensor([texts[0] + texts[2], texts[1] + texts[2]])
@@ -608,7 +628,7 @@ def _trial(target: Target) -> str | None:
         with suppress(*refusals):
             one_LD, other_LD = target.states(batch, [-1])[:, 8:]
             leaks = _differ(target, one_LD, other_LD, 0.05)
-            if not leaks and not _differ(target, one_LD, plain_BTD[2, :5]):
+            if not leaks and not _differ(target, one_LD, expected_LD):
                 return None
     return "packed documents see each other in training"
 

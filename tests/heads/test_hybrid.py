@@ -18,6 +18,7 @@ from tiny_heads import random_head
 from tiny_targets import generated, some_prompts, tiny_target
 
 from draftheads.heads.batch import Batch
+from draftheads.heads.branching import Branches
 from draftheads.heads.recurrent import States
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
@@ -219,6 +220,35 @@ def test_other_drafters_draft_for_it(drafts):
     decode = Speculator(target, source)
     for number, prompt in enumerate(PROMPTS):
         assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected("qwen3.5", number)
+
+
+def test_what_is_kept_is_tried_too(monkeypatch):
+    """A new target whose layers go on from another node than was kept runs them level by level."""
+    right = Branches.after
+
+    def wrong(tree_pass, last_B):
+        return right(tree_pass, last_B.clamp(max=0))
+
+    monkeypatch.setattr(Branches, "after", wrong)
+    target = Target(hybrid_model("qwen3.5"))
+    assert target.mixes_by_level
+    decode = Speculator(target, random_head("medusa", target, depth=3))
+    assert written(decode.generate(PROMPTS[0], max_new_tokens=NEW)) == expected("qwen3.5", 0)
+
+
+def test_states_and_rope_that_both_depend_on_the_text_are_refused():
+    model = hybrid_model("lfm2")
+    model.config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 32,
+    }
+    rope = type(model.model.rotary_emb)(model.config)
+    model.model.rotary_emb = rope
+    with pytest.raises(ValueError, match="recurrent layers and RoPE that depends on the length"):
+        Target(model)
 
 
 def test_a_hybrid_cannot_draft():
