@@ -194,6 +194,12 @@ def test_recorded_steps_write_the_same(monkeypatch, name, tree):
         assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected(name, number)
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_known_layers_take_a_tree_in_one_call(name):
+    """A fault in these would only make decoding slow, as a trial falls back to levels."""
+    assert hybrid(name).mixes_by_level == (name in BY_LEVEL)
+
+
 @pytest.mark.parametrize("name", sorted(BY_LEVEL))
 def test_what_runs_level_by_level_is_not_compiled(name):
     with pytest.warns(UserWarning, match="recurrent layers run over a tree level by level"):
