@@ -33,6 +33,7 @@ from draftheads.scripts.options import (
     OUT_CHECK,
     PROMPT_CHECK,
     AnswerTokens,
+    Bits,
     Compile,
     Device,
     Dtype,
@@ -277,6 +278,7 @@ def bench(
     template_args: MaybeTemplateArgs = None,
     revision: Revision = None,
     dtype: Dtype = "auto",
+    bits: Bits = None,
     device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
@@ -292,7 +294,7 @@ def bench(
     outputs.check()
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
-    place = Place(dtype, device, threads)
+    place = Place(dtype, device, threads, bits)
     model = load_fast_target(target, place, revision, folders, template_args)
     options = benches.BenchOptions(
         max_new_tokens=max_new_tokens,
@@ -338,6 +340,7 @@ def tune(
     template_args: MaybeTemplateArgs = None,
     revision: Revision = None,
     dtype: Dtype = "auto",
+    bits: Bits = None,
     device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
@@ -360,7 +363,7 @@ def tune(
         seed=seed,
         compile=compile,
     )
-    place = Place(dtype, device, threads)
+    place = Place(dtype, device, threads, bits)
     if head is None:
         write_figures(json_out, target_curve(target, revision, place, context, options))
         say_next("init", "--target", target, "--out", "recipe.yaml")
@@ -415,6 +418,7 @@ def chat(
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     dtype: Dtype = "auto",
+    bits: Bits = None,
     device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
@@ -426,7 +430,7 @@ def chat(
 
     sampling = rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience)
     drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
-    engine = load_engine(target, drafting, Place(dtype, device, threads), template_args)
+    engine = load_engine(target, drafting, Place(dtype, device, threads, bits), template_args)
     options = ChatOptions(
         system=system,
         sampling=sampling,
@@ -463,6 +467,7 @@ def serve(
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     dtype: Dtype = "auto",
+    bits: Bits = None,
     device: Device = None,
     threads: Threads = None,
 ) -> None:
@@ -488,7 +493,7 @@ def serve(
     )
     sampling = rule(temperature, top_p, top_k)
     drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
-    engine = load_engine(target, drafting, Place(dtype, device, threads), template_args)
+    engine = load_engine(target, drafting, Place(dtype, device, threads, bits), template_args)
     if not name:
         folder = Path(os.path.expanduser(engine.target.name)).absolute()
         options = replace(options, name=folder.name)

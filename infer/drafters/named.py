@@ -121,7 +121,8 @@ def _part(text: str, ngram: NGram) -> NamedDrafts:
 
 def _draft_model(path: str, target: Target) -> DrafterSource:
     dtype = dtype_name(target.dtype)
-    return _checked(DraftModel(Target.load(path, dtype=dtype, device=str(target.device))), target)
+    model = Target.load(path, dtype=dtype, device=str(target.device))
+    return _checked(DraftModel(model.pack(target.bits)), target)
 
 
 def _checked(drafts: DrafterSource, target: Target) -> DrafterSource:

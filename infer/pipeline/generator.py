@@ -22,6 +22,7 @@ from typing import Any, TypedDict, Unpack, overload
 
 import torch
 
+from draftheads.heads.placement import Bits
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree, parse_tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, seeded
@@ -50,6 +51,15 @@ class GenerateOptions(TypedDict, total=False):
     sampling: Acceptance  # a rule, in place of temperature, top_p and top_k
     raw: bool  # continue a text as it is, without the chat template
     template_args: Mapping[str, Any]  # variables of the chat template, beside the target's own
+
+
+class PlaceOptions(TypedDict, total=False):
+    """Options of `load`: where and how the target is loaded."""
+
+    dtype: str  # as of `Target.load`; default on a CPU: the faster of float32 and its own
+    device: str | None  # default: CUDA if available
+    threads: int | None  # of the CPU; default: the fastest number
+    bits: Bits | None  # quantise the target: 8 to int8 on a CPU; 8 or 4 with bitsandbytes on a GPU
 
 
 RULE = ("temperature", "top_p", "top_k")
@@ -267,17 +277,15 @@ def load(
     target: str | Path | None = None,
     *,
     tree: Tree | str | None = None,
-    dtype: str = "auto",
-    device: str | None = None,
     compile: bool = False,
+    **place: Unpack[PlaceOptions],
 ) -> TextGenerator:
     """Load a target and its drafts by name, as `draftheads chat` does.
 
     head: a head folder, the folder of a training run, a Hub id, or the name of another drafter
     ("ngram"; all: docs/drafters.md); None: no drafts. target: default: the one that the head
-    records. tree: in place of the head's own, as `--tree` takes it. dtype, device: as of
-    `Target.load`, but on a CPU "auto" is the faster one of float32 and the checkpoint's own, and
-    the number of threads is chosen. compile: as of `Speculator`.
+    records. tree: in place of the head's own, as `--tree` takes it. compile: as of `Speculator`.
+    place: `PlaceOptions`.
 
     Raises ValueError or FileNotFoundError for what cannot be loaded. For loaded parts:
     `TextGenerator(Speculator(target, head))`.
@@ -295,7 +303,7 @@ def load(
     if isinstance(head, Path):  # never the name of another drafter
         head = os.path.abspath(os.path.expanduser(head))
     name = None if target is None else str(target)
-    model, drafts = load_parts(head, name, Greedy(), False, Place(dtype, device))
+    model, drafts = load_parts(head, name, Greedy(), False, Place(**place))
     shape = parse_tree(tree) if isinstance(tree, str) else tree
     return TextGenerator(Speculator(model, drafts, tree=shape, compile=compile))
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from draftheads.infer.threads import choose_threads, set_threads
 
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
+    from draftheads.heads.placement import Bits
     from draftheads.heads.target import Target
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
@@ -23,12 +24,14 @@ logger = logging.getLogger("draftheads")
 @dataclass(frozen=True)
 class Place:
     """Where and how a target is loaded. dtype, device: as of `Target.load`. threads: of the CPU;
-    None: the fastest number. report: called with a choice that was made, to be shown.
+    None: the fastest number. bits: quantise it, on a CPU to int8. report: called with a choice that
+    was made, to be shown.
     """
 
     dtype: str = "auto"
     device: str | None = None
     threads: int | None = None
+    bits: Bits | None = None
     report: Callable[[object], None] = logger.info
 
 
@@ -61,7 +64,9 @@ def load_target(
     adapter = shared_adapter(heads)
     if template_args is None:
         template_args = shared_template_args(heads)
-    target = Target.load(name, dtype=place.dtype, device=place.device, revision=revision)
+    target = Target.load(
+        name, dtype=place.dtype, device=place.device, revision=revision, bits=place.bits
+    )
     target.template_args = dict(template_args)
     return target.attach(adapter) if adapter else target
 
@@ -73,32 +78,54 @@ def load_fast_target(
     heads: Sequence[HeadFolder] = (),
     template_args: Mapping[str, Any] | None = None,
 ) -> Target:
-    """`load_target`, with threads chosen, and on a CPU with dtype "auto" as the faster one by a
-    measurement. Not for what learns or writes data: its results would depend on timing.
+    """`load_target`, with threads chosen; on a CPU with weights packed and, if `bits` asks for it,
+    in int8, and with dtype "auto" as the faster one by a measurement. Not for what learns or writes
+    data: its results would depend on timing.
     """
     from draftheads.heads.placement import default_device
 
     device = place.device or default_device()
     set_threads(place.threads)
-    if device == "cpu" and place.dtype == "auto" and not name.endswith(".gguf"):
-        place = replace(place, dtype=faster_dtype(name, revision, place.report))
-    target = load_target(name, place, revision, heads, template_args)
+    if device == "cpu":
+        bits = int8(place.bits)
+        if place.dtype == "auto" and not name.endswith(".gguf"):
+            place = replace(place, dtype=faster_dtype(name, revision, place))
+        target = load_target(name, replace(place, bits=None), revision, heads, template_args)
+        target.pack(bits)
+    else:
+        target = load_target(name, place, revision, heads, template_args)
     choose_threads(place.threads, target)
     return target
 
 
-def faster_dtype(name: str, revision: str | None, report: Callable[[object], None]) -> str:
-    """The faster dtype for a target on this CPU; reports it where there is a choice."""
+def int8(bits: Bits | None) -> Literal[8] | None:
+    """The same bits, for a CPU. Raises ValueError for 4, which saves memory but no time there."""
+    if bits == 4:
+        raise ValueError(
+            "bits=4: expected a GPU, got a CPU, where products with 4-bit weights take longer than "
+            "with int8 as soon as drafts are verified; use 8"
+        )
+    return bits
+
+
+def faster_dtype(name: str, revision: str | None, place: Place) -> str:
+    """The dtype to load a target in for this CPU: the faster one, reported where there is a choice.
+    What becomes int8 is loaded as it is.
+    """
     import torch
 
     from draftheads.heads.placement import read_config
+    from draftheads.heads.tensors import dtype_name
     from draftheads.infer.measure.precision import measured_pace, own_dtype
 
     config = read_config(name, revision)
-    if own_dtype(config) == torch.float32:
+    own = own_dtype(config)
+    if own == torch.float32:
         return "auto"
+    if place.bits:
+        return dtype_name(own)
     pace = measured_pace(config)
-    report(pace)
+    place.report(pace)
     return pace.dtype
 
 

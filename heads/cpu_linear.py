@@ -1,0 +1,168 @@
+"""Products with large weights on a CPU, for decoding: weights in the layout that oneDNN multiplies,
+or in int8.
+
+torch's own `linear` reorders a weight at every call, and that takes longer than the product of the
+few tokens of a step. In int8, each token has a scale of its own and sums are integers, so that its
+result does not depend on the tokens beside it.
+
+Legend: R rows, I input width, O output width.
+"""
+
+from __future__ import annotations
+
+import warnings
+from itertools import count
+from typing import Literal
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+Bits = Literal[8]
+LEAST = 1 << 18
+"""Smaller weights stay as they are: they lie in the caches of the CPU."""
+FEW = 4
+"""Fewer rows are padded to so many, with which oneDNN takes less time than with one."""
+
+_weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
+_numbers = count()
+
+
+class PackedWeight:
+    """A frozen weight (O, I) as this CPU multiplies it fastest. bits: 8, or None: its own dtype.
+
+    Raises ValueError for int8 on a CPU for which torch has no kernels.
+    """
+
+    def __init__(self, weight_OI: Tensor, bits: Bits | None = None) -> None:
+        self.bits, self.width = bits, len(weight_OI)
+        self.number = next(_numbers)
+        _weights[self.number] = self
+        # compilers do not see what this holds: they call the operator below
+        with torch.inference_mode(False), torch.no_grad():
+            if bits:
+                check_int8()
+                self._steps = 127 if torch.cpu._is_vnni_supported() else 63
+                self._int8 = pack_int8(weight_OI)
+            else:
+                weight_OI = weight_OI.detach().contiguous()
+                self._own = torch.ops.mkldnn._reorder_linear_weight(weight_OI, FEW)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x W^T: (..., I) to (..., O), in the dtype of x."""
+        x_RI = x.flatten(0, -2)
+        if torch.compiler.is_compiling():
+            product_RO = torch.ops.draftheads.packed_product(x_RI, self.number, self.width)
+        else:
+            product_RO = self.product(x_RI)
+        return product_RO.view(*x.shape[:-1], self.width)
+
+    def dense(self) -> Tensor:
+        """The weight (O, I) again; in int8, rounded, in float32."""
+        if self.bits:
+            int8_OI, _ = torch.ops.quantized.linear_unpack(self._int8)
+            return int8_OI.dequantize()
+        return self._own.to_dense()
+
+    def product(self, x_RI: Tensor) -> Tensor:
+        """The same for a matrix."""
+        if self.bits:
+            return self._int8_product(x_RI)
+        rows = len(x_RI)
+        if rows < FEW:
+            x_RI = F.pad(x_RI, (0, 0, 0, FEW - rows))
+        product_RO: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x_RI, self._own, None, "none", [], ""
+        )
+        return product_RO[:rows]
+
+    def _int8_product(self, x_RI: Tensor) -> Tensor:
+        x_RI32 = x_RI.float()
+        largest_R1 = x_RI32.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        product_RO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            x_RI32 / largest_R1, 1 / self._steps, self._steps + 1, self._int8
+        )
+        return product_RO.mul_(largest_R1).to(x_RI.dtype)
+
+
+@torch.library.custom_op("draftheads::packed_product", mutates_args=())
+def _packed_product(x_RI: Tensor, number: int, width: int) -> Tensor:
+    return _weights[number].product(x_RI)
+
+
+@_packed_product.register_fake
+def _(x_RI: Tensor, number: int, width: int) -> Tensor:
+    return x_RI.new_empty(len(x_RI), width)
+
+
+class PackedLinear(nn.Module):
+    """Takes the place of a linear layer. keep: its weight stays, for others that read it often."""
+
+    def __init__(self, linear: nn.Linear, bits: Bits | None, *, keep: bool = False) -> None:
+        super().__init__()
+        self.packed, self.bias = PackedWeight(linear.weight, bits), linear.bias
+        self._weight = linear.weight if keep else None
+
+    @property
+    def weight(self) -> Tensor:
+        """(O, I), as the linear layer has it."""
+        return self.packed.dense() if self._weight is None else self._weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.packed(x)
+        return product if self.bias is None else product + self.bias
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN has its own layout for matrices of this dtype."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    match dtype:
+        case torch.float32:
+            return True
+        case torch.bfloat16:
+            return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        case torch.float16:
+            return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return False
+
+
+def check_int8() -> None:
+    """Raise ValueError if torch cannot multiply int8 on this CPU."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        raise ValueError(
+            "bits=8: expected a CPU with AVX2, for which torch has int8 products, got another; "
+            "leave bits out, or convert the heads for llama.cpp"
+        )
+
+
+def pack_int8(weight_OI: Tensor) -> torch.ScriptObject:
+    """A weight in 8 bits, symmetric, with a scale for each output."""
+    weight_OI = weight_OI.detach().float()
+    scales_O = (weight_OI.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny).double()
+    zeros_O = torch.zeros_like(scales_O, dtype=torch.long)
+    with warnings.catch_warnings(action="ignore"):  # of a future torch without it
+        int8_OI = torch.quantize_per_channel(weight_OI, scales_O, zeros_O, 0, torch.qint8)
+    engine = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"  # oneDNN's product takes 1.4 times as long per step
+    try:
+        packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(int8_OI, None)
+    finally:
+        torch.backends.quantized.engine = engine
+    return packed
+
+
+def pack_layers(model: PreTrainedModel, bits: Bits | None) -> int:
+    """Pack all linear layers of a model, without bits the large ones alone, and free their weights,
+    but for that of lm_head, which heads read. Returns how many numbers were packed.
+    """
+    lm_head, numbers = model.get_output_embeddings(), 0
+    least = 0 if bits else LEAST
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.numel() >= least:
+                numbers += child.weight.numel()
+                setattr(parent, name, PackedLinear(child, bits, keep=child is lm_head))
+    return numbers
