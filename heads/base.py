@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Drafter
+from draftheads.heads.cpu_linear import can_pack, has_int8, pack_layers
 from draftheads.heads.layers import Stateless
 from draftheads.heads.losses import RANKS, Objective, Teacher
 from draftheads.heads.target import Target
@@ -206,6 +207,17 @@ class DraftHead(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, Stateless):
                 module.compile(dynamic=True, **options)
+
+    def pack(self, target: Target) -> Self:
+        """Prepare for drafting on a CPU, if that is the device: large weights are multiplied in
+        int8, of which torch has kernels for most CPUs, or as oneDNN lays them out. Drafts change by
+        rounding, output does not. Weights that change afterwards are not seen.
+        """
+        bits: Literal[8] | None = 8 if has_int8() else None
+        dtype = next(self.parameters()).dtype
+        if target.device.type == "cpu" and (bits or can_pack(target.device, dtype)):
+            pack_layers(self, bits, keep=list(self.modules()))
+        return self
 
     def checkpointed(self, part: Callable[..., Result], *arguments: Any) -> Result:
         """part(*arguments). With `recompute`, the backward pass calls it again, so it must be

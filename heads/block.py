@@ -49,6 +49,7 @@ from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
+from draftheads.heads.cpu_linear import operand, pack_as
 from draftheads.heads.layers import (
     GEMMA4_ROPES,
     STATIC_ROPES,
@@ -660,12 +661,12 @@ class Entries:
         weights = [attention.k_proj.weight for attention in attentions]
         if not self.first.shape.k_eq_v:
             weights += [attention.v_proj.weight for attention in attentions]
-        self.weight_ED = torch.cat(weights)
+        self.weight_ED = operand(pack_as(weights[0], torch.cat(weights)))
         self.scale_G1W = torch.cat([a.k_norm.weight.expand(groups, 1, -1) for a in attentions])
 
     def __call__(self, x_BTD: Tensor, angles: Angles) -> list[tuple[Tensor, Tensor]]:
         """For each layer, (B, G, T, W) of both."""
-        kv = F.linear(x_BTD, self.weight_ED)
+        kv = project(x_BTD, self.weight_ED)
         kv = kv.view(*kv.shape[:2], -1, self.first.shape.head_dim).transpose(1, 2)
         heads = len(self.scale_G1W)
         k, v = kv[:, :heads], kv[:, -heads:]  # the same, if the layers' keys are their values
@@ -729,7 +730,7 @@ class BlockDrafter(TreeDrafter):
     def __init__(self, head: BlockHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
         self.head = head
-        self.weight_vD = head.unembed_weight(target)
+        self.weight_vD = operand(head.unembed_weight(target))
         self.entries = head.entries()
         self.cache = ContextCache(
             len(head.layers), head.rope, head.window, self._write, target.device

@@ -11,14 +11,14 @@ Legend: R rows, I input width, O output width.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 Bits = Literal[8]
 LEAST = 1 << 18
@@ -37,7 +37,7 @@ class PackedWeight:
     """
 
     def __init__(self, weight_OI: Tensor, bits: Bits | None = None) -> None:
-        self.bits, self.width = bits, len(weight_OI)
+        self.bits, self.width, self.dtype = bits, len(weight_OI), weight_OI.dtype
         self.number = next(_numbers)
         _weights[self.number] = self
         # compilers do not see what this holds: they call the operator below
@@ -98,21 +98,38 @@ def _(x_RI: Tensor, number: int, width: int) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """Takes the place of a linear layer. keep: its weight stays, for others that read it often."""
+    """Takes the place of a linear layer. keep: its weight stays, for those that read it."""
 
-    def __init__(self, linear: nn.Linear, bits: Bits | None, *, keep: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, bits: Bits | None, *, keep: bool) -> None:
         super().__init__()
-        self.packed, self.bias = PackedWeight(linear.weight, bits), linear.bias
-        self._weight = linear.weight if keep else None
+        self.packed = PackedWeight(linear.weight, bits)
+        if keep:
+            self._parameters["weight"] = linear.weight  # before the bias, as in linear layers
+            linear.weight.packed = self.packed  # type: ignore[assignment]
+        self.bias = linear.bias
 
-    @property
-    def weight(self) -> Tensor:
-        """(O, I), as the linear layer has it."""
-        return self.packed.dense() if self._weight is None else self._weight
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "weight" not in self._parameters:  # a model's own code reads it
+            return self.packed.dense()
+        return super().__getattr__(name)
 
     def forward(self, x: Tensor) -> Tensor:
         product = self.packed(x)
         return product if self.bias is None else product + self.bias
+
+
+def operand(weight: Tensor) -> Tensor | PackedWeight:
+    """What to multiply by in decoding: the weight as it was packed, if it was."""
+    packed: Tensor | PackedWeight = getattr(weight, "packed", weight)
+    return packed
+
+
+def pack_as(model: Tensor, weight: Tensor) -> Tensor:
+    """The same weight, packed as `model` was, if it was."""
+    packed = operand(model)
+    if isinstance(packed, PackedWeight):
+        weight.packed = PackedWeight(weight, packed.bits)  # type: ignore[attr-defined]
+    return weight
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -129,9 +146,14 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return False
 
 
+def has_int8() -> bool:
+    """Whether torch has int8 products for this CPU."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
 def check_int8() -> None:
-    """Raise ValueError if torch cannot multiply int8 on this CPU."""
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
+    """Raise ValueError if torch has no int8 products for this CPU."""
+    if not has_int8():
         raise ValueError(
             "bits=8: expected a CPU with AVX2, for which torch has int8 products, got another; "
             "leave bits out, or convert the heads for llama.cpp"
@@ -154,15 +176,16 @@ def pack_int8(weight_OI: Tensor) -> torch.ScriptObject:
     return packed
 
 
-def pack_layers(model: PreTrainedModel, bits: Bits | None) -> int:
-    """Pack all linear layers of a model, without bits the large ones alone, and free their weights,
-    but for that of lm_head, which heads read. Returns how many numbers were packed.
+def pack_layers(
+    module: nn.Module, bits: Bits | None, *, least: int = LEAST, keep: Collection[nn.Module] = ()
+) -> int:
+    """Pack all linear layers of a module whose weights have `least` numbers or more, and free these
+    weights unless `keep` has the layer. Returns how many numbers were packed.
     """
-    lm_head, numbers = model.get_output_embeddings(), 0
-    least = 0 if bits else LEAST
-    for parent in list(model.modules()):
+    numbers = 0
+    for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.numel() >= least:
                 numbers += child.weight.numel()
-                setattr(parent, name, PackedLinear(child, bits, keep=child is lm_head))
+                setattr(parent, name, PackedLinear(child, bits, keep=child in keep))
     return numbers

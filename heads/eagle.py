@@ -27,6 +27,7 @@ from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices, LayerSizes
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
+from draftheads.heads.cpu_linear import operand
 from draftheads.heads.layers import (
     Angles,
     DecoderLayer,
@@ -487,7 +488,7 @@ class EagleDrafter(TreeDrafter):
     def __init__(self, head: AutoregressiveHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
         self.head = head
-        self.weight_vD = head.unembed_weight(target)
+        self.weight_vD = operand(head.unembed_weight(target))
         self.dtype = next(head.parameters()).dtype
         self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)
 

@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.heads.choices import LayerSizes
+from draftheads.heads.cpu_linear import PackedWeight, operand, pack_as
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import needed
 
@@ -156,14 +157,22 @@ class StackedHeads:
         return torch.bmm(hidden_KBD, self.unembed_KDV[: len(hidden_KBD)])
 
 
-def project(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def project(
+    states: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None
+) -> Tensor:
     """`F.linear` of states (..., D) and a weight (v, D): (..., v), by one product of two matrices.
 
     For states that are a slice, `F.linear` makes a batched product with the weight, which a CPU
     copies for every row: in bfloat16 that takes seconds for the lm_head of a large vocabulary.
     """
-    products = F.linear(states.flatten(0, -2), weight, bias)
-    return products.view(*states.shape[:-1], len(weight))
+    rows = states.flatten(0, -2)
+    if isinstance(weight, PackedWeight):
+        products = weight(rows)
+        if bias is not None:
+            products = products + bias
+    else:
+        products = F.linear(rows, weight, bias)
+    return products.view(*states.shape[:-1], -1)
 
 
 def linear(layers: nn.ModuleList, number: int) -> nn.Linear:
@@ -354,19 +363,19 @@ class Attention(nn.Module):
         if qk_norm:
             self.q_norm = RMSNorm(shape.head_dim, shape.eps)
             self.k_norm = RMSNorm(shape.head_dim, shape.eps)
-        self._stack: Cached[tuple[Tensor, Tensor | None]] = Cached()
+        self._stack: Cached[tuple[Tensor | PackedWeight, Tensor | None]] = Cached()
 
     def forward(self, x_BQE: Tensor, angles: Angles, memory: Memory) -> Tensor:
         heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
         weight, scale = self._stacked()
-        qkv = self._by_head(F.linear(x_BQE, weight))
+        qkv = self._by_head(project(x_BQE, weight))
         qk = self.turned(qkv[:, :turned], scale, angles)
         v_BGQW = self.values(qkv[:, -self.shape.kv_heads :])
         out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], v_BGQW)
         out_BQD: Tensor = self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
         return out_BQD
 
-    def _stacked(self) -> tuple[Tensor, Tensor | None]:
+    def _stacked(self) -> tuple[Tensor | PackedWeight, Tensor | None]:
         """The weights of queries, keys and values; the norms of all query and key heads. The last
         weights are the values': if these are the keys, there are no others.
         """
@@ -375,12 +384,13 @@ class Attention(nn.Module):
             parts.append(self.v_proj.weight)
         norms = [self.q_norm.weight, self.k_norm.weight] if self.qk_norm else []
 
-        def make() -> tuple[Tensor, Tensor | None]:
+        def make() -> tuple[Tensor | PackedWeight, Tensor | None]:
             heads = (self.shape.heads, self.shape.kv_heads)
             each = [norm_W.expand(n, 1, -1) for norm_W, n in zip(norms, heads, strict=bool(norms))]
             if self.shape.gemma4:  # memories divide the scores by the same root
                 each[0] = each[0].float() * math.sqrt(self.shape.head_dim)
-            return torch.cat(parts), torch.cat(each) if each else None
+            stack = operand(pack_as(parts[0], torch.cat(parts)))
+            return stack, torch.cat(each) if each else None
 
         if self.training or torch.is_grad_enabled():
             return make()

@@ -23,6 +23,7 @@ from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Committed, Drafter
+from draftheads.heads.cpu_linear import operand, pack_as
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project, refresh
 from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
@@ -230,15 +231,16 @@ class MedusaHead(DraftHead):
         if stack is not None:
             return stack.unembed(x_KBD)
         if not self.own_lm_head:  # one product, so that the large matrix is read once
-            weight_vD = self.unembed_weights(target)[0]
+            weight_vD = operand(self.unembed_weights(target)[0])
             return project(x_KBD.to(weight_vD.dtype), weight_vD)
         heads = zip(self.lm_heads, x_KBD, strict=False)
         return torch.stack([lm_head(hidden_BD) for lm_head, hidden_BD in heads])
 
     def stacked(self) -> StackedHeads | None:
-        """The heads as one stack, for drafting; None if they are too large to copy."""
-        parameters = list(self.parameters())
-        if not self.own_lm_head or sum(p.nbytes for p in parameters) > STACK_BYTES:
+        """The heads as one stack, for drafting; None if they are packed, or too large to copy."""
+        parameters, lm_heads = list(self.parameters()), list(self.lm_heads.parameters())
+        is_packed = any(operand(weight) is not weight for weight in lm_heads)
+        if not lm_heads or is_packed or sum(p.nbytes for p in parameters) > STACK_BYTES:
             return None
         return self._stack.get(parameters, lambda: StackedHeads(self.blocks, self.lm_heads))
 
@@ -253,7 +255,11 @@ class MedusaHead(DraftHead):
         weight_VD, token_map = target.unembed_weight(), self.token_map
         if token_map is None:
             return [weight_VD] * self.depth
-        weight_vD = self._shared_rows.get([token_map], lambda: weight_VD[token_map], [weight_VD])
+
+        def rows() -> Tensor:
+            return pack_as(weight_VD, weight_VD[token_map])
+
+        weight_vD = self._shared_rows.get([token_map], rows, [weight_VD])
         return [weight_vD] * self.depth
 
     def _predictions(

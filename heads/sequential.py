@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import MOST_RANKS, LayerSizes
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
+from draftheads.heads.cpu_linear import operand
 from draftheads.heads.layers import (
     Angles,
     Cached,
@@ -380,7 +381,7 @@ class SequentialDrafter(TreeDrafter):
     def __init__(self, head: SequentialHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
         self.cast = head.cast
-        self.weights_vD = head.unembed_weights(target)
+        self.weights_vD = list(map(operand, head.unembed_weights(target)))
         if (prefix := head.prefix) is not None:
 
             def read(tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:

@@ -31,7 +31,7 @@ from transformers import (
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
 from draftheads.heads.cache import SlotCache
-from draftheads.heads.cpu_linear import can_pack, pack_layers
+from draftheads.heads.cpu_linear import LEAST, can_pack, pack_layers
 from draftheads.heads.longrope import LongRope, document_lengths
 from draftheads.heads.masks import Masks, known_packing
 from draftheads.heads.packing import document_ends, groups, rows_of
@@ -216,7 +216,8 @@ class Target:
             return self
         self.fingerprint()
         size = sum(parameter.numel() for parameter in decoder_layers(self.model).parameters())
-        packed = pack_layers(self.model, bits)
+        lm_head, least = self.model.get_output_embeddings(), 0 if bits else LEAST
+        packed = pack_layers(self.model, bits, least=least, keep={lm_head})
         if bits:
             if packed < size // 2:
                 raise ValueError(

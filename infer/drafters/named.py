@@ -116,7 +116,9 @@ def _part(text: str, ngram: NGram) -> NamedDrafts:
             )
         return NamedDrafts(text, [], lambda target: _checked(EarlyExit(int(value)), target))
     folder = open_head(text)
-    return NamedDrafts(Path(text).name, [folder], folder.load)
+    return NamedDrafts(
+        Path(text).name, [folder], lambda target: folder.load(target).pack(target)
+    )
 
 
 def _draft_model(path: str, target: Target) -> DrafterSource:

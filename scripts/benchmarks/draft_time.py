@@ -94,7 +94,8 @@ GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 @dataclass(frozen=True)
 class Setup:
     """The choices of one run. hidden, vocab, layers, intermediate, heads, kv_heads: the target's,
-    the last three by default in Llama 3's proportions. verify: by a target of all these layers.
+    the last three by default in Llama 3's proportions. verify: by a target of all these layers. pack,
+    bits: as commands pack targets and heads for a CPU; 8: an int8 target.
     nodes, depth: of all trees. top_k: of the dynamic ones. draft_vocab: tokens that the heads can
     draft, 0: all. rank: of conditioning, 0: the kind's default. context: committed tokens before
     the first tree; accepted: before each further one. clock: as in `step_trial`. together_gb: heads
@@ -108,6 +109,8 @@ class Setup:
     heads: int = 0
     kv_heads: int = 0
     verify: bool = False
+    pack: bool = False
+    bits: int = 0
     nodes: int = 60
     depth: int = 4
     top_k: int = 10
@@ -155,6 +158,8 @@ def create_target(setup: Setup, *, layers: int = 1) -> Target:
     fill(model)
     model.generation_config = GenerationConfig()
     target = Target(model.to(setup.device), name="random Llama")
+    if setup.pack:
+        target.pack(8 if setup.bits else None)
     target.unembed_weight()  # its check runs the model: before it says that it is deeper
     target.layers = setup.layers
     return target
@@ -179,7 +184,7 @@ def create_head(name: str, setup: Setup, target: Target) -> DraftHead:
         head = HEADS[kind].create(target, HEADS[kind].Choices(**choices), vocabulary)
         head.to(target.device, target.dtype)
     fill(head)
-    return head.eval()
+    return head.eval().pack(target) if setup.pack else head.eval()
 
 
 def fill(module: torch.nn.Module) -> None:
