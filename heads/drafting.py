@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
+from draftheads.heads.grouped_attention import attend
 from draftheads.heads.layers import Angles, Rope, refresh
 from draftheads.heads.target import PREFILL_CHUNK, Target
 from draftheads.heads.tree import TokenTree, Tree
@@ -186,9 +186,7 @@ class CachedMemory:
 
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
         keys, values = self.layer.update(k_BGQW, v_BGQW)
-        return F.scaled_dot_product_attention(
-            q_BHQW, keys, values, attn_mask=self.visible_B1QS, enable_gqa=True
-        )
+        return attend(q_BHQW, keys, values, self.visible_B1QS)
 
 
 class Drafter(Protocol):

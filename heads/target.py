@@ -32,6 +32,7 @@ from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.cpu_linear import LEAST, can_pack, pack_layers
+from draftheads.heads.grouped_attention import group
 from draftheads.heads.longrope import LongRope, document_lengths
 from draftheads.heads.masks import Masks, known_packing
 from draftheads.heads.packing import document_ends, groups, rows_of
@@ -212,6 +213,7 @@ class Target:
                 f"{self.name}: bits=8: expected weights as they were trained, got {self.quantisation};"
                 " leave bits out"
             )
+        group(self.model)
         if not bits and not can_pack(self.device, self.dtype):
             return self
         self.fingerprint()

@@ -1,0 +1,80 @@
+"""Attention of few queries on a CPU: those of all query heads that share keys in one matrix.
+
+torch's kernel else reads keys and values once per query head, and transformers copies them for each
+before it calls the kernel with a mask.
+
+Legend: B batch, H query heads, G key heads, Q queries, S cache slots, W head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "draftheads_grouped"
+OTHERS = ("dropout", "softcap", "cache", "output_attentions")
+"""Options of transformers for which its own function is called."""
+
+
+def attend(
+    q_BHQW: Tensor,
+    k_BGSW: Tensor,
+    v_BGSW: Tensor,
+    mask_B1QS: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`scaled_dot_product_attention`, (B, H, Q, W). mask_B1QS: added, or what is visible as bool;
+    None: all slots.
+    """
+    if q_BHQW.device.type != "cpu":
+        return F.scaled_dot_product_attention(
+            q_BHQW, k_BGSW, v_BGSW, attn_mask=mask_B1QS, scale=scale, enable_gqa=True
+        )
+    batch, heads, queries, width = q_BHQW.shape
+    shared = heads // k_BGSW.shape[1]
+    if mask_B1QS is not None and shared > 1:
+        mask_B1QS = mask_B1QS.expand(-1, shared, -1, -1).flatten(1, 2)[:, None]
+    q_BGPW = q_BHQW.reshape(batch, -1, shared * queries, width)
+    out_BGPW = F.scaled_dot_product_attention(
+        q_BGPW, k_BGSW, v_BGSW, attn_mask=mask_B1QS, scale=scale
+    )
+    return out_BGPW.reshape(batch, heads, queries, -1)
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a target's layer, as transformers calls it; returns (B, Q, H, W)."""
+    if attention_mask is None:
+        can_group = query.shape[2] == 1
+    else:
+        can_group = attention_mask.shape[1] == 1
+    if not can_group or any(options.get(name) for name in OTHERS):
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+        return result
+    out_BHQW = attend(query, key, value, attention_mask, scaling)
+    return out_BHQW.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _forward)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def group(model: PreTrainedModel) -> None:
+    """Let a model on a CPU attend like this, if it uses `scaled_dot_product_attention`."""
+    config = model.config.get_text_config(decoder=True)
+    if model.device.type == "cpu" and config._attn_implementation == "sdpa":
+        model.set_attn_implementation(NAME)
