@@ -37,7 +37,7 @@ class PackedWeight:
     """
 
     def __init__(self, weight_OI: Tensor, bits: Bits | None = None) -> None:
-        self.bits, self.width, self.dtype = bits, len(weight_OI), weight_OI.dtype
+        self.bits, self.shape, self.dtype = bits, weight_OI.shape, weight_OI.dtype
         self.number = next(_numbers)
         _weights[self.number] = self
         # compilers do not see what this holds: they call the operator below
@@ -54,10 +54,10 @@ class PackedWeight:
         """x W^T: (..., I) to (..., O), in the dtype of x."""
         x_RI = x.flatten(0, -2)
         if torch.compiler.is_compiling():
-            product_RO = torch.ops.draftheads.packed_product(x_RI, self.number, self.width)
+            product_RO = torch.ops.draftheads.packed_product(x_RI, self.number, self.shape[0])
         else:
             product_RO = self.product(x_RI)
-        return product_RO.view(*x.shape[:-1], self.width)
+        return product_RO.view(*x.shape[:-1], self.shape[0])
 
     def dense(self) -> Tensor:
         """The weight (O, I) again; in int8, rounded, in float32."""

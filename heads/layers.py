@@ -172,7 +172,7 @@ def project(
             products = products + bias
     else:
         products = F.linear(rows, weight, bias)
-    return products.view(*states.shape[:-1], -1)
+    return products.view(*states.shape[:-1], products.shape[-1])
 
 
 def linear(layers: nn.ModuleList, number: int) -> nn.Linear:

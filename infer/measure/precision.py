@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from draftheads.heads.cpu_linear import PackedWeight, can_pack, has_int8
+from draftheads.heads.layers import project
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import NODES
 
@@ -26,13 +28,14 @@ SECONDS = 1.5
 """No round begins that would end later than this."""
 FASTER = 1.1
 """How much faster the checkpoint's own dtype must be: float32 keeps output token for token."""
+INT8 = "int8"
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Pace:
     """Seconds of the products of one token and of a step with drafts, for each dtype that the
-    target may be loaded in: float32, and the checkpoint's own.
+    target may be loaded in: float32, and the checkpoint's own; and for "int8" (`--bits 8`).
     """
 
     seconds: Mapping[str, tuple[float, float]]
@@ -40,12 +43,12 @@ class Pace:
     @property
     def own(self) -> str:
         """The checkpoint's own dtype."""
-        return [*self.seconds][-1]
+        return [dtype for dtype in self.seconds if dtype != INT8][-1]
 
     @property
     def gain(self) -> float:
         """How many times as fast the checkpoint's own dtype is."""
-        return sum(self.seconds["float32"]) / sum(self.seconds[self.own])
+        return self._faster(self.own, "float32")
 
     @property
     def dtype(self) -> str:
@@ -57,16 +60,23 @@ class Pace:
         plain, drafted = self.seconds[dtype]
         return drafted / plain
 
+    def _faster(self, dtype: str, than: str) -> float:
+        return sum(self.seconds[than]) / sum(self.seconds[dtype])
+
     def __str__(self) -> str:
         if self.dtype == "float32":
-            return (
+            line = (
                 f"float32: {self.own} measured {self.gain:.1f}x as fast here; --dtype {self.own} "
                 "chooses it all the same"
             )
-        return (
-            f"{self.own}: measured {self.gain:.1f}x faster than float32 here; --dtype float32 for "
-            "output that equals generate's token for token"
-        )
+        else:
+            line = (
+                f"{self.own}: measured {self.gain:.1f}x faster than float32 here; --dtype float32 "
+                "for output that equals generate's token for token"
+            )
+        if INT8 in self.seconds:
+            line += f"; --bits 8 (int8 weights): {self._faster(INT8, self.dtype):.1f}x faster still"
+        return line
 
 
 def fair_clock(device: torch.device) -> Callable[[], float]:
@@ -88,6 +98,8 @@ def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> Pace:
     """Multiply 1 token and 1 + nodes, in turns and for at most two seconds."""
     text = config.get_text_config(decoder=True)
     weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, own_dtype(config))}
+    if has_int8():
+        weights[torch.int8] = matrices(text, torch.int8)
     best = dict.fromkeys(weights, (float("inf"), float("inf")))
     began = perf_counter()
     for number in range(ROUNDS):
@@ -98,8 +110,9 @@ def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> Pace:
     return Pace({dtype_name(dtype): each for dtype, each in best.items()})
 
 
-def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor]:
-    """Matrices (rows, width) as in a target's layers, of at most LARGEST numbers in all.
+def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | PackedWeight]:
+    """Matrices (rows, width) as in a target's layers, of at most LARGEST numbers in all, packed as
+    `Target.pack` would.
 
     Each is memory of its own, written once, so that it is read as weights are.
     """
@@ -108,20 +121,26 @@ def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor]:
     inner = min(inner, LARGEST // (2 * width))
     layers = min(config.num_hidden_layers, LARGEST // (2 * width * inner))
     shapes = [(inner, width), (width, inner)] * layers
-    return [torch.ones(shape, dtype=dtype) for shape in shapes]
+    if dtype == torch.int8:
+        return [PackedWeight(torch.ones(shape), 8) for shape in shapes]
+    weights = [torch.ones(shape, dtype=dtype) for shape in shapes]
+    if can_pack(torch.device("cpu"), dtype):
+        return [PackedWeight(weight) for weight in weights]
+    return [*weights]
 
 
 @torch.inference_mode()
 def pass_seconds(
-    weights: Mapping[torch.dtype, Sequence[Tensor]], nodes: int
+    weights: Mapping[torch.dtype, Sequence[Tensor | PackedWeight]], nodes: int
 ) -> dict[torch.dtype, tuple[float, float]]:
     """Seconds of all products in each dtype, of 1 token and of 1 + nodes."""
     clock = fair_clock(torch.device("cpu"))
 
-    def seconds(chosen: Sequence[Tensor], tokens: int) -> float:
+    def seconds(chosen: Sequence[Tensor | PackedWeight], tokens: int) -> float:
+        states = [torch.ones(tokens, weight.shape[1], dtype=weight.dtype) for weight in chosen]
         began = clock()
-        for weight in chosen:
-            torch.nn.functional.linear(weight.new_ones(tokens, weight.shape[1]), weight)
+        for states_TD, weight in zip(states, chosen, strict=True):
+            project(states_TD, weight)
         return clock() - began
 
     return {
