@@ -59,6 +59,11 @@ class PackedWeight:
             product_RO = self.product(x_RI)
         return product_RO.view(*x.shape[:-1], self.shape[0])
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that a product reads."""
+        return self.shape.numel() * (1 if self.bits else self.dtype.itemsize)
+
     def dense(self) -> Tensor:
         """The weight (O, I) again; in int8, rounded, in float32."""
         if self.bits:

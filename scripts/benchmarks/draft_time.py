@@ -93,8 +93,8 @@ GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 
 @dataclass(frozen=True)
 class Setup:
-    """The choices of one run. hidden, vocab, layers, intermediate, heads, kv_heads: the target's,
-    the last three by default in Llama 3's proportions. verify: by a target of all these layers. pack,
+    """The choices of one run. hidden, vocab, layers, intermediate, heads, kv_heads, head_dim: the
+    target's, the last four by default in Llama 3's proportions. verify: by a target of all these layers. pack,
     bits: as commands pack targets and heads for a CPU; 8: an int8 target.
     nodes, depth: of all trees. top_k: of the dynamic ones. draft_vocab: tokens that the heads can
     draft, 0: all. rank: of conditioning, 0: the kind's default. context: committed tokens before
@@ -108,6 +108,7 @@ class Setup:
     intermediate: int = 0
     heads: int = 0
     kv_heads: int = 0
+    head_dim: int = 0
     verify: bool = False
     pack: bool = False
     bits: int = 0
@@ -139,7 +140,7 @@ def create_target(setup: Setup, *, layers: int = 1) -> Target:
     """A random target. With fewer layers than `setup.layers` it cannot verify, but has what
     drafters need: embeddings, lm_head, and the sizes of its layers, as many as it says it has.
     """
-    head_dim = 128 if setup.hidden >= 1024 else 64
+    head_dim = setup.head_dim or (128 if setup.hidden >= 1024 else 64)
     heads = setup.heads or max(1, setup.hidden // head_dim)
     config = LlamaConfig(
         hidden_size=setup.hidden,

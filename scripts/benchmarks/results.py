@@ -16,7 +16,7 @@ from typing import Any
 
 from draftheads.heads.files import write_text
 
-PLACE = re.compile(r"(<!-- results:[^>]*-->\n).*?(<!-- end of results -->)", re.DOTALL)
+PLACE = r"(<!-- {0}:[^>]*-->\n).*?(<!-- end of {0} -->)"
 TITLES = ("heads", "draft nodes", "τ", "speedup", "95 % interval", "equal to `generate`")
 
 
@@ -51,10 +51,16 @@ def main() -> None:
     chosen = parser.parse_args()
     made = table(json.loads(chosen.report.read_text()))
     for page in chosen.pages:
-        text, places = PLACE.subn(lambda found: found[1] + made + found[2], page.read_text())
-        if not places:
-            raise SystemExit(f"{page}: expected a line <!-- results: ... -->, found none")
-        write_text(page, text)
+        write_table(page, "results", made)
+
+
+def write_table(page: Path, name: str, table: str) -> None:
+    """Put a table where the page says that the one of this name stands."""
+    place = re.compile(PLACE.format(name), re.DOTALL)
+    text, places = place.subn(lambda match: match[1] + table + match[2], page.read_text())
+    if not places:
+        raise SystemExit(f"{page}: expected a line <!-- {name}: ... -->, found none")
+    write_text(page, text)
 
 
 if __name__ == "__main__":

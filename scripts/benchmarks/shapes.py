@@ -1,0 +1,395 @@
+"""How long do decoding steps take at the shapes of targets that people run, and at how many tokens
+per step do heads begin to pay?
+
+    python scripts/benchmarks/shapes.py --shape qwen3-0.6b --threads 1 2 --batch 1 4 8 --json OUT
+    python scripts/benchmarks/shapes.py --shape llama-3.1-8b --device cuda --dtype bfloat16 --compile
+    python scripts/benchmarks/shapes.py --table docs/shapes.json docs/tuning.md
+
+Weights are random, so hardly a draft is accepted; the time of a step does not depend on that. All
+steps of one dtype, number of threads and batch are timed in turns: by CPU seconds of a single
+thread, else by the wall clock. `generate` is transformers' own, before the target is packed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.cpu_linear import PackedWeight
+from draftheads.heads.target import Target
+from draftheads.heads.tree import DynamicTree, StaticTree, Tree
+from draftheads.infer.accept import Greedy
+from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.measure.baseline import Baseline
+from draftheads.infer.measure.precision import fair_clock
+from draftheads.infer.race import describe_machine, machine_line
+from draftheads.scripts.benchmarks import draft_time, results
+from draftheads.train.entry import mistakes_in_one_line
+
+GENERATE, PLAIN, INT8 = "generate", "plain", "int8"
+KINDS = {
+    "medusa": "medusa",
+    "sequential": "recurrent",
+    "block": "block-markov-2",
+    "eagle3": "eagle3",
+}
+"""Row -> kind of draft_time."""
+SHAPES = {
+    "qwen3-0.6b": (1024, 151_936, 28, 3072, 16, 8, 128),
+    "llama-3.2-1b": (2048, 128_256, 16, 8192, 32, 8, 64),
+    "qwen3-4b": (2560, 151_936, 36, 9728, 32, 8, 128),
+    "llama-3.1-8b": (4096, 128_256, 32, 14_336, 32, 8, 128),
+    "tiny": (64, 96, 2, 96, 4, 2, 16),
+}
+"""Width, vocabulary, layers, width of the MLP, query heads, key heads, width of these."""
+READ = 1 << 30
+"""Bytes that are read to measure the memory's bandwidth."""
+CHAIN, DYNAMIC = 5, 32
+"""EAGLE-3 drafts a chain of fewer nodes than the first, and a dynamic tree of the second or more."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The choices of one run. dtypes: "int8" is an int8 target with float32 activations. context:
+    tokens before the steps that are timed. rounds: steps of each contestant. depth, draft_vocab,
+    rank: of all heads.
+    """
+
+    shape: str = "qwen3-0.6b"
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", INT8)
+    threads: tuple[int, ...] = (1,)
+    batches: tuple[int, ...] = (1,)
+    kinds: tuple[str, ...] = tuple(KINDS)
+    nodes: tuple[int, ...] = (4, 8, 16, 32, 60)
+    compile: bool = False
+    context: int = 256
+    rounds: int = 9
+    warmup: int = 3
+    depth: int = 5
+    draft_vocab: int = 32_768
+    rank: int = 256
+    device: str = "cpu"
+
+    def drawn(self, dtype: str) -> draft_time.Setup:
+        """The same shape in draft_time, whose random targets and heads these are."""
+        names = ("hidden", "vocab", "layers", "intermediate", "heads", "kv_heads", "head_dim")
+        return draft_time.Setup(
+            **dict(zip(names, SHAPES[self.shape], strict=True)),
+            depth=self.depth,
+            draft_vocab=min(self.draft_vocab, SHAPES[self.shape][1]),
+            rank=self.rank,
+            pack=self.device == "cpu",
+            device=self.device,
+            dtype="float32" if dtype == INT8 else dtype,
+        )
+
+
+def measure(setup: Setup, console: Console) -> dict[str, Any]:
+    """The numbers of the report, ready for JSON. Times are in seconds."""
+    rows: list[dict[str, Any]] = []
+    machine: dict[str, Any] = {}
+    for dtype in setup.dtypes:
+        target = random_target(setup, dtype)
+        stock = {
+            threads: generate_step(setup, target, threads) if setup.context > 1 else 0.0
+            for threads in setup.threads
+        }
+        if setup.device == "cpu":
+            target.pack(8 if dtype == INT8 else None)
+        heads = random_heads(setup, dtype, target)
+        for threads, batch, compile in product(
+            setup.threads, setup.batches, (False, True) if setup.compile else (False,)
+        ):
+            set_threads(setup, threads)
+            place = {"dtype": dtype, "threads": threads, "batch": batch, "compiled": compile}
+            if batch == 1 and not compile:
+                rows.append({**place, "name": GENERATE, "nodes": 0, "seconds": stock[threads]})
+            engines = contestants(setup, target, heads, compile)
+            for row in steps(setup, engines, batch):
+                rows.append({**place, **row})
+                console.print(line(rows[-1]), style="dim", highlight=False)
+        machine = describe_machine(target)
+        del target, heads
+        gc.collect()
+    bandwidths = {}
+    for threads in setup.threads:
+        set_threads(setup, threads)
+        bandwidths[str(threads)] = bandwidth(setup)
+    return {"machine": machine, "setup": asdict(setup), "bandwidth": bandwidths, "rows": rows}
+
+
+def set_threads(setup: Setup, threads: int) -> None:
+    """Of this process."""
+    if setup.device == "cpu":
+        torch.set_num_threads(threads)
+
+
+def random_target(setup: Setup, dtype: str) -> Target:
+    """All its layers, not packed, and it never ends a text."""
+    shape = replace(setup.drawn(dtype), pack=False)
+    target = draft_time.create_target(shape, layers=shape.layers)
+    target.model.generation_config.eos_token_id = None
+    return target
+
+
+def random_heads(setup: Setup, dtype: str, target: Target) -> dict[str, DraftHead]:
+    """One of each kind."""
+    drawn = setup.drawn(dtype)
+    return {name: draft_time.create_head(KINDS[name], drawn, target) for name in setup.kinds}
+
+
+def contestants(
+    setup: Setup, target: Target, heads: Mapping[str, DraftHead], compile: bool
+) -> dict[tuple[str, int], Speculator]:
+    """Engines by the name of their heads and their draft nodes."""
+    engines = {(PLAIN, 0): Speculator(target, None, compile=compile)}
+    for (name, head), nodes in product(heads.items(), setup.nodes):
+        tree = tree_of(name, nodes, head.depth)
+        engines[name, nodes] = Speculator(target, head, tree=tree, compile=compile)
+    return engines
+
+
+def tree_of(name: str, nodes: int, depth: int) -> Tree:
+    """The likeliest nodes if a first guess is right in 70 % at depth 1 and a tenth less often at
+    each further one.
+    """
+    if name == "eagle3" and nodes < min(CHAIN, depth + 1):
+        return StaticTree(tuple((0,) * level for level in range(1, nodes + 1)))
+    if name == "eagle3" and nodes >= DYNAMIC:
+        return DynamicTree(nodes, depth, 10)
+    accuracies_KR = [[0.7 * 0.9**k * 0.3**r for r in range(10)] for k in range(depth)]
+    return StaticTree.best_first(accuracies_KR, nodes)
+
+
+def steps(
+    setup: Setup, engines: Mapping[tuple[str, int], Speculator], batch: int
+) -> list[dict[str, Any]]:
+    """One row for each engine: seconds per step, quartiles, c (over plain), bytes of weights that
+    a step reads, and how long its first steps took (compiled ones are compiled then).
+    """
+    texts = prompts(setup, next(iter(engines.values())).target, batch)
+    runs: dict[tuple[str, int], Iterator[list[Step | None]]] = {}
+    first: dict[tuple[str, int], float] = {}
+    read: dict[tuple[str, int], int] = {}
+    for key, engine in engines.items():
+        began = time.perf_counter()
+        runs[key] = engine.generate_batch(texts, sampling=Greedy())
+        for _ in range(1 + setup.warmup):
+            next(runs[key])
+        first[key] = time.perf_counter() - began
+        if not engine.compile:
+            with weights_read() as reads:
+                next(runs[key])
+            read[key] = reads.bytes
+    clock = fair_clock(torch.device(setup.device))
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in engines}
+    for _, key in product(range(setup.rounds), engines):
+        began = clock()
+        next(runs[key])  # ends when the host has read its tokens
+        seconds[key].append(clock() - began)
+    plain = statistics.median(seconds[PLAIN, 0])
+    rows = []
+    for (name, nodes), each in seconds.items():
+        low, median, high = statistics.quantiles(each, n=4, method="inclusive")
+        rows.append(
+            {
+                "name": name,
+                "nodes": nodes,
+                "seconds": median,
+                "quartiles": [low, high],
+                "c": median / plain,
+                "bytes": read.get((name, nodes)),
+                "first": first[name, nodes],
+            }
+        )
+    return rows
+
+
+def prompts(setup: Setup, target: Target, batch: int) -> list[list[int]]:
+    """Texts of `context` tokens that differ."""
+    starts = range(0, 7 * batch, 7)
+    return [
+        torch.arange(start, start + setup.context).remainder(target.vocab_size).tolist()
+        for start in starts
+    ]
+
+
+@contextmanager
+def weights_read() -> Iterator[draft_time.Reads]:
+    """Counts the bytes of weights that products read, packed ones included."""
+    product_of = PackedWeight.product
+
+    def counting(weight: PackedWeight, x_RI: Tensor) -> Tensor:
+        reads.bytes += weight.nbytes
+        with _disable_current_modes():
+            return product_of(weight, x_RI)
+
+    with mock.patch.object(PackedWeight, "product", counting), draft_time.Reads() as reads:
+        yield reads
+
+
+def generate_step(setup: Setup, target: Target, threads: int) -> float:
+    """Seconds of a step of transformers' `generate`: a long answer less a short one."""
+    set_threads(setup, threads)
+    clock = fair_clock(torch.device(setup.device))
+    texts = prompts(setup, target, 1)
+
+    def seconds(tokens: int) -> float:
+        began = clock()
+        list(Baseline(target).generate_batch(texts, sampling=Greedy(), max_new_tokens=tokens))
+        return clock() - began
+
+    seconds(2)
+    short, long = (min(seconds(tokens) for _ in range(3)) for tokens in (2, 2 + setup.rounds))
+    return (long - short) / setup.rounds
+
+
+def bandwidth(setup: Setup) -> float:
+    """Bytes per second that are read to sum large numbers."""
+    numbers = torch.ones(READ // 4, device=setup.device)
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        numbers.sum().item()
+        return time.perf_counter() - began
+
+    return READ / min(seconds() for _ in range(10))
+
+
+def line(row: dict[str, Any]) -> str:
+    """What a person who waits is told."""
+    compiled = " compiled" if row["compiled"] else ""
+    return (
+        f"{row['dtype']}, {row['threads']} threads, batch {row['batch']}: {row['name']} "
+        f"{row['nodes']}{compiled} {row['seconds'] * 1e3:.1f} ms, c {row['c']:.2f}"
+    )
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """The table and what it was taken on."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=report["setup"]["shape"])
+    for name in ("dtype", "step"):
+        table.add_column(name, no_wrap=True)
+    for name in ("threads", "batch", "nodes", "ms", "quartiles", "c", "GB", "of limit"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in report["rows"]:
+        low, high = row.get("quartiles", [row["seconds"]] * 2)
+        limit = (row.get("bytes") or 0) / report["bandwidth"][str(row["threads"])]
+        table.add_row(
+            row["dtype"],
+            row["name"] + (" compiled" if row["compiled"] else ""),
+            *(str(row[name]) for name in ("threads", "batch", "nodes")),
+            f"{row['seconds'] * 1e3:.1f}",
+            f"{low * 1e3:.1f}-{high * 1e3:.1f}",
+            f"{row['c']:.2f}" if "c" in row else "",
+            f"{row['bytes'] / 1e9:.2f}" if row.get("bytes") else "",
+            f"{limit / row['seconds']:.0%}" if limit else "",
+        )
+    console.print(table)
+    speeds = " and ".join(
+        f"{speed / 1e9:.0f} GB/s with {threads} threads"
+        for threads, speed in report["bandwidth"].items()
+    )
+    notes = [
+        "c: over a plain step of the same dtype: tokens per step at which heads begin to pay.",
+        f"GB: weights that a step reads. of limit: reading them alone, at {speeds}, over the step.",
+        f"machine: {machine_line(report['machine'])}.",
+    ]
+    console.print("\n".join(notes), style="dim", markup=False, highlight=False)
+
+
+def page_table(report: dict[str, Any]) -> str:
+    """For a page: ms and c of steps of one row on one thread, a column for each dtype."""
+    setup = report["setup"]
+    chosen = [
+        row
+        for row in report["rows"]
+        if row["threads"] == setup["threads"][0] and row["batch"] == 1 and not row["compiled"]
+    ]
+    cells = {(row["name"], row["nodes"], row["dtype"]): row for row in chosen}
+    lines = [
+        "| heads, draft nodes | " + " | ".join(setup["dtypes"]) + " |",
+        "|" + " --- |" * (1 + len(setup["dtypes"])),
+    ]
+    for name, nodes in dict.fromkeys((row["name"], row["nodes"]) for row in chosen):
+        made = []
+        for dtype in setup["dtypes"]:
+            row = cells[name, nodes, dtype]
+            made.append(
+                f"{row['seconds'] * 1e3:.0f} ms" + (f", c {row['c']:.2f}" if nodes else "")
+            )
+        title = f"{name}, {nodes}" if nodes else name
+        lines.append(f"| {title} | " + " | ".join(made) + " |")
+    machine = report["machine"]
+    lines += [
+        "",
+        f"The shape of {setup['shape']}, random weights, one thread of {machine['cpu']}, CPU time "
+        f"per step, torch {machine['torch']}, {machine['date'][:10]}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line, measure, print; or write a table into a page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    start = Setup()
+    parser.add_argument("--shape", default=start.shape, choices=list(SHAPES))
+    dtypes = ["float32", "bfloat16", "float16", INT8]
+    parser.add_argument("--dtype", nargs="+", default=start.dtypes, choices=dtypes)
+    parser.add_argument("--threads", nargs="+", type=int, default=start.threads)
+    parser.add_argument("--batch", nargs="+", type=int, default=start.batches)
+    parser.add_argument("--kinds", nargs="+", default=start.kinds, choices=list(KINDS))
+    parser.add_argument("--nodes", nargs="+", type=int, default=start.nodes)
+    parser.add_argument("--compile", action="store_true", help="compiled steps, too")
+    parser.add_argument("--context", type=int, default=start.context)
+    parser.add_argument("--rounds", type=int, default=start.rounds)
+    parser.add_argument("--device", default=start.device)
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers here")
+    parser.add_argument("--table", type=Path, nargs=2, metavar=("JSON", "PAGE"))
+    chosen = parser.parse_args(argv)
+    if chosen.table:
+        source, page = chosen.table
+        results.write_table(page, "shapes", page_table(json.loads(source.read_text())))
+        return
+    if chosen.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("--device: expected a GPU, found none; try --device cpu")
+    setup = Setup(
+        shape=chosen.shape,
+        dtypes=tuple(chosen.dtype),
+        threads=tuple(chosen.threads),
+        batches=tuple(chosen.batch),
+        kinds=tuple(chosen.kinds),
+        nodes=tuple(chosen.nodes),
+        compile=chosen.compile,
+        context=chosen.context,
+        rounds=chosen.rounds,
+        device=chosen.device,
+    )
+    console = Console()
+    report = measure(setup, console)
+    print_report(report, console)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    with mistakes_in_one_line():
+        main()
