@@ -48,8 +48,8 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
-from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.cpu_linear import operand, pack_as
+from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     GEMMA4_ROPES,
     STATIC_ROPES,

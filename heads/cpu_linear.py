@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -54,7 +54,9 @@ class PackedWeight:
         """x W^T: (..., I) to (..., O), in the dtype of x."""
         x_RI = x.flatten(0, -2)
         if torch.compiler.is_compiling():
-            product_RO = torch.ops.draftheads.packed_product(x_RI, self.number, self.shape[0])
+            product_RO: Tensor = torch.ops.draftheads.packed_product(
+                x_RI, self.number, self.shape[0]
+            )
         else:
             product_RO = self.product(x_RI)
         return product_RO.view(*x.shape[:-1], self.shape[0])
@@ -67,9 +69,10 @@ class PackedWeight:
     def dense(self) -> Tensor:
         """The weight (O, I) again; in int8, rounded, in float32."""
         if self.bits:
-            int8_OI, _ = torch.ops.quantized.linear_unpack(self._int8)
-            return int8_OI.dequantize()
-        return self._own.to_dense()
+            weight_OI: Tensor = torch.ops.quantized.linear_unpack(self._int8)[0].dequantize()
+        else:
+            weight_OI = self._own.to_dense()
+        return weight_OI
 
     def product(self, x_RI: Tensor) -> Tensor:
         """The same for a matrix."""
@@ -109,8 +112,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.packed = PackedWeight(linear.weight, bits)
         if keep:
-            self._parameters["weight"] = linear.weight  # before the bias, as in linear layers
-            linear.weight.packed = self.packed  # type: ignore[assignment]
+            # not by name: `__getattr__` has one already; before the bias, as in linear layers
+            self._parameters["weight"] = cast(nn.Parameter, linear.weight)
+            vars(linear.weight)["packed"] = self.packed
         self.bias = linear.bias
 
     def __getattr__(self, name: str) -> Any:
@@ -133,22 +137,20 @@ def pack_as(model: Tensor, weight: Tensor) -> Tensor:
     """The same weight, packed as `model` was, if it was."""
     packed = operand(model)
     if isinstance(packed, PackedWeight):
-        weight.packed = PackedWeight(weight, packed.bits)  # type: ignore[attr-defined]
+        vars(weight)["packed"] = PackedWeight(weight, packed.bits)
     return weight
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN has its own layout for matrices of this dtype."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    match dtype:
-        case torch.float32:
-            return True
-        case torch.bfloat16:
-            return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        case torch.float16:
-            return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return False
+    supported: dict[torch.dtype, bool] = {}
+    if device.type == "cpu" and torch._C._has_mkldnn:
+        supported = {
+            torch.float32: True,
+            torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+            torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        }
+    return supported.get(dtype, False)
 
 
 def has_int8() -> bool:
@@ -182,12 +184,16 @@ def pack_int8(weight_OI: Tensor) -> torch.ScriptObject:
 
 
 def pack_layers(
-    module: nn.Module, bits: Bits | None, *, least: int = LEAST, keep: Collection[nn.Module] = ()
+    module: nn.Module,
+    bits: Bits | None,
+    *,
+    small: bool = False,
+    keep: Collection[nn.Module] = (),
 ) -> int:
-    """Pack all linear layers of a module whose weights have `least` numbers or more, and free these
+    """Pack the large linear layers of a module, the small ones too if asked to, and free their
     weights unless `keep` has the layer. Returns how many numbers were packed.
     """
-    numbers = 0
+    numbers, least = 0, 0 if small else LEAST
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.numel() >= least:

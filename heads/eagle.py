@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices, LayerSizes
-from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.cpu_linear import operand
+from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     Angles,
     DecoderLayer,

@@ -56,10 +56,7 @@ def _forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention of a target's layer, as transformers calls it; returns (B, Q, H, W)."""
-    if attention_mask is None:
-        can_group = query.shape[2] == 1
-    else:
-        can_group = attention_mask.shape[1] == 1
+    can_group = query.shape[2] == 1 if attention_mask is None else attention_mask.shape[1] == 1
     if not can_group or any(options.get(name) for name in OTHERS):
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options

@@ -157,9 +157,7 @@ class StackedHeads:
         return torch.bmm(hidden_KBD, self.unembed_KDV[: len(hidden_KBD)])
 
 
-def project(
-    states: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None
-) -> Tensor:
+def project(states: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of states (..., D) and a weight (v, D): (..., v), by one product of two matrices.
 
     For states that are a slice, `F.linear` makes a batched product with the weight, which a CPU

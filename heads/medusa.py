@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
-from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.cpu_linear import operand, pack_as
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project, refresh
 from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target

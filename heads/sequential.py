@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import MOST_RANKS, LayerSizes
-from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.cpu_linear import operand
+from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     Angles,
     Cached,

@@ -31,7 +31,7 @@ from transformers import (
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
 from draftheads.heads.cache import SlotCache
-from draftheads.heads.cpu_linear import LEAST, can_pack, pack_layers
+from draftheads.heads.cpu_linear import can_pack, pack_layers
 from draftheads.heads.grouped_attention import group
 from draftheads.heads.longrope import LongRope, document_lengths
 from draftheads.heads.masks import Masks, known_packing
@@ -210,16 +210,16 @@ class Target:
         """
         if bits and self.quantisation:
             raise ValueError(
-                f"{self.name}: bits=8: expected weights as they were trained, got {self.quantisation};"
-                " leave bits out"
+                f"{self.name}: bits=8: expected weights as they were trained, got "
+                f"{self.quantisation}; leave bits out"
             )
         group(self.model)
         if not bits and not can_pack(self.device, self.dtype):
             return self
         self.fingerprint()
         size = sum(parameter.numel() for parameter in decoder_layers(self.model).parameters())
-        lm_head, least = self.model.get_output_embeddings(), 0 if bits else LEAST
-        packed = pack_layers(self.model, bits, least=least, keep={lm_head})
+        lm_head = self.model.get_output_embeddings()
+        packed = pack_layers(self.model, bits, small=bits is not None, keep={lm_head})
         if bits:
             if packed < size // 2:
                 raise ValueError(
@@ -241,7 +241,7 @@ class Target:
         """How the weights are, or were, quantised; None if they are as they were trained."""
         config = getattr(self.model.config, "quantization_config", None)
         if self.bits:
-            return f"int8, {self.bits} bits"
+            return self.precision
         if str(self.name).endswith(".gguf"):
             return "GGUF, dequantised"
         if config is None:
@@ -262,6 +262,11 @@ class Target:
         """The dtype of hidden states."""
         dtype: torch.dtype = self.model.dtype
         return dtype
+
+    @property
+    def precision(self) -> str:
+        """That of its weights, by name: the dtype, or "int8" (see `pack`)."""
+        return "int8" if self.bits else dtype_name(self.dtype)
 
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
         """An empty cache for `batch` rows of at most `capacity` tokens, tree included."""

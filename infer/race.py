@@ -26,7 +26,6 @@ from rich.progress import track
 from torch import Tensor
 
 from draftheads.heads.target import Target
-from draftheads.heads.tensors import dtype_name
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.engine import Step
@@ -246,7 +245,7 @@ def describe_machine(target: Target) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "draftheads": version("draftheads"),
-        "dtype": dtype_name(target.dtype),
+        "dtype": target.precision,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

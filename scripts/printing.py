@@ -278,7 +278,7 @@ def why_no_drafts(tuned: Tuned) -> str:
     if best is None:
         return "the head decodes without drafts"
     break_even = tuned.costs.break_even(best.tree)
-    other = "" if tuned.machine["dtype"] == "bfloat16" else "--dtype bfloat16, "
+    other = "--dtype bfloat16, " if tuned.machine["dtype"] == "float32" else ""
     return (
         "the head will decode without drafts. Why: the fastest tree with drafts, of "
         f"{best.tree.draft_nodes} nodes, brings τ {best.tau:.2f}, and a step with it costs "

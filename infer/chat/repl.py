@@ -201,7 +201,7 @@ class _Conversation:
         if self.is_warned or not self.plain or total.steps < JUDGED_STEPS:
             return
         seconds = (total.draft_seconds + total.verify_seconds) / total.steps
-        dtype = self.speculator.target.dtype
+        dtype = self.speculator.target.precision
         fault = too_slow(total.tokens_per_step, seconds * self.plain, dtype)
         if fault:
             self.note(f"Drafts are {fault}.")

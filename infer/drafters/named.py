@@ -75,13 +75,14 @@ def _adaptive(option: NamedDrafts, drafts: DrafterSource, target: Target) -> Ada
             f"--adaptive: expected a head with measured costs, got {option.name}; run draftheads "
             "tune --head HEAD --prompts PROMPTS first"
         )
-    dtype = dtype_name(target.dtype)
+    dtype = target.precision
     tuned_in = tuned.get("dtype", dtype)
     if tuned_in != dtype:
+        option_of = {"int8": "--bits 8"}.get(tuned_in, f"--dtype {tuned_in}")
         warnings.warn(
             f"--adaptive: expected a target in {tuned_in}, in which the steps of {option.name} "
-            f"were timed, got {dtype}; drafts may pause where they pay: use --dtype {tuned_in}, or "
-            "tune again",
+            f"were timed, got {dtype}; drafts may pause where they pay: use {option_of}, or tune "
+            "again",
             stacklevel=2,
         )
     return Adaptive(drafts, Costs.from_json(tuned["costs"]))
@@ -116,9 +117,7 @@ def _part(text: str, ngram: NGram) -> NamedDrafts:
             )
         return NamedDrafts(text, [], lambda target: _checked(EarlyExit(int(value)), target))
     folder = open_head(text)
-    return NamedDrafts(
-        Path(text).name, [folder], lambda target: folder.load(target).pack(target)
-    )
+    return NamedDrafts(Path(text).name, [folder], lambda target: folder.load(target).pack(target))
 
 
 def _draft_model(path: str, target: Target) -> DrafterSource:

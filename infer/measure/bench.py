@@ -21,7 +21,6 @@ from torch import Tensor
 
 from draftheads.heads.drafting import Drafter
 from draftheads.heads.target import Target
-from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import DrafterSource, Speculator, Statistics
@@ -387,9 +386,9 @@ def _why_not_comparable(target: Target, rule: Acceptance) -> str | None:
         return "lossless: n/a, this acceptance rule is lossy."
     if _is_sampled(rule):
         return "lossless: n/a when sampling, two random streams do not draw the same tokens."
-    if target.dtype != torch.float32:
+    if target.precision != "float32":
         return (
-            f"lossless: n/a in {dtype_name(target.dtype)}, where a tree of tokens rounds "
+            f"lossless: n/a in {target.precision}, where a tree of tokens rounds "
             "differently from a single token and near-ties change; compare with --dtype float32."
         )
     return None

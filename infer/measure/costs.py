@@ -82,11 +82,11 @@ class Costs:
         return costs
 
 
-def too_slow(tau: float, break_even: float, dtype: torch.dtype) -> str:
+def too_slow(tau: float, break_even: float, dtype: str) -> str:
     """One line for drafts that cost more than they bring, with the next step; "" if they pay."""
     if tau >= break_even:
         return ""
-    other = "" if dtype == torch.bfloat16 else ", --dtype bfloat16"
+    other = ", --dtype bfloat16" if dtype == "float32" else ""
     return (
         f"slower than without drafts: a step costs {break_even:.2f} plain ones (break-even τ) and "
         f"brings τ {tau:.2f}; try fewer --nodes{other}, draftheads tune, or --adaptive after it"

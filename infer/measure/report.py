@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from draftheads.heads.files import write_text
@@ -260,7 +259,7 @@ def _times(ratio: float, interval: list[float]) -> str:
 
 def _too_slow(report: BenchReport) -> list[str]:
     """A line for each head whose fastest tree is slower than this engine without drafts."""
-    dtype = getattr(torch, report.machine["dtype"])
+    dtype = report.machine["dtype"]
     lines = []
     for result in fastest(report):
         is_compiled = result.name.endswith(COMPILED)

@@ -94,8 +94,8 @@ GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 @dataclass(frozen=True)
 class Setup:
     """The choices of one run. hidden, vocab, layers, intermediate, heads, kv_heads, head_dim: the
-    target's, the last four by default in Llama 3's proportions. verify: by a target of all these layers. pack,
-    bits: as commands pack targets and heads for a CPU; 8: an int8 target.
+    target's, the last four by default in Llama 3's proportions. verify: by a target of all these
+    layers. pack: target and head are packed for a CPU, as commands do it. bits: 8: an int8 target.
     nodes, depth: of all trees. top_k: of the dynamic ones. draft_vocab: tokens that the heads can
     draft, 0: all. rank: of conditioning, 0: the kind's default. context: committed tokens before
     the first tree; accepted: before each further one. clock: as in `step_trial`. together_gb: heads

@@ -2,7 +2,7 @@
 per step do heads begin to pay?
 
     python scripts/benchmarks/shapes.py --shape qwen3-0.6b --threads 1 2 --batch 1 4 8 --json OUT
-    python scripts/benchmarks/shapes.py --shape llama-3.1-8b --device cuda --dtype bfloat16 --compile
+    python scripts/benchmarks/shapes.py --shape llama-3.1-8b --device cuda --dtype bfloat16
     python scripts/benchmarks/shapes.py --table docs/shapes.json docs/tuning.md
 
 Weights are random, so hardly a draft is accepted; the time of a step does not depend on that. All
@@ -63,7 +63,7 @@ SHAPES = {
 READ = 1 << 30
 """Bytes that are read to measure the memory's bandwidth."""
 CHAIN, DYNAMIC = 5, 32
-"""EAGLE-3 drafts a chain of fewer nodes than the first, and a dynamic tree of the second or more."""
+"""EAGLE-3 drafts a chain of fewer nodes than the first, a dynamic tree of the second or more."""
 
 
 @dataclass(frozen=True)
@@ -333,9 +333,7 @@ def page_table(report: dict[str, Any]) -> str:
         made = []
         for dtype in setup["dtypes"]:
             row = cells[name, nodes, dtype]
-            made.append(
-                f"{row['seconds'] * 1e3:.0f} ms" + (f", c {row['c']:.2f}" if nodes else "")
-            )
+            made.append(f"{row['seconds'] * 1e3:.0f} ms" + (f", c {row['c']:.2f}" if nodes else ""))
         title = f"{name}, {nodes}" if nodes else name
         lines.append(f"| {title} | " + " | ".join(made) + " |")
     machine = report["machine"]

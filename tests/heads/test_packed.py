@@ -1,0 +1,223 @@
+"""The promise: targets and heads that are packed for a CPU decode what they decoded before. In
+int8, a token's product does not depend on the tokens beside it, so trees cannot change the output
+by more than rounding. What cannot be packed is refused or left as it is.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hybrid_targets import hybrid_model
+from tiny_heads import KINDS, decode, drafts_of, overfitted, random_head, written_by
+from tiny_targets import UNEVEN, generated, random_model, some_prompts, tiny_target
+from torch import nn
+
+from draftheads.heads import base, cpu_linear
+from draftheads.heads.cpu_linear import (
+    PackedLinear,
+    PackedWeight,
+    can_pack,
+    has_int8,
+    operand,
+)
+from draftheads.heads.grouped_attention import NAME, attend
+from draftheads.heads.layers import project
+from draftheads.heads.target import Target
+from draftheads.heads.tree import StaticTree
+
+CPU = torch.device("cpu")
+NEW = 24
+TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
+needs_int8 = pytest.mark.skipif(not has_int8(), reason="torch has no int8 products for this CPU")
+needs_packing = pytest.mark.skipif(
+    not can_pack(CPU, torch.float32), reason="torch was built without oneDNN"
+)
+
+
+def packed(name: str = "llama", bits: int | None = None) -> Target:
+    return Target(random_model(name), name=f"packed-{name}").pack(bits)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def all_sizes(monkeypatch):
+    """Layers of tiny models count as large ones."""
+    monkeypatch.setattr(cpu_linear, "LEAST", 0)
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 17])
+def test_a_packed_product_is_that_of_linear(dtype, rows):
+    if not can_pack(CPU, dtype):
+        pytest.skip(f"oneDNN does not multiply {dtype} here")
+    weight_OI, x = torch.randn(40, 64).to(dtype), torch.randn(2, rows, 64).to(dtype)
+    expected = F.linear(x.double(), weight_OI.double())
+    product = PackedWeight(weight_OI)(x)
+    assert product.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(product.double(), expected, atol=tolerance, rtol=tolerance / 10)
+    assert torch.equal(PackedWeight(weight_OI).dense(), weight_OI)
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_int8_product_depends_on_its_own_row_alone(dtype):
+    """Bit for bit, whatever stands beside it, and however large that is."""
+    torch.manual_seed(0)
+    weight, x_RI = PackedWeight(torch.randn(48, 64), 8), torch.randn(33, 64).to(dtype)
+    x_RI[3] = 0.0
+    x_RI[4] *= 1e4
+    x_RI[5] *= 1e-20
+    together_RO = weight(x_RI)
+    assert together_RO.dtype == dtype and together_RO.isfinite().all()
+    assert not together_RO[3].any()
+    for rows in ([0], [3], [4, 5], [32, 1, 7], range(9)):
+        assert torch.equal(weight(x_RI[list(rows)]), together_RO[list(rows)])
+
+
+@needs_int8
+def test_an_int8_product_is_off_by_a_hundredth():
+    """Of a product's usual size: 8 bits for the weight, as many for the states of each token."""
+    torch.manual_seed(0)
+    weight_OI, x_RI = torch.randn(256, 512), torch.randn(64, 512)
+    weight_OI *= torch.logspace(-3, 3, 256)[:, None]  # each output has a scale of its own
+    x_RI *= torch.logspace(-3, 3, 64)[:, None]
+    expected_RO = F.linear(x_RI, weight_OI)
+    sizes_RO = x_RI.norm(dim=1)[:, None] * weight_OI.norm(dim=1)
+    error_RO = (PackedWeight(weight_OI, 8)(x_RI) - expected_RO) / sizes_RO * 512**0.5
+    assert error_RO.pow(2).mean().sqrt() < 0.02 and error_RO.abs().max() < 0.1
+
+
+@needs_packing
+def test_a_packed_layer_is_read_and_saved_like_a_linear_one():
+    """A model's own code may read the weight; heads read it often, so there it stays."""
+    layer = nn.Linear(24, 12)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(3, 24)
+    for bits in (None, 8) if has_int8() else (None,):
+        kept, lean = (PackedLinear(layer, bits, keep=keep) for keep in (True, False))
+        torch.testing.assert_close(kept(x), layer(x), atol=0.05, rtol=0.0)
+        assert [*kept.state_dict()] == ["weight", "bias"] and [*lean.state_dict()] == ["bias"]
+        assert kept.weight is layer.weight and operand(layer.weight) is kept.packed
+        torch.testing.assert_close(lean.weight, layer.weight.data, atol=0.01, rtol=0.0)
+        with pytest.raises(AttributeError, match="scale"):
+            _ = lean.scale
+
+
+@needs_packing
+@pytest.mark.parametrize("shared", [1, 3])
+@pytest.mark.parametrize("masked", [None, "added", "seen"])
+def test_grouped_attention_is_attention(shared, masked):
+    q_BHQW = torch.randn(2, 2 * shared, 5, 8)
+    k_BGSW, v_BGSW = torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
+    mask = None
+    if masked:
+        mask = torch.rand(2, 1, 5, 11) < 0.7
+        mask[..., 0] = True
+        if masked == "added":
+            mask = torch.zeros(mask.shape).masked_fill(~mask, -1e30)
+    expected = F.scaled_dot_product_attention(
+        q_BHQW,
+        k_BGSW.repeat_interleave(shared, 1),
+        v_BGSW.repeat_interleave(shared, 1),
+        attn_mask=mask,
+        scale=0.3,
+    )
+    torch.testing.assert_close(attend(q_BHQW, k_BGSW, v_BGSW, mask, 0.3), expected)
+
+
+@needs_packing
+@pytest.mark.parametrize("name", ["llama", "gemma3-window", "gemma2-window", "mixtral", *UNEVEN])
+def test_a_packed_target_writes_what_it_wrote(name, all_sizes):
+    """Chains after rows of one length and of several, trees, and `generate`; what uses attention of
+    its own keeps that.
+    """
+    model = random_model(name)
+    prompts = some_prompts(17, 9, 17)
+    before = [generated(tiny_target(name), prompt, NEW) for prompt in prompts]
+    target = Target(model, name=name).pack()
+    is_grouped = target.config._attn_implementation == NAME
+    assert is_grouped == (tiny_target(name).config._attn_implementation == "sdpa")
+    assert any(isinstance(module, PackedLinear) for module in model.modules())
+    assert target.fingerprint() == tiny_target(name).fingerprint()
+    assert [generated(target, prompt, NEW) for prompt in prompts] == before
+    head = random_head("medusa", target).pack(target)
+    assert decode(target, head, prompts, tree=TREE, max_new_tokens=NEW)[0] == before
+    assert decode(target, None, prompts, max_new_tokens=NEW)[0] == before
+
+
+@needs_packing
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("int8", [False, pytest.param(True, marks=needs_int8)])
+def test_packed_heads_draft_what_they_drafted(name, int8, all_sizes, monkeypatch):
+    """As oneDNN lays weights out, the same trees; in int8, about as many right tokens; the output
+    is the target's either way.
+    """
+    monkeypatch.setattr(base, "has_int8", lambda: int8)
+    target, prompts = tiny_target(), some_prompts(13, 13)
+    head = random_head(name, target)
+    before = drafts_of(head, target, prompts, NEW, TREE)
+    head.pack(target)
+    packed_layers = [m for m in head.modules() if isinstance(m, PackedLinear)]
+    assert packed_layers and {layer.packed.bits for layer in packed_layers} == {8 if int8 else None}
+    if not int8:
+        assert drafts_of(head, target, prompts, NEW, TREE) == before
+    expected = [generated(target, prompt, NEW) for prompt in prompts]
+    assert decode(target, head, prompts, tree=TREE, max_new_tokens=NEW)[0] == expected
+
+
+@needs_int8
+def test_an_int8_head_keeps_its_acceptance_length(all_sizes):
+    target, prompts = tiny_target(), some_prompts(8, 8)
+    head = overfitted("sequential", target, written_by(target, prompts, NEW))
+    _, before = decode(target, head, prompts, max_new_tokens=NEW)
+    _, after = decode(target, head.pack(target), prompts, max_new_tokens=NEW)
+    assert sum(each.steps for each in before) < NEW  # it drafts
+    assert sum(each.steps for each in after) <= 1.1 * sum(each.steps for each in before)
+
+
+@needs_int8
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_an_int8_target_decodes_a_tree_as_plain_text(kind):
+    """Its steps are equal but for rounding, of which no near-tie changes here."""
+    target, prompts = packed(bits=8), some_prompts(17, 9)
+    assert target.precision == target.quantisation == "int8" and target.dtype == torch.float32
+    plain = decode(target, None, prompts, max_new_tokens=NEW)[0]
+    assert plain == [generated(target, prompt, NEW) for prompt in prompts]
+    head = random_head(kind, target)
+    assert decode(target, head, prompts, tree=TREE, max_new_tokens=NEW)[0] == plain
+
+
+@needs_int8
+def test_a_shared_lm_head_is_multiplied_as_the_target_packed_it():
+    target = packed(bits=8)
+    vocabulary = list(range(0, target.vocab_size, 2))
+    head = random_head("medusa", target, lm_head="shared", vocabulary=vocabulary)
+    weight = operand(head.unembed_weights(target)[0])  # type: ignore[operator]
+    assert isinstance(weight, PackedWeight) and weight.bits == 8
+    states = torch.randn(3, target.hidden_size)
+    expected = project(states, target.lm_head_weight()[vocabulary])
+    torch.testing.assert_close(project(states, weight), expected, atol=0.5, rtol=0.0)
+
+
+@needs_packing
+def test_layers_whose_weights_a_model_reads_itself(all_sizes):
+    """Mamba 1 multiplies by the weight of one of its linear layers."""
+    prompts = some_prompts(11)
+    before = [generated(Target(hybrid_model("jamba")), prompt, 8) for prompt in prompts]
+    target = Target(hybrid_model("jamba"), name="jamba").pack()
+    assert isinstance(target.model.get_submodule("model.layers.0.mamba.dt_proj"), PackedLinear)
+    assert decode(target, None, prompts, max_new_tokens=8)[0] == before
+
+
+def test_int8_is_refused_where_it_cannot_be(monkeypatch):
+    with pytest.raises(ValueError, match=r"expected linear layers, got others \(such as experts\)"):
+        packed("mixtral", 8)
+    target = Target(random_model("llama"), name="tiny")
+    target.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match="bits=8: expected weights as they were trained, got"):
+        target.pack(8)
+    monkeypatch.setattr(cpu_linear, "has_int8", lambda: False)
+    with pytest.raises(ValueError, match="expected a CPU with AVX2, .* leave bits out"):
+        packed(bits=8)
