@@ -97,6 +97,8 @@ class Target:
     """Changes to its matrices, if heads were trained together with it (Medusa-2)."""
     bits: Literal[8] | None = None
     """Of its weights, if `pack` quantised them."""
+    is_packed: bool = False
+    """Whether its large matrices are laid out for this CPU."""
     saved_dtype: str | None = None
     """The dtype of its checkpoint, in which engines serve it; None: not loaded from one."""
     template_args: dict[str, Any]
@@ -229,6 +231,7 @@ class Target:
             self.bits = bits
             self.model.float()
         if packed:
+            self.is_packed = True
             _refuse_by_trial(self)
         return self
 

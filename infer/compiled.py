@@ -31,7 +31,7 @@ from draftheads.infer.accept import Acceptance, commit
 BACKEND: Any = "inductor"
 FROZEN_BYTES = 2 << 30
 """Targets up to this size are copied in the layout that the CPU multiplies fastest, unless they
-are float32: that gains less than its compilation takes.
+are float32, that gains less than its compilation takes, or packed already.
 """
 
 BUCKET = 256
@@ -64,7 +64,7 @@ def compiled(target: Target) -> Advance:
     if BACKEND == "inductor":
         options["size_asserts"] = False
         narrow = target.device.type == "cpu" and target.dtype != torch.float32
-        settings["freezing"] = narrow and size <= FROZEN_BYTES
+        settings["freezing"] = narrow and size <= FROZEN_BYTES and not target.is_packed
     # a code object of its own, as torch keeps what it compiled by code object
     function = FunctionType(_advance.__code__.replace(), globals())
     step: Advance = torch.compile(
