@@ -371,9 +371,10 @@ class SlotCache(Cache):  # type: ignore[misc]
         length = other.table.lengths[place]
         self.table.hold(length)
         for layer, source in zip(self.layers, other.layers, strict=True):
-            layer.lazy_initialization(source.keys, source.values)
-            layer.keys[0] = source.keys[place, :, :length]
-            layer.values[0] = source.values[place, :, :length]
+            if source.is_initialized:
+                layer.lazy_initialization(source.keys, source.values)
+                layer.keys[0] = source.keys[place, :, :length]
+                layer.values[0] = source.values[place, :, :length]
         if self.states is not None and other.states is not None:
             self.states.take(other.states, place, length)
 

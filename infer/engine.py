@@ -553,7 +553,7 @@ class Decoding:
         if self._fixed is not None:
             self._end_fixed()
         earlier, self.committed = self.committed.divide()
-        if self.drafter.cache is not None and max(earlier.counts) > 0:
+        if self.drafter.cache is not None and any(earlier.counts):
             self.drafter.cache.commit(earlier)
 
     def _end_fixed(self) -> None:

@@ -219,7 +219,8 @@ class Scheduler:
         if job in batch.jobs:
             try:
                 batch.leave(job)
-            except RuntimeError:  # out of memory for its caches, which are only a saving
+            except Exception:  # such as out of memory for its caches, which are only a saving
+                logger.exception("the caches of a request are lost")
                 job.session = job.session and Session()
         job.steps, job.decoding = iter(()), None  # frees its caches, here and now
         if job.session is not None:
