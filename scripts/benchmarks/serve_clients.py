@@ -70,6 +70,8 @@ class Server:
                 if not line.startswith("data: {"):
                     continue
                 chunk = json.loads(line.removeprefix("data: "))
+                if "choices" not in chunk:
+                    raise ValueError(f"{self.name}: {chunk!r:.200}")
                 for choice in chunk["choices"]:
                     finish = choice.get("finish_reason") or finish
                     if choice["text"]:
