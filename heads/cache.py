@@ -62,8 +62,8 @@ class SlotTable:
         """
         self.fixed_S = None
         self.set_lengths(lengths or self.lengths)
-        if lengths and self.capacity > SPARE * (self.longest + ROOM):
-            self._resize(self.longest + ROOM)
+        if lengths:
+            self._shrink()
 
     def reserve(self, tokens: int, *, after: int = 0) -> None:
         """Prepare for a forward pass that writes `tokens` tokens after each row's length and the
@@ -109,6 +109,16 @@ class SlotTable:
         """Keep these rows alone."""
         self.lengths_B, self.rows_B1 = self.lengths_B[rows], self.rows_B1[: len(rows)]
         self.set_lengths([self.lengths[row] for row in rows])
+        self._shrink()
+
+    def empty(self, row: int) -> None:
+        """Forget the text of a row, whose place stays."""
+        self.set_lengths([*self.lengths[:row], 0, *self.lengths[row + 1 :]])
+
+    def hold(self, length: int) -> None:
+        """Let the only row have so many tokens, and no other slots."""
+        self.set_lengths([length])
+        self._resize(length)
 
     def join(self, lengths: Sequence[int], places: Sequence[int]) -> None:
         """Set the lengths of the rows at these places; those after the last row are new."""
@@ -122,6 +132,7 @@ class SlotTable:
         self.set_lengths(joined)
         if self.longest > self.capacity:
             self._grow(self.longest)
+        self._shrink()
 
     def visible(self, ancestors_BQN: Tensor) -> Tensor:
         """bool (B, Q, S): the slots that the Q newest of N pending nodes see: all committed ones of
@@ -157,6 +168,11 @@ class SlotTable:
 
     def _grow(self, span: int) -> None:
         self._resize(max(span, int(self.capacity * GROWTH)))
+
+    def _shrink(self) -> None:
+        """Give back the slots of texts that were much longer."""
+        if self.capacity > SPARE * (self.longest + ROOM):
+            self._resize(self.longest + ROOM)
 
     def _resize(self, capacity: int) -> None:
         self.capacity = capacity
@@ -220,11 +236,18 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def join(self, other: SlotLayer, places: Sequence[int]) -> None:
         """Replace the rows at these places by those of `other`."""
+        if not self.is_initialized:
+            self.lazy_initialization(other.keys, other.values)
         self.fit()
         slots = other.table.longest
         for mine, new in ((self.keys, other.keys), (self.values, other.values)):
             mine[places] = 0  # what was there may not be finite, which no mask hides
             mine[places, :, :slots] = new[:, :, :slots]
+
+    def empty(self) -> None:
+        """Free the memory, until the next write."""
+        del self.keys, self.values
+        self.is_initialized = False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.table.longest + query_length, 0
@@ -332,13 +355,28 @@ class SlotCache(Cache):  # type: ignore[misc]
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
     def join(self, other: SlotCache, places: Sequence[int]) -> None:
-        """Row i of `other` becomes row places[i]; places after the last row add rows."""
+        """Row i of `other` becomes row places[i]; places after the last row add rows. `other`
+        gives up its memory, until it takes a row back.
+        """
         self.table.join(other.table.lengths, places)
         if self.states is not None and other.states is not None:
             self.states.join(other.states, places)
         for layer, new in zip(self.layers, other.layers, strict=True):
             if new.is_initialized:
                 layer.join(new, places)
+                new.empty()
+
+    def take(self, other: SlotCache, place: int) -> None:
+        """Copy the row at this place of `other` here, where it is the only one."""
+        length = other.table.lengths[place]
+        self.table.hold(length)
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            if source.is_initialized:
+                layer.lazy_initialization(source.keys, source.values)
+                layer.keys[0] = source.keys[place, :, :length]
+                layer.values[0] = source.values[place, :, :length]
+        if self.states is not None and other.states is not None:
+            self.states.take(other.states, place, length)
 
     def copy_row(self, row: int, other: SlotCache) -> None:
         """Replace this row by the only row of `other`, which has the same text."""

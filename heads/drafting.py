@@ -117,8 +117,7 @@ class DraftCache:
             tokens_BC, features_BCD = tokens_BC[:, 1:], features_BCD[:, 1:]
             counts = [count - 1 for count in counts]
             rows, length = tokens_BC.shape
-            self.cache = cache = SlotCache(self.layers, rows, length + ROOM, self.device)
-            self.table, self.memories = cache.table, [CachedMemory(each) for each in cache.layers]
+            self._start(rows, length + ROOM)
         hidden = []
         for start in range(0, tokens_BC.shape[1], PREFILL_CHUNK):
             part = slice(start, start + PREFILL_CHUNK)
@@ -153,6 +152,8 @@ class DraftCache:
 
     def join(self, other: DraftCache, places: Sequence[int]) -> None:
         """See `SlotCache.join`."""
+        if not self.memories:
+            self._start(0, other.table.longest)
         self.cache.join(other.cache, places)
 
     def rewind(self, length: int) -> None:
@@ -163,6 +164,11 @@ class DraftCache:
         """RoPE angles of the `count` positions after the newest pair of each row."""
         lengths_B1 = self.table.lengths_B[:, None]
         return self.rope(lengths_B1 + torch.arange(count, device=lengths_B1.device))
+
+    def _start(self, rows: int, capacity: int) -> None:
+        self.cache = SlotCache(self.layers, rows, capacity, self.device)
+        self.table = self.cache.table
+        self.memories = [CachedMemory(each) for each in self.cache.layers]
 
     def _append(
         self, tokens_BC: Tensor, features_BCD: Tensor, counts: Sequence[int] | Tensor

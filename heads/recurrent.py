@@ -205,6 +205,13 @@ class States:
                 more[places] = state
                 mine[key] = more
 
+    def take(self, other: States, place: int, length: int) -> None:
+        """Continue with a row of `other`, of `length` tokens, and what is known of its past."""
+        self.length, self.committed = length, StatesByLayer()
+        for number, states in other.committed.items():
+            self.committed[number] = {key: state[[place]] for key, state in states.items()}
+        self._earlier, self._is_fixed, self._is_torn = (0, {}), False, False
+
 
 def copies(states: StatesByLayer) -> StatesByLayer:
     """Tensors of their own, of the same strides whatever computed them."""

@@ -75,6 +75,10 @@ class Topology:
         self.levels_BN = self.ancestors_BNN.sum(-1)
         self.depths_BN = self.levels_BN - 1
 
+    def select(self, rows: Sequence[int]) -> Topology:
+        """The trees of these rows."""
+        return self if len(self.parents_BN) == 1 else Topology(self.parents_BN[rows], self.height)
+
 
 @dataclass(frozen=True)
 class TokenTree:
@@ -91,6 +95,10 @@ class TokenTree:
     def depths(self) -> Tensor:
         """int64 (B|1, N), 0 for the root."""
         return self.topology.depths_BN
+
+    def select(self, rows: Sequence[int]) -> TokenTree:
+        """The trees of these rows."""
+        return TokenTree(self.tokens_BN[rows], self.topology.select(rows))
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ class RandomSource:
 class Draws(ABC):
     """Where a rule's random choices come from."""
 
+    by_row: ClassVar[bool] = False  # those of a row do not depend on the rows beside it
+
     @abstractmethod
     def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
         """One token (...) for logits (..., V). tree: of logits_BNV; None: those of the next token
@@ -156,6 +158,10 @@ class Acceptance(ABC):
     def choose(self, logits: Tensor) -> Tensor:
         """The target's own next token, (...), for logits (..., V)."""
 
+    def joins(self, other: Acceptance) -> bool:
+        """Whether one call may choose for the rows of both."""
+        return self is other or (self == other and self.draws.by_row)
+
     def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
         """Called before each choice. rows: the seed of each row, and the number of its tokens."""
         self.draws.prepare(rows)
@@ -188,6 +194,10 @@ class Greedy(Acceptance):
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax."""
         return logits.argmax(-1)
+
+    def joins(self, other: Acceptance) -> bool:
+        """With any of the same kind, as nothing is drawn."""
+        return self == other
 
     def as_generate(self) -> dict[str, Any]:
         """Greedy search."""
@@ -248,6 +258,8 @@ class RowNumbers(Draws):
 
     limit: new tokens of a row at most.
     """
+
+    by_row = True
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -383,6 +395,56 @@ class Typical(Acceptance):
         entropy = -(p * logp.nan_to_num(neginf=0.0)).sum(-1, keepdim=True)
         typical = p > (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
         return logp, typical.scatter(-1, logits.argmax(-1, keepdim=True), True)
+
+
+@dataclass(frozen=True)
+class RowRules(Acceptance):
+    """A rule for each row of a batch, which chooses as it does for that row alone."""
+
+    rules: tuple[Acceptance, ...]
+    _parts: list[tuple[Acceptance, list[int]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """The distinct rules, and the rows of each."""
+
+    def __post_init__(self) -> None:
+        for row, rule in enumerate(self.rules):
+            for other, rows in self._parts:
+                if rule.joins(other):
+                    rows.append(row)
+                    break
+            else:
+                self._parts.append((rule, [row]))
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        """The path of each row by its own rule."""
+        parts = [rule(logits_BNV[rows], tree.select(rows)) for rule, rows in self._parts]
+        return Accepted(
+            self._in_order([part.path_BN for part in parts]),
+            self._in_order([part.count_B for part in parts]),
+            self._in_order([part.last_B for part in parts]),
+            self._in_order([part.bonus_B for part in parts]),
+        )
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Tokens (B, ...) by the rules of logits (B, ..., V)."""
+        return self._in_order([rule.choose(logits[rows]) for rule, rows in self._parts])
+
+    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
+        """Prepare each rule for its rows."""
+        for rule, places in self._parts:
+            rule.prepare([rows[place] for place in places])
+
+    def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
+        places = [place for _, rows in self._parts for place in rows]
+        return torch.cat(list(parts))[torch.tensor(places).argsort().to(parts[0].device)]
+
+
+def row_rules(rules: Sequence[Acceptance]) -> Acceptance:
+    """One rule for a batch whose rows have these."""
+    if all(rule.joins(rules[0]) for rule in rules):
+        return rules[0]
+    return RowRules(tuple(rules))
 
 
 def check_temperature(temperature: float) -> None:

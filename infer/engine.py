@@ -6,7 +6,7 @@ Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from time import perf_counter
@@ -20,7 +20,7 @@ from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
-from draftheads.infer.accept import Acceptance, Greedy, commit
+from draftheads.infer.accept import Acceptance, Greedy, commit, row_rules
 from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
 from draftheads.infer.text import StopStrings
 
@@ -362,6 +362,7 @@ class Decoding:
     ) -> None:
         self.engine, self.target, self.accept = engine, engine.target, accept
         self.rows = list(rows)  # those in the caches
+        self._rules = dict.fromkeys(rows, accept)
         self.session, self.caches = session, caches
         self.cache, self.drafter = caches.cache, caches.drafter
         self.committed = committed
@@ -430,6 +431,36 @@ class Decoding:
         self.rows += other.rows[: len(self.committed.counts) - len(self.rows)]
         for place, row in zip(places, other.rows, strict=True):
             self.rows[place] = row
+        self._set_rules({**self._rules, **other._rules})
+
+    def opened(self) -> Decoding:
+        """A decoding of the rows of this one, in caches of its own: any row may leave, and this
+        one take it back.
+        """
+        caches = Caches(self.engine, 0, [], self.target.new_cache(0, 0), self.engine.new_drafter())
+        nothing = self.committed.select([])
+        opened = Decoding(self.engine, self.accept, (), Session(), caches, nothing, 0.0)
+        opened.join(self)
+        return opened
+
+    def leave(self, row: Row, other: Decoding | None) -> None:
+        """End a row. other: the decoding that it came with takes it, for its session."""
+        place = self.rows.index(row)
+        row.finish = row.finish or "left"
+        if self._fixed is not None:
+            self._end_fixed()
+        self._set_rules({**self._rules, row: Greedy()})
+        length, drafts = self.cache.table.lengths[place], self.drafter.cache
+        if drafts is not None:
+            length = min(length, drafts.table.lengths[place] + 1)
+        if other is not None:
+            other.cache.take(self.cache, place)
+            if drafts is not None and other.drafter.cache is not None:
+                other.drafter.cache.cache.take(drafts.cache, place)
+            other.session.note(min(length, len(row.text)))
+        self.cache.table.empty(place)
+        if drafts is not None:
+            drafts.table.empty(place)
 
     def step(self) -> dict[Row, Step]:
         """One forward pass of the target. Returns the steps of the rows that were running."""
@@ -459,6 +490,7 @@ class Decoding:
             return
         self.committed = self.committed.select(left)
         self.rows = [self.rows[place] for place in left]
+        self._set_rules(self._rules)
         self.cache.select(left)
         if self.drafter.cache is not None:
             self.drafter.cache.select(left)
@@ -507,6 +539,10 @@ class Decoding:
         tokens: list[list[int]] = tokens_BC.tolist()
         return tokens
 
+    def _set_rules(self, rules: Mapping[Row, Acceptance]) -> None:
+        self._rules = {row: rules[row] for row in self.rows}
+        self.accept = row_rules(list(self._rules.values()))
+
     def _replace_failed(self) -> None:
         """Let finished rows have a token that can be embedded."""
         if any(row.finish == "failed" for row in self.rows):
@@ -517,7 +553,7 @@ class Decoding:
         if self._fixed is not None:
             self._end_fixed()
         earlier, self.committed = self.committed.divide()
-        if self.drafter.cache is not None and max(earlier.counts) > 0:
+        if self.drafter.cache is not None and any(earlier.counts):
             self.drafter.cache.commit(earlier)
 
     def _end_fixed(self) -> None:

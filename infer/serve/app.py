@@ -187,6 +187,9 @@ def serve(speculator: Speculator, options: ServeOptions, host: str, port: int) -
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=2048)
+        # asyncio sets it for sockets that name their protocol alone; else the first token waits
+        # 40 ms for the client's system to acknowledge the headers
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"--host, --port: expected a free address, got {host} {port} ({error}); choose another"

@@ -16,6 +16,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from draftheads.infer.engine import Step
+from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.logprobs import (
     ScoredToken,
     TokenScore,
@@ -25,7 +26,6 @@ from draftheads.infer.serve.logprobs import (
 )
 from draftheads.infer.serve.protocol import ApiError, ChatRequest, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone
-from draftheads.infer.serve.scheduler import Job
 from draftheads.infer.text import AnswerText, TextStream
 
 STALL_SECONDS = 60.0

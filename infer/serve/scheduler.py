@@ -1,24 +1,28 @@
-"""Requests that share one engine: a bounded queue, and turns of equal engine time.
+"""Requests that share one engine: a bounded queue, and a batch that rows join and leave.
 
-One thread decodes. A request has one job or several, its answers. Up to `slots` jobs are decoded at
-a time, one turn of one of them after the other: a step, or a part of a prompt. The next turn is
-always of the request that has used the least time. Each slot keeps its keys and values, for a job
-that continues the same text.
+One thread decodes. A request has one job or several, its answers, and up to `slots` jobs are
+active. Prompts are read one part at a time, and after each part the `Batch` of all jobs whose
+prompts were read makes a step. Jobs with drafts that cannot be batched take turns instead. The next
+part, or turn, is always of the request that has used the least time. Each slot keeps its keys and
+values, for a job that continues the same text.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import product
 from queue import SimpleQueue
 from threading import Condition, Thread
 from time import monotonic, perf_counter
 
+import torch
+
+from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.engine import Row, Session, Speculator, Step
+from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
+from draftheads.infer.serve.jobs import Batch, Job
 
 TURN = 256
 """Prompt tokens that are read in one turn."""
@@ -40,34 +44,6 @@ class Closing(Exception):
     """The scheduler ends, or the engine has failed: nothing more will be decoded."""
 
 
-@dataclass
-class Account:
-    """The engine's time that a request has used. The least is next."""
-
-    clock: float = 0.0
-    active: int = 0  # jobs
-
-
-@dataclass(eq=False)
-class Job:
-    """A prompt to continue. deliver: called in the engine's thread with each Step that has tokens,
-    or with the exception that ends the job early. account: shared by the jobs of a request.
-    """
-
-    prompt: list[int]
-    deliver: Callable[[Step | Exception], None]
-    sampling: Acceptance
-    max_new_tokens: int
-    stop: tuple[str, ...] = ()
-    draft: bool = True  # False: with the plain model
-    account: Account = field(default_factory=Account)
-    seconds: float = field(default=0.0, init=False)  # of the engine, so far
-    reused: int = field(default=0, init=False)  # tokens of the prompt that were not computed again
-    cancelled: bool = field(default=False, init=False)
-    session: Session | None = field(default=None, init=False)
-    steps: Iterator[Step] = field(default=iter(()), init=False)
-
-
 class Scheduler:
     """Decodes jobs in a thread of its own.
 
@@ -82,6 +58,7 @@ class Scheduler:
         self.room = waiting
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
+        self._drafting, self._plain = Batch(speculator, slots), Batch(self.plain, slots)
         self._idle = [Session() for _ in range(slots)]  # the least recently used first
         self._changed = Condition()
         self._pace = 0.0  # seconds of the engine for a request, a mean over recent ones
@@ -145,20 +122,27 @@ class Scheduler:
         """Whether jobs are taken."""
         return self._end is None and self._thread.is_alive()
 
+    @torch.inference_mode()
     def _run(self) -> None:
-        job = self._next()
-        while job is not None:
-            self._advance(job)
-            job = self._next()
+        """A turn of one job by itself, and a step of each batch, again and again."""
+        while self._fill():
+            turns = [
+                job for job in self.active if job.decoding is None and self._batch(job).has_room
+            ]
+            if turns:
+                self._advance(min(turns, key=lambda job: job.account.clock))
+            for batch in (self._drafting, self._plain):
+                if batch.jobs:
+                    self._step(batch)
 
-    def _next(self) -> Job | None:
-        """The job of the next turn, as soon as there is one; None at the end.
+    def _fill(self) -> bool:
+        """Wait until there are active jobs; False at the end.
 
         What holds whenever the lock is free: `active` has at most `slots` jobs, a job is in
         `waiting`, in `active` or done with, and an account's `active` counts its jobs in `active`.
         Other threads append to `waiting` or clear it, mark jobs as cancelled, and set the end; this
-        thread alone moves jobs into `active` and out of it, and alone uses steps and sessions. So
-        it decodes without the lock.
+        thread alone moves jobs into `active` and out of it, and alone uses steps, sessions and
+        batches. So it decodes without the lock.
         """
         while True:
             with self._changed:
@@ -168,9 +152,9 @@ class Scheduler:
                 if self._end is not None and monotonic() >= self._end:
                     self._fail_active()
                 if self.active:
-                    return min(self.active, key=lambda job: job.account.clock)
+                    return True
                 if self._end is not None:
-                    return None
+                    return False
 
     def _drop_cancelled(self) -> None:
         for job in list(self.active):
@@ -194,7 +178,7 @@ class Scheduler:
         """Give a job the slot that has the most of its prompt, if that is most of what the slot
         has; else the one that was not used for the longest time.
         """
-        engine = self.speculator if job.draft else self.plain
+        engine = self._batch(job).engine
         if job.draft and not job.sampling.reads_prompt:
             session = max(self._idle, key=lambda session: session.shared(job.prompt))
             if 2 * session.shared(job.prompt) < session.length:
@@ -206,41 +190,105 @@ class Scheduler:
             least = min((each.account.clock for each in self.active), default=0.0)
             account.clock = max(account.clock, least)
         account.active += 1
-        job.steps = engine.generate(
-            job.prompt,
-            sampling=job.sampling,
-            max_new_tokens=job.max_new_tokens,
-            stop=job.stop,
-            session=job.session,
-            prefill_chunk=TURN,
-        )
+        if engine.rows_may_leave:
+            job.row = Row(engine.target, job.prompt, job.max_new_tokens, job.stop)
+            self._read(job)
+        else:
+            job.steps = engine.generate(
+                job.prompt,
+                sampling=job.sampling,
+                max_new_tokens=job.max_new_tokens,
+                stop=job.stop,
+                session=job.session,
+                prefill_chunk=TURN,
+            )
         self.active.append(job)
+
+    def _read(self, job: Job) -> None:
+        """Let a job read its text."""
+        assert job.row is not None
+        engine, rows = self._batch(job).engine, [job.row]
+        reserved = min(job.max_new_tokens, ROOM)
+        job.decoding = None
+        job.steps = Decoding.prefill(engine, job.sampling, rows, reserved, job.session, TURN)
 
     def _leave(self, job: Job) -> None:
         self.active.remove(job)
         job.account.active -= 1
-        job.steps = iter(())  # frees its caches, here and now
+        batch = self._batch(job)
+        if job in batch.jobs:
+            try:
+                batch.leave(job)
+            except Exception:  # such as out of memory for its caches, which are only a saving
+                logger.exception("the caches of a request are lost")
+                job.session = job.session and Session()
+        job.steps, job.decoding = iter(()), None  # frees its caches, here and now
         if job.session is not None:
             self._idle.append(job.session)
 
+    def _batch(self, job: Job) -> Batch:
+        return self._drafting if job.draft else self._plain
+
     def _advance(self, job: Job) -> None:
-        """One turn of a job."""
+        """One turn of a job by itself."""
         start = perf_counter()
-        event: Step | Exception
+        event: Step | Decoding | Exception | None
         try:
             event = next(job.steps)
         except Exception as error:  # the other jobs do not fail with it
             logger.exception("a request failed")
             event = error
-            if job.session is not None:
-                job.session = Session()  # nobody knows what the old one holds
-        seconds = perf_counter() - start
-        job.seconds += seconds
-        job.account.clock += seconds
+        self._charge(job, perf_counter() - start)
         if job.session is not None:
             job.reused = job.session.reused
-        if isinstance(event, Step) and not event.tokens:
-            return  # a part of the prompt
+        if isinstance(event, Decoding):
+            job.decoding, job.steps = event, iter(())
+            [event] = event.first
+            if not event.finish:
+                self._join(job)
+        if event is not None and (isinstance(event, Exception) or event.tokens):
+            self._tell(job, event)
+
+    def _join(self, job: Job) -> None:
+        batch = self._batch(job)
+        try:
+            batch.join(job)
+        except Exception as error:
+            self._read_again(batch, error)
+
+    def _step(self, batch: Batch) -> None:
+        """One step of a batch, whose jobs share its time."""
+        start = perf_counter()
+        try:
+            steps = batch.step()
+        except Exception as error:
+            self._read_again(batch, error)
+            return
+        seconds = (perf_counter() - start) / len(steps)
+        for job, step in steps:
+            self._charge(job, seconds)
+            self._tell(job, step)
+
+    def _read_again(self, batch: Batch, error: Exception) -> None:
+        """After an error, read the texts of all jobs of a batch again, in smaller batches; the one
+        that fails alone ends.
+        """
+        logger.error("a batch failed", exc_info=error)
+        jobs = batch.fail(error)
+        for job in jobs:
+            job.session = job.session and Session()  # nobody knows what the old one holds
+            self._read(job)
+        if len(jobs) == 1:
+            self._tell(jobs[0], error)
+
+    def _charge(self, job: Job, seconds: float) -> None:
+        job.seconds += seconds
+        job.account.clock += seconds
+
+    def _tell(self, job: Job, event: Step | Exception) -> None:
+        """Deliver a step or an error; its job may end with it."""
+        if isinstance(event, Exception):
+            job.session = job.session and Session()
         if isinstance(event, Exception) or event.finish:
             with self._changed:
                 self._leave(job)

@@ -22,11 +22,12 @@ from starlette.responses import JSONResponse, Response
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.serve.hosts import Hosts
+from draftheads.infer.serve.jobs import Account, Job
 from draftheads.infer.serve.logprobs import Scored, TokenScore, TokenTexts
 from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
-from draftheads.infer.serve.scheduler import Account, Closing, Job, QueueFull, Scheduler
+from draftheads.infer.serve.scheduler import Closing, QueueFull, Scheduler
 
 Event = tuple[Choice, Step, Sequence[TokenScore], Sequence[TokenScore]] | Exception
 """A step with the scores of its tokens and of the prompt, or what ends the request."""

@@ -58,6 +58,7 @@ class Says(Speculator):
 
     def __init__(self) -> None:
         super().__init__(llama(eos=(END,)))
+        self.rows_may_leave = False  # `generate` is asked for each answer
         self.text, self.pause = "Hello.", 0.0
         self.failure: Exception | None = None
         self.asked: list[str] = []

@@ -14,8 +14,9 @@ from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled
-from draftheads.infer.engine import Speculator, Step
-from draftheads.infer.serve.scheduler import Account, Closing, Job, QueueFull, Scheduler
+from draftheads.infer.engine import Decoding, Speculator, Step
+from draftheads.infer.serve.jobs import Account, Job
+from draftheads.infer.serve.scheduler import Closing, QueueFull, Scheduler
 
 NEW = 12
 
@@ -44,6 +45,7 @@ class Timed(Speculator):
 
     def __init__(self, pauses: dict[int, float]) -> None:
         super().__init__(tiny_target())
+        self.rows_may_leave = False  # as of drafts that cannot be batched, which take turns
         self.pauses = pauses
         self.order: list[int] = []
 
@@ -84,13 +86,13 @@ def test_many_requests_at_a_time_are_answered_as_alone(schedulers):
 def test_a_request_is_checked_and_started_once(schedulers, monkeypatch):
     engine = Speculator(tiny_target())
     starts: list[list[int]] = []
-    generate = engine.generate
+    prefill = Decoding.prefill
 
-    def note(prompt, **options):
-        starts.append(prompt)
-        return generate(prompt, **options)
+    def note(engine, accept, rows, *more):
+        starts.extend(list(row.text) for row in rows)
+        return prefill(engine, accept, rows, *more)
 
-    monkeypatch.setattr(engine, "generate", note)
+    monkeypatch.setattr(Decoding, "prefill", note)
     scheduler = schedulers(engine)
     [prompt] = some_prompts(6)
     asked = Asked(prompt)

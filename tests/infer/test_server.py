@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from draftheads.heads.target import Target
 from draftheads.infer.accept import Sampled
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.serve import app
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.service import ServeOptions
 
@@ -653,3 +655,19 @@ def test_hosts_by_which_it_is_called(engine, header, passes):
     assert response.status_code == (200 if passes else 400)
     if not passes:
         assert "see --allowed-host" in response.json()["error"]["message"]
+
+
+def test_a_token_is_sent_at_once(engine, monkeypatch):
+    """Not after the client's system has acknowledged what was sent before, which takes 40 ms."""
+    sent_at_once: list[int] = []
+
+    def accept(self: Any, sockets: list[socket.socket]) -> None:
+        with socket.create_connection(sockets[0].getsockname()):
+            connection, _ = sockets[0].accept()
+            sent_at_once.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            connection.close()
+        sockets[0].close()
+
+    monkeypatch.setattr(app._Server, "run", accept)
+    app.serve(engine, OPTIONS, "127.0.0.1", 0)
+    assert sent_at_once[0]

@@ -1,0 +1,105 @@
+"""Jobs, and the batch in which they are decoded together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from draftheads.infer.accept import Acceptance
+from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
+
+FEW = 1 / 4
+"""Rows that have ended stay in the caches of a batch while they are at most this share of the
+others: to remove them copies the caches.
+"""
+
+
+@dataclass
+class Account:
+    """The engine's time that a request has used. The least is next."""
+
+    clock: float = 0.0
+    active: int = 0  # jobs
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt to continue. deliver: called in the engine's thread with each Step that has tokens,
+    or with the exception that ends the job early. account: shared by the jobs of a request.
+    """
+
+    prompt: list[int]
+    deliver: Callable[[Step | Exception], None]
+    sampling: Acceptance
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    draft: bool = True  # False: with the plain model
+    account: Account = field(default_factory=Account)
+    seconds: float = field(default=0.0, init=False)  # of the engine, so far
+    reused: int = field(default=0, init=False)  # tokens of the prompt that were not computed again
+    cancelled: bool = field(default=False, init=False)
+    session: Session | None = field(default=None, init=False)
+    steps: Iterator[Step | Decoding | None] = field(default=iter(()), init=False)
+    """Turns by itself: parts of its prompt, and the decoding that can join a batch, or steps."""
+    row: Row | None = field(default=None, init=False)  # if it is to be decoded in a batch
+    decoding: Decoding | None = field(default=None, init=False)  # of this row alone
+
+
+class Batch:
+    """Jobs of one engine that are decoded together, `most` at a time.
+
+    After an error, such as the end of memory, fewer are decoded at a time, until some have ended.
+    """
+
+    def __init__(self, engine: Speculator, most: int) -> None:
+        self.engine = engine
+        self.jobs: list[Job] = []
+        self._most = self._limit = most
+        self._decoding: Decoding | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another job may join."""
+        return len(self.jobs) < self._limit
+
+    def join(self, job: Job) -> None:
+        """Add a job whose prompt was read."""
+        assert job.decoding is not None
+        self.jobs.append(job)
+        if self._decoding is None:
+            self._decoding = job.decoding
+            return
+        if self._decoding is self.jobs[0].decoding:  # which keeps its own caches for itself
+            self._decoding = self._decoding.opened()
+        self._decoding.join(job.decoding)
+
+    def step(self) -> list[tuple[Job, Step]]:
+        """One forward pass for all jobs."""
+        decoding = self._decoding
+        assert decoding is not None
+        if len(decoding.rows) - len(self.jobs) > FEW * len(self.jobs):
+            decoding.drop_finished()
+        steps = decoding.step()
+        if len(decoding.rows) == 1:
+            decoding.compile()
+        return [(job, steps[job.row]) for job in self.jobs if job.row in steps]
+
+    def leave(self, job: Job) -> None:
+        """Let a job end, with its caches in its session if it has one."""
+        self.jobs.remove(job)
+        self._limit = min(self._most, self._limit + 1)
+        decoding, self._decoding = self._decoding, self._decoding if self.jobs else None
+        if decoding is not None and decoding is not job.decoding:
+            assert job.row is not None
+            decoding.leave(job.row, job.decoding if job.session is not None else None)
+
+    def fail(self, error: Exception) -> list[Job]:
+        """Give up all rows, and decode fewer from now on; returns the jobs."""
+        jobs, self.jobs, self._decoding = self.jobs, [], None
+        self._limit = max(1, len(jobs) // 2)
+        if isinstance(error, torch.OutOfMemoryError):
+            self._most = self._limit
+            torch.cuda.empty_cache()
+        return jobs

@@ -1,0 +1,474 @@
+"""The promise: requests that are decoded together are answered as alone, and none waits for a long
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, pairwise
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from hybrid_targets import hybrid_model
+from tiny_heads import EACH, random_head
+from tiny_targets import greedy, some_prompts, tiny_target
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from draftheads.heads.cache import SlotCache, SlotLayer
+from draftheads.heads.target import Target
+from draftheads.infer import compiled
+from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical
+from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.engine import Decoding, Speculator, Step
+from draftheads.infer.serve.jobs import Job
+from draftheads.infer.serve.logprobs import Scored
+from draftheads.infer.serve.scheduler import Scheduler
+
+LENGTHS = (1, 9, 3, 30, 2, 14, 5, 1, 40, 7, 21, 4)
+SCHEDULER = "draftheads.infer.serve.scheduler"
+
+
+class Asked:
+    """A job and what it was delivered."""
+
+    def __init__(self, prompt: list[int], rule: Any = None, new: int = 12, **options: Any) -> None:
+        self.events: SimpleQueue[Step | Exception] = SimpleQueue()
+        self.job = Job(prompt, self.events.put, rule or Greedy(), new, **options)
+
+    def answer(self) -> list[int]:
+        """The tokens, once all are there. Raises what ended it early."""
+        tokens: list[int] = []
+        while True:
+            event = self.events.get(timeout=20)
+            if isinstance(event, Exception):
+                raise event
+            tokens += event.tokens
+            if event.finish:
+                return tokens
+
+
+@pytest.fixture
+def schedulers() -> Iterator[Any]:
+    made: list[Scheduler] = []
+
+    def make(engine: Speculator, **options: Any) -> Scheduler:
+        made.append(Scheduler(engine, **options))
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+        scheduler._thread.join(20)
+        assert not scheduler.active
+
+
+def several(**options: Any) -> list[Asked]:
+    """Prompts and answers of many lengths."""
+    prompts = some_prompts(*LENGTHS)
+    return [Asked(ids, new=3 + n * 7 % 20, **options) for n, ids in enumerate(prompts)]
+
+
+def rows_of_passes(monkeypatch: Any, name: str = "verify") -> list[int]:
+    """The rows of each pass over nodes, or over a prompt, as they come."""
+    rows: list[int] = []
+    original = getattr(Target, name)
+
+    def note(self: Target, tree: Any, *more: Any) -> Any:
+        rows.append(len(tree.tokens_BN))
+        return original(self, tree, *more)
+
+    monkeypatch.setattr(Target, name, note)
+    return rows
+
+
+def check_greedy(target: Target, asked: list[Asked]) -> None:
+    for each in asked:
+        assert each.answer() == greedy(target, each.job.prompt, each.job.max_new_tokens)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_answers_are_those_of_the_target_whatever_is_decoded_beside_them(
+    schedulers, name, monkeypatch
+):
+    target = tiny_target()
+    rows = rows_of_passes(monkeypatch)
+    scheduler = schedulers(Speculator(target, random_head(name, target)), slots=5)
+    asked = several()
+    scheduler.submit(*(each.job for each in asked))
+    check_greedy(target, asked)
+    assert max(rows) == 5, "as many rows as slots, in one pass"
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite4"])
+def test_recurrent_states_join_and_leave_with_their_rows(schedulers, name):
+    target = Target(hybrid_model(name))
+    scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=4)
+    for _ in range(2):  # the second time from states that came back
+        asked = several()
+        scheduler.submit(*(each.job for each in asked))
+        check_greedy(target, asked)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gpt2", "phi3"])
+def test_other_targets(schedulers, name):
+    target = tiny_target(name)
+    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=4)
+    asked = several()
+    scheduler.submit(*(each.job for each in asked))
+    check_greedy(target, asked)
+
+
+def rule(number: int) -> Acceptance:
+    """Rules of every kind, with a seed of their own."""
+    warm = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
+    rules: list[Acceptance] = [
+        Greedy(),
+        Sampled(0.9, 0.9),
+        Sampled(0.9, 0.9),
+        Sampled(1.3, top_k=7),
+        Typical(temperature=0.9),
+        Processed(warm, sample=True),
+    ]
+    chosen = rules[number % len(rules)]
+    chosen.seed(number)
+    return chosen
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3", None])
+def test_each_row_has_a_rule_of_its_own_and_its_seed_gives_the_same_text(schedulers, name):
+    target = tiny_target()
+    engine = Speculator(target, name and random_head(name, target))
+    alone, scored = [], []
+    for number, prompt in enumerate(some_prompts(*LENGTHS)):
+        steps = engine.generate(prompt, sampling=rule(number), max_new_tokens=20)
+        alone.append([token for step in steps for token in step.tokens])
+    for slots in (3, 12):
+        scheduler = schedulers(engine, slots=slots)
+        asked = [Asked(p, rule(n), 20) for n, p in enumerate(some_prompts(*LENGTHS))]
+        scheduler.submit(*(each.job for each in asked))
+        assert [each.answer() for each in asked] == alone
+        scored = [Asked(p, Scored(rule(n), 2), 20) for n, p in enumerate(some_prompts(*LENGTHS))]
+        scheduler.submit(*(each.job for each in scored))
+        assert [each.answer() for each in scored] == alone
+
+
+@pytest.mark.parametrize("length", [9, 90])
+def test_log_probabilities_of_a_row_and_of_its_prompt_are_its_own(schedulers, length):
+    target, notes = tiny_target(), []
+    engine = Speculator(target, random_head("medusa", target))
+    [prompt] = some_prompts(length)
+    for others in (0, 3):
+        rule, noted = Scored(Greedy(), 3, reads_prompt=True), []
+        asked = Asked(prompt, rule)
+        deliver = asked.job.deliver
+
+        def note(event: Any, rule: Any = rule, noted: Any = noted, deliver: Any = deliver) -> None:
+            noted.extend(rule.newest)
+            deliver(event)
+
+        asked.job.deliver = note
+        beside = [Asked(ids, new=30) for ids in some_prompts(4, 6, 8)[:others]]
+        scheduler = schedulers(engine, slots=4)
+        scheduler.submit(*(each.job for each in [*beside, asked]))
+        asked.answer()
+        notes.append([*rule.prompt, *noted])
+    assert [score.token for score in notes[0]] == [score.token for score in notes[1]]
+    for one, other in zip(*notes, strict=True):
+        assert abs(one.logprob - other.logprob) < 1e-3
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_long_prompt_delays_others_by_at_most_two_steps(schedulers, monkeypatch, plain):
+    """Between two steps of a row: a part of one prompt, and a step of those that decode without
+    drafts.
+    """
+    monkeypatch.setattr(f"{SCHEDULER}.TURN", 4)
+    target, passes = tiny_target(), list[None]()
+    target.eos_ids = ()
+    forward = target._decode
+
+    def note(*given: Any, **options: Any) -> Any:
+        passes.append(None)
+        return forward(*given, **options)
+
+    monkeypatch.setattr(target, "_decode", note)
+    scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=5)
+    writing = [Asked(some_prompts(2)[0], new=100)]
+    if plain:
+        writing.append(Asked(some_prompts(6)[0], new=60, draft=False))
+    places: list[list[int]] = []
+    for each in writing:
+        places.append([])
+        each.job.deliver = delivered_at(each, passes, places[-1])
+    long = [Asked(ids) for ids in some_prompts(92, 31)]
+    scheduler.submit(*(each.job for each in [*writing, *long]))
+    check_greedy(target, [*writing, *long])
+    for times in places:
+        others = [after - before - 1 for before, after in pairwise(times[1:])]
+        assert max(others) == 1 + plain
+        assert others.count(1 + plain) >= 25, "they grow while prompts are read"
+
+
+def delivered_at(asked: Asked, passes: list[None], places: list[int]) -> Any:
+    """Deliver, and note after how many passes."""
+
+    def deliver(event: Any) -> None:
+        places.append(len(passes))
+        asked.events.put(event)
+
+    return deliver
+
+
+def test_rows_that_leave_give_back_memory_and_keep_their_text(schedulers, monkeypatch):
+    for place in ("heads.cache", "heads.drafting", "infer.engine", "infer.serve.scheduler"):
+        monkeypatch.setattr(f"draftheads.{place}.ROOM", 2)
+    monkeypatch.setattr("draftheads.heads.cache.SPARE", 2)
+    held: list[tuple[int, int, int]] = []  # rows, longest text, slots
+    verify = Target.verify
+
+    def note(self: Target, tree: Any, cache: SlotCache, layers: Any) -> Any:
+        out = verify(self, tree, cache, layers)
+        [rows, _, slots, _] = cache.layers[0].keys.shape
+        held.append((rows, cache.table.longest, slots))
+        return out
+
+    monkeypatch.setattr(Target, "verify", note)
+    target = tiny_target()
+    target.eos_ids = ()
+    engine = Speculator(target, random_head("eagle3", target))
+    scheduler = schedulers(engine, slots=4)
+    long, *short = [Asked(ids) for ids in some_prompts(90, 3, 4, 5)]
+    short[-1].job.max_new_tokens = 30
+    scheduler.submit(long.job, *(each.job for each in short))
+    check_greedy(target, [long, *short])
+    assert max(rows for rows, _, _ in held) == 4
+    assert max(slots for _, _, slots in held) > 90
+    rows, longest, slots = held[-1]
+    assert rows == 1, "rows that ended are removed"
+    assert longest < 40 and slots < 80, "slots of the long text are given back"
+    assert scheduler._drafting._decoding is None
+    texts = sorted(session._caches.cache.table.capacity for session in scheduler._idle)
+    lengths = sorted(session.length for session in scheduler._idle)
+    assert lengths[-1] > 90
+    assert texts[-1] < 100 + engine.tree.nodes
+
+
+def test_caches_of_a_row_are_in_the_batch_or_in_its_session_but_not_twice(schedulers, monkeypatch):
+    target = tiny_target()
+    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=3)
+    twice: list[int] = []
+    step = Decoding.step
+
+    def note(self: Decoding) -> Any:
+        own = [job.decoding for job in scheduler._drafting.jobs if job.decoding is not self]
+        for each in own:
+            caches = each.cache.layers + each.drafter.cache.cache.layers
+            twice.append(sum(layer.is_initialized for layer in caches))
+        return step(self)
+
+    monkeypatch.setattr(Decoding, "step", note)
+    asked = several()
+    scheduler.submit(*(each.job for each in asked))
+    check_greedy(target, asked)
+    assert len(twice) > 10 and not any(twice)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "block", "medusa"])
+def test_conversations_side_by_side_compute_only_what_is_new(schedulers, name):
+    target = tiny_target()
+    target.eos_ids = ()
+    scheduler = schedulers(Speculator(target, random_head(name, target)), slots=4)
+    texts = some_prompts(20, 21, 17, 30)
+    for turn in range(3):
+        asked = [Asked(text, new=8) for text in texts]
+        scheduler.submit(*(each.job for each in asked))
+        for place, (each, text) in enumerate(zip(asked, texts, strict=True)):
+            answer = each.answer()
+            assert answer == greedy(target, text, 8)
+            if turn:
+                assert each.job.reused >= len(text) - 3 - 4, "all but the newest tokens"
+            texts[place] = [*text, *answer, 3 + turn]
+
+
+def test_a_conversation_with_a_hybrid_goes_on_from_its_prompt_or_later(schedulers):
+    target = Target(hybrid_model("qwen3.5"))
+    target.eos_ids = ()
+    scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=3)
+    texts = some_prompts(20, 21, 17)
+    for turn in range(3):
+        asked = [Asked(text, new=8) for text in texts]
+        scheduler.submit(*(each.job for each in asked))
+        for place, (each, text) in enumerate(zip(asked, texts, strict=True)):
+            answer = each.answer()
+            assert answer == greedy(target, text, 8)
+            assert (each.job.reused >= 17) == (turn > 0)
+            texts[place] = [*text, *answer, 3 + turn]
+
+
+def test_a_client_that_leaves_changes_no_other_answer_and_its_slot_is_free(schedulers):
+    target = tiny_target()
+    target.eos_ids = ()
+    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=3)
+    [prompt] = some_prompts(33)
+    leaving = Asked(prompt, new=90)
+    others = [Asked(ids, new=40) for ids in some_prompts(4, 9)]
+    scheduler.submit(leaving.job, *(each.job for each in others))
+    got: list[int] = []
+    while len(got) < 4:
+        got += leaving.events.get(timeout=20).tokens
+    scheduler.cancel(leaving.job)
+    again = Asked([*prompt, *got, 5], new=6)
+    scheduler.submit(again.job)
+    check_greedy(target, [*others, again])
+    assert again.job.reused >= len(prompt), "what was computed for it is kept"
+
+
+@pytest.fixture(params=["verify", "join"])
+def small_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device on which no more than three rows find room."""
+    rows: list[int] = []
+    verify, join = Target.verify, SlotLayer.join
+
+    def bounded(self: Target, tree: Any, cache: Any, layers: Any) -> Any:
+        rows.append(len(tree.tokens_BN))
+        if rows[-1] > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return verify(self, tree, cache, layers)
+
+    def bounded_join(self: SlotLayer, *more: Any) -> None:
+        rows.append(len(self.table.lengths))
+        if rows[-1] > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        join(self, *more)
+
+    if request.param == "verify":
+        monkeypatch.setattr(Target, "verify", bounded)
+    else:
+        monkeypatch.setattr(SlotLayer, "join", bounded_join)
+    return rows
+
+
+@pytest.mark.parametrize("name", ["eagle3", None])
+def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(schedulers, name, small_memory):
+    target = tiny_target()
+    expected = [greedy(target, each.job.prompt, each.job.max_new_tokens) for each in several()]
+    small_memory.clear()
+    engine = Speculator(target, name and random_head(name, target))
+    scheduler = schedulers(engine, slots=8)
+    asked = several()
+    scheduler.submit(*(each.job for each in asked))
+    assert [each.answer() for each in asked] == expected
+    assert 1 <= sum(rows > 3 for rows in small_memory) <= 2, "and then it is known"
+
+
+class Broken(Greedy):
+    """Fails from its third choice on."""
+
+    def __call__(self, logits: Any, tree: Any) -> Any:
+        if next(self.calls) >= 2:
+            raise RuntimeError("broken")
+        return super().__call__(logits, tree)
+
+    def joins(self, other: Acceptance) -> bool:
+        return self is other
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_row_that_fails_ends_alone(schedulers, place, monkeypatch):
+    """The others are read again, and go on where they were."""
+    target = tiny_target()
+    target.eos_ids = ()
+    scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=4)
+    asked = [Asked(ids, new=30) for ids in some_prompts(4, 9, 6, 12)]
+    broken = Broken()
+    object.__setattr__(broken, "calls", count())
+    asked[place].job.sampling = broken
+    scheduler.submit(*(each.job for each in asked))
+    for number, each in enumerate(asked):
+        if number == place:
+            with pytest.raises(RuntimeError, match="broken"):
+                each.answer()
+        else:
+            check_greedy(target, [each])
+    last = Asked(some_prompts(7)[0])
+    scheduler.submit(last.job)
+    check_greedy(target, [last])
+
+
+def test_a_prompt_that_cannot_be_read_fails_alone(schedulers, monkeypatch):
+    target = tiny_target()
+    prefill = Target.prefill_chunks
+    asked = several()
+    bad = asked[3]
+
+    def failing(self: Target, prompts: Any, *more: Any) -> Any:
+        if list(prompts[0]) == bad.job.prompt:
+            raise RuntimeError("too long")
+        return prefill(self, prompts, *more)
+
+    monkeypatch.setattr(Target, "prefill_chunks", failing)
+    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=4)
+    scheduler.submit(*(each.job for each in asked))
+    with pytest.raises(RuntimeError, match="too long"):
+        bad.answer()
+    check_greedy(target, [each for each in asked if each is not bad])
+
+
+def test_caches_that_find_no_room_when_a_row_leaves_are_given_up(schedulers, monkeypatch):
+    """They are only a saving: the answer is there."""
+    target, calls = tiny_target(), count()
+    take = SlotCache.take
+
+    def failing(self: SlotCache, *more: Any) -> None:
+        if next(calls) % 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        take(self, *more)
+
+    monkeypatch.setattr(SlotCache, "take", failing)
+    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=4)
+    for _ in range(2):
+        asked = several()
+        scheduler.submit(*(each.job for each in asked))
+        check_greedy(target, asked)
+    assert next(calls) > 4
+
+
+def test_drafts_that_cannot_be_batched_take_turns_beside_the_plain_models_batch(schedulers):
+    target = tiny_target()
+    scheduler = schedulers(Speculator(target, NGram()), slots=4)
+    asked = [*several(), *several(draft=False)]
+    scheduler.submit(*(each.job for each in asked))
+    check_greedy(target, asked)
+
+
+def test_a_row_alone_is_compiled_and_goes_on_when_others_join_it(schedulers, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    target = tiny_target()
+    target.eos_ids = ()
+    engine = Speculator(target, random_head("eagle3", target), compile=True)
+    fixed: list[int] = []
+    call = compiled.FixedSteps.__call__
+
+    def note(self: Any, committed: Any, running: list[bool]) -> Any:
+        fixed.append(len(running))
+        return call(self, committed, running)
+
+    monkeypatch.setattr(compiled.FixedSteps, "__call__", note)
+    scheduler = schedulers(engine, slots=3)
+    scheduler.warm_up([Greedy()])
+    first = Asked(some_prompts(5)[0], new=100)
+    scheduler.submit(first.job)
+    fixed.clear()
+    while not fixed:
+        first.events.get(timeout=20)
+    others = [Asked(ids, new=6) for ids in some_prompts(8, 3)]
+    scheduler.submit(*(each.job for each in others))
+    texts = [[token for token in each.answer()] for each in others]
+    assert texts == [greedy(target, each.job.prompt, 6) for each in others]
+    first.answer()
+    assert set(fixed) == {1}
+    again = Asked([*some_prompts(5)[0], *greedy(target, some_prompts(5)[0], 40), 3])
+    scheduler.submit(again.job)
+    check_greedy(target, [again])
