@@ -110,6 +110,9 @@ def load_model(
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     read = partial(_read, path, dtype=dtype, revision=revision)
+    if device == "cpu" and quantised_by(read_config(path, revision)) == "fp8":
+        # transformers dequantises it to bfloat16, whatever dtype it is asked for
+        read = partial(_dequantised, path, dtype=dtype, revision=revision)
     with _unpartitioned():
         if placement == "sharded":
             return _load_sharded(read, torch.device(device))
@@ -166,6 +169,8 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file may raise anything
         reason = " ".join(str(error).split())[:400] or type(error).__name__
+        if isinstance(error, ImportError):  # of a method of quantisation
+            raise ValueError(f"target {path}: needs another package: {reason}") from error
         if ASKS_FOR_CODE in reason:
             raise ValueError(f"target {path}: {OWN_CODE}") from error
         if other := NO_CAUSAL_LM.search(reason):
@@ -273,6 +278,20 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
                 f"({some}); download it again, or fix its config.json"
             )
     return model
+
+
+def quantised_by(config: PretrainedConfig) -> str | None:
+    """The method that a checkpoint was quantised with, such as "fp8"; None for others."""
+    given = getattr(config, "quantization_config", None)
+    if given is None:
+        return None
+    method = given["quant_method"] if isinstance(given, dict) else given.quant_method
+    return str(getattr(method, "value", method))
+
+
+def _dequantised(path: str, *, dtype: str, **options: Any) -> PreTrainedModel:
+    """An FP8 checkpoint, computed in any dtype."""
+    return _read(path, dtype="bfloat16", **options).to(getattr(torch, dtype))
 
 
 def layer_weights(model: PreTrainedModel, names: Collection[str]) -> list[str]:

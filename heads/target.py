@@ -42,6 +42,7 @@ from draftheads.heads.placement import (
     end_ids,
     load_model,
     location,
+    quantised_by,
     read_config,
     reading,
 )
@@ -210,13 +211,14 @@ class Target:
         int8 products come out. Raises ValueError for a target that is quantised already or has few
         linear layers, and on CPUs for which torch has no int8 products.
         """
-        if bits and self.quantisation:
+        is_quantised = quantised_by(self.model.config) is not None
+        if bits and is_quantised:
             raise ValueError(
                 f"{self.name}: bits=8: expected weights as they were trained, got "
                 f"{self.quantisation}; leave bits out"
             )
         group(self.model)
-        if not bits and not can_pack(self.device, self.dtype):
+        if is_quantised or not (bits or can_pack(self.device, self.dtype)):
             return self
         self.fingerprint()
         size = sum(parameter.numel() for parameter in decoder_layers(self.model).parameters())
@@ -242,17 +244,18 @@ class Target:
     @property
     def quantisation(self) -> str | None:
         """How the weights are, or were, quantised; None if they are as they were trained."""
-        config = getattr(self.model.config, "quantization_config", None)
         if self.bits:
             return self.precision
         if str(self.name).endswith(".gguf"):
             return "GGUF, dequantised"
-        if config is None:
+        method = quantised_by(self.model.config)
+        if method is None:
             return None
+        config = self.model.config.quantization_config
         values = config if isinstance(config, dict) else config.to_dict()
         bits = 4 if values.get("load_in_4bit") else 8 if values.get("load_in_8bit") else None
         bits = bits or values.get("bits")
-        return f"{values.get('quant_method')}{f', {bits} bits' if bits else ''}"
+        return f"{method}, {bits} bits" if bits else method
 
     @property
     def device(self) -> torch.device:
