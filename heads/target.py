@@ -231,7 +231,7 @@ class Target:
                     "experts) for most weights; leave bits out"
                 )
             self.bits = bits
-            self.model.float()
+            self._masks = Masks(self.model.float())
         if packed:
             self.is_packed = True
             _refuse_by_trial(self)

@@ -1,4 +1,4 @@
-"""The promise: checkpoints that others quantised are read, or the package that reads them is named."""
+"""The promise: quantised checkpoints are read, or the package that reads them is named."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from tiny_heads import VARIANTS, random_head
 from tiny_targets import (
     CONFIGS,
     UNEVEN,
+    generated,
     greedy,
     random_model,
     scaled_up,
@@ -21,6 +22,8 @@ from tiny_targets import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from draftheads.heads import cpu_linear
+from draftheads.heads.cpu_linear import can_pack, has_int8
 from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
@@ -113,6 +116,21 @@ def test_every_architecture_writes_the_same(traced, name, recwarn):
     expected = [greedy(target, prompt, NEW) for prompt in prompts]
     assert written(Speculator(target, head, tree=TREE, compile=True), prompts) == expected
     assert len(traced) == 1 or "without compilation" in str(recwarn[0].message)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_packed_weights_are_multiplied_in_compiled_steps(traced, bits, monkeypatch):
+    """By an operator that the compiler does not look into."""
+    if not (has_int8() if bits else can_pack(torch.device("cpu"), torch.float32)):
+        pytest.skip("torch has no such products for this CPU")
+    monkeypatch.setattr(cpu_linear, "LEAST", 0)
+    target, prompts = Target(random_model("llama")).pack(bits), some_prompts(9, 5)
+    head = random_head("eagle3", target).pack(target)
+    expected = [generated(target, prompt, NEW) for prompt in prompts]
+    assert written(Speculator(target, head, tree=TREE, compile=True), prompts) == expected
+    [graph] = traced
+    operators = [str(node.target) for node in graph.graph.nodes]
+    assert operators.count("draftheads.packed_product") > 20
 
 
 def test_drafting_nothing_can_be_compiled(traced):

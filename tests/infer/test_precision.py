@@ -16,12 +16,15 @@ from tiny_heads import new_head
 from transformers import LlamaConfig
 from typed_commands import questions
 
+from draftheads.heads.cpu_linear import has_int8
 from draftheads.heads.formats.hub import save_head
+from draftheads.infer import load
 from draftheads.infer.engine import Speculator
 from draftheads.infer.measure import precision
 from draftheads.infer.measure.precision import LARGEST, matrices, measured_pace, own_dtype
 
 BFLOAT16 = "bfloat16"
+needs_int8 = pytest.mark.skipif(not has_int8(), reason="torch has no int8 products for this CPU")
 
 
 def config(dtype: torch.dtype | None = torch.bfloat16, **options: int) -> LlamaConfig:
@@ -139,3 +142,33 @@ def test_the_measured_dtype_decodes(stored):
     head = load_head(stored[1], target=target)
     steps = list(Speculator(target, head).generate([5, 6, 7], max_new_tokens=8))
     assert next(head.parameters()).dtype == torch.bfloat16 and steps
+
+
+@needs_int8
+def test_bits_8_decodes_an_int8_target_in_every_command(stored, run, tmp_path, monkeypatch):
+    """With float32 activations, and reports say so; 4 bits and other numbers are refused."""
+    target, head = stored
+    seen: list[str] = []
+    module = import_module("draftheads.infer.chat.repl")
+    monkeypatch.setattr(module, "chat", lambda engine, _: seen.append(engine.target.precision))
+    assert run("chat", "--target", target, "--head", head, "--bits", 8)[0] == 0
+    assert seen == ["int8"]
+    figures, prompts = tmp_path / "bench.json", questions(tmp_path, 4)
+    few = ["--max-new-tokens", 4, "--repetitions", 1, "--limit", 4, "--bits", 8]
+    command = ["--target", target, "--head", head, "--prompts", prompts, *few, "--json", figures]
+    assert run("bench", *command)[0] == 0
+    report = json.loads(figures.read_text())
+    assert report["machine"]["dtype"] == "int8" and report["plain"]["lossless"] is None
+    assert run("tune", *command, "--dry-run")[0] == 0
+    assert json.loads(figures.read_text())["dtype"] == "int8"
+    for bits, line in ((4, "bits=4: expected a GPU, got a CPU"), (3, "expected 8 or 4, got '3'")):
+        code, _, err = run("chat", "--target", target, "--bits", bits)
+        assert code == 2 and line in err and err.count("\n") == 1
+
+
+@needs_int8
+def test_the_library_loads_an_int8_target(stored):
+    target, head = stored
+    model = load(head, target, bits=8)
+    assert model.target.precision == "int8" and model.target.dtype == torch.float32
+    assert model.generate("Why?", max_new_tokens=5).tokens == 5
