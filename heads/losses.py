@@ -121,7 +121,9 @@ class Taught:
         state_P = self.state_C[piece]
         first, last = int(state_P[0]), int(state_P[-1])
         p_Uv = torch.softmax(self.logits_Uv[first : last + 1].float(), dim=-1)
-        return p_Uv if len(p_Uv) == len(state_P) else p_Uv[self._upload(state_P - first)]
+        if len(p_Uv) == len(state_P):
+            return p_Uv
+        return p_Uv.index_select(0, self._upload(state_P - first))
 
     def _upload(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.logits_Uv.device, non_blocking=True)
@@ -189,8 +191,9 @@ class _LinearLoss(torch.autograd.Function):
         *factors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden_RD, weight_vD = factors[:2]
+        new = torch.empty_like if len(hidden_RD) else torch.zeros_like  # the first chunk fills it
         gradients = [
-            torch.zeros_like(factor) if wanted else None
+            new(factor) if wanted else None
             for factor, wanted in zip(factors, ctx.needs_input_grad[4:], strict=True)
         ]
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
@@ -198,7 +201,7 @@ class _LinearLoss(torch.autograd.Function):
         widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
         for part in _chunks(hidden_RD, widest):
             products = _products(factors, part)
-            taught = teacher and Taught(teacher, part, hidden_RD.device)
+            taught = None if teacher is None else Taught(teacher, part, hidden_RD.device)
             weights = []
             for piece in _pieces(products[0]):
                 logits_Pv, slope_Pv = _logits(products, piece, cap)
@@ -280,8 +283,8 @@ def _add_gradients(
     weights_C: Tensor,
     part: slice,
 ) -> None:
-    """Add the gradients of the factors. Weights are applied to rows, which are narrower than the
-    gradient of the logits. products: overwritten by their gradients.
+    """Add the gradients of the factors; in the first chunk, set them. Weights are applied to rows,
+    which are narrower than the gradient of the logits. products: overwritten by their gradients.
     """
     weights_C1 = weights_C[:, None]
     for index, grad_Cv in enumerate(products):
@@ -290,17 +293,25 @@ def _add_gradients(
         if grad_RD is not None:
             grad_RD[part] = (grad_Cv @ weight_vD) * weights_C1
         if grad_vD is not None:
-            _add_product(grad_vD, grad_Cv.T, (rows_RD[part] * weights_C1).to(grad_Cv.dtype))
+            weighted_CD = (rows_RD[part] * weights_C1).to(grad_Cv.dtype)
+            _add_product(grad_vD, grad_Cv.T, weighted_CD, part.start > 0)
 
 
-def _add_product(sum_vD: Tensor, left_vC: Tensor, right_CD: Tensor) -> None:
-    """sum += left @ right, in place."""
+def _add_product(sum_vD: Tensor, left_vC: Tensor, right_CD: Tensor, keep: bool) -> None:
+    """sum = keep * sum + left @ right, in place."""
     if left_vC.dtype == sum_vD.dtype:
-        torch.addmm(sum_vD, left_vC, right_CD, out=sum_vD)
+        torch.addmm(
+            sum_vD, left_vC, right_CD, beta=float(keep), out=sum_vD
+        )  # 0: whatever the sum is
         return
     size = SLAB_ROWS.get(sum_vD.device.type, len(sum_vD))
-    for sum_SD, left_SC in zip(sum_vD.split(size), left_vC.split(size), strict=True):
-        sum_SD += left_SC @ right_CD
+    slabs = zip(torch.split(sum_vD, size), torch.split(left_vC, size), strict=True)
+    for sum_SD, left_SC in slabs:
+        product_SD = left_SC @ right_CD
+        if keep:
+            sum_SD += product_SD
+        else:
+            sum_SD.copy_(product_SD)
 
 
 def _hard(logits_Pv: Tensor, labels_P: Tensor) -> Scored:

@@ -1,7 +1,9 @@
-"""Training at the shape of Qwen3-0.6B: tokens per second of each recipe's head, alone.
+r"""Training at the shape of Qwen3-0.6B: tokens per second of each recipe's head, alone.
 
-    python scripts/benchmarks/training_shapes.py recipes/qwen3-0.6b-*.yaml [--old CHECKOUT] \
-        [--rounds 3] [--profile] [--json OUT] [-- KEY=VALUE ...]
+    cd recipes; python ../scripts/benchmarks/training_shapes.py \
+        qwen3-0.6b-{medusa,sequential,eagle3}.yaml qwen3-0.6b-eagle3.yaml,head.kind=eagle \
+        qwen3-0.6b-block.yaml,head.anchors=64 \
+        [--old CHECKOUT] [--rounds 3] [--repetitions 3] [--profile] [--json OUT]
 
 Weights, tokens and features are random; the features are in memory, as `data.cache_gb` and
 `features.mode=cached` have them. A step is what the trainer does: the head's forward and backward
@@ -136,6 +138,10 @@ def measure(recipe: Any, repetitions: int, *, with_profile: bool) -> dict[str, A
     from torch.profiler import profile
     from torch.utils.flop_counter import FlopCounterMode
 
+    from draftheads.train import launch
+
+    if hasattr(launch, "use_huge_pages"):  # not in older checkouts
+        launch.use_huge_pages()
     torch.set_num_threads(1)
     step = Step(recipe)
     with FlopCounterMode(display=False) as counter:
@@ -205,8 +211,7 @@ def run(checkout: Path, arguments: Sequence[str]) -> dict[str, Any]:
 def main() -> None:
     """Measure all recipes, in turns, and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("recipes", nargs="+", metavar="RECIPE")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of recipes")
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE[,KEY=VALUE ...]")
     parser.add_argument("--old", type=Path, metavar="CHECKOUT", help="measured in turns with this")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each; %(default)s")
     parser.add_argument("--repetitions", type=int, default=3, help="of a step; %(default)s")
@@ -214,12 +219,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers here")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    options = ["--repetitions", str(chosen.repetitions), "--set", *chosen.set]
+    options = ["--repetitions", str(chosen.repetitions)]
     if chosen.profile:
         options.insert(0, "--profile")
     from draftheads.train.recipe import load_recipe
 
-    loaded = {path: load_recipe(path, (*CPU, *chosen.set)) for path in chosen.recipes}
+    loaded = {}
+    for name in chosen.recipes:
+        path, *changes = name.split(",")
+        loaded[name] = load_recipe(path, (*CPU, *changes))
     if chosen.child:
         (recipe,) = loaded.values()
         print(json.dumps(measure(recipe, chosen.repetitions, with_profile=chosen.profile)))
@@ -236,9 +244,9 @@ def main() -> None:
             if not report:
                 print("| head |", " | ".join(figures), "|")
                 print("| --- " * (1 + len(figures)) + "|")
-            report[f"{Path(path).stem} {name}"] = figures
+            report[f"{Path(path).name} {name}"] = figures
             shown = (f"{value:.6g}" for value in figures.values())
-            print(f"| {Path(path).stem} {name} |", " | ".join(shown), "|", flush=True)
+            print(f"| {Path(path).name} {name} |", " | ".join(shown), "|", flush=True)
             if chosen.profile:
                 print(each[-1]["profile"])
     if chosen.json:
