@@ -247,6 +247,29 @@ def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(objective, 
         torch.testing.assert_close(left, right, rtol=0, atol=0.02 * float(right.abs().max()))
 
 
+@pytest.mark.parametrize("rows", [0, 1, 7, 8])
+def test_memory_that_was_used_before_does_not_reach_gradients(rows, monkeypatch):
+    """The first chunk sets them, so they begin as whatever the memory holds."""
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 7 * 6)
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
+    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    labels = torch.arange(rows) % 6
+
+    def asked(loss):
+        return torch.autograd.grad(loss, [hidden, weight])
+
+    expected = asked(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"))
+    empty_like = torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x, **more: empty_like(x, **more).fill_(torch.nan)
+    )
+    for dtype in (None, torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = linear_cross_entropy(hidden, weight, labels)[0]
+        for left, right in zip(asked(loss), expected, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=0.05 if dtype else 1e-5)
+
+
 def test_a_retained_graph_can_be_passed_again():
     hidden, weight, _, _, _, labels, _ = rows_to_judge(9, 3, 4)
     loss, *_ = linear_cross_entropy(hidden, weight, labels)
