@@ -214,7 +214,7 @@ class _LinearLoss(torch.autograd.Function):
                 )
                 accepted.append(scored.accepted_P)
                 weights_P = weights_R[part][piece] * scored.known_P
-                loss += scored.loss_P @ weights_P
+                loss += _dot(scored.loss_P, weights_P)
                 _overwrite(products, piece, scored.grad_Pv, slope_Pv)
                 weights.append(weights_P)
             _add_gradients(gradients, factors, products, torch.cat(weights), part)
@@ -329,7 +329,7 @@ def _hard(logits_Pv: Tensor, labels_P: Tensor) -> Scored:
 def _soft(logits_Pv: Tensor, labels_P: Tensor, taught: Taught, piece: slice) -> Scored:
     """The teacher's objective; overwrites the logits."""
     teacher, p_Pv, known_P = taught.teacher, taught.distribution(piece), taught.known_C[piece]
-    expected_P = torch.linalg.vecdot(p_Pv, logits_Pv)
+    expected_P = _dot(p_Pv, logits_Pv)
     index_P1 = labels_P.clamp(min=0)[:, None]
     label_P = logits_Pv.gather(1, index_P1)[:, 0]
     q_Pv, normaliser_P1 = _softmax(logits_Pv)
@@ -344,6 +344,11 @@ def _soft(logits_Pv: Tensor, labels_P: Tensor, taught: Taught, piece: slice) -> 
     if teacher.objective == "kl":
         entropy_P = entropy_P - torch.special.entr(p_Pv).sum(1)
     return Scored(entropy_P, q_Pv.sub_(p_Pv), known_P, accepted_P)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """Over the last dimension; in float32, where autocast would narrow torch's own."""
+    return (left * right).sum(-1)
 
 
 def _softmax(logits_Pv: Tensor) -> tuple[Tensor, Tensor]:
@@ -363,7 +368,7 @@ def _dspark(
     the true token.
     """
     short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
-    grad_Pv = q_Pv * (torch.linalg.vecdot(q_Pv, short_Pv)[:, None] - short_Pv)
+    grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
     share_P = 0.1 * (labels_P >= 0)
     loss_P = 1.8 * (1 - accepted_P) + share_P * hard_P
     grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)

@@ -247,6 +247,29 @@ def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(objective, 
         torch.testing.assert_close(left, right, rtol=0, atol=0.02 * float(right.abs().max()))
 
 
+@pytest.mark.parametrize("objective", [None, *OBJECTIVES])
+def test_autocast_narrows_logits_alone(objective):
+    """Loss and gradients are as exact as float32 makes them of logits in bfloat16."""
+    _, _, token_map, logits_UV, states_R, labels, weights_R = rows_to_judge(23, 9, 8)
+    logits_Rv = (3 * torch.randn(23, len(token_map))).bfloat16().float()
+    eye = torch.eye(len(token_map))
+    teacher = None
+    if objective:
+        logits = lambda states: logits_UV[states]  # noqa: E731
+        teacher = Teacher(states_R.numpy(), logits, token_map, objective)
+
+    def asked():
+        rows = logits_Rv.clone().requires_grad_()
+        loss, *_ = linear_cross_entropy(rows, eye, labels, weights_R=weights_R, teacher=teacher)
+        return loss, torch.autograd.grad(loss, rows)[0]
+
+    loss, exact = asked()
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow_loss, narrow = asked()
+    torch.testing.assert_close(narrow_loss, loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(narrow, exact, rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 7, 8])
 def test_memory_that_was_used_before_does_not_reach_gradients(rows, monkeypatch):
     """The first chunk sets them, so they begin as whatever the memory holds."""
