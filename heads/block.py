@@ -252,13 +252,13 @@ class Conditioning(nn.Module):
         return states_BKD[..., :0]
 
     def step(
-        self, tokens_BF: Tensor, given_BFX: Tensor, carried_BFr: Tensor | None
+        self, code_BFr: Tensor, given_BFX: Tensor, carried_BFr: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Codes (B, F, r) of a slot after these tokens, and the recurrent state for the next slot.
+        """Codes (B, F, r) of a slot, and the recurrent state for the next slot.
 
-        given_BFX: from `prepare`, for this slot. carried_BFr: the state; None: zeros.
+        code_BFr: `markov_w1` of the tokens before it. given_BFX: from `prepare`, for this slot.
+        carried_BFr: the state; None: zeros.
         """
-        code_BFr: Tensor = self.markov_w1(tokens_BF)
         rank = code_BFr.shape[-1]
         if self.kind == "gated":
             gate_BFr = project(code_BFr, self.gate_proj.weight[:, -rank:]) + given_BFX
@@ -278,9 +278,11 @@ class Conditioning(nn.Module):
     def along(self, tokens_MK: Tensor, states_MKD: Tensor) -> Tensor:
         """The codes (M, K, r) of all slots; tokens_MK: the text's token before each prediction."""
         given_MKX, carried, codes = self.prepare(states_MKD), None, []
+        # at once, because each look-up has a gradient as large as the table
+        code_MKr = self.markov_w1(tokens_MK)
         for slot in range(tokens_MK.shape[1]):
             one = slice(slot, slot + 1)
-            code_M1r, carried = self.step(tokens_MK[:, one], given_MKX[:, one], carried)
+            code_M1r, carried = self.step(code_MKr[:, one], given_MKX[:, one], carried)
             codes.append(code_M1r)
         return torch.cat(codes, dim=1)
 
@@ -527,25 +529,29 @@ class BlockHead(Vocabulary, DraftHead):
         share_M = np.broadcast_to(share_B1, chosen_BT.shape)[chosen_BT].astype(np.float32)
         share_M1 = batch.upload(share_M)[:, None]
         weights_MK = (blocks.real_MK * weights_K / weights_K.sum()) * share_M1
-        factors = self._factors(batch, blocks, target)
+        # by predicted token, so that the target's distribution of a token is computed once
+        real_MK = np.stack([mask_BT[chosen_BT] for mask_BT in masks], axis=1)
+        places_MK = np.where(real_MK, blocks.on_host_MK, chosen_BT.size)
+        order_R = places_MK.argsort(axis=None, kind="stable")[: real_MK.sum()]
+        rows_R = batch.upload(order_R)
+        states_RD, weight_vD, labels_R, plus = self._factors(batch, blocks, target, rows_R)
+        weights_R = weights_MK.flatten()[rows_R]
         teacher = self.teacher(
             features_BTD,
-            blocks.on_host_MK.ravel(),
+            places_MK.ravel()[order_R],
             target,
             self.choices.loss,
             acceptance=self.confidence_head is not None,
         )
         loss, ranks_R, accepted_R = linear_cross_entropy(
-            *factors, weights_R=weights_MK.flatten(), teacher=teacher
+            states_RD, weight_vD, labels_R, plus, weights_R=weights_R, teacher=teacher
         )
         if self.confidence_head is not None:
-            logits_MK = self.confidence(blocks.tokens_MK, blocks.states_MKD).float()
-            accepted_MK = accepted_R.view_as(logits_MK)
+            logits_R = self.confidence(blocks.tokens_MK.flatten()[rows_R], states_RD).float()
             loss = loss + F.binary_cross_entropy_with_logits(
-                logits_MK, accepted_MK, weights_MK, reduction="sum"
+                logits_R, accepted_R, weights_R, reduction="sum"
             )
-        depths_MK = torch.where(blocks.real_MK, steps_K, self.depth)
-        return HeadLoss(loss, rank_counts(depths_MK, ranks_R.view_as(depths_MK), self.depth))
+        return HeadLoss(loss, rank_counts(rows_R % self.depth, ranks_R, self.depth))
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
@@ -635,18 +641,24 @@ class BlockHead(Vocabulary, DraftHead):
         return F.pad(mask_BQT.masked_fill_(~seen_BQT, -torch.inf), (1, 0))[:, None]
 
     def _factors(
-        self, batch: Batch, blocks: Blocks, target: Target
+        self, batch: Batch, blocks: Blocks, target: Target, rows_R: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, LowRank | Capped | None]:
-        """Arguments of `linear_cross_entropy`."""
+        """Arguments of `linear_cross_entropy`. rows_R: of all slots (M K); None: all of them."""
+        if rows_R is None:
+            rows_R = torch.arange(blocks.real_MK.numel(), device=blocks.real_MK.device)
         labels_MK = draft_index(batch.tokens_BT.flatten()[blocks.places_MK], self.token_map)
         labels_MK = labels_MK.masked_fill(~blocks.real_MK, -1)
         plus: LowRank | None = None
         if self.markov_head is not None:
             codes_MKr = self.markov_head.along(blocks.tokens_MK, blocks.states_MKD)
-            plus = codes_MKr.flatten(0, 1), self.markov_head.markov_w2.weight
+            plus = (
+                codes_MKr.flatten(0, 1).index_select(0, rows_R),
+                self.markov_head.markov_w2.weight,
+            )
         cap, weight_vD = self.design.softcap, self.unembed_weight(target)
         added = plus if cap is None else Capped(cap, plus)
-        return blocks.states_MKD.flatten(0, 1), weight_vD, labels_MK.flatten(), added
+        states_RD = blocks.states_MKD.flatten(0, 1).index_select(0, rows_R)
+        return states_RD, weight_vD, labels_MK.flatten()[rows_R], added
 
 
 class Entries:
@@ -766,7 +778,9 @@ class BlockDrafter(TreeDrafter):
             logits_BFv = base_BKv[:, level, None].expand(-1, tokens_BF.shape[1], -1)
             if conditioning is not None:
                 part_B1X = parts_BKX[:, level, None]
-                codes_BFr, carried_BFr = conditioning.step(tokens_BF, part_B1X, carried_BFr)
+                codes_BFr, carried_BFr = conditioning.step(
+                    conditioning.markov_w1(tokens_BF), part_B1X, carried_BFr
+                )
                 logits_BFv = logits_BFv + conditioning.markov_w2(codes_BFr)
             if not builder.add(logits_BFv):
                 break

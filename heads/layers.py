@@ -365,34 +365,39 @@ class Attention(nn.Module):
 
     def forward(self, x_BQE: Tensor, angles: Angles, memory: Memory) -> Tensor:
         heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
-        weight, scale = self._stacked()
-        qkv = self._by_head(project(x_BQE, weight))
+        qkv_BQE, scale = self._projected(x_BQE)
+        qkv = self._by_head(qkv_BQE)
         qk = self.turned(qkv[:, :turned], scale, angles)
         v_BGQW = self.values(qkv[:, -self.shape.kv_heads :])
         out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], v_BGQW)
         out_BQD: Tensor = self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
         return out_BQD
 
-    def _stacked(self) -> tuple[Tensor | PackedWeight, Tensor | None]:
-        """The weights of queries, keys and values; the norms of all query and key heads. The last
-        weights are the values': if these are the keys, there are no others.
+    def _projected(self, x_BQE: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values; the norms of all query and key heads. The last are the values:
+        if these are the keys, there are no others.
         """
-        parts = [self.q_proj.weight, self.k_proj.weight]
+        layers = [self.q_proj, self.k_proj]
         if not self.shape.k_eq_v:
-            parts.append(self.v_proj.weight)
+            layers.append(self.v_proj)
+        weights = [layer.weight for layer in layers]
         norms = [self.q_norm.weight, self.k_norm.weight] if self.qk_norm else []
 
-        def make() -> tuple[Tensor | PackedWeight, Tensor | None]:
+        def scale() -> Tensor | None:
             heads = (self.shape.heads, self.shape.kv_heads)
             each = [norm_W.expand(n, 1, -1) for norm_W, n in zip(norms, heads, strict=bool(norms))]
             if self.shape.gemma4:  # memories divide the scores by the same root
                 each[0] = each[0].float() * math.sqrt(self.shape.head_dim)
-            stack = operand(pack_as(parts[0], torch.cat(parts)))
-            return stack, torch.cat(each) if each else None
+            return torch.cat(each) if each else None
 
         if self.training or torch.is_grad_enabled():
-            return make()
-        return self._stack.get((*parts, *norms), make)
+            # autocast casts a parameter once for all calls of a step, but stacked ones each time
+            return torch.cat([layer(x_BQE) for layer in layers], dim=-1), scale()
+        stacked, norm_H1W = self._stack.get(
+            (*weights, *norms),
+            lambda: (operand(pack_as(weights[0], torch.cat(weights))), scale()),
+        )
+        return project(x_BQE, stacked), norm_H1W
 
     def _by_head(self, x_BQE: Tensor) -> Tensor:
         return x_BQE.view(*x_BQE.shape[:2], -1, self.shape.head_dim).transpose(1, 2)

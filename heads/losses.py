@@ -1,8 +1,10 @@
 """lm_head and loss in one: logits are computed, scored and turned into gradients chunk by chunk. So
-neither all logits nor a second pass over them is ever needed.
+neither all logits nor a second pass over them is ever needed. A CPU scores the rows of a chunk a
+few at a time, while they are in its cache, and overwrites the logits with their gradients.
 
-Legend: R rows with a loss, C rows of a chunk, U target states, D width, V target vocabulary,
-v draft vocabulary, r width of a low-rank term, p target distribution, q draft distribution.
+Legend: R rows with a loss, C rows of a chunk, P rows of a piece of it, U target states, D width,
+V target vocabulary, v draft vocabulary, r width of a low-rank term, p target distribution, q draft
+distribution.
 """
 
 from __future__ import annotations
@@ -21,9 +23,15 @@ from draftheads.heads.target import Target
 RANKS = 10
 """Ranks of the true token that training statistics distinguish."""
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
-"""Logits per chunk: 8 MiB stay in a CPU's cache, 512 MiB keep a GPU busy."""
-CHUNK_ROWS = 256
+"""Logits per chunk: 512 MiB of float32 keep a GPU busy."""
+CHUNK_ROWS = 512
 """Minimum rows per chunk; fewer would make matrix products too thin."""
+PIECE_LOGITS = {"cpu": 1 << 18}
+"""Logits scored at a time, in a dozen passes: 1 MiB of float32 stays in a core's cache. Other
+devices score whole chunks.
+"""
+SLAB_ROWS = {"cpu": 2048}
+"""Rows of a matrix whose gradient is added in lower precision at a time, for the same reason."""
 
 LowRank = tuple[Tensor, Tensor]
 """Rows (R, r) and a matrix (v, r) whose product is added to the logits."""
@@ -43,12 +51,12 @@ cross-entropy with the true token and 0.9 of |p - q| = 2 (1 - sum min(p, q)).
 
 
 class Scored(NamedTuple):
-    """The rows of a chunk."""
+    """The rows of a piece."""
 
-    loss_C: Tensor
-    grad_Cv: Tensor  # of the loss, by the logits
-    known_C: Tensor  # weight 0 or 1
-    accepted_C: Tensor  # sum min(p, q); for hard labels, q(label)
+    loss_P: Tensor
+    grad_Pv: Tensor  # of the loss, by the logits
+    known_P: Tensor  # weight 0 or 1
+    accepted_P: Tensor  # sum min(p, q); for hard labels, q(label)
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,39 @@ class Teacher:
         return cls(places_R, logits, token_map, objective, target.vocab_size, acceptance)
 
 
+class Taught:
+    """The target's distributions for the rows of a chunk.
+
+    known_C: bool, whether the target's best token is in the draft vocabulary.
+    """
+
+    def __init__(self, teacher: Teacher, part: slice, device: torch.device) -> None:
+        self.teacher = teacher
+        new_C = np.diff(teacher.states_R[part], prepend=-1) != 0
+        states_U = torch.from_numpy(teacher.states_R[part][new_C]).to(device, non_blocking=True)
+        self.state_C = new_C.cumsum() - 1
+        logits_UV = teacher.logits(states_U)
+        if teacher.token_map is None:
+            known_U = torch.ones_like(states_U, dtype=torch.bool)
+            self.logits_Uv = logits_UV
+        else:
+            self.logits_Uv = logits_UV[:, teacher.token_map]
+            known_U = self.logits_Uv.amax(1) == logits_UV.amax(1)
+        self.known_C = known_U[self._upload(self.state_C)]
+
+    def distribution(self, piece: slice) -> Tensor:
+        """p_Pv, float32: that of a state is computed once in a piece."""
+        state_P = self.state_C[piece]
+        first, last = int(state_P[0]), int(state_P[-1])
+        p_Uv = torch.softmax(self.logits_Uv[first : last + 1].float(), dim=-1)
+        if len(p_Uv) == len(state_P):
+            return p_Uv
+        return p_Uv.index_select(0, self._upload(state_P - first))
+
+    def _upload(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.logits_Uv.device, non_blocking=True)
+
+
 def linear_cross_entropy(
     hidden_RD: Tensor,
     weight_vD: Tensor,
@@ -123,7 +164,10 @@ def chunked_ranks(
     factors = (hidden_RD, weight_vD, *(plus or ()))
     ranks = [labels_R[:0]]
     for part in _chunks(hidden_RD, len(weight_vD)):
-        ranks.append(_ranks(_logits(factors, part, cap)[0], labels_R[part]))
+        products = _products(factors, part)
+        for piece in _pieces(products[0]):
+            logits_Pv, _ = _logits(products, piece, cap)
+            ranks.append(_ranks(logits_Pv, labels_R[part][piece]))
     return torch.cat(ranks)
 
 
@@ -147,24 +191,33 @@ class _LinearLoss(torch.autograd.Function):
         *factors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden_RD, weight_vD = factors[:2]
+        new = torch.empty_like if len(hidden_RD) else torch.zeros_like  # the first chunk fills it
         gradients = [
-            torch.zeros_like(factor) if wanted else None
+            new(factor) if wanted else None
             for factor, wanted in zip(factors, ctx.needs_input_grad[4:], strict=True)
         ]
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
         ranks, accepted = [labels_R[:0]], [loss.new_zeros(0)]
         widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
         for part in _chunks(hidden_RD, widest):
-            logits_Cv, slope_Cv = _logits(factors, part, cap)
-            ranks.append(_ranks(logits_Cv, labels_R[part]))
-            if teacher is None:
-                scored = _hard(logits_Cv, labels_R[part])
-            else:
-                scored = _soft(logits_Cv, labels_R[part], teacher, part)
-            accepted.append(scored.accepted_C)
-            weights_C = weights_R[part] * scored.known_C
-            loss += scored.loss_C @ weights_C
-            _add_gradients(gradients, factors, scored.grad_Cv, slope_Cv, weights_C, part)
+            products = _products(factors, part)
+            taught = None if teacher is None else Taught(teacher, part, hidden_RD.device)
+            weights = []
+            for piece in _pieces(products[0]):
+                logits_Pv, slope_Pv = _logits(products, piece, cap)
+                labels_P = labels_R[part][piece]
+                ranks.append(_ranks(logits_Pv, labels_P))
+                scored = (
+                    _hard(logits_Pv, labels_P)
+                    if taught is None
+                    else _soft(logits_Pv, labels_P, taught, piece)
+                )
+                accepted.append(scored.accepted_P)
+                weights_P = weights_R[part][piece] * scored.known_P
+                loss += _dot(scored.loss_P, weights_P)
+                _overwrite(products, piece, scored.grad_Pv, slope_Pv)
+                weights.append(weights_P)
+            _add_gradients(gradients, factors, products, torch.cat(weights), part)
         ctx.save_for_backward(*gradients)
         ranks_R, accepted_R = torch.cat(ranks), torch.cat(accepted)
         ctx.mark_non_differentiable(ranks_R, accepted_R)
@@ -183,131 +236,151 @@ def _chunks(rows: Tensor, vocab_size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(rows), size)]
 
 
+def _pieces(logits_Cv: Tensor) -> list[slice]:
+    """Of a chunk's rows, at least one."""
+    rows, width = logits_Cv.shape
+    size = max(1, PIECE_LOGITS.get(logits_Cv.device.type, rows * width) // width)
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def _products(factors: Sequence[Tensor], part: slice) -> list[Tensor]:
+    """(C, v) each: the products of factors 0 and 1, and of 2 and 3, for some rows."""
+    return [
+        F.linear(rows_RD[part].to(weight_vD.dtype), weight_vD)
+        for rows_RD, weight_vD in zip(factors[::2], factors[1::2], strict=True)
+    ]
+
+
 def _logits(
-    factors: Sequence[Tensor], part: slice, cap: float | None
+    products: list[Tensor], piece: slice, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """float32 (C, v): the products of factors 0 and 1, and of 2 and 3, for some rows. If the first
-    product is capped, also the derivative of its cap.
+    """float32 (P, v): the sum of the products. If the first one is capped, also the derivative of
+    its cap. In float32, the logits are those of the first product, in place.
     """
-    rows_RD, weight_vD, *plus = factors
-    logits_Cv = F.linear(rows_RD[part].to(weight_vD.dtype), weight_vD).float()
-    slope_Cv = None
+    logits_Pv, slope_Pv = products[0][piece].float(), None
     if cap is not None:
-        logits_Cv = capped(logits_Cv, cap)
-        slope_Cv = 1 - (logits_Cv / cap).square()
-    if plus:
-        rows_Rr, weight_vr = plus
-        logits_Cv += F.linear(rows_Rr[part].to(weight_vr.dtype), weight_vr)
-    return logits_Cv, slope_Cv
+        logits_Pv = capped(logits_Pv, cap)
+        slope_Pv = 1 - (logits_Pv / cap).square()
+    for more_Cv in products[1:]:
+        logits_Pv += more_Cv[piece]
+    return logits_Pv, slope_Pv
+
+
+def _overwrite(
+    products: list[Tensor], piece: slice, grad_Pv: Tensor, slope_Pv: Tensor | None
+) -> None:
+    """Put gradients in the place of the products. slope_Pv: from `_logits`."""
+    for more_Cv in products[1:]:
+        more_Cv[piece] = grad_Pv
+    # the second product is added to what is capped
+    products[0][piece] = grad_Pv if slope_Pv is None else grad_Pv * slope_Pv
 
 
 def _add_gradients(
     gradients: list[Tensor | None],
     factors: Sequence[Tensor],
-    grad_Cv: Tensor,
-    slope_Cv: Tensor | None,
+    products: list[Tensor],
     weights_C: Tensor,
     part: slice,
 ) -> None:
-    """Add the gradients of the factors. Weights are applied to rows, which are narrower than the
-    gradient of the logits. slope_Cv: from `_logits`.
+    """Add the gradients of the factors; in the first chunk, set them. Weights are applied to rows,
+    which are narrower than the gradient of the logits. products: overwritten by their gradients.
     """
     weights_C1 = weights_C[:, None]
-    for first in range(0, len(factors), 2):
-        rows_RD, weight_vD = factors[first : first + 2]
-        grad_RD, grad_vD = gradients[first : first + 2]
-        grad_Cv = grad_Cv.to(weight_vD.dtype)
-        own_Cv = grad_Cv
-        if slope_Cv is not None and not first:  # the second product is added to what is capped
-            own_Cv = grad_Cv * slope_Cv.to(grad_Cv.dtype)
+    for index, grad_Cv in enumerate(products):
+        rows_RD, weight_vD = factors[2 * index : 2 * index + 2]
+        grad_RD, grad_vD = gradients[2 * index : 2 * index + 2]
         if grad_RD is not None:
-            grad_RD[part] = (own_Cv @ weight_vD) * weights_C1
+            grad_RD[part] = (grad_Cv @ weight_vD) * weights_C1
         if grad_vD is not None:
-            rows_CD = (rows_RD[part] * weights_C1).to(weight_vD.dtype)
-            if torch.is_autocast_enabled(grad_vD.device.type):  # which does not cover `out=`
-                grad_vD += own_Cv.T @ rows_CD
-            else:  # in place
-                torch.addmm(grad_vD, own_Cv.T, rows_CD, out=grad_vD)
+            weighted_CD = (rows_RD[part] * weights_C1).to(grad_Cv.dtype)
+            _add_product(grad_vD, grad_Cv.T, weighted_CD, part.start > 0)
 
 
-def _hard(logits_Cv: Tensor, labels_C: Tensor) -> Scored:
+def _add_product(sum_vD: Tensor, left_vC: Tensor, right_CD: Tensor, keep: bool) -> None:
+    """sum = keep * sum + left @ right, in place."""
+    if left_vC.dtype == sum_vD.dtype:
+        torch.addmm(
+            sum_vD, left_vC, right_CD, beta=float(keep), out=sum_vD
+        )  # 0: whatever the sum is
+        return
+    size = SLAB_ROWS.get(sum_vD.device.type, len(sum_vD))
+    slabs = zip(torch.split(sum_vD, size), torch.split(left_vC, size), strict=True)
+    for sum_SD, left_SC in slabs:
+        product_SD = left_SC @ right_CD
+        if keep:
+            sum_SD += product_SD
+        else:
+            sum_SD.copy_(product_SD)
+
+
+def _hard(logits_Pv: Tensor, labels_P: Tensor) -> Scored:
     """Cross-entropy with the true tokens; overwrites the logits."""
-    known_C = (labels_C >= 0).float()
-    index_C1 = labels_C.clamp(min=0)[:, None]
-    label_C1 = logits_Cv.gather(1, index_C1)
-    q_Cv, normaliser_C1 = _softmax(logits_Cv)
-    loss_C = (normaliser_C1 - label_C1)[:, 0]
-    minus_one_C1 = label_C1.new_full((), -1.0).expand_as(label_C1)
-    grad_Cv = q_Cv.scatter_add_(1, index_C1, minus_one_C1)
-    return Scored(loss_C, grad_Cv, known_C, torch.exp(-loss_C) * known_C)
+    known_P = (labels_P >= 0).float()
+    index_P1 = labels_P.clamp(min=0)[:, None]
+    label_P1 = logits_Pv.gather(1, index_P1)
+    q_Pv, normaliser_P1 = _softmax(logits_Pv)
+    loss_P = (normaliser_P1 - label_P1)[:, 0]
+    minus_one_P1 = label_P1.new_full((), -1.0).expand_as(label_P1)
+    grad_Pv = q_Pv.scatter_add_(1, index_P1, minus_one_P1)
+    return Scored(loss_P, grad_Pv, known_P, torch.exp(-loss_P) * known_P)
 
 
-def _soft(logits_Cv: Tensor, labels_C: Tensor, teacher: Teacher, part: slice) -> Scored:
+def _soft(logits_Pv: Tensor, labels_P: Tensor, taught: Taught, piece: slice) -> Scored:
     """The teacher's objective; overwrites the logits."""
-    p_Cv, known_C = _distribution(teacher, part, logits_Cv.device)
-    expected_C = torch.linalg.vecdot(p_Cv, logits_Cv)
-    index_C1 = labels_C.clamp(min=0)[:, None]
-    label_C = logits_Cv.gather(1, index_C1)[:, 0]
-    q_Cv, normaliser_C1 = _softmax(logits_Cv)
-    entropy_C = normaliser_C1[:, 0] - expected_C
-    accepted_C = torch.zeros_like(entropy_C)
+    teacher, p_Pv, known_P = taught.teacher, taught.distribution(piece), taught.known_C[piece]
+    expected_P = _dot(p_Pv, logits_Pv)
+    index_P1 = labels_P.clamp(min=0)[:, None]
+    label_P = logits_Pv.gather(1, index_P1)[:, 0]
+    q_Pv, normaliser_P1 = _softmax(logits_Pv)
+    entropy_P = normaliser_P1[:, 0] - expected_P
+    accepted_P = torch.zeros_like(entropy_P)
     if teacher.acceptance or teacher.objective == "dspark":
-        accepted_C = torch.minimum(p_Cv, q_Cv).sum(1)
+        accepted_P = torch.minimum(p_Pv, q_Pv).sum(1)
     if teacher.objective == "dspark":
-        hard_C = normaliser_C1[:, 0] - label_C
-        loss_C, grad_Cv = _dspark(q_Cv, p_Cv, accepted_C, labels_C, hard_C)
-        return Scored(loss_C, grad_Cv, known_C, accepted_C)
+        hard_P = normaliser_P1[:, 0] - label_P
+        loss_P, grad_Pv = _dspark(q_Pv, p_Pv, accepted_P, labels_P, hard_P)
+        return Scored(loss_P, grad_Pv, known_P, accepted_P)
     if teacher.objective == "kl":
-        entropy_C = entropy_C - torch.special.entr(p_Cv).sum(1)
-    return Scored(entropy_C, q_Cv.sub_(p_Cv), known_C, accepted_C)
+        entropy_P = entropy_P - torch.special.entr(p_Pv).sum(1)
+    return Scored(entropy_P, q_Pv.sub_(p_Pv), known_P, accepted_P)
 
 
-def _softmax(logits_Cv: Tensor) -> tuple[Tensor, Tensor]:
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """Over the last dimension; in float32, where autocast would narrow torch's own."""
+    return (left * right).sum(-1)
+
+
+def _softmax(logits_Pv: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities, in place because new memory costs more than a pass over it, and the log of the
     normaliser.
     """
-    top_C1 = logits_Cv.amax(1, keepdim=True)
-    q_Cv = logits_Cv.sub_(top_C1).exp_()
-    total_C1 = q_Cv.sum(1, keepdim=True)
-    return q_Cv.div_(total_C1), total_C1.log() + top_C1
+    top_P1 = logits_Pv.amax(1, keepdim=True)
+    q_Pv = logits_Pv.sub_(top_P1).exp_()
+    total_P1 = q_Pv.sum(1, keepdim=True)
+    return q_Pv.div_(total_P1), total_P1.log() + top_P1
 
 
 def _dspark(
-    q_Cv: Tensor, p_Cv: Tensor, accepted_C: Tensor, labels_C: Tensor, hard_C: Tensor
+    q_Pv: Tensor, p_Pv: Tensor, accepted_P: Tensor, labels_P: Tensor, hard_P: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each row and its gradient by the logits; overwrites q. hard_C: the cross-entropy with
+    """Loss of each row and its gradient by the logits; overwrites q. hard_P: the cross-entropy with
     the true token.
     """
-    short_Cv = (q_Cv < p_Cv).float()  # where more probability increases acceptance
-    grad_Cv = q_Cv * (torch.linalg.vecdot(q_Cv, short_Cv)[:, None] - short_Cv)
-    share_C = 0.1 * (labels_C >= 0)
-    loss_C = 1.8 * (1 - accepted_C) + share_C * hard_C
-    grad_Cv = grad_Cv.mul_(1.8).addcmul_(share_C[:, None], q_Cv)
-    grad_Cv.scatter_add_(1, labels_C.clamp(min=0)[:, None], -share_C[:, None])
-    return loss_C, grad_Cv
+    short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
+    grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
+    share_P = 0.1 * (labels_P >= 0)
+    loss_P = 1.8 * (1 - accepted_P) + share_P * hard_P
+    grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)
+    grad_Pv.scatter_add_(1, labels_P.clamp(min=0)[:, None], -share_P[:, None])
+    return loss_P, grad_Pv
 
 
-def _distribution(teacher: Teacher, part: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-    """p_Cv, and bool (C,): whether the target's best token is in the draft vocabulary."""
-    new_C = np.diff(teacher.states_R[part], prepend=-1) != 0
-    states_U = torch.from_numpy(teacher.states_R[part][new_C]).to(device, non_blocking=True)
-    row_C = torch.from_numpy(new_C.cumsum() - 1).to(device, non_blocking=True)
-    logits_UV = teacher.logits(states_U)
-    if teacher.token_map is None:
-        known_U = torch.ones_like(states_U, dtype=torch.bool)
-        draft_Uv = logits_UV
-    else:
-        draft_Uv = logits_UV[:, teacher.token_map]
-        known_U = draft_Uv.amax(1) == logits_UV.amax(1)
-    p_Uv = torch.softmax(draft_Uv.float(), dim=-1)
-    return (p_Uv if len(p_Uv) == len(row_C) else p_Uv[row_C]), known_U[row_C]
-
-
-def _ranks(logits_Cv: Tensor, labels_C: Tensor) -> Tensor:
+def _ranks(logits_Pv: Tensor, labels_P: Tensor) -> Tensor:
     """The number of logits above the label's; equal ones of lower index count too."""
-    label_C1 = logits_Cv.gather(1, labels_C.clamp(min=0)[:, None])
-    ahead_Cv = logits_Cv > label_C1
-    lower_Cv = torch.arange(logits_Cv.shape[1], device=labels_C.device) < labels_C[:, None]
-    ahead_Cv |= (logits_Cv == label_C1) & lower_Cv
-    ahead_C = ahead_Cv.sum(1, dtype=torch.int32)  # the default, int64, is several times slower
-    return torch.where(labels_C >= 0, ahead_C.clamp(max=RANKS), RANKS).long()
+    label_P1 = logits_Pv.gather(1, labels_P.clamp(min=0)[:, None])
+    ahead_Pv = logits_Pv > label_P1
+    lower_Pv = torch.arange(logits_Pv.shape[1], device=labels_P.device) < labels_P[:, None]
+    ahead_Pv |= (logits_Pv == label_P1) & lower_Pv
+    ahead_P = ahead_Pv.sum(1, dtype=torch.int32)  # the default, int64, is several times slower
+    return torch.where(labels_P >= 0, ahead_P.clamp(max=RANKS), RANKS).long()

@@ -88,7 +88,11 @@ class Learner(nn.Module):
             {"name": "adapter", "params": adapter, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=choices.lr, betas=choices.betas)
+        # on a CPU, one pass over weights, gradients and moments instead of a dozen
+        on_host = all(p.device.type == "cpu" for p in self.trained().values())
+        return torch.optim.AdamW(
+            groups, lr=choices.lr, betas=choices.betas, fused=True if on_host else None
+        )
 
     def rates(self, choices: OptimChoices, step: int, steps: int) -> Rates:
         """Learning rates of the update after `step` of `steps` steps."""

@@ -51,7 +51,13 @@ from draftheads.train.engines import Engine, make_engine, make_learner
 from draftheads.train.evaluate import Evaluator
 from draftheads.train.faults import lost_processes, memory_errors
 from draftheads.train.features import FeatureSource, make_features
-from draftheads.train.launch import StopRequest, agreeing, main_process_log, make_accelerator
+from draftheads.train.launch import (
+    StopRequest,
+    agreeing,
+    main_process_log,
+    make_accelerator,
+    use_huge_pages,
+)
 from draftheads.train.metrics import Progress, check_trackers
 from draftheads.train.recipe import Recipe, differences
 from draftheads.train.setup import (
@@ -167,6 +173,7 @@ def fit(
     recipe, data or launch that cannot work, and if the loss stays non-finite; OSError if a
     checkpoint cannot be written.
     """
+    use_huge_pages()
     check_trackers(recipe.run.trackers)
     with lost_processes(), memory_errors(_less_memory(recipe)), ExitStack() as ends:
         if accelerator is None:

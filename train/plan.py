@@ -44,6 +44,7 @@ from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
 from draftheads.train.data.answers import MANIFEST, has_shards, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.entry import one_line
+from draftheads.train.launch import use_huge_pages
 from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import excess, load_data
@@ -596,6 +597,7 @@ def make_plan(
     processes: default WORLD_SIZE, else one. engine: a key of ENGINES. Raises the ValueError or
     OSError that training would raise for target, head, adapter, data and launch.
     """
+    use_huge_pages()
     processes = processes or int(os.environ.get("WORLD_SIZE", "1"))
     if engine not in ENGINES:
         raise ValueError(f"--engine: expected one of {', '.join(ENGINES)}, got {engine!r}")

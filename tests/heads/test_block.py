@@ -24,7 +24,7 @@ from tiny_targets import VOCABULARY, random_model
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead, mask_token
 from draftheads.heads.formats.hub import load_head, save_head
-from draftheads.heads.losses import RANKS
+from draftheads.heads.losses import RANKS, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
@@ -309,6 +309,34 @@ def test_the_loss_of_few_anchors_is_on_average_that_of_all(target, batch):
     drawn = torch.stack([head(batch, features_BTX, target).loss for _ in range(draws)])
     error = float(drawn.std()) / draws**0.5
     assert abs(float(drawn.mean()) - wanted) < 3 * error < 0.1 * wanted
+
+
+def test_each_label_is_asked_once_and_only_what_can_be_drafted_is_scored(
+    target, batch, monkeypatch
+):
+    """Anchors share the tokens that they draft; a document's end lies within many blocks. And the
+    codes of all tokens are one look-up.
+    """
+    head = new_head(target, labels="soft", conditioning="rnn")
+    features_BTX = target.features(batch, head.training_layers)
+    asked, scored, looked_up = [], [], []
+    unembed = target.unembed
+
+    def note(states_UD):
+        asked.append(len(states_UD))
+        return unembed(states_UD)
+
+    def score(states_RD, *arguments, **named):
+        scored.append(len(states_RD))
+        return linear_cross_entropy(states_RD, *arguments, **named)
+
+    monkeypatch.setattr(target, "unembed", note)
+    monkeypatch.setattr("draftheads.heads.block.linear_cross_entropy", score)
+    head.markov_head.markov_w1.register_forward_hook(lambda *_: looked_up.append(1))
+    head(batch, features_BTX, target)
+    masks = batch.root_masks(head.depth)
+    places = {int(i) + k for k, mask in enumerate(masks, 1) for i in mask.ravel().nonzero()[0]}
+    assert (asked, scored, looked_up) == ([len(places)], [sum(JUDGED)], [1])
 
 
 def test_a_short_row_counts_no_more_for_the_long_one_beside_it(target, batch):

@@ -14,7 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads import losses
 from draftheads.heads.batch import Batch
-from draftheads.heads.losses import RANKS, Teacher, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import (
+    RANKS,
+    Capped,
+    Teacher,
+    chunked_ranks,
+    linear_cross_entropy,
+)
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows
@@ -160,13 +166,15 @@ def rows_to_judge(rows: int, states: int, width: int):
     return hidden_RD, weight_vD, token_map, logits_UV, states_R, labels_R, weights_R
 
 
+@pytest.mark.parametrize("piece", [1, 3, 100])
 @pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, monkeypatch):
+def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, piece, monkeypatch):
     hidden, weight, token_map, logits_UV, states_R, labels, weights_R = rows_to_judge(23, 9, 8)
     if not reduced:
         logits_UV, token_map = logits_UV[:, token_map], torch.arange(len(token_map))
-    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 4 * len(token_map))
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 7 * len(token_map))  # of 23: a ragged end
+    monkeypatch.setitem(losses.PIECE_LOGITS, "cpu", piece * len(token_map))
     monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
     given = token_map if reduced else None
     teacher = Teacher(states_R.numpy(), lambda states: logits_UV[states], given, objective)
@@ -187,6 +195,111 @@ def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, 
         torch.autograd.grad(got / 2, [hidden, weight]), wanted, strict=True
     ):  # the outer factor must reach the gradients, too
         torch.testing.assert_close(left, right / 2, rtol=1e-4, atol=1e-5)
+
+
+def scored(objective: str | None, plus: str | None, dtype: torch.dtype):
+    """Loss, ranks, acceptance and gradients of 23 rows, a few of them without a label. dtype: of
+    the products, by autocast.
+    """
+    hidden, weight, token_map, logits_UV, states_R, labels, weights_R = rows_to_judge(23, 9, 8)
+    leaves = [hidden, weight]
+    more = None
+    if plus:
+        more = torch.randn(23, 5, requires_grad=True), torch.randn(len(weight), 5)
+        more[1].requires_grad_()
+        leaves += more
+    teacher = None
+    if objective:
+        logits = lambda states: logits_UV[states]  # noqa: E731
+        teacher = Teacher(states_R.numpy(), logits, token_map, objective, acceptance=True)
+    added = Capped(2.0, more) if plus == "capped" else more
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss, *observed = linear_cross_entropy(
+            hidden, weight, labels, added, weights_R=weights_R, teacher=teacher
+        )
+    return loss.detach(), *observed, *torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plus", [None, "plus", "capped"])
+@pytest.mark.parametrize("objective", [None, "ce", "dspark"])
+def test_pieces_and_slabs_of_any_size_change_nothing(objective, plus, dtype, monkeypatch):
+    """They divide the rows of a chunk, and those of a matrix."""
+    whole = scored(objective, plus, dtype)
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]  # of a slab's product
+    for piece, slab in [(1, 4), (3, 3), (5, 100), (22, 1)]:
+        monkeypatch.setitem(losses.PIECE_LOGITS, "cpu", piece * VOCABULARY // 3)
+        monkeypatch.setitem(losses.SLAB_ROWS, "cpu", slab)
+        for left, right in zip(scored(objective, plus, dtype), whole, strict=True):
+            torch.testing.assert_close(left, right, rtol=rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("plus", [None, "plus", "capped"])
+@pytest.mark.parametrize("objective", [None, "ce", "dspark"])
+def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(objective, plus, monkeypatch):
+    """Also where several chunks, of unequal size, add to the gradient of a matrix."""
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 7 * VOCABULARY // 3)
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
+    exact = scored(objective, plus, torch.float32)
+    rounded = scored(objective, plus, torch.bfloat16)
+    for left, right in zip(rounded[3:], exact[3:], strict=True):
+        assert left.dtype == right.dtype == torch.float32
+        torch.testing.assert_close(left, right, rtol=0, atol=0.02 * float(right.abs().max()))
+
+
+@pytest.mark.parametrize("objective", [None, *OBJECTIVES])
+def test_autocast_narrows_logits_alone(objective):
+    """Loss and gradients are as exact as float32 makes them of logits in bfloat16."""
+    _, _, token_map, logits_UV, states_R, labels, weights_R = rows_to_judge(23, 9, 8)
+    logits_Rv = (3 * torch.randn(23, len(token_map))).bfloat16().float()
+    eye = torch.eye(len(token_map))
+    teacher = None
+    if objective:
+        logits = lambda states: logits_UV[states]  # noqa: E731
+        teacher = Teacher(states_R.numpy(), logits, token_map, objective)
+
+    def asked():
+        rows = logits_Rv.clone().requires_grad_()
+        loss, *_ = linear_cross_entropy(rows, eye, labels, weights_R=weights_R, teacher=teacher)
+        return loss, torch.autograd.grad(loss, rows)[0]
+
+    loss, exact = asked()
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow_loss, narrow = asked()
+    torch.testing.assert_close(narrow_loss, loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(narrow, exact, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 8])
+def test_memory_that_was_used_before_does_not_reach_gradients(rows, monkeypatch):
+    """The first chunk sets them, so they begin as whatever the memory holds."""
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 7 * 6)
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 1)
+    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    labels = torch.arange(rows) % 6
+
+    def asked(loss):
+        return torch.autograd.grad(loss, [hidden, weight])
+
+    expected = asked(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"))
+    empty_like = torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x, **more: empty_like(x, **more).fill_(torch.nan)
+    )
+    for dtype in (None, torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = linear_cross_entropy(hidden, weight, labels)[0]
+        for left, right in zip(asked(loss), expected, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=0.05 if dtype else 1e-5)
+
+
+def test_a_retained_graph_can_be_passed_again():
+    hidden, weight, _, _, _, labels, _ = rows_to_judge(9, 3, 4)
+    loss, *_ = linear_cross_entropy(hidden, weight, labels)
+    first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    again = torch.autograd.grad(3 * loss, [hidden, weight])
+    for left, right in zip(again, first, strict=True):
+        torch.testing.assert_close(left, 3 * right)
 
 
 @pytest.mark.parametrize("objective", [None, *OBJECTIVES])
@@ -275,8 +388,9 @@ def test_a_frozen_matrix_still_passes_gradients_on():
     torch.testing.assert_close(torch.autograd.grad(loss, hidden), wanted)
 
 
-def test_five_heads_on_a_large_vocabulary_learn_as_from_all_logits_at_once():
-    """At the real size of a chunk, which holds 256 of these 600 rows."""
+def test_five_heads_on_a_large_vocabulary_learn_as_from_all_logits_at_once(monkeypatch):
+    """Chunks of 256 of these 600 rows, in pieces of the real size, 29 rows."""
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 256)
     vocabulary, depth, length = 9000, 5, 605
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1,

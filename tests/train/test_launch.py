@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -238,3 +239,12 @@ def test_the_right_command_starts_what_was_started(monkeypatch, started):
         f"ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 {words}"
     )
     assert right_command(True, "2") == f"accelerate launch --multi_gpu --num_processes 2 {words}"
+
+
+def test_huge_pages_are_asked_for_unless_the_user_said_otherwise(monkeypatch):
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    launch.use_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    launch.use_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -10,13 +11,14 @@ from functools import partialmethod
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_heads import decode
+from tiny_heads import decode, make_head
 from tiny_training import (
     assert_same,
     conversation,
     recipe_of,
     run,
     tiny_recipe,
+    tiny_target,
     weights,
     write_answers,
     write_target,
@@ -24,12 +26,13 @@ from tiny_training import (
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import HEADS, load_head
+from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Speculator
 from draftheads.train import loop
 from draftheads.train.checkpoint import load_optimizer_state
-from draftheads.train.engines import learning_rate
+from draftheads.train.engines import Learner, learning_rate
 from draftheads.train.loop import fit
 from draftheads.train.metrics import Progress, read_metrics
 from draftheads.train.recipe import OptimChoices
@@ -315,3 +318,25 @@ def test_a_callback_sees_each_evaluation_and_may_end_the_run(made, tmp_path):
     assert (outcome.step, outcome.stopped_by, outcome.finished) == (3, "on_evaluation", False)
     assert fit(recipe_of(values)).finished
     assert_same(weights(tmp_path / "ended", 6), weights(tmp_path / "whole", 6))
+
+
+def test_adamw_in_one_pass_is_adamw():
+    """On a CPU it is torch's fused one; matrices decay, vectors do not."""
+    head = make_head(MedusaHead, tiny_target(), depth=2)
+    plain = copy.deepcopy(head)
+    choices = OptimChoices(lr=0.01, weight_decay=0.1)
+    ours = Learner(head, "fp32").optimizer(choices)
+    parameters = list(plain.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    usual = torch.optim.AdamW(groups, lr=0.01, betas=choices.betas, foreach=False, fused=False)
+    for _ in range(3):
+        for left, right in zip(head.parameters(), parameters, strict=True):
+            left.grad = torch.randn_like(left)
+            right.grad = left.grad.clone()
+        ours.step()
+        usual.step()
+    for left, right in zip(head.parameters(), parameters, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
