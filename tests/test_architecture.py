@@ -26,23 +26,23 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 54_600, "infer": 14_100, "train": 25_100}
+CORE = {"heads": 57_600, "infer": 14_100, "train": 25_100}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
     "heads.formats": 15_000,
-    "infer.drafters": 5_700,
-    "infer.measure": 11_900,
+    "infer.drafters": 5_800,
+    "infer.measure": 12_100,
     "infer.chat": 6_900,
     "infer.serve": 13_100,
     "infer.generate": 2_200,
-    "infer.pipeline": 2_700,
+    "infer.pipeline": 2_800,
     "train.data": 20_700,
     "train.plan": 4_500,
     "train.suggest": 1_200,
     "train.doctor": 4_700,
-    "scripts": 16_300,
+    "scripts": 16_400,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}
