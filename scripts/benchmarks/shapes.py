@@ -3,7 +3,7 @@ per step do heads begin to pay?
 
     python scripts/benchmarks/shapes.py --shape qwen3-0.6b --threads 1 2 --batch 1 4 8 --json OUT
     python scripts/benchmarks/shapes.py --shape llama-3.1-8b --device cuda --dtype bfloat16
-    python scripts/benchmarks/shapes.py --table docs/shapes.json docs/tuning.md
+    python scripts/benchmarks/shapes.py --table docs/shapes.json docs/lab/2026-11.md
 
 Weights are random, so hardly a draft is accepted; the time of a step does not depend on that. All
 steps of one dtype, number of threads and batch are timed in turns: by CPU seconds of a single
@@ -60,6 +60,8 @@ SHAPES = {
     "tiny": (64, 96, 2, 96, 4, 2, 16),
 }
 """Width, vocabulary, layers, width of the MLP, query heads, key heads, width of these."""
+SHOWN = (0, 4, 8)
+"""Draft nodes of the rows of a page."""
 READ = 1 << 30
 """Bytes that are read to measure the memory's bandwidth."""
 CHAIN, DYNAMIC = 5, 32
@@ -322,7 +324,9 @@ def page_table(report: dict[str, Any]) -> str:
     chosen = [
         row
         for row in report["rows"]
-        if row["threads"] == setup["threads"][0] and row["batch"] == 1 and not row["compiled"]
+        if (row["threads"], row["batch"]) == (setup["threads"][0], 1)
+        and row["nodes"] in SHOWN
+        and not row["compiled"]
     ]
     cells = {(row["name"], row["nodes"], row["dtype"]): row for row in chosen}
     lines = [
