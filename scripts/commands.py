@@ -376,7 +376,9 @@ def tune(
     name, commit = (target, revision) if target else folder.target
     model = load_fast_target(name, place, commit, [folder], template_args)
     ids = opening_ids(model, prompts, prompt_words, limit)
-    tuned = run(model, folder.load(model), ids, options, others=[folder.facts.trained_tree])
+    tuned = run(
+        model, folder.load(model).pack(model), ids, options, others=[folder.facts.trained_tree]
+    )
     print_tuned(tuned)
     if not dry_run:
         record_tuned(folder.path, tuned.best.tree, tuned.facts())

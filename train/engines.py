@@ -25,6 +25,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -90,9 +91,12 @@ class Learner(nn.Module):
         groups = [group for group in groups if group["params"]]
         # on a CPU, one pass over weights, gradients and moments instead of a dozen
         on_host = all(p.device.type == "cpu" for p in self.trained().values())
-        return torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             groups, lr=choices.lr, betas=choices.betas, fused=True if on_host else None
         )
+        # fused kernels do not count it, and heads keep products of unchanged weights
+        optimizer.register_step_post_hook(lambda *_: increment_version(self.trained().values()))
+        return optimizer
 
     def rates(self, choices: OptimChoices, step: int, steps: int) -> Rates:
         """Learning rates of the update after `step` of `steps` steps."""

@@ -48,7 +48,7 @@ DRAFTING = {"id": "tiny", "drafts": "8 draft nodes"}
 def served() -> Iterator[tuple[Says, str]]:
     engine = Says()
     with running(engine) as (url, service):
-        service.scheduler.plain = engine
+        service.scheduler._plain.engine = engine
         yield engine, f"{url}/"
 
 
