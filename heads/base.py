@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
-from draftheads.heads.cpu_linear import can_pack, has_int8, pack_layers
+from draftheads.heads.cpu_linear import PackedBits, can_pack, has_int8, pack_layers
 from draftheads.heads.drafting import Drafter
 from draftheads.heads.layers import Stateless
 from draftheads.heads.losses import RANKS, Objective, Teacher
@@ -213,7 +213,7 @@ class DraftHead(nn.Module, ABC):
         int8, of which torch has kernels for most CPUs, or as oneDNN lays them out. Drafts change by
         rounding, output does not. Weights that change afterwards are not seen.
         """
-        bits: Literal[8] | None = 8 if has_int8() else None
+        bits: PackedBits | None = 8 if has_int8() else None
         dtype = next(self.parameters()).dtype
         if target.device.type == "cpu" and (bits or can_pack(target.device, dtype)):
             pack_layers(self, bits, keep=list(self.modules()))

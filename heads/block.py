@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
-from draftheads.heads.cpu_linear import operand, pack_as
+from draftheads.heads.cpu_linear import operand, pack_like
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     GEMMA4_ROPES,
@@ -673,7 +673,7 @@ class Entries:
         weights = [attention.k_proj.weight for attention in attentions]
         if not self.first.shape.k_eq_v:
             weights += [attention.v_proj.weight for attention in attentions]
-        self.weight_ED = operand(pack_as(weights[0], torch.cat(weights)))
+        self.weight_ED = operand(pack_like(weights[0], torch.cat(weights)))
         self.scale_G1W = torch.cat([a.k_norm.weight.expand(groups, 1, -1) for a in attentions])
 
     def __call__(self, x_BTD: Tensor, angles: Angles) -> list[tuple[Tensor, Tensor]]:

@@ -20,14 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Bits = Literal[8]
+PackedBits = Literal[8]
+"""What a CPU quantises weights to."""
 LEAST = 1 << 18
 """Smaller weights stay as they are: they lie in the caches of the CPU."""
 FEW = 4
 """Fewer rows are padded to so many, with which oneDNN takes less time than with one."""
 
 _weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
-_numbers = count()
+_keys = count()
 
 
 class PackedWeight:
@@ -36,10 +37,10 @@ class PackedWeight:
     Raises ValueError for int8 on a CPU for which torch has no kernels.
     """
 
-    def __init__(self, weight_OI: Tensor, bits: Bits | None = None) -> None:
+    def __init__(self, weight_OI: Tensor, bits: PackedBits | None = None) -> None:
         self.bits, self.shape, self.dtype = bits, weight_OI.shape, weight_OI.dtype
-        self.number = next(_numbers)
-        _weights[self.number] = self
+        self.key = next(_keys)
+        _weights[self.key] = self
         # compilers do not see what this holds: they call the operator below
         with torch.inference_mode(False), torch.no_grad():
             if bits:
@@ -54,9 +55,7 @@ class PackedWeight:
         """x W^T: (..., I) to (..., O), in the dtype of x."""
         x_RI = x.flatten(0, -2)
         if torch.compiler.is_compiling():
-            product_RO: Tensor = torch.ops.draftheads.packed_product(
-                x_RI, self.number, self.shape[0]
-            )
+            product_RO: Tensor = torch.ops.draftheads.packed_product(x_RI, self.key, self.shape[0])
         else:
             product_RO = self.product(x_RI)
         return product_RO.view(*x.shape[:-1], self.shape[0])
@@ -96,19 +95,19 @@ class PackedWeight:
 
 
 @torch.library.custom_op("draftheads::packed_product", mutates_args=())
-def _packed_product(x_RI: Tensor, number: int, width: int) -> Tensor:
-    return _weights[number].product(x_RI)
+def _packed_product(x_RI: Tensor, key: int, width: int) -> Tensor:
+    return _weights[key].product(x_RI)
 
 
 @_packed_product.register_fake
-def _(x_RI: Tensor, number: int, width: int) -> Tensor:
+def _(x_RI: Tensor, key: int, width: int) -> Tensor:
     return x_RI.new_empty(len(x_RI), width)
 
 
 class PackedLinear(nn.Module):
     """Takes the place of a linear layer. keep: its weight stays, for those that read it."""
 
-    def __init__(self, linear: nn.Linear, bits: Bits | None, *, keep: bool) -> None:
+    def __init__(self, linear: nn.Linear, bits: PackedBits | None, *, keep: bool) -> None:
         super().__init__()
         self.packed = PackedWeight(linear.weight, bits)
         if keep:
@@ -128,14 +127,14 @@ class PackedLinear(nn.Module):
 
 
 def operand(weight: Tensor) -> Tensor | PackedWeight:
-    """What to multiply by in decoding: the weight as it was packed, if it was."""
+    """The packed form of a weight, if it has one, else the weight: what decoding multiplies by."""
     packed: Tensor | PackedWeight = getattr(weight, "packed", weight)
     return packed
 
 
-def pack_as(model: Tensor, weight: Tensor) -> Tensor:
-    """The same weight, packed as `model` was, if it was."""
-    packed = operand(model)
+def pack_like(other: Tensor, weight: Tensor) -> Tensor:
+    """The same weight, packed as another one was, if that was."""
+    packed = operand(other)
     if isinstance(packed, PackedWeight):
         vars(weight)["packed"] = PackedWeight(weight, packed.bits)
     return weight
@@ -185,18 +184,16 @@ def pack_int8(weight_OI: Tensor) -> torch.ScriptObject:
 
 def pack_layers(
     module: nn.Module,
-    bits: Bits | None,
+    bits: PackedBits | None,
     *,
     small: bool = False,
     keep: Collection[nn.Module] = (),
-) -> int:
-    """Pack the large linear layers of a module, the small ones too if asked to, and free their
-    weights unless `keep` has the layer. Returns how many numbers were packed.
+) -> None:
+    """Pack the large linear layers of a module, and with `small` all of them; free their weights
+    unless `keep` has the layer.
     """
-    numbers, least = 0, 0 if small else LEAST
+    least = 0 if small else LEAST
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.numel() >= least:
-                numbers += child.weight.numel()
                 setattr(parent, name, PackedLinear(child, bits, keep=child in keep))
-    return numbers

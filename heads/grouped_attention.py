@@ -1,7 +1,8 @@
-"""Attention of few queries on a CPU: those of all query heads that share keys in one matrix.
+"""Grouped-query attention of few queries on a CPU: all query heads that share a key head form one
+matrix.
 
-torch's kernel else reads keys and values once per query head, and transformers copies them for each
-before it calls the kernel with a mask.
+Without this, torch's kernel reads keys and values once per query head, and transformers copies them
+for each query head when there is a mask.
 
 Legend: B batch, H query heads, G key heads, Q queries, S cache slots, W head width.
 """
@@ -16,9 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "draftheads_grouped"
-OTHERS = ("dropout", "softcap", "cache", "output_attentions")
-"""Options of transformers for which its own function is called."""
+IMPLEMENTATION = "draftheads_grouped"
+"""Its name among the attention implementations of transformers."""
+UNSUPPORTED = ("position_bias", "softcap", "cache")
+"""Options of a layer for which transformers' own function is called."""
 
 
 def attend(
@@ -57,7 +59,7 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """The attention of a target's layer, as transformers calls it; returns (B, Q, H, W)."""
     can_group = query.shape[2] == 1 if attention_mask is None else attention_mask.shape[1] == 1
-    if not can_group or any(options.get(name) for name in OTHERS):
+    if not can_group or any(options.get(name) is not None for name in UNSUPPORTED):
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
@@ -66,12 +68,12 @@ def _forward(
     return out_BHQW.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, _forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(IMPLEMENTATION, _forward)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-def group(model: PreTrainedModel) -> None:
+def use_grouped_attention(model: PreTrainedModel) -> None:
     """Let a model on a CPU attend like this, if it uses `scaled_dot_product_attention`."""
     config = model.config.get_text_config(decoder=True)
     if model.device.type == "cpu" and config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(IMPLEMENTATION)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.heads.choices import LayerSizes
-from draftheads.heads.cpu_linear import PackedWeight, operand, pack_as
+from draftheads.heads.cpu_linear import PackedWeight, operand, pack_like
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import needed
 
@@ -395,7 +395,7 @@ class Attention(nn.Module):
             return torch.cat([layer(x_BQE) for layer in layers], dim=-1), scale()
         stacked, norm_H1W = self._stack.get(
             (*weights, *norms),
-            lambda: (operand(pack_as(weights[0], torch.cat(weights))), scale()),
+            lambda: (operand(pack_like(weights[0], torch.cat(weights))), scale()),
         )
         return project(x_BQE, stacked), norm_H1W
 

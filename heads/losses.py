@@ -96,7 +96,7 @@ class Teacher:
         return cls(places_R, logits, token_map, objective, target.vocab_size, acceptance)
 
 
-class Taught:
+class TeacherChunk:
     """The target's distributions for the rows of a chunk.
 
     known_C: bool, whether the target's best token is in the draft vocabulary.
@@ -201,7 +201,7 @@ class _LinearLoss(torch.autograd.Function):
         widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
         for part in _chunks(hidden_RD, widest):
             products = _products(factors, part)
-            taught = None if teacher is None else Taught(teacher, part, hidden_RD.device)
+            chunk = None if teacher is None else TeacherChunk(teacher, part, hidden_RD.device)
             weights = []
             for piece in _pieces(products[0]):
                 logits_Pv, slope_Pv = _logits(products, piece, cap)
@@ -209,8 +209,8 @@ class _LinearLoss(torch.autograd.Function):
                 ranks.append(_ranks(logits_Pv, labels_P))
                 scored = (
                     _hard(logits_Pv, labels_P)
-                    if taught is None
-                    else _soft(logits_Pv, labels_P, taught, piece)
+                    if chunk is None
+                    else _soft(logits_Pv, labels_P, chunk, piece)
                 )
                 accepted.append(scored.accepted_P)
                 weights_P = weights_R[part][piece] * scored.known_P
@@ -300,9 +300,8 @@ def _add_gradients(
 def _add_product(sum_vD: Tensor, left_vC: Tensor, right_CD: Tensor, keep: bool) -> None:
     """sum = keep * sum + left @ right, in place."""
     if left_vC.dtype == sum_vD.dtype:
-        torch.addmm(
-            sum_vD, left_vC, right_CD, beta=float(keep), out=sum_vD
-        )  # 0: whatever the sum is
+        # beta 0 ignores what the sum holds
+        torch.addmm(sum_vD, left_vC, right_CD, beta=float(keep), out=sum_vD)
         return
     size = SLAB_ROWS.get(sum_vD.device.type, len(sum_vD))
     slabs = zip(torch.split(sum_vD, size), torch.split(left_vC, size), strict=True)
@@ -326,9 +325,9 @@ def _hard(logits_Pv: Tensor, labels_P: Tensor) -> Scored:
     return Scored(loss_P, grad_Pv, known_P, torch.exp(-loss_P) * known_P)
 
 
-def _soft(logits_Pv: Tensor, labels_P: Tensor, taught: Taught, piece: slice) -> Scored:
+def _soft(logits_Pv: Tensor, labels_P: Tensor, chunk: TeacherChunk, piece: slice) -> Scored:
     """The teacher's objective; overwrites the logits."""
-    teacher, p_Pv, known_P = taught.teacher, taught.distribution(piece), taught.known_C[piece]
+    teacher, p_Pv, known_P = chunk.teacher, chunk.distribution(piece), chunk.known_C[piece]
     expected_P = _dot(p_Pv, logits_Pv)
     index_P1 = labels_P.clamp(min=0)[:, None]
     label_P = logits_Pv.gather(1, index_P1)[:, 0]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
-from draftheads.heads.cpu_linear import operand, pack_as
+from draftheads.heads.cpu_linear import operand, pack_like
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project, refresh
 from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
@@ -257,7 +257,7 @@ class MedusaHead(DraftHead):
             return [weight_VD] * self.depth
 
         def rows() -> Tensor:
-            return pack_as(weight_VD, weight_VD[token_map])
+            return pack_like(weight_VD, weight_VD[token_map])
 
         weight_vD = self._shared_rows.get([token_map], rows, [weight_VD])
         return [weight_vD] * self.depth

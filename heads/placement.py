@@ -80,7 +80,7 @@ def check_placement(
     if bits and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
             f"target_bits={bits}: expected the package bitsandbytes, found none; "
-            "pip install bitsandbytes, or set target_bits=null"
+            "pip install bitsandbytes, or set target_bits=null (leave --bits out)"
         )
 
 
@@ -169,7 +169,7 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file may raise anything
         reason = " ".join(str(error).split())[:400] or type(error).__name__
-        if isinstance(error, ImportError):  # of a method of quantisation
+        if isinstance(error, ImportError):  # the package of a quantisation method is missing
             raise ValueError(f"target {path}: needs another package: {reason}") from error
         if ASKS_FOR_CODE in reason:
             raise ValueError(f"target {path}: {OWN_CODE}") from error
@@ -290,7 +290,7 @@ def quantised_by(config: PretrainedConfig) -> str | None:
 
 
 def _dequantised(path: str, *, dtype: str, **options: Any) -> PreTrainedModel:
-    """An FP8 checkpoint, computed in any dtype."""
+    """The model of an FP8 checkpoint, as weights of any dtype."""
     return _read(path, dtype="bfloat16", **options).to(getattr(torch, dtype))
 
 

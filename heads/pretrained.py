@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from draftheads.heads.grouped_attention import NAME
+from draftheads.heads.grouped_attention import IMPLEMENTATION
 from draftheads.heads.recurrent import has_mixers
 
 
@@ -111,7 +111,7 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types whose only state is keys and values."""
 RECURRENT = "linear_attention"
 """The layer type that is no attention."""
-MASKED = ("eager", "sdpa", NAME)
+MASKED = ("eager", "sdpa", IMPLEMENTATION)
 """Attention implementations that take a mask per query and key."""
 TREE_ROOM = 64
 """Cache slots reserved for a tree where `slot_limit` limits the context."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -31,8 +31,8 @@ from transformers import (
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
 from draftheads.heads.cache import SlotCache
-from draftheads.heads.cpu_linear import can_pack, pack_layers
-from draftheads.heads.grouped_attention import group
+from draftheads.heads.cpu_linear import PackedBits, PackedLinear, can_pack, pack_layers
+from draftheads.heads.grouped_attention import use_grouped_attention
 from draftheads.heads.longrope import LongRope, document_lengths
 from draftheads.heads.masks import Masks, known_packing
 from draftheads.heads.packing import document_ends, groups, rows_of
@@ -96,10 +96,8 @@ class Target:
 
     adapter: Adapter | None = None
     """Changes to its matrices, if heads were trained together with it (Medusa-2)."""
-    bits: Literal[8] | None = None
+    bits: PackedBits | None = None
     """Of its weights, if `pack` quantised them."""
-    is_packed: bool = False
-    """Whether its large matrices are laid out for this CPU."""
     saved_dtype: str | None = None
     """The dtype of its checkpoint, in which engines serve it; None: not loaded from one."""
     template_args: dict[str, Any]
@@ -203,7 +201,7 @@ class Target:
             self.adapter.merge()
         return self
 
-    def pack(self, bits: Literal[8] | None = None) -> Target:
+    def pack(self, bits: PackedBits | None = None) -> Target:
         """Lay out its matrices as this CPU multiplies the few tokens of a step fastest, for
         decoding alone; returns the target. Does nothing where torch has no such layout.
 
@@ -217,25 +215,36 @@ class Target:
                 f"{self.name}: bits=8: expected weights as they were trained, got "
                 f"{self.quantisation}; leave bits out"
             )
-        group(self.model)
+        if bits and 2 * self._linear_share < 1:
+            raise ValueError(
+                f"{describe(self.model)}: bits=8: expected linear layers, got others (such as "
+                "experts) for most weights; leave bits out"
+            )
+        use_grouped_attention(self.model)
         if is_quantised or not (bits or can_pack(self.device, self.dtype)):
             return self
         self.fingerprint()
-        size = sum(parameter.numel() for parameter in decoder_layers(self.model).parameters())
         lm_head = self.model.get_output_embeddings()
-        packed = pack_layers(self.model, bits, small=bits is not None, keep={lm_head})
+        pack_layers(self.model, bits, small=bits is not None, keep={lm_head})
         if bits:
-            if packed < size // 2:
-                raise ValueError(
-                    f"{describe(self.model)}: bits=8: expected linear layers, got others (such as "
-                    "experts) for most weights; leave bits out"
-                )
             self.bits = bits
             self._masks = Masks(self.model.float())
-        if packed:
-            self.is_packed = True
+        if self.is_packed:
             _refuse_by_trial(self)
         return self
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether some of its matrices are laid out for this CPU."""
+        return any(isinstance(module, PackedLinear) for module in self.model.modules())
+
+    @property
+    def _linear_share(self) -> float:
+        """Of the weights of its layers, those of linear ones."""
+        layers = decoder_layers(self.model)
+        linear = [module for module in layers.modules() if type(module) is nn.Linear]
+        weights = sum(module.weight.numel() for module in linear)
+        return weights / sum(parameter.numel() for parameter in layers.parameters())
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """A context in which the target works without its adapter."""

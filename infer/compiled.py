@@ -31,7 +31,7 @@ from draftheads.infer.accept import Acceptance, commit
 BACKEND: Any = "inductor"
 FROZEN_BYTES = 2 << 30
 """Targets up to this size are copied in the layout that the CPU multiplies fastest, unless they
-are float32, that gains less than its compilation takes, or packed already.
+are packed already, or float32: that gains less than its compilation takes.
 """
 
 BUCKET = 256

@@ -433,15 +433,15 @@ class Decoding:
             self.rows[place] = row
         self._set_rules({**self._rules, **other._rules})
 
-    def opened(self) -> Decoding:
+    def open(self) -> Decoding:
         """A decoding of the rows of this one, in caches of its own: any row may leave, and this
         one take it back.
         """
         caches = Caches(self.engine, 0, [], self.target.new_cache(0, 0), self.engine.new_drafter())
         nothing = self.committed.select([])
-        opened = Decoding(self.engine, self.accept, (), Session(), caches, nothing, 0.0)
-        opened.join(self)
-        return opened
+        decoding = Decoding(self.engine, self.accept, (), Session(), caches, nothing, 0.0)
+        decoding.join(self)
+        return decoding
 
     def leave(self, row: Row, other: Decoding | None) -> None:
         """End a row. other: the decoding that it came with takes it, for its session."""

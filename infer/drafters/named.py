@@ -78,10 +78,10 @@ def _adaptive(option: NamedDrafts, drafts: DrafterSource, target: Target) -> Ada
     dtype = target.precision
     tuned_in = tuned.get("dtype", dtype)
     if tuned_in != dtype:
-        option_of = {"int8": "--bits 8"}.get(tuned_in, f"--dtype {tuned_in}")
+        flag = "--bits 8" if tuned_in == "int8" else f"--dtype {tuned_in}"
         warnings.warn(
             f"--adaptive: expected a target in {tuned_in}, in which the steps of {option.name} "
-            f"were timed, got {dtype}; drafts may pause where they pay: use {option_of}, or tune "
+            f"were timed, got {dtype}; drafts may pause where they pay: use {flag}, or tune "
             "again",
             stacklevel=2,
         )

@@ -29,6 +29,7 @@ SECONDS = 1.5
 FASTER = 1.1
 """How much faster the checkpoint's own dtype must be: float32 keeps output token for token."""
 INT8 = "int8"
+"""Name of the weights of `--bits 8`."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -123,10 +124,9 @@ def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | Pack
     shapes = [(inner, width), (width, inner)] * layers
     if dtype == torch.int8:
         return [PackedWeight(torch.ones(shape), 8) for shape in shapes]
-    weights = [torch.ones(shape, dtype=dtype) for shape in shapes]
     if can_pack(torch.device("cpu"), dtype):
-        return [PackedWeight(weight) for weight in weights]
-    return [*weights]
+        return [PackedWeight(torch.ones(shape, dtype=dtype)) for shape in shapes]
+    return [torch.ones(shape, dtype=dtype) for shape in shapes]
 
 
 @torch.inference_mode()

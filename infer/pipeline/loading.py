@@ -87,7 +87,7 @@ def load_fast_target(
     device = place.device or default_device()
     set_threads(place.threads)
     if device == "cpu":
-        bits = int8(place.bits)
+        bits = cpu_bits(place.bits)
         if place.dtype == "auto" and not name.endswith(".gguf"):
             place = replace(place, dtype=faster_dtype(name, revision, place))
         target = load_target(name, replace(place, bits=None), revision, heads, template_args)
@@ -98,12 +98,12 @@ def load_fast_target(
     return target
 
 
-def int8(bits: Bits | None) -> Literal[8] | None:
+def cpu_bits(bits: Bits | None) -> Literal[8] | None:
     """The same bits, for a CPU. Raises ValueError for 4, which saves memory but no time there."""
     if bits == 4:
         raise ValueError(
             "bits=4: expected a GPU, got a CPU, where products with 4-bit weights take longer than "
-            "with int8 as soon as drafts are verified; use 8"
+            "with int8 as soon as drafts are verified; use bits=8"
         )
     return bits
 

@@ -72,7 +72,7 @@ class Batch:
             self._decoding = job.decoding
             return
         if self._decoding is self.jobs[0].decoding:  # which keeps its own caches for itself
-            self._decoding = self._decoding.opened()
+            self._decoding = self._decoding.open()
         self._decoding.join(job.decoding)
 
     def step(self) -> list[tuple[Job, Step]]:

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -31,8 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from draftheads.heads.formats.hub import save_head
-from draftheads.heads.kinds import HEADS
+from draftheads.heads.formats.hub import open_head, save_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Greedy
@@ -64,11 +64,9 @@ class Contestant:
 
 def written(folder: Path, setup: shapes.Setup, tokenizer: str) -> tuple[Path, Path]:
     """A random target and an EAGLE-3 head for it, as folders."""
-    drawn = setup.drawn("bfloat16")
     target = shapes.random_target(setup, "bfloat16")
     target.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    head = draft_time.create_head("eagle3", drawn, target)
-    assert isinstance(head, HEADS["eagle3"])
+    head = draft_time.create_head("eagle3", setup.draft_setup("bfloat16"), target)
     target.model.save_pretrained(folder / "target")
     target.tokenizer.save_pretrained(folder / "target")
     saved = save_head(head, folder / "head", target=target)
@@ -77,8 +75,6 @@ def written(folder: Path, setup: shapes.Setup, tokenizer: str) -> tuple[Path, Pa
 
 def ours(target_folder: Path, head_folder: Path) -> Iterator[Contestant]:
     """This project, for each dtype."""
-    from draftheads.heads.formats.hub import open_head
-
     for dtype in DTYPES:
         target = Target.load(target_folder, dtype="bfloat16").pack(
             8 if dtype == shapes.INT8 else None
@@ -108,15 +104,15 @@ def theirs(folder: Path, target: Path, head: Path, stack: ExitStack) -> Iterator
     """llama.cpp's server, for each kind of file."""
     script = Path(llamacpp.__file__).with_name("llamacpp_target.py")
     whole = folder / "target.gguf"
-    command = [llamacpp.sys.executable, script, target, "--outtype", "bf16", "--outfile", whole]
-    llamacpp._run(command)
+    command = [sys.executable, script, target, "--outtype", "bf16", "--outfile", whole]
+    llamacpp.run_command(command)
     drafts = llamacpp.head_gguf(str(head), whole, folder)
     small_head = folder / "head-Q8_0.gguf"
-    llamacpp._run([llamacpp.PLACE / "llama-quantize", drafts, small_head, "Q8_0"])
+    llamacpp.run_command([llamacpp.PLACE / "llama-quantize", drafts, small_head, "Q8_0"])
     prompt = list(range(10, 10 + CONTEXT))
     for kind in FILES:
         file = folder / f"target-{kind}.gguf"
-        llamacpp._run([llamacpp.PLACE / "llama-quantize", whole, file, kind])
+        llamacpp.run_command([llamacpp.PLACE / "llama-quantize", whole, file, kind])
         for with_head in (False, True):
             options: list[str | Path] = ["-m", file, "-np", "1", "-c", "1024", "-t", "1"]
             if with_head:

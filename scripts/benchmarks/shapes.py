@@ -90,7 +90,7 @@ class Setup:
     rank: int = 256
     device: str = "cpu"
 
-    def drawn(self, dtype: str) -> draft_time.Setup:
+    def draft_setup(self, dtype: str) -> draft_time.Setup:
         """The same shape in draft_time, whose random targets and heads these are."""
         names = ("hidden", "vocab", "layers", "intermediate", "heads", "kv_heads", "head_dim")
         return draft_time.Setup(
@@ -110,10 +110,7 @@ def measure(setup: Setup, console: Console) -> dict[str, Any]:
     machine: dict[str, Any] = {}
     for dtype in setup.dtypes:
         target = random_target(setup, dtype)
-        stock = {
-            threads: generate_step(setup, target, threads) if setup.context > 1 else 0.0
-            for threads in setup.threads
-        }
+        stock = {threads: generate_step(setup, target, threads) for threads in setup.threads}
         if setup.device == "cpu":
             target.pack(8 if dtype == INT8 else None)
         heads = random_heads(setup, dtype, target)
@@ -146,7 +143,7 @@ def set_threads(setup: Setup, threads: int) -> None:
 
 def random_target(setup: Setup, dtype: str) -> Target:
     """All its layers, not packed, and it never ends a text."""
-    shape = replace(setup.drawn(dtype), pack=False)
+    shape = replace(setup.draft_setup(dtype), pack=False)
     target = draft_time.create_target(shape, layers=shape.layers)
     target.model.generation_config.eos_token_id = None
     return target
@@ -154,8 +151,8 @@ def random_target(setup: Setup, dtype: str) -> Target:
 
 def random_heads(setup: Setup, dtype: str, target: Target) -> dict[str, DraftHead]:
     """One of each kind."""
-    drawn = setup.drawn(dtype)
-    return {name: draft_time.create_head(KINDS[name], drawn, target) for name in setup.kinds}
+    shape = setup.draft_setup(dtype)
+    return {name: draft_time.create_head(KINDS[name], shape, target) for name in setup.kinds}
 
 
 def contestants(
@@ -334,12 +331,13 @@ def page_table(report: dict[str, Any]) -> str:
         "|" + " --- |" * (1 + len(setup["dtypes"])),
     ]
     for name, nodes in dict.fromkeys((row["name"], row["nodes"]) for row in chosen):
-        made = []
+        texts = []
         for dtype in setup["dtypes"]:
             row = cells[name, nodes, dtype]
-            made.append(f"{row['seconds'] * 1e3:.0f} ms" + (f", c {row['c']:.2f}" if nodes else ""))
+            cost = f", c {row['c']:.2f}" if nodes else ""
+            texts.append(f"{row['seconds'] * 1e3:.0f} ms{cost}")
         title = f"{name}, {nodes}" if nodes else name
-        lines.append(f"| {title} | " + " | ".join(made) + " |")
+        lines.append(f"| {title} | " + " | ".join(texts) + " |")
     machine = report["machine"]
     lines += [
         "",

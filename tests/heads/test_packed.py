@@ -12,8 +12,9 @@ from hybrid_targets import hybrid_model
 from tiny_heads import KINDS, decode, drafts_of, overfitted, random_head, written_by
 from tiny_targets import UNEVEN, generated, random_model, some_prompts, tiny_target
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from draftheads.heads import base, cpu_linear
+from draftheads.heads import base, cpu_linear, grouped_attention
 from draftheads.heads.cpu_linear import (
     PackedLinear,
     PackedWeight,
@@ -21,7 +22,7 @@ from draftheads.heads.cpu_linear import (
     has_int8,
     operand,
 )
-from draftheads.heads.grouped_attention import NAME, attend
+from draftheads.heads.grouped_attention import IMPLEMENTATION, attend
 from draftheads.heads.layers import project
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
@@ -137,7 +138,7 @@ def test_a_packed_target_writes_what_it_wrote(name, all_sizes):
     prompts = some_prompts(17, 9, 17)
     before = [generated(tiny_target(name), prompt, NEW) for prompt in prompts]
     target = Target(model, name=name).pack()
-    is_grouped = target.config._attn_implementation == NAME
+    is_grouped = target.config._attn_implementation == IMPLEMENTATION
     assert is_grouped == (tiny_target(name).config._attn_implementation == "sdpa")
     assert any(isinstance(module, PackedLinear) for module in model.modules())
     assert target.fingerprint() == tiny_target(name).fingerprint()
@@ -211,9 +212,31 @@ def test_layers_whose_weights_a_model_reads_itself(all_sizes):
     assert decode(target, None, prompts, max_new_tokens=8)[0] == before
 
 
+@needs_packing
+def test_what_grouped_attention_does_not_know_is_left_to_transformers(monkeypatch):
+    """A bias of positions, for example, is not dropped."""
+    calls: list[dict] = []
+
+    def theirs(module, query, key, value, attention_mask, **options):
+        calls.append(options)
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(grouped_attention, "sdpa_attention_forward", theirs)
+    attend_as = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+    parts = [torch.randn(1, 2, 1, 8) for _ in range(3)]
+    attend_as(nn.Module(), *parts, None, dropout=0.0, scaling=1.0)
+    assert calls == []
+    attend_as(nn.Module(), *parts, None, position_bias=torch.zeros(1, 2, 1, 1))
+    chain = [torch.randn(1, 2, 3, 8) for _ in range(3)]
+    attend_as(nn.Module(), *chain, None)  # causal
+    assert len(calls) == 2 and "position_bias" in calls[0]
+
+
 def test_int8_is_refused_where_it_cannot_be(monkeypatch):
+    mixture = Target(random_model("mixtral"), name="experts")
     with pytest.raises(ValueError, match=r"expected linear layers, got others \(such as experts\)"):
-        packed("mixtral", 8)
+        mixture.pack(8)
+    assert not mixture.is_packed and mixture.precision == "float32"
     target = Target(random_model("llama"), name="tiny")
     target.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ValueError, match="bits=8: expected weights as they were trained, got"):

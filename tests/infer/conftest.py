@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 from exact_laws import WORDS
 from tiny_targets import random_model
 
 from draftheads.heads.target import Target
+from draftheads.infer.engine import Speculator
+from draftheads.infer.serve.scheduler import Scheduler
 
 
 @pytest.fixture(scope="module")
@@ -14,3 +19,19 @@ def small_target() -> Target:
     model = random_model("llama")
     model.resize_token_embeddings(WORDS, mean_resizing=False)
     return Target(model, name="six-words")
+
+
+@pytest.fixture
+def schedulers() -> Iterator[Callable[..., Scheduler]]:
+    """Makes schedulers, which end with the test, and their threads with them."""
+    made: list[Scheduler] = []
+
+    def make(engine: Speculator, **options: Any) -> Scheduler:
+        made.append(Scheduler(engine, **options))
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+        scheduler._thread.join(20)
+        assert not scheduler.active

@@ -16,6 +16,7 @@ from tiny_heads import new_head
 from transformers import LlamaConfig
 from typed_commands import questions
 
+from draftheads.heads.base import DraftHead
 from draftheads.heads.cpu_linear import has_int8
 from draftheads.heads.formats.hub import save_head
 from draftheads.infer import load
@@ -159,7 +160,11 @@ def test_bits_8_decodes_an_int8_target_in_every_command(stored, run, tmp_path, m
     assert run("bench", *command)[0] == 0
     report = json.loads(figures.read_text())
     assert report["machine"]["dtype"] == "int8" and report["plain"]["lossless"] is None
+    packed = DraftHead.pack
+    heads: list[DraftHead] = []
+    monkeypatch.setattr(DraftHead, "pack", lambda *each: heads.append(each[0]) or packed(*each))
     assert run("tune", *command, "--dry-run")[0] == 0
+    assert len(heads) == 1, "tune times the head as chat decodes with it"
     assert json.loads(figures.read_text())["machine"]["dtype"] == "int8"
     for bits, line in ((4, "bits=4: expected a GPU, got a CPU"), (3, "got '3'")):
         code, _, err = run("chat", "--target", target, "--bits", bits)

@@ -5,39 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from asked import Asked
 from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.engine import Decoding, Speculator, Step
-from draftheads.infer.serve.jobs import Account, Job
-from draftheads.infer.serve.scheduler import Closing, QueueFull, Scheduler
+from draftheads.infer.serve.jobs import Account
+from draftheads.infer.serve.scheduler import Closing, QueueFull
 
 NEW = 12
-
-
-class Asked:
-    """A job and what it was delivered."""
-
-    def __init__(self, prompt: list[int], rule: Any = None, **options: Any) -> None:
-        self.events: SimpleQueue[Step | Exception] = SimpleQueue()
-        self.job = Job(prompt, self.events.put, rule or Greedy(), NEW, **options)
-
-    def answer(self) -> list[int]:
-        """The tokens, once all are there. Raises what ended it early."""
-        tokens = []
-        while True:
-            event = self.events.get(timeout=20)
-            if isinstance(event, Exception):
-                raise event
-            tokens += event.tokens
-            if event.finish:
-                return tokens
 
 
 class Timed(Speculator):
@@ -58,19 +39,6 @@ class Timed(Speculator):
             yield Step([1], 0, "length", 0.0, 0.0)
 
         return steps()
-
-
-@pytest.fixture
-def schedulers() -> Iterator[Any]:
-    made: list[Scheduler] = []
-
-    def make(engine: Speculator, **options: Any) -> Scheduler:
-        made.append(Scheduler(engine, **options))
-        return made[-1]
-
-    yield make
-    for scheduler in made:
-        scheduler.close()
 
 
 def test_many_requests_at_a_time_are_answered_as_alone(schedulers):

@@ -4,13 +4,12 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import count, pairwise
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
+from asked import Asked
 from hybrid_targets import hybrid_model
 from tiny_heads import EACH, random_head
 from tiny_targets import greedy, some_prompts, tiny_target
@@ -21,47 +20,11 @@ from draftheads.heads.target import Target
 from draftheads.infer import compiled
 from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import Decoding, Speculator, Step
-from draftheads.infer.serve.jobs import Job
+from draftheads.infer.engine import Decoding, Speculator
 from draftheads.infer.serve.logprobs import Scored
-from draftheads.infer.serve.scheduler import Scheduler
 
 LENGTHS = (1, 9, 3, 30, 2, 14, 5, 1, 40, 7, 21, 4)
 SCHEDULER = "draftheads.infer.serve.scheduler"
-
-
-class Asked:
-    """A job and what it was delivered."""
-
-    def __init__(self, prompt: list[int], rule: Any = None, new: int = 12, **options: Any) -> None:
-        self.events: SimpleQueue[Step | Exception] = SimpleQueue()
-        self.job = Job(prompt, self.events.put, rule or Greedy(), new, **options)
-
-    def answer(self) -> list[int]:
-        """The tokens, once all are there. Raises what ended it early."""
-        tokens: list[int] = []
-        while True:
-            event = self.events.get(timeout=20)
-            if isinstance(event, Exception):
-                raise event
-            tokens += event.tokens
-            if event.finish:
-                return tokens
-
-
-@pytest.fixture
-def schedulers() -> Iterator[Any]:
-    made: list[Scheduler] = []
-
-    def make(engine: Speculator, **options: Any) -> Scheduler:
-        made.append(Scheduler(engine, **options))
-        return made[-1]
-
-    yield make
-    for scheduler in made:
-        scheduler.close()
-        scheduler._thread.join(20)
-        assert not scheduler.active
 
 
 def several(**options: Any) -> list[Asked]:
@@ -275,36 +238,40 @@ def test_caches_of_a_row_are_in_the_batch_or_in_its_session_but_not_twice(schedu
     assert len(twice) > 10 and not any(twice)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "block", "medusa"])
-def test_conversations_side_by_side_compute_only_what_is_new(schedulers, name):
-    target = tiny_target()
+def reused_in_conversations(schedulers: Any, target: Target, head: Any) -> list[list[int]]:
+    """Three turns of four conversations side by side, each answered as alone; returns the prompt
+    tokens that were not computed again, by turn.
+    """
     target.eos_ids = ()
-    scheduler = schedulers(Speculator(target, random_head(name, target)), slots=4)
+    scheduler = schedulers(Speculator(target, head), slots=4)
     texts = some_prompts(20, 21, 17, 30)
+    turns = []
     for turn in range(3):
         asked = [Asked(text, new=8) for text in texts]
         scheduler.submit(*(each.job for each in asked))
-        for place, (each, text) in enumerate(zip(asked, texts, strict=True)):
-            answer = each.answer()
-            assert answer == greedy(target, text, 8)
-            if turn:
-                assert each.job.reused >= len(text) - 3 - 4, "all but the newest tokens"
-            texts[place] = [*text, *answer, 3 + turn]
+        answers = [each.answer() for each in asked]
+        assert answers == [greedy(target, text, 8) for text in texts]
+        turns.append([each.job.reused for each in asked])
+        texts = [[*text, *answer, 3 + turn] for text, answer in zip(texts, answers, strict=True)]
+    return turns
+
+
+@pytest.mark.parametrize("name", ["eagle3", "block", "medusa"])
+def test_conversations_side_by_side_compute_only_what_is_new(schedulers, name):
+    target = tiny_target()
+    first, *later = reused_in_conversations(schedulers, target, random_head(name, target))
+    assert first == [0] * 4
+    lengths = [20, 21, 17, 30]
+    for turn, reused in enumerate(later, start=1):
+        texts = [length + 9 * turn for length in lengths]
+        assert all(n >= text - 3 - 4 for n, text in zip(reused, texts, strict=True))
 
 
 def test_a_conversation_with_a_hybrid_goes_on_from_its_prompt_or_later(schedulers):
     target = Target(hybrid_model("qwen3.5"))
-    target.eos_ids = ()
-    scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=3)
-    texts = some_prompts(20, 21, 17)
-    for turn in range(3):
-        asked = [Asked(text, new=8) for text in texts]
-        scheduler.submit(*(each.job for each in asked))
-        for place, (each, text) in enumerate(zip(asked, texts, strict=True)):
-            answer = each.answer()
-            assert answer == greedy(target, text, 8)
-            assert (each.job.reused >= 17) == (turn > 0)
-            texts[place] = [*text, *answer, 3 + turn]
+    first, *later = reused_in_conversations(schedulers, target, random_head("medusa", target))
+    assert first == [0] * 4
+    assert all(n >= 17 for reused in later for n in reused)
 
 
 def test_a_client_that_leaves_changes_no_other_answer_and_its_slot_is_free(schedulers):

@@ -36,7 +36,7 @@ def target_gguf(target: str, folder: Path) -> Path:
     if target.endswith(".gguf"):
         return Path(target)
     file, script = folder / "target.gguf", Path(__file__).with_name("llamacpp_target.py")
-    _run([sys.executable, script, target, "--outtype", "f32", "--outfile", file])
+    run_command([sys.executable, script, target, "--outtype", "f32", "--outfile", file])
     return file
 
 
@@ -44,11 +44,11 @@ def head_gguf(head: str, target: Path, folder: Path) -> Path:
     """The head as a GGUF file."""
     file = folder / "head.gguf"
     command = [sys.executable, "-c", "from draftheads.scripts.cli import main; main()", "convert"]
-    _run([*command, head, file, "--to", "gguf", "--target", target])
+    run_command([*command, head, file, "--to", "gguf", "--target", target])
     return file
 
 
-def _run(command: Sequence[str | Path]) -> str:
+def run_command(command: Sequence[str | Path]) -> str:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command} failed:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -132,7 +132,7 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         answers = list(requests.map(answer, job["prompts"]))
         seconds = time.perf_counter() - began
         drafts, accepted = counts(read(f"{url}/metrics"))
-    version = re.search(r"build (\d+)", _run([PLACE / "llama-server", "--version"]))
+    version = re.search(r"build (\d+)", run_command([PLACE / "llama-server", "--version"]))
     return {
         "version": f"llama.cpp b{version[1] if version else '?'}",
         "answers": answers,
