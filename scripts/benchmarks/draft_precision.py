@@ -33,7 +33,7 @@ from draftheads.scripts.openings import opening_ids
 from draftheads.train.entry import mistakes_in_one_line
 
 SHARES = (1 / 2, 1 / 4, 1 / 8)
-"""Of the target's vocabulary."""
+"""Of the tokens that a head drafts."""
 
 
 def answers(
@@ -57,16 +57,21 @@ def cut(head: DraftHead, target: Target, ids: list[int]) -> DraftHead:
         key: value for key, value in _sizes(head).items() if key in kind.Choices.model_fields
     }
     small = kind.create(target, kind.Choices(**choices), ids)
+    rows = torch.isin(own_tokens(head, target), torch.tensor(ids)).nonzero()[:, 0]
     state = small.state_dict()
     for name, tensor in head.state_dict().items():
         if name not in state or name in ("token_map", "t2d", "d2t"):
             continue
-        rows = torch.tensor(ids)
         is_vocabulary = tensor.shape != state[name].shape
         state[name] = tensor[rows] if is_vocabulary else tensor
     small.load_state_dict(state)
     small.tree = head.tree if isinstance(head.tree, StaticTree) else small.tree
     return small.eval()
+
+
+def own_tokens(head: DraftHead, target: Target) -> torch.Tensor:
+    """Target ids of the tokens that a head drafts."""
+    return torch.arange(target.vocab_size) if head.token_map is None else head.token_map
 
 
 def _sizes(head: DraftHead) -> dict[str, Any]:
@@ -87,8 +92,9 @@ def rows(
     seen, measured = prompts[::2], prompts[1::2]
     tokens, _ = answers(target, None, seen, new, nodes)
     frequent = torch.bincount(torch.tensor(tokens), minlength=target.vocab_size)
-    order = frequent.argsort(descending=True, stable=True).tolist()
     head = open_head(source).load(target)
+    own_v = own_tokens(head, target)
+    order = own_v[frequent[own_v].argsort(descending=True, stable=True)].tolist()
     text, trained = answers(target, head, measured, new, nodes)
 
     def row(name: str, statistics: Statistics) -> dict[str, Any]:
@@ -105,7 +111,7 @@ def rows(
     if head.kind not in ("medusa", "sequential"):
         return
     for share in SHARES:
-        ids = sorted(order[: int(share * target.vocab_size)])
+        ids = sorted(order[: int(share * len(order))])
         same, statistics = answers(target, cut(head, target, ids), measured, new, nodes)
         assert same == text
         covered = sum(token in set(ids) for token in text) / len(text)

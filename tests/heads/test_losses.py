@@ -234,6 +234,26 @@ def test_pieces_and_slabs_of_any_size_change_nothing(objective, plus, dtype, mon
             torch.testing.assert_close(left, right, rtol=rounding, atol=1e-5)
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_gradients_of_added_and_capped_logits_are_those_of_the_formula(cap):
+    """The cap is on the first product alone."""
+    hidden, weight, _, _, _, labels, weights_R = rows_to_judge(23, 9, 8)
+    more = torch.randn(23, 5, requires_grad=True), torch.randn(len(weight), 5, requires_grad=True)
+    leaves = [hidden, weight, *more]
+    added = more if cap is None else Capped(cap, more)
+    loss, *_ = linear_cross_entropy(hidden, weight, labels, added, weights_R=weights_R)
+    logits_Rv = hidden.double() @ weight.double().T
+    if cap is not None:
+        logits_Rv = cap * torch.tanh(logits_Rv / cap)
+    logits_Rv = logits_Rv + more[0].double() @ more[1].double().T
+    rows_R = F.cross_entropy(logits_Rv, labels, ignore_index=-1, reduction="none")
+    expected = (rows_R * weights_R).sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad(expected, leaves)
+    for left, right in zip(torch.autograd.grad(loss, leaves), wanted, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("plus", [None, "plus", "capped"])
 @pytest.mark.parametrize("objective", [None, "ce", "dspark"])
 def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(objective, plus, monkeypatch):

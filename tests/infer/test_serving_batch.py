@@ -20,7 +20,7 @@ from draftheads.heads.target import Target
 from draftheads.infer import compiled
 from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import Decoding, Speculator
+from draftheads.infer.engine import Decoding, Row, Speculator
 from draftheads.infer.serve.logprobs import Scored
 
 LENGTHS = (1, 9, 3, 30, 2, 14, 5, 1, 40, 7, 21, 4)
@@ -236,6 +236,24 @@ def test_caches_of_a_row_are_in_the_batch_or_in_its_session_but_not_twice(schedu
     scheduler.submit(*(each.job for each in asked))
     check_greedy(target, asked)
     assert len(twice) > 10 and not any(twice)
+
+
+def test_the_others_do_not_attend_over_the_slots_of_a_row_that_left():
+    """Its place may stay, as to remove it copies the caches."""
+    target = tiny_target()
+    target.eos_ids = ()
+    engine = Speculator(target, random_head("eagle3", target))
+    rows = [Row(target, prompt, 40) for prompt in some_prompts(40, 7, 5)]
+    *_, decoding = Decoding.prefill(engine, Greedy(), rows, 64, None, None)
+    decoding.step()
+    decoding.leave(rows[0], None)
+    drafts = decoding.drafter.cache.table
+    assert decoding.cache.table.longest < 20 and drafts.longest < 20
+    for _ in range(8):
+        decoding.step()
+    for row, length in ((rows[1], 7), (rows[2], 5)):
+        prompt, answer = row.text[:length], row.text[length:]
+        assert len(answer) > 8 and answer == greedy(target, prompt, len(answer))
 
 
 def reused_in_conversations(schedulers: Any, target: Target, head: Any) -> list[list[int]]:
