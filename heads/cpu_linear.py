@@ -26,6 +26,8 @@ LEAST = 1 << 18
 """Smaller weights stay as they are: they lie in the caches of the CPU."""
 FEW = 4
 """Fewer rows are padded to so many, with which oneDNN takes less time than with one."""
+TINY = torch.finfo(torch.float32).tiny
+"""The least scale: that of a row of zeros."""
 
 _weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
 _keys = count()
@@ -44,7 +46,11 @@ class PackedWeight:
         # compilers do not see what this holds: they call the operator below
         with torch.inference_mode(False), torch.no_grad():
             if bits:
-                check_int8()
+                if not has_int8():
+                    raise ValueError(
+                        "bits=8: expected a CPU with AVX2, for which torch has int8 products, got "
+                        "another; leave bits out, or convert the heads for llama.cpp"
+                    )
                 self._steps = 127 if torch.cpu._is_vnni_supported() else 63
                 self._int8 = pack_int8(weight_OI)
             else:
@@ -68,10 +74,8 @@ class PackedWeight:
     def dense(self) -> Tensor:
         """The weight (O, I) again; in int8, rounded, in float32."""
         if self.bits:
-            weight_OI: Tensor = torch.ops.quantized.linear_unpack(self._int8)[0].dequantize()
-        else:
-            weight_OI = self._own.to_dense()
-        return weight_OI
+            return cast(Tensor, torch.ops.quantized.linear_unpack(self._int8)[0].dequantize())
+        return cast(Tensor, self._own.to_dense())
 
     def product(self, x_RI: Tensor) -> Tensor:
         """The same for a matrix."""
@@ -87,7 +91,7 @@ class PackedWeight:
 
     def _int8_product(self, x_RI: Tensor) -> Tensor:
         x_RI32 = x_RI.float()
-        largest_R1 = x_RI32.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        largest_R1 = x_RI32.abs().amax(-1, keepdim=True).clamp(min=TINY)
         product_RO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             x_RI32 / largest_R1, 1 / self._steps, self._steps + 1, self._int8
         )
@@ -157,19 +161,10 @@ def has_int8() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def check_int8() -> None:
-    """Raise ValueError if torch has no int8 products for this CPU."""
-    if not has_int8():
-        raise ValueError(
-            "bits=8: expected a CPU with AVX2, for which torch has int8 products, got another; "
-            "leave bits out, or convert the heads for llama.cpp"
-        )
-
-
 def pack_int8(weight_OI: Tensor) -> torch.ScriptObject:
     """A weight in 8 bits, symmetric, with a scale for each output."""
     weight_OI = weight_OI.detach().float()
-    scales_O = (weight_OI.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny).double()
+    scales_O = (weight_OI.abs().amax(1) / 127).clamp(min=TINY).double()
     zeros_O = torch.zeros_like(scales_O, dtype=torch.long)
     with warnings.catch_warnings(action="ignore"):  # of a future torch without it
         int8_OI = torch.quantize_per_channel(weight_OI, scales_O, zeros_O, 0, torch.qint8)

@@ -170,7 +170,9 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
     except Exception as error:  # a damaged file may raise anything
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         if isinstance(error, ImportError):  # the package of a quantisation method is missing
-            raise ValueError(f"target {path}: needs another package: {reason}") from error
+            raise ValueError(
+                f"target {path}: expected the package that reads it, found none: {reason}"
+            ) from error
         if ASKS_FOR_CODE in reason:
             raise ValueError(f"target {path}: {OWN_CODE}") from error
         if other := NO_CAUSAL_LM.search(reason):

@@ -226,6 +226,8 @@ class Target:
         self.fingerprint()
         lm_head = self.model.get_output_embeddings()
         pack_layers(self.model, bits, small=bits is not None, keep={lm_head})
+        for parameter in self.model.parameters():  # views of a file would keep all of it in memory
+            parameter.data = parameter.data.clone()
         if bits:
             self.bits = bits
             self._masks = Masks(self.model.float())
@@ -242,9 +244,8 @@ class Target:
     def _linear_share(self) -> float:
         """Of the weights of its layers, those of linear ones."""
         layers = decoder_layers(self.model)
-        linear = [module for module in layers.modules() if type(module) is nn.Linear]
-        weights = sum(module.weight.numel() for module in linear)
-        return weights / sum(parameter.numel() for parameter in layers.parameters())
+        linear = [each.weight.numel() for each in layers.modules() if type(each) is nn.Linear]
+        return sum(linear) / sum(parameter.numel() for parameter in layers.parameters())
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """A context in which the target works without its adapter."""

@@ -387,8 +387,9 @@ def _why_not_comparable(target: Target, rule: Acceptance) -> str | None:
     if _is_sampled(rule):
         return "lossless: n/a when sampling, two random streams do not draw the same tokens."
     if target.precision != "float32":
+        remedy = "leave --bits out" if target.bits else "compare with --dtype float32"
         return (
             f"lossless: n/a in {target.precision}, where a tree of tokens rounds "
-            "differently from a single token and near-ties change; compare with --dtype float32."
+            f"differently from a single token and near-ties change; {remedy}."
         )
     return None

@@ -183,7 +183,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     notes = [
-        f"step: a chain of {report['chain']} drafts, verified. GB: weights of the target.",
+        f"step: a chain of {report['chain']} drafts, verified. GB: weights that a token reads, for "
+        "llama.cpp the file.",
         f"machine: {machine_line(report['machine'])}.",
     ]
     console.print("\n".join(notes), style="dim", markup=False, highlight=False)

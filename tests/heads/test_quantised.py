@@ -73,6 +73,8 @@ def test_fp8_is_dequantised_on_a_cpu(fp8):
 def test_the_package_that_reads_it_is_named(tmp_path, package, method):
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
-    with pytest.raises(ValueError, match=r"needs another package: .*pip install") as raised:
+    with pytest.raises(
+        ValueError, match=r"expected the package that reads it, found none: .*pip install"
+    ) as raised:
         Target.load(stored(tmp_path / "target", method))
     assert "damaged" not in str(raised.value) and "\n" not in str(raised.value)
