@@ -3,7 +3,8 @@ per step do heads begin to pay?
 
     python scripts/benchmarks/shapes.py --shape qwen3-0.6b --threads 1 2 --batch 1 4 8 --json OUT
     python scripts/benchmarks/shapes.py --shape llama-3.1-8b --device cuda --dtype bfloat16
-    python scripts/benchmarks/shapes.py --table docs/shapes.json docs/lab/2026-11.md
+    python scripts/benchmarks/shapes.py --pages docs/shapes.json README.md docs/lab/2026-11.md \\
+        recipes/qwen3-0.6b-*.yaml
 
 Weights are random, so hardly a draft is accepted; the time of a step does not depend on that. All
 steps of one dtype, number of threads and batch are timed in turns: by CPU seconds of a single
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.cpu_linear import PackedWeight
+from draftheads.heads.files import write_text
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
 from draftheads.infer.accept import Greedy
@@ -60,8 +63,10 @@ SHAPES = {
     "tiny": (64, 96, 2, 96, 4, 2, 16),
 }
 """Width, vocabulary, layers, width of the MLP, query heads, key heads, width of these."""
-SHOWN = (0, 4, 8)
-"""Draft nodes of the rows of a page."""
+SHOWN = (4, 8)
+"""Draft nodes on pages."""
+PLACE = ("dtype", "threads", "batch", "compiled")
+"""What steps that are timed in turns have in common."""
 READ = 1 << 30
 """Bytes that are read to measure the memory's bandwidth."""
 CHAIN, DYNAMIC = 5, 32
@@ -315,36 +320,83 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     console.print("\n".join(notes), style="dim", markup=False, highlight=False)
 
 
-def page_table(report: dict[str, Any]) -> str:
-    """For a page: ms and c of steps of one row on one thread, a column for each dtype."""
-    setup = report["setup"]
-    chosen = [
-        row
-        for row in report["rows"]
-        if (row["threads"], row["batch"]) == (setup["threads"][0], 1)
-        and row["nodes"] in SHOWN
-        and not row["compiled"]
-    ]
-    cells = {(row["name"], row["nodes"], row["dtype"]): row for row in chosen}
+def page_table(reports: Sequence[dict[str, Any]]) -> str:
+    """For a page: a plain step's ms, and c of each kind of heads."""
+    shown = " / ".join(map(str, SHOWN))
     lines = [
-        "| heads, draft nodes | " + " | ".join(setup["dtypes"]) + " |",
-        "|" + " --- |" * (1 + len(setup["dtypes"])),
+        "| shape | dtype | threads | rows | `generate` | plain | " + " | ".join(KINDS) + " |",
+        "|" + " --- |" * (6 + len(KINDS)),
     ]
-    for name, nodes in dict.fromkeys((row["name"], row["nodes"]) for row in chosen):
-        texts = []
-        for dtype in setup["dtypes"]:
-            row = cells[name, nodes, dtype]
-            cost = f", c {row['c']:.2f}" if nodes else ""
-            texts.append(f"{row['seconds'] * 1e3:.0f} ms{cost}")
-        title = f"{name}, {nodes}" if nodes else name
-        lines.append(f"| {title} | " + " | ".join(texts) + " |")
-    machine = report["machine"]
+    for report in reports:
+        places = dict.fromkeys(tuple(row[key] for key in PLACE) for row in report["rows"])
+        for place in places:
+            rows = {
+                (row["name"], row["nodes"]): row
+                for row in report["rows"]
+                if tuple(row[key] for key in PLACE) == place
+            }
+            dtype, threads, batch, compiled = place
+            cells = [report["setup"]["shape"], dtype + (", compiled" if compiled else "")]
+            cells += [str(threads), str(batch)]
+            for name in (GENERATE, PLAIN):
+                row = rows.get((name, 0))
+                cells.append(f"{row['seconds'] * 1e3:.0f} ms" if row else "")
+            for kind in KINDS:
+                costs = [rows[kind, nodes]["c"] for nodes in SHOWN if (kind, nodes) in rows]
+                cells.append(" / ".join(f"{cost:.2f}" for cost in costs))
+            lines.append("| " + " | ".join(cells) + " |")
+    machine = reports[0]["machine"]
     lines += [
         "",
-        f"The shape of {setup['shape']}, random weights, one thread of {machine['cpu']}, CPU time "
-        f"per step, torch {machine['torch']}, {machine['date'][:10]}.",
+        f"Last columns: c with {shown} nodes. Random weights, {machine['cpu']}, torch "
+        f"{machine['torch']}, {machine['date'][:10]}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def advice(report: dict[str, Any], kinds: Sequence[str]) -> str:
+    """Two sentences: from which τ the slowest of these heads pay, and what τ 3 brings, with the
+    first number of threads.
+    """
+    setup, nodes = report["setup"], SHOWN[-1]
+    rows = {
+        (row["name"], row["nodes"], row["dtype"]): row
+        for row in report["rows"]
+        if (row["threads"], row["batch"], row["compiled"]) == (setup["threads"][0], 1, False)
+    }
+    pays, brings = [], []
+    for dtype in setup["dtypes"]:
+        slowest = max((rows[kind, nodes, dtype] for kind in kinds), key=lambda row: row["c"])
+        plain = rows[PLAIN, 0, dtype]["seconds"]
+        pays.append(f"{slowest['c']:.1f} in {dtype}")
+        brings.append(f"{slowest['seconds'] / 3 * 1e3:.0f} instead of {plain * 1e3:.0f} ms")
+    where = f"{report['machine']['cpu']}, {setup['threads'][0]} thread"
+    return (
+        f"At the shape of {setup['shape']}, {nodes} draft nodes pay from τ {', '.join(pays)} "
+        f"({where}). At τ 3 a token takes {', '.join(brings)}."
+    )
+
+
+def write_pages(reports: Sequence[dict[str, Any]], pages: Sequence[Path]) -> None:
+    """Replace what pages and recipes say. Raises SystemExit for one without a place."""
+    for page in pages:
+        text = page.read_text()
+        if page.suffix == ".yaml":
+            shape, _, kind = page.stem.rpartition("-")
+            report = next(each for each in reports if each["setup"]["shape"] == shape)
+            line = f"# Decoding: {advice(report, [kind])}"
+            write_text(page, re.sub(r"^# Decoding: .*$", line, text, flags=re.MULTILINE))
+        elif "<!-- shapes:" in text:
+            results.write_table(page, "shapes", page_table(reports))
+        else:
+            results.write_table(page, "costs", advice(reports[0], reports[0]["setup"]["kinds"]) + "\n")
+
+
+def add_report(out: Path, report: dict[str, Any]) -> None:
+    """To those of a file, in the place of one with the same choices."""
+    reports = json.loads(out.read_text()) if out.exists() else []
+    by_setup = {json.dumps(each["setup"]): each for each in [*reports, report]}
+    write_text(out, json.dumps([*by_setup.values()], indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -362,12 +414,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=start.context)
     parser.add_argument("--rounds", type=int, default=start.rounds)
     parser.add_argument("--device", default=start.device)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers here")
-    parser.add_argument("--table", type=Path, nargs=2, metavar=("JSON", "PAGE"))
+    parser.add_argument("--json", type=Path, metavar="OUT", help="add the numbers to this file")
+    parser.add_argument("--pages", type=Path, nargs="+", metavar=("JSON", "PAGE"))
     chosen = parser.parse_args(argv)
-    if chosen.table:
-        source, page = chosen.table
-        results.write_table(page, "shapes", page_table(json.loads(source.read_text())))
+    if chosen.pages:
+        source, *pages = chosen.pages
+        write_pages(json.loads(source.read_text()), pages)
         return
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device: expected a GPU, found none; try --device cpu")
@@ -387,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = measure(setup, console)
     print_report(report, console)
     if chosen.json:
-        chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+        add_report(chosen.json, report)
 
 
 if __name__ == "__main__":

@@ -21,26 +21,52 @@ KINDS = ["medusa", "eagle3"]
 def test_every_contestant_has_a_row(tmp_path, capsys):
     if not has_int8():
         pytest.skip("torch has no int8 products for this CPU")
-    out, page = tmp_path / "steps.json", tmp_path / "page.md"
+    out = tmp_path / "steps.json"
     options = ["--dtype", "float32", "int8", "--batch", "1", "2", "--json", str(out)]
     shapes.main([*TINY.split(), *options])
     assert "weights that a step reads" in capsys.readouterr().out
-    rows = json.loads(out.read_text())["rows"]
+    (report,) = json.loads(out.read_text())
     steps = [(kind, nodes) for kind in KINDS for nodes in (4, 8)]
     for dtype, batch in product(("float32", "int8"), (1, 2)):
-        chosen = [row for row in rows if (row["dtype"], row["batch"]) == (dtype, batch)]
-        names = [(row["name"], row["nodes"]) for row in chosen]
+        rows = [row for row in report["rows"] if (row["dtype"], row["batch"]) == (dtype, batch)]
+        names = [(row["name"], row["nodes"]) for row in rows]
         stock = [("generate", 0)] if batch == 1 else []
         assert names == [*stock, ("plain", 0), *steps]
-    page.write_text("before\n<!-- shapes: by hand -->\nold\n<!-- end of shapes -->\nafter\n")
-    shapes.main(["--table", str(out), str(page)])
-    lines = page.read_text().splitlines()
-    assert (lines[0], lines[2], lines[-1]) == (
-        "before",
-        "| heads, draft nodes | float32 | int8 |",
-        "after",
-    )
-    assert "old" not in lines and any(line.startswith("| eagle3, 8 | ") for line in lines)
+
+
+def report(dtype: str, **costs: float) -> dict:
+    """What is written of a shape whose plain step takes 20 ms."""
+    setup = {"shape": "tiny", "dtypes": [dtype], "threads": [1], "kinds": list(costs)}
+    place = {"dtype": dtype, "threads": 1, "batch": 1, "compiled": False}
+    rows = [{**place, "name": "plain", "nodes": 0, "seconds": 0.020, "c": 1.0}]
+    for (kind, cost), nodes in product(costs.items(), (4, 8)):
+        c = cost * nodes
+        rows.append({**place, "name": kind, "nodes": nodes, "seconds": 0.020 * c, "c": c})
+    machine = {"cpu": "a CPU", "torch": "2", "date": "2026-11-25T00"}
+    return {"machine": machine, "setup": setup, "rows": rows}
+
+
+def test_pages_and_recipes_say_what_was_measured(tmp_path):
+    out = tmp_path / "steps.json"
+    first, second = report("float32", medusa=0.2, eagle3=0.3), report("int8", medusa=0.5)
+    for each in (report("float32", medusa=9.0), second, first):  # the last replaces the first
+        shapes.add_report(out, each)
+    assert json.loads(out.read_text()) == [first, second]
+    texts = {
+        "table.md": "before\n<!-- shapes: by hand -->\nold\n<!-- end of shapes -->\nafter\n",
+        "costs.md": "before\n<!-- costs: by hand -->\nold\n<!-- end of costs -->\nafter\n",
+        "tiny-medusa.yaml": "# Decoding: old\ntarget: T\n",
+    }
+    pages = [tmp_path / name for name in texts]
+    for page, text in zip(pages, texts.values(), strict=True):
+        page.write_text(text)
+    shapes.main(["--pages", str(out), *map(str, pages)])
+    table, costs, recipe = (page.read_text() for page in pages)
+    assert "| tiny | float32 | 1 | 1 |  | 20 ms | 0.80 / 1.60 |  |  | 1.20 / 2.40 |" in table
+    assert "| tiny | int8 | 1 | 1 |  | 20 ms | 2.00 / 4.00 |  |  |  |" in table
+    assert "pay from τ 2.4 in float32" in costs and "16 instead of 20 ms" in costs
+    assert recipe.startswith("# Decoding: At the shape of tiny, 8 draft nodes pay from τ 1.6 in")
+    assert recipe.endswith("\ntarget: T\n") and "old" not in table + costs + recipe
 
 
 @pytest.mark.slow
@@ -49,7 +75,8 @@ def test_compiled_steps_have_rows(tmp_path, monkeypatch):
     torch._dynamo.reset()
     out = tmp_path / "steps.json"
     shapes.main([*TINY.split(), "--dtype", "float32", "--compile", "--json", str(out)])
-    rows = json.loads(out.read_text())["rows"]
+    (written,) = json.loads(out.read_text())
+    rows = written["rows"]
     named = [(row["name"], row["nodes"]) for row in rows if row["compiled"]]
     assert named == [("plain", 0), *product(KINDS, (4, 8))]
 
