@@ -389,7 +389,9 @@ def write_pages(reports: Sequence[dict[str, Any]], pages: Sequence[Path]) -> Non
         elif "<!-- shapes:" in text:
             results.write_table(page, "shapes", page_table(reports))
         else:
-            results.write_table(page, "costs", advice(reports[0], reports[0]["setup"]["kinds"]) + "\n")
+            results.write_table(
+                page, "costs", advice(reports[0], reports[0]["setup"]["kinds"]) + "\n"
+            )
 
 
 def add_report(out: Path, report: dict[str, Any]) -> None:

@@ -49,7 +49,11 @@ def report(dtype: str, **costs: float) -> dict:
 def test_pages_and_recipes_say_what_was_measured(tmp_path):
     out = tmp_path / "steps.json"
     first, second = report("float32", medusa=0.2, eagle3=0.3), report("int8", medusa=0.5)
-    for each in (report("float32", medusa=9.0), second, first):  # the last replaces the first
+    for each in (
+        report("float32", medusa=9.0, eagle3=9.0),
+        second,
+        first,
+    ):  # the last replaces the first
         shapes.add_report(out, each)
     assert json.loads(out.read_text()) == [first, second]
     texts = {
