@@ -72,6 +72,11 @@ class Draws(ABC):
 
     by_row: ClassVar[bool] = False  # those of a row do not depend on the rows beside it
 
+    @property
+    def needs_same_drafts(self) -> bool:
+        """Whether a seed was given that repeats what is drawn if the drafts are the same, too."""
+        return False
+
     @abstractmethod
     def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
         """One token (...) for logits (..., V). tree: of logits_BNV; None: those of the next token
@@ -102,6 +107,11 @@ class RandomStream(Draws):
         self._source = source or RandomSource()
         self._weights: Tensor | None = None  # of the newest draw
         self._is_filled = False
+
+    @property
+    def needs_same_drafts(self) -> bool:
+        """If it has a seed of its own: each node draws."""
+        return self._source.seed is not None
 
     def seed(self, seed: int) -> None:
         """Restart the stream, and those of all its branches."""
@@ -161,6 +171,11 @@ class Acceptance(ABC):
     def joins(self, other: Acceptance) -> bool:
         """Whether one call may choose for the rows of both."""
         return self is other or (self == other and self.draws.by_row)
+
+    @property
+    def sees_drafts(self) -> bool:
+        """Whether what is drafted changes the distribution of the output, or that of a seed."""
+        return not self.lossless or self.draws.needs_same_drafts
 
     def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
         """Called before each choice. rows: the seed of each row, and the number of its tokens."""

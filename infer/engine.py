@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from draftheads.heads.cache import ROOM, SlotCache
-from draftheads.heads.drafting import Committed, Drafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, commit, row_rules
@@ -115,7 +115,7 @@ class NoDraft:
     """Drafts nothing, so that the engine decodes one token per forward like the plain model."""
 
     feature_layers: tuple[int, ...] = ()
-    cache = None
+    cache: DraftCache | None = None
     tree = StaticTree(())
     rows_may_leave = True
     why_not_compiled = None
@@ -139,6 +139,31 @@ class NoDraft:
 
     def rewind(self, length: int) -> None:
         """Nothing to forget."""
+
+
+class IdleDrafter(NoDraft):
+    """Drafts nothing, while the cache of a head takes what is committed."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.feature_layers, self.cache = drafter.feature_layers, drafter.cache
+
+    def propose(self, committed: Committed) -> TokenTree:
+        """A tree that holds only the newest token."""
+        if self.cache is not None:
+            self.cache.commit(committed)
+        return super().propose(committed)
+
+
+def smaller(engine: Speculator, tree: Tree, drafter: Drafter) -> Drafter:
+    """A drafter of a head with another tree, and with the cache of the first."""
+    if tree.nodes == 1:
+        return IdleDrafter(drafter)
+    assert isinstance(engine.drafts, DrafterSource)
+    other = engine.drafts.drafter(engine.target, tree)
+    if isinstance(other, TreeDrafter):
+        other.cache = drafter.cache
+    return other
 
 
 @dataclass(frozen=True)
@@ -365,6 +390,7 @@ class Decoding:
         self._rules = dict.fromkeys(rows, accept)
         self.session, self.caches = session, caches
         self.cache, self.drafter = caches.cache, caches.drafter
+        self._drafters: dict[Tree, Drafter] = {engine.tree: caches.drafter}
         self.committed = committed
         self._fixed: FixedSteps | None = None
         tokens = committed.last_tokens_B()[:, None].tolist()
@@ -462,6 +488,14 @@ class Decoding:
         if drafts is not None:
             drafts.table.empty(place)
 
+    def use(self, tree: Tree) -> None:
+        """Draft this tree from now on: the engine's, or a smaller one. For heads alone."""
+        if tree not in self._drafters:
+            self._drafters[tree] = smaller(self.engine, tree, self.caches.drafter)
+        if self.drafter is not self._drafters[tree] and self._fixed is not None:
+            self._end_fixed()
+        self.drafter = self._drafters[tree]
+
     def step(self) -> dict[Row, Step]:
         """One forward pass of the target. Returns the steps of the rows that were running."""
         self.session.check(self.caches)
@@ -497,7 +531,7 @@ class Decoding:
 
     def compile(self) -> None:
         """Compile the following steps, if the engine compiles."""
-        if self._fixed is not None:
+        if self._fixed is not None or self.drafter is not self.caches.drafter:
             return
         advance = self.engine.advance(len(self.rows), self.accept)
         if advance is not None:

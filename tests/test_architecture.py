@@ -26,7 +26,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 57_700, "infer": 14_100, "train": 25_100}
+CORE = {"heads": 57_700, "infer": 14_400, "train": 25_100}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
@@ -35,7 +35,7 @@ WINGS = {
     "infer.drafters": 5_800,
     "infer.measure": 12_100,
     "infer.chat": 6_900,
-    "infer.serve": 13_100,
+    "infer.serve": 13_700,
     "infer.generate": 2_200,
     "infer.pipeline": 2_800,
     "train.data": 20_700,

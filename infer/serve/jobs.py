@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
+from draftheads.infer.serve.tree_sizes import TreeSizes
 
 FEW = 1 / 4
 """Rows that have ended stay in the caches of a batch while they are at most this share of the
@@ -58,6 +60,7 @@ class Batch:
         self.jobs: list[Job] = []
         self._most = self._limit = most
         self._decoding: Decoding | None = None
+        self._sizes = TreeSizes(engine.tree)
 
     @property
     def has_room(self) -> bool:
@@ -81,7 +84,13 @@ class Batch:
         assert decoding is not None
         if len(decoding.rows) - len(self.jobs) > FEW * len(self.jobs):
             decoding.drop_finished()
+        any_tree = not any(job.sampling.sees_drafts for job in self.jobs)
+        rows = len(self.jobs) if any_tree else 1
+        decoding.use(self._sizes.choose(rows))
+        start = perf_counter()
         steps = decoding.step()
+        tokens = sum(len(step.tokens) for step in steps.values())
+        self._sizes.learn(rows, tokens, perf_counter() - start)
         if len(decoding.rows) == 1:
             decoding.compile()
         return [(job, steps[job.row]) for job in self.jobs if job.row in steps]

@@ -70,6 +70,11 @@ class Scored(Acceptance):
         self.newest[:] = scores(logits, chosen, self.top)
         return chosen
 
+    @property
+    def sees_drafts(self) -> bool:
+        """As the rule."""
+        return self.rule.sees_drafts
+
     def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
         """Prepare the rule."""
         self.rule.prepare(rows)

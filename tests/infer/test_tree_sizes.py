@@ -1,0 +1,135 @@
+"""The promise: a batch drafts as many nodes as are fastest for its rows, and answers stay the same
+whatever is drafted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count, cycle
+
+import pytest
+import torch
+from asked import Asked
+from exact_laws import RUNS, chi_square, small_head, surely_below, whole_law
+from tiny_heads import EACH, random_head
+from tiny_targets import greedy, some_prompts, tiny_target
+
+from draftheads.heads.tree import DynamicTree, StaticTree, Tree
+from draftheads.infer.accept import Greedy, Sampled, Typical
+from draftheads.infer.engine import Decoding, Row, Speculator
+from draftheads.infer.serve.logprobs import Scored
+from draftheads.infer.serve.tree_sizes import TRIAL, TreeSizes
+
+TREE = StaticTree.unfitted(4).resized(8)
+BROUGHT = {8: 3.2, 4: 2.8, 2: 2.0, 0: 1.0}
+"""Draft nodes -> tokens per step and row."""
+
+
+def decode(sizes: TreeSizes, rows: int, seconds_per_token: float, steps: int) -> list[int]:
+    """The draft nodes of each step, if a step takes 1 second and more for each token of it."""
+    nodes = []
+    for _ in range(steps):
+        nodes.append(sizes.choose(rows).nodes - 1)
+        tokens = round(rows * BROUGHT[nodes[-1]])
+        sizes.learn(rows, tokens, 1 + seconds_per_token * rows * (1 + nodes[-1]))
+    return nodes
+
+
+@pytest.mark.parametrize(("seconds_per_token", "fastest"), [(0.0, 8), (0.02, 4), (5.0, 0)])
+def test_the_fastest_size_is_found(seconds_per_token, fastest):
+    rates = {
+        nodes: tokens / (1 + seconds_per_token * 10 * (1 + nodes))
+        for nodes, tokens in BROUGHT.items()
+    }
+    nodes = decode(TreeSizes(TREE), 10, seconds_per_token, 2000)
+    found = max(BROUGHT, key=nodes[1000:].count)
+    assert rates[found] * 1.05 >= max(rates.values()) and found == fastest
+    others = [each for each in nodes[1000:] if each != found]
+    assert 0 < len(others) < 200, "it goes on to try, not often"
+
+
+def test_each_number_of_rows_has_its_own_and_starts_with_that_of_fewer():
+    sizes = TreeSizes(TREE)
+    assert set(decode(sizes, 1, 5.0, 1000)) == {8}, "a row alone has what its user chose"
+    decode(sizes, 10, 5.0, 1000)
+    assert sizes.choose(11).nodes == 1 and sizes.choose(9).nodes == 9
+
+
+def test_a_tree_that_is_no_tree_stays():
+    sizes = TreeSizes(StaticTree(()))
+    assert [sizes.choose(4).nodes for _ in range(3)] == [1, 1, 1]
+    for _ in range(TRIAL * 20):
+        assert sizes.choose(4).nodes == 1
+        sizes.learn(4, 4, 1.0)
+    assert [tree.nodes for tree in TreeSizes(DynamicTree(20, 4, 4)).trees] == [21, 11, 6, 3, 1]
+
+
+@pytest.fixture
+def changing(monkeypatch) -> list[Tree]:
+    """Lets every step of a batch have another tree; returns those that were used."""
+    used: list[Tree] = []
+    steps = count()
+    original = Decoding.use
+
+    def choose(self: TreeSizes, rows: int) -> Tree:
+        return self.trees[next(steps) % len(self.trees) if rows > 1 else 0]
+
+    def use(self: Decoding, tree: Tree) -> None:
+        used.append(tree)
+        original(self, tree)
+
+    monkeypatch.setattr(TreeSizes, "choose", choose)
+    monkeypatch.setattr(TreeSizes, "learn", lambda *_: None)
+    monkeypatch.setattr(Decoding, "use", use)
+    return used
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_answers_are_the_same_whatever_is_drafted(schedulers, changing, name):
+    target = tiny_target()
+    engine = Speculator(target, random_head(name, target))
+    prompts = some_prompts(3, 30, 9, 14, 2, 21)
+    scheduler = schedulers(engine, slots=4)
+    rules = [Greedy(), Scored(Greedy(), 2)]
+    asked = [Asked(prompt, rules[n % 2], 12 + n) for n, prompt in enumerate(prompts)]
+    scheduler.submit(*(each.job for each in asked))
+    for each in asked:
+        assert each.answer() == greedy(target, each.job.prompt, each.job.max_new_tokens)
+    assert len(set(changing)) > 2
+    sampled = Asked(prompts[0], Sampled(0.9), 20)
+    scheduler.submit(sampled.job, Asked(prompts[1], new=20).job)
+    assert len(sampled.answer()) == 20
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_what_depends_on_drafts_keeps_the_whole_tree(schedulers, changing, is_scored):
+    """A seeded stream repeats a text with the same drafts alone, and lossy rules see them."""
+    target = tiny_target()
+    head = random_head("medusa", target)
+    scheduler = schedulers(Speculator(target, head), slots=4)
+    seeded = Sampled(0.9)
+    seeded.seed(1)
+    for rule in (seeded, Typical()):
+        rule = Scored(rule, 2) if is_scored else rule
+        asked = [Asked(prompt, rule, 20) for prompt in some_prompts(3, 5)]
+        scheduler.submit(*(each.job for each in asked))
+        for each in asked:
+            each.answer()
+    assert set(changing) == {head.tree}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "block"])
+def test_the_law_of_samples_is_kept_by_trees_that_change(small_target, kind):
+    engine = Speculator(small_target, small_head(kind, small_target))
+    prompt, rule = [3, 1, 4, 1, 5], Sampled(temperature=4.0, top_k=4)
+    rule.seed(2)
+    rows = [Row(small_target, prompt, 5) for _ in range(RUNS // 2)]
+    (decoding,) = Decoding.prefill(engine, rule, rows, reserved=5)
+    trees = cycle(TreeSizes(engine.tree).trees[::-1])
+    while not all(row.finish for row in rows):
+        decoding.use(next(trees))
+        decoding.step()
+    texts = Counter(tuple(row.text[5:]) for row in rows)
+    statistic, freedom = chi_square(texts, whole_law(small_target, prompt, 5, rule))
+    assert statistic < surely_below(freedom)
