@@ -77,6 +77,24 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_f")
+"""Names of the norm after the last layer."""
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm after the model's last layer. Raises ValueError if none is found."""
+    children = dict(decoder(model).named_children())
+    found = [children[name] for name in FINAL_NORMS if name in children]
+    if model.config.model_type.startswith("lfm2"):  # which normalises no embeddings
+        found = [children["embedding_norm"]]
+    if len(found) != 1:
+        raise ValueError(
+            f"{describe(model)}: expected one final norm ({', '.join(FINAL_NORMS)}), found "
+            f"{len(found)} in {', '.join(children)}"
+        )
+    return found[0]
+
+
 class Released(nn.Module):
     """Replaces freed weights; raises RuntimeError when it is used."""
 

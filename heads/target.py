@@ -52,6 +52,7 @@ from draftheads.heads.pretrained import (
     decoder,
     decoder_layers,
     describe,
+    final_norm,
     fingerprint,
     plain_model,
     refuse_unsupported,
@@ -494,6 +495,11 @@ class Target:
         """The same (V, hidden), unchecked, for heads that cap the logits by themselves."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight if weight.device == self.device else self._lm_head_copy
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Last-layer hidden states (..., hidden) from what leaves the last layer."""
+        normed: Tensor = final_norm(self.model)(hidden)
+        return normed.to(hidden.device)
 
     def fingerprint(self) -> str:
         """Hex digits that identify these weights; see `pretrained.fingerprint`."""
