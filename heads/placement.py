@@ -40,7 +40,7 @@ from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerp
 from draftheads.heads.tensors import dtype_name
 from draftheads.recipes import packaged
 
-Placement = Literal["whole", "split", "sharded"]
+Placement = Literal["whole", "split", "sharded", "skeleton"]
 Bits = Literal[4, 8]
 
 ASKS_FOR_CODE = "custom code"

@@ -23,12 +23,18 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Hex digits that identify a model's weights, equal on every device and in float32 and
     bfloat16; compare them with `same_weights`.
 
+    A model without layers (`heads.skeleton`) has digits after four dashes alone: of embeddings,
+    final norm and lm_head, which whole models have there, too.
+
     The first 16 digits hash the parameter names and, in bfloat16, the one-dimensional parameters
     and 64 embedding rows, which are never quantised. After a dash, 8 digits hash the first row of
     every matrix, which a merged adapter changes; they are missing where matrices are quantised or
     not in memory. float16 rounds to other numbers, so digits of float16 models follow two dashes
     and are only compared with each other.
     """
+    outside = _outside_digits(model)
+    if is_skeleton(model):
+        return f"----{outside}"
     digest, matrices = hashlib.sha256(), hashlib.sha256()
     dense = not getattr(model.config, "quantization_config", None)
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
@@ -42,10 +48,37 @@ def fingerprint(model: PreTrainedModel) -> str:
         elif dense:
             hash_tensor(matrices, parameter[(0,) * (parameter.ndim - 1)])
     embeddings = model.get_input_embeddings().weight
-    for row in range(0, len(embeddings), max(1, len(embeddings) // 64)):
-        hash_tensor(digest, embeddings[row])
-    digits = digest.hexdigest()[:16] + (f"-{matrices.hexdigest()[:8]}" if dense else "")
-    return f"--{digits}" if embeddings.dtype == torch.float16 else digits
+    _hash_rows(digest, embeddings)
+    parts = [digest.hexdigest()[:16], matrices.hexdigest()[:8] if dense else ""]
+    order = ["", "", *parts] if embeddings.dtype == torch.float16 else [*parts, "", "", outside]
+    return "-".join(order).rstrip("-")
+
+
+def _outside_digits(model: PreTrainedModel) -> str:
+    """8 digits of what surrounds the layers; none where it is not found or quantised, and in
+    float16, which rounds to other numbers.
+    """
+    lm_head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    try:
+        norm = final_norm(model)
+    except ValueError:
+        return ""
+    weights = [embeddings.weight, lm_head.weight]
+    if any(weight.is_meta or weight.dtype == torch.float16 for weight in weights):
+        return ""
+    digest = hashlib.sha256()
+    for parameter in (*norm.parameters(), *weights):
+        _hash_rows(digest, parameter)
+    return digest.hexdigest()[:8]
+
+
+def _hash_rows(digest: Any, tensor: Tensor) -> None:
+    """About 64 rows of a matrix, or all numbers of a vector."""
+    if tensor.ndim == 1:
+        hash_tensor(digest, tensor)
+        return
+    for row in range(0, len(tensor), max(1, len(tensor) // 64)):
+        hash_tensor(digest, tensor[row])
 
 
 def same_weights(known: str | None, now: str | None) -> bool:
@@ -85,7 +118,7 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     """The norm after the model's last layer. Raises ValueError if none is found."""
     children = dict(decoder(model).named_children())
     found = [children[name] for name in FINAL_NORMS if name in children]
-    if model.config.model_type.startswith("lfm2"):  # which normalises no embeddings
+    if not found and "embedding_norm" in children:  # LFM's name for it
         found = [children["embedding_norm"]]
     if len(found) != 1:
         raise ValueError(
@@ -100,10 +133,17 @@ class Released(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         raise RuntimeError(
-            "expected weights of the target that Target.release has freed; load the target again"
+            "expected weights of the target that Target.release has freed, or never loaded; "
+            "load the target again, whole, or ask a server that has it"
         )
 
     weight = property(forward)
+
+
+def is_skeleton(model: PreTrainedModel) -> bool:
+    """Whether the layers of a model were freed, or never loaded."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return any(isinstance(layer, Released) for each in lists for layer in each)
 
 
 def release(model: PreTrainedModel, *, lm_head: bool, layers: bool) -> int:

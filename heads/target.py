@@ -54,6 +54,7 @@ from draftheads.heads.pretrained import (
     describe,
     final_norm,
     fingerprint,
+    is_skeleton,
     plain_model,
     refuse_unsupported,
     release,
@@ -61,6 +62,7 @@ from draftheads.heads.pretrained import (
     usable_context,
 )
 from draftheads.heads.recurrent import States, install
+from draftheads.heads.skeleton import load_skeleton
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import TokenTree, Topology, Tree
 
@@ -116,8 +118,10 @@ class Target:
         fingerprint: str | None = None,
     ) -> None:
         model = plain_model(model)
-        refuse_unsupported(model)
-        self._mixers = install(model)
+        self.is_skeleton = is_skeleton(model)
+        if not self.is_skeleton:
+            refuse_unsupported(model)
+        self._mixers = [] if self.is_skeleton else install(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
@@ -141,7 +145,7 @@ class Target:
         self._mixing: dict[str, bool] = {}  # how its mixers run, by a trial
         self._packing: Packing = "alone" if self._mixers else "resets"
         self._isolated_tokens = self._isolated_slots = 0  # documents' and their rows', so far
-        if not model.get_input_embeddings().weight.is_meta:
+        if not (self.is_skeleton or model.get_input_embeddings().weight.is_meta):
             _refuse_by_trial(self)
 
     @classmethod
@@ -161,15 +165,19 @@ class Target:
         float32 on CPU. device: such as "cuda:0"; default: CUDA if available. placement: "whole", on
         that device; "split" over all GPUs of this process, or a transformers device map; "sharded":
         layers are divided over all processes, which must then call `load`, and whatever runs the
-        model, equally often. bits: quantise all but embeddings, norms and lm_head.
+        model, equally often; "skeleton": without layers, for training from features
+        that others computed. bits: quantise all but embeddings, norms and lm_head.
 
         Raises ValueError for a placement that is not possible on this machine, and for incomplete
         or damaged weights.
         """
         path = str(name_or_path)
-        model, fingerprint = load_model(
-            path, dtype=dtype, device=device, revision=revision, placement=placement, bits=bits
-        )
+        if placement == "skeleton":
+            model, fingerprint = load_skeleton(path, dtype, device, revision), None
+        else:
+            model, fingerprint = load_model(
+                path, dtype=dtype, device=device, revision=revision, placement=placement, bits=bits
+            )
         local, tokenizer = Path(os.path.expanduser(path)), None
         if not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*")):
             with reading(path, revision):
@@ -577,19 +585,26 @@ class Target:
     @cached_property
     @torch.no_grad()
     def _unembed_fault(self) -> str | None:
-        """Why lm_head(hidden) differs from the model's logits; None if it does not."""
-        tokens = torch.arange(min(4, self.vocab_size), device=self.device)[None]
-        out = self.model(tokens, use_cache=False, output_hidden_states=[-1])
-        got = self.model.get_output_embeddings()(out.hidden_states[-1])
-        if torch.allclose(got.float(), out.logits.float().to(got.device), rtol=1e-3, atol=1e-3):
-            return None
+        """Why lm_head(hidden) differs from the model's logits; None if it does not, or if a config
+        says nothing of the kind about a model without layers.
+        """
         keys = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
         causes = [f"{key}={value}" for key in keys if (value := getattr(self.config, key, None))]
+        if self.is_skeleton and all(each.endswith(("=1", "=1.0")) for each in causes):
+            return None
+        if not self.is_skeleton and self._lm_head_gives_logits():
+            return None
         return (
             f"{self.name}: lm_head(hidden state) is not this model's logits "
             f"({', '.join(causes) or 'another layer comes between them'}); "
             "use heads with their own lm_head and hard labels"
         )
+
+    def _lm_head_gives_logits(self) -> bool:
+        tokens = torch.arange(min(4, self.vocab_size), device=self.device)[None]
+        out = self.model(tokens, use_cache=False, output_hidden_states=[-1])
+        got = self.model.get_output_embeddings()(out.hidden_states[-1])
+        return torch.allclose(got.float(), out.logits.float().to(got.device), rtol=1e-3, atol=1e-3)
 
     @cached_property
     def _lm_head_copy(self) -> Tensor:

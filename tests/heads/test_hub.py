@@ -141,7 +141,12 @@ def test_a_fingerprint_is_what_it_was():
     """What heads and answers have recorded since there were any."""
     for dtype in ("float32", "bfloat16"):
         demo = Target.load(ROOT / "recipes" / "demo-target", dtype=dtype)
-        assert demo.fingerprint() == "6e4603154f133dea-dde629e4"
+        assert demo.fingerprint() == "6e4603154f133dea-dde629e4---c039956f"
+    early = "6e4603154f133dea-dde629e4"  # without what a target without layers has, too
+    skeleton = Target.load(ROOT / "recipes" / "demo-target", placement="skeleton").fingerprint()
+    assert skeleton == "----c039956f"
+    assert same_weights(early, demo.fingerprint()) and same_weights(skeleton, demo.fingerprint())
+    assert not same_weights(skeleton, demo.fingerprint()[:-1] + "0")
 
 
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):
