@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -30,11 +30,13 @@ from tqdm import tqdm
 from draftheads.arguments import nearest
 from draftheads.heads.batch import Batch
 from draftheads.heads.files import remedy, replacing, sweep, write_text
+from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.launch import main_process_log
 from draftheads.train.recipe import Recipe
+from draftheads.train.served import served_features
 
 FORMAT, MANIFEST = 1, "manifest.json"
 SHARD_BYTES = 1 << 28
@@ -42,9 +44,23 @@ SHARD_BYTES = 1 << 28
 HEADER_BYTES = 1024
 """Upper bound of a shard's header plus the manifest."""
 
-FeatureSource = Callable[[Sequence[int], Batch], Tensor]
-"""(row numbers, the same rows as a batch) -> features_BTD in the target's dtype on the batch's
-device; those of padding are arbitrary."""
+
+class FeatureSource(Protocol):
+    """The features of rows."""
+
+    def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
+        """features_BTD of rows, which `batch` holds, too, in the target's dtype on its device;
+        those of padding are arbitrary.
+        """
+        ...
+
+    def ahead(self, numbers: Sequence[int]) -> None:
+        """Begin with these rows, which will be asked for."""
+        ...
+
+    def close(self) -> None:
+        """End what goes on beside training."""
+        ...
 
 
 class OnlineFeatures:
@@ -66,6 +82,23 @@ class OnlineFeatures:
         """features_TD of one row, alone."""
         return self([number], rows.batch([number]).to(self.target.device))[0]
 
+    def ahead(self, numbers: Sequence[int]) -> None:
+        """Nothing: they are computed when they are needed."""
+
+    def close(self) -> None:
+        """Nothing goes on."""
+
+
+class RowSource(FeatureSource, Protocol):
+    """Of single rows, too."""
+
+    target: Target
+    layers: tuple[int, ...]
+
+    def row(self, rows: Rows, number: int) -> Tensor:
+        """features_TD of one row, alone."""
+        ...
+
 
 class MemoryFeatures:
     """Keeps features in main memory for further epochs, up to `gb`.
@@ -74,7 +107,7 @@ class MemoryFeatures:
     was read longest ago would drop each just before it is read again.
     """
 
-    def __init__(self, online: OnlineFeatures, rows: Rows, gb: float) -> None:
+    def __init__(self, online: RowSource, rows: Rows, gb: float) -> None:
         self.online = online
         self.rows = rows
         self._room = int(gb * 1e9)
@@ -84,6 +117,14 @@ class MemoryFeatures:
         """A `FeatureSource`."""
         device = batch.tokens_BT.device
         return pad_sequence([self._row(n).to(device) for n in numbers], batch_first=True)
+
+    def ahead(self, numbers: Sequence[int]) -> None:
+        """Begin with those that are not in memory."""
+        self.online.ahead([number for number in numbers if number not in self._features])
+
+    def close(self) -> None:
+        """End what computes them."""
+        self.online.close()
 
     def _row(self, number: int) -> Tensor:
         if number in self._features:
@@ -99,7 +140,7 @@ class StoredFeatures:
     """Features of the first `count` rows in files, as the target computes them. bits: its own."""
 
     def __init__(
-        self, folder: Path, online: OnlineFeatures, rows: Rows, count: int, bits: int | None
+        self, folder: Path, online: RowSource, rows: Rows, count: int, bits: int | None
     ) -> None:
         self.folder = folder
         self.online = online
@@ -113,7 +154,7 @@ class StoredFeatures:
         self.shard_tokens = [sum(rows.sizes[row] for row in shard) for shard in self.shards]
         self.shard_bytes = [tokens * of_token + HEADER_BYTES for tokens in self.shard_tokens]
         """Upper bounds."""
-        self.manifest = {
+        self.manifest: dict[str, Any] = {
             "format": FORMAT,
             "target": target.fingerprint(),
             "target_dtype": dtype_name(target.dtype),
@@ -139,6 +180,13 @@ class StoredFeatures:
             features_BTD[line, :size] = self._open(shard)[start : start + size]
         return features_BTD.to(tokens_BT.device)
 
+    def ahead(self, numbers: Sequence[int]) -> None:
+        """Nothing: they are in files."""
+
+    def close(self) -> None:
+        """End what computed them."""
+        self.online.close()
+
     def missing(self) -> list[int]:
         """Shards that are missing or damaged. Raises ValueError if the folder stores other
         features.
@@ -150,6 +198,8 @@ class StoredFeatures:
             except (ValueError, TypeError, RecursionError):  # damaged: nothing matches
                 old = {}
             for key, now in self.manifest.items():
+                if key == "target" and same_weights(old.get(key), now):
+                    continue
                 if old.get(key) != now:
                     raise ValueError(
                         f"{path}: expected features with {key} {now!r}, got {old.get(key)!r}; use "
@@ -174,6 +224,7 @@ class StoredFeatures:
         for first in tqdm(rounds, unit="shard", desc="features", disable=rank > 0 or None):
             group = missing[first : first + world]
             mine = self.shards[group[rank]] if rank < len(group) else range(0)
+            self.online.ahead(mine)
             features = [self.online.row(self.rows, number).cpu() for number in mine]
             most = max(len(self.shards[shard]) for shard in group)
             for _ in range(most - len(mine)):  # forwards that others wait for
@@ -211,9 +262,12 @@ def make_features(
     features.mode "cached" first writes the missing shards, see `write_missing`.
     """
     train, heldout = rows
-    online = OnlineFeatures(target, layers)
-    evaluated = OnlineFeatures(target, layers, adapted=target.adapter is not None)
-    if recipe.features.mode == "online":
+    online: RowSource = OnlineFeatures(target, layers)
+    evaluated: RowSource = OnlineFeatures(target, layers, adapted=target.adapter is not None)
+    if recipe.features.server:
+        log = main_process_log(accelerator)
+        online, evaluated = served_features(recipe, target, rows, layers, log)
+    if recipe.features.mode != "cached":
         if recipe.data.cache_gb:
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
@@ -222,7 +276,7 @@ def make_features(
     stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
     if not target.adapter:
         count = heldout_rows(heldout)
-        stores.append(StoredFeatures(folder / "heldout", online, heldout, count, bits))
+        stores.append(StoredFeatures(folder / "heldout", evaluated, heldout, count, bits))
     write_missing(stores, int(recipe.features.disk_gb * 1e9), accelerator)
     if target.adapter:
         return stores[0], evaluated

@@ -71,7 +71,7 @@ from draftheads.train.setup import (
 )
 
 AHEAD = 2
-"""Micro batches that are made ahead."""
+"""Micro batches that are made ahead, at least."""
 SHOWN = 8
 """Documents listed in the line about a skipped step."""
 
@@ -133,12 +133,14 @@ class Run:
             batch = self.data.train.batch(rows)
             return batch.pin_memory() if pins else batch
 
+        ahead = max(AHEAD, self.recipe.rows_ahead // size)
         due: deque[tuple[int, list[int], Future[Batch]]] = deque()
         with ThreadPoolExecutor(1, "batches") as thread:
             for step in range(self.state.step, self.state.steps):
                 for number, rows in share(self.order.step(step), size, rank, world):
                     due.append((number, rows, thread.submit(make, rows)))
-                    if len(due) > AHEAD:
+                    self.features.ahead(rows)
+                    if len(due) > ahead:
                         number, rows, future = due.popleft()
                         yield number, rows, future.result()
             for number, rows, future in due:
@@ -189,6 +191,7 @@ def fit(
         run = start(recipe, accelerator, checkpoint, on_evaluation)
         ends.callback(delattr, run, "engine")  # a DDP that outlives its process group hangs
         ends.callback(run.checkpoints.close)
+        ends.callback(run.features.close)
         ends.enter_context(closing(run.batches))
         stop = ends.enter_context(StopRequest(recipe.run.output))  # nothing to save before
         if recipe.run.minutes and checkpoint is None:
@@ -429,7 +432,8 @@ def start(
     features, heldout = make_features(recipe, target, rows, head.training_layers, accelerator)
     if not (recipe.decodes or target.adapter):
         is_cached = recipe.features.mode == "cached"
-        freed = target.release(lm_head=not head.needs_unembed, layers=is_cached)
+        spares_lm_head = not (head.needs_unembed or recipe.features.server)
+        freed = target.release(lm_head=spares_lm_head, layers=is_cached)
         log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
     evaluator = Evaluator(recipe, accelerator, target, data, heldout)
     size = 12 * trained  # weights and two moments, float32

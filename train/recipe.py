@@ -52,6 +52,11 @@ DECODED = ("tokens_per_step", "tokens_per_second")
 LENGTHS = frozenset({"run.steps", "run.epochs", "run.minutes"})
 """Keys that give a run its length, one at a time."""
 
+SERVER_KEYS = frozenset(
+    {"server", "server_model", "api_key_env", "exchange", "in_flight", "timeout"}
+)
+"""Keys of features that say where servers are."""
+
 Beta = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -67,11 +72,28 @@ class DataChoices(Section):
 
 
 class FeatureChoices(Section):
-    """Source of the target's features: a forward in every step, or files written once."""
+    """Source of the target's features: a forward in every step, files written once, or servers."""
 
-    mode: Literal["online", "cached"] = Field("online", description="cached: from features.path")
+    mode: Literal["online", "cached", "served"] = Field(
+        "online", description="cached: from features.path; served: from features.server"
+    )
     path: Path | None = Field(None, description="null: next to data.path")
     disk_gb: float = Field(100.0, gt=0, description="disk space for cached features, in GB")
+    server: list[str] = Field(
+        default_factory=list,
+        description="addresses of vLLM servers that hold the target, whose layers are not loaded",
+    )
+    server_model: str | None = Field(None, description="its name there; null: the only one")
+    api_key_env: str | None = Field(None, description="environment variable with the servers' key")
+    exchange: Path = Field(
+        Path("/dev/shm/draftheads"),  # noqa: S108
+        description="folder to which the servers write states",
+    )
+    layers: list[int] | None = Field(
+        None, description="states that the servers capture; null: 0, what the head reads, the last"
+    )
+    in_flight: int = Field(32, ge=1, description="documents asked for at a time, at each server")
+    timeout: float | None = Field(None, gt=0, description="seconds for an answer; null: 60")
 
 
 class OptimChoices(Section):
@@ -183,9 +205,15 @@ class Recipe(Section):
     @property
     def decodes(self) -> bool:
         """Whether evaluation decodes. Not with a sharded target, where all processes must run the
-        same number of forwards.
+        same number of forwards, and not with one whose layers are at a server.
         """
-        return self.eval.every != 0 and self.target_placement != "sharded"
+        is_whole = self.target_placement != "sharded" and not self.features.server
+        return self.eval.every != 0 and is_whole
+
+    @property
+    def rows_ahead(self) -> int:
+        """Rows of a process that servers are asked for before they are needed."""
+        return self.features.in_flight * len(self.features.server)
 
     @property
     def measure(self) -> Measure:
@@ -205,10 +233,11 @@ class Recipe(Section):
                 f"data.cache_gb should be 0 with target_placement=sharded, got "
                 f"{self.data.cache_gb}; set features.mode=cached instead"
             )
+        self._check_server()
         if self.eval.best in DECODED and not self.decodes:
             raise ValueError(
                 f"eval.best: expected simulated or loss, got {self.eval.best}, which needs "
-                "decoding; eval.every=0 and target_placement=sharded turn it off"
+                "decoding; eval.every=0, target_placement=sharded and features.server turn it off"
             )
         if self.adapter and not self.head.takes_adapter:
             kinds = " or ".join(kind for kind in HEADS if HEADS[kind].Choices.takes_adapter)
@@ -216,6 +245,19 @@ class Recipe(Section):
         if self.adapter and (self.target_bits or sharded):
             raise ValueError("adapter needs target_bits null and target_placement whole or split")
         return self
+
+    def _check_server(self) -> None:
+        if self.features.mode == "served" and not self.features.server:
+            raise ValueError("features.server: expected an address with features.mode=served")
+        if not self.features.server:
+            return
+        if self.features.mode == "online":
+            raise ValueError("features.mode: expected served or cached with features.server")
+        if self.adapter or self.target_bits or self.target_placement != "whole":
+            raise ValueError(
+                "features.server: expected adapter and target_bits null and target_placement "
+                "whole, as the layers of the target are not loaded"
+            )
 
 
 @cache
@@ -271,7 +313,7 @@ def _fixed_choices(recipe: Recipe) -> dict[str, Any]:
     free: Any = {
         **dict.fromkeys(("target", "target_revision", "target_placement"), True),
         "data": {"rows_per_batch", "cache_gb", "path"},
-        "features": {"path", "disk_gb"},
+        "features": {"path", "disk_gb", *SERVER_KEYS},
         "head": set(recipe.head.decoding_keys),
         "eval": EvalChoices.model_fields.keys() - compared,
         "run": RunChoices.model_fields.keys() - {"seed", "tokens_per_step", "precision"},

@@ -63,7 +63,7 @@ def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
         dtype=recipe.target_dtype,
         device=str(accelerator.device),
         revision=recipe.target_revision,
-        placement=recipe.target_placement,
+        placement="skeleton" if recipe.features.server else recipe.target_placement,
         bits=recipe.target_bits,
     )
     if recipe.adapter:

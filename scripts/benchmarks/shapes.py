@@ -190,12 +190,13 @@ def steps(
     a step reads, and how long its first steps took (compiled ones are compiled then).
     """
     texts = prompts(setup, next(iter(engines.values())).target, batch)
+    new = (setup.warmup + setup.rounds + 2) * (setup.depth + 1)  # more would be more memory
     runs: dict[tuple[str, int], Iterator[list[Step | None]]] = {}
     first: dict[tuple[str, int], float] = {}
     read: dict[tuple[str, int], int] = {}
     for key, engine in engines.items():
         began = time.perf_counter()
-        runs[key] = engine.generate_batch(texts, sampling=Greedy())
+        runs[key] = engine.generate_batch(texts, sampling=Greedy(), max_new_tokens=new)
         for _ in range(1 + setup.warmup):
             next(runs[key])
         first[key] = time.perf_counter() - began

@@ -80,7 +80,9 @@ class LocalServer:
         if fault is not None:
             wait = {"Retry-After": "0"} if fault == 429 else {}
             return _send(handler, fault, {"error": {"message": f"fault of {number}"}}, wait)
-        return _send(handler, 200, {"object": "text_completion", "choices": [self.choice(request)]})
+        choice = self.choice(request)
+        params = {"kv_transfer_params": choice.pop("kv_transfer_params", None)}
+        return _send(handler, 200, {"object": "text_completion", "choices": [choice], **params})
 
     def _drip(self, handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)

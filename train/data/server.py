@@ -103,10 +103,12 @@ class Completion(BaseModel):
     finish_reason: Literal["stop", "length"]  # "abort": the server gave up
     stop_reason: Any = None  # may be the id of the end token
     matched_stop: Any = None  # SGLang's name for it
+    kv_transfer_params: dict[str, Any] | None = None  # vLLM's, of the whole response
 
 
 class _Completions(BaseModel):
     model: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     choices: list[Completion] = Field(min_length=1, max_length=1)
 
 
@@ -133,17 +135,9 @@ class ServedTarget(Answerer):
     """
 
     def __init__(self, name: str, options: ServerOptions, revision: str | None = None) -> None:
-        key = secret(options.api_key_env) if options.api_key_env else ""
-        urls = dict.fromkeys(map(_base_url, options.urls))
-        self._servers = [_Server(url, options, key) for url in urls]  # before any download
+        self._servers = connect(options)  # before any download
         self._concurrency = options.concurrency
         self.model = self._servers[0].model
-        if any(server.model != self.model for server in self._servers):
-            got = ", ".join(f"{server.shown} at {server.url}" for server in self._servers)
-            raise ValueError(
-                f"--server: expected one model at all servers, got {got}; leave out the others, or "
-                "serve it under one name"
-            )
         config = read_config(name, revision)
         text = config.get_text_config(decoder=True)
         lengths = [getattr(text, "max_position_embeddings", None) or 1 << 30]
@@ -270,9 +264,9 @@ class _Asked:
     """
 
     row: Conversation
-    server: _Server
+    server: Server
     is_open: bool = False
-    failed_at: set[_Server] = field(default_factory=set)
+    failed_at: set[Server] = field(default_factory=set)
     error: ServerError | None = None
     reason: str = ""
 
@@ -283,11 +277,11 @@ class _Work:
     """
 
     def __init__(
-        self, servers: list[_Server], concurrency: int, rows: Iterable[Conversation]
+        self, servers: list[Server], concurrency: int, rows: Iterable[Conversation]
     ) -> None:
         self.up = list(servers)
         self.concurrency = concurrency
-        self.failed = Counter[_Server]()
+        self.failed = Counter[Server]()
         self.pending: dict[asyncio.Task[None], _Asked] = {}
         self._rows = iter(rows)
         self._again: list[_Asked] = []
@@ -337,7 +331,7 @@ class _Work:
                 if busy[server] <= place and (asked := self._next(server)):
                     yield asked
 
-    def _next(self, server: _Server) -> _Asked | None:
+    def _next(self, server: Server) -> _Asked | None:
         for asked in self._again:
             if server not in asked.failed_at:
                 self._again.remove(asked)
@@ -366,7 +360,7 @@ class _Work:
                 self._again.append(other)
 
 
-class _Server:
+class Server:
     """The HTTP side of one server. model: its name there; context: in tokens, None if unknown."""
 
     def __init__(self, url: str, options: ServerOptions, key: str) -> None:
@@ -427,6 +421,7 @@ class _Server:
         completions = self._read(response, _Completions)
         self._check_model(completions.model)
         [completion] = completions.choices
+        completion.kv_transfer_params = completions.kv_transfer_params
         if completion.text is None and completion.token_ids is None:
             raise ServerFault("expected text or token ids, got neither")
         if len(completion.token_ids or ()) > limit:
@@ -509,6 +504,21 @@ class _Server:
 
     def _hide(self, text: str) -> str:
         return without_secret(printable(text), self._key)
+
+
+def connect(options: ServerOptions) -> list[Server]:
+    """The servers. Raises ValueError for an invalid address, key or model name, and for servers of
+    several models; ServerError if one of them does not answer.
+    """
+    key = secret(options.api_key_env) if options.api_key_env else ""
+    servers = [Server(url, options, key) for url in dict.fromkeys(map(_base_url, options.urls))]
+    if any(server.model != servers[0].model for server in servers):
+        got = ", ".join(f"{server.shown} at {server.url}" for server in servers)
+        raise ValueError(
+            f"--server: expected one model at all servers, got {got}; leave out the others, or "
+            "serve it under one name"
+        )
+    return servers
 
 
 def _bare(model: str) -> str:

@@ -1,0 +1,379 @@
+"""Features from serving engines that hold the target: vLLM's `extract_hidden_states`.
+
+A document is sent alone, as token ids, with one token to generate. The server writes the states of
+its tokens into a file of the exchange folder and names it in its answer. The file is read, checked
+and deleted. Faults of a server are retried as `distill --server` does, then others are asked.
+
+Source of the interface: vLLM 0.32, ExampleHiddenStatesConnector; hs-connectors 0.9 for fp8 files.
+Legend: B batch, P tokens of a document, L captured states, H hidden size, D feature width.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+from operator import eq
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from draftheads.heads.batch import Batch
+from draftheads.heads.target import Target
+from draftheads.train.batches import Rows
+from draftheads.train.captured import Captured
+from draftheads.train.data.server import (
+    Completion,
+    PromptRefused,
+    Server,
+    ServerError,
+    ServerFault,
+    ServerOptions,
+    connect,
+)
+from draftheads.train.recipe import FeatureChoices, Recipe
+
+FILE_SECONDS = 30.0
+"""How long a file may take after the answer that names it."""
+OLD = 600.0
+"""Seconds after which a file in the exchange folder is of a run that was killed."""
+CHECKED = 64
+"""Documents whose generated token is compared with the one that their last state gives."""
+STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
+"""Tensors of a file."""
+
+logger = logging.getLogger("draftheads")
+
+
+class WrongStates(ValueError):
+    """A server gave something else than the states that training needs."""
+
+
+class Engines:
+    """The servers, and the documents that they are asked for, in a thread of its own.
+
+    captured: the states that they were started with, as in `Captured`. Raises ValueError for a
+    folder that does not exist, servers of another model or with too little context, ServerError if
+    one does not answer.
+    """
+
+    def __init__(
+        self, target: Target, choices: FeatureChoices, captured: Sequence[int], length: int
+    ) -> None:
+        self.target, self.captured, self.folder = target, captured, choices.exchange.resolve()
+        if not self.folder.is_dir():
+            raise ValueError(
+                f"features.exchange: expected the folder to which the server writes, found none at "
+                f"{choices.exchange}; start the server first (`draftheads plan` prints how)"
+            )
+        options = ServerOptions(
+            urls=choices.server,
+            model=choices.server_model,
+            api_key_env=choices.api_key_env,
+            concurrency=choices.in_flight,
+            timeout=choices.timeout,
+        )
+        self.servers = connect(options)
+        self.model = self.servers[0].model
+        for server in self.servers:
+            if server.context and server.context <= length:
+                raise ValueError(
+                    f"{server.url}: expected a context above data.sequence_length, {length}, got "
+                    f"{server.context}; start it with a larger --max-model-len"
+                )
+        self._sweep()
+        self._checked = self._different = 0
+        self._turns = count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="features", daemon=True)
+        self._thread.start()
+        self._clients = {server: server.client() for server in self.servers}
+        self._places = {server: asyncio.Semaphore(choices.in_flight) for server in self.servers}
+        self._asked: set[asyncio.Task[Tensor]] = set()
+
+    def ask(self, tokens: Sequence[int]) -> Future[Tensor]:
+        """The states (P, L, H) of a document, in the server's dtype, once they are there.
+
+        Its errors are WrongStates and ServerError.
+        """
+        return asyncio.run_coroutine_threadsafe(self._states(list(tokens)), self._loop)
+
+    def close(self) -> None:
+        """End all requests, and delete the files that they brought."""
+        if self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _end(self) -> None:
+        for task in self._asked:
+            task.cancel()
+        await asyncio.gather(*self._asked, return_exceptions=True)
+        for client in self._clients.values():
+            await client.aclose()
+
+    async def _states(self, tokens: list[int]) -> Tensor:
+        task = asyncio.current_task()
+        assert task is not None
+        self._asked.add(task)
+        try:
+            return await self._from_any(tokens)
+        finally:
+            self._asked.discard(task)
+
+    async def _from_any(self, tokens: list[int]) -> Tensor:
+        """From the servers in turns, until one gives them. Raises the error of the last one."""
+        first = next(self._turns)
+        servers = [self.servers[(first + n) % len(self.servers)] for n in range(len(self.servers))]
+        fault: ServerError | None = None
+        for server in servers:
+            if server not in self.servers:  # dropped meanwhile
+                continue
+            try:
+                async with self._places[server]:
+                    request = self._request(tokens)
+                    completion = await server.complete(self._clients[server], request)
+                return await asyncio.to_thread(self._read, server, completion, tokens)
+            except ServerError as error:
+                advice = "check the server, then run the same command again to resume"
+                fault = type(error)(f"{server.url}: {error}; {advice}")
+                if not isinstance(error, PromptRefused) and len(self.servers) > 1:
+                    logger.warning("%s", fault)
+                    self.servers = [each for each in self.servers if each is not server]
+        assert fault is not None
+        raise fault
+
+    def _request(self, tokens: list[int]) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0,
+            "return_token_ids": True,
+            "cache_salt": uuid4().hex,  # states of a cached prefix would be missing
+        }
+
+    def _read(self, server: Server, completion: Completion, tokens: list[int]) -> Tensor:
+        """The states that an answer names; their file is deleted."""
+        given = completion.kv_transfer_params or {}
+        name = given.get("hidden_states_path")
+        if not isinstance(name, str):
+            raise WrongStates(
+                f"{server.url}: expected hidden_states_path in kv_transfer_params, got "
+                f"{', '.join(given) or 'none'}; start the server as `draftheads plan` prints"
+            )
+        path = Path(name)
+        if not path.resolve().is_relative_to(self.folder):
+            raise WrongStates(
+                f"{server.url}: expected files in {self.folder} (features.exchange), got {name}; "
+                "nothing was read; set features.exchange to the server's shared_storage_path"
+            )
+        try:
+            tensors = read_when_complete(path)
+        except TimeoutError:
+            raise ServerFault(f"no file {path} after {FILE_SECONDS:g} s{self._space()}") from None
+        except (OSError, SafetensorError) as error:
+            raise ServerFault(f"{path}: cannot be read ({error}){self._space()}") from None
+        finally:
+            for each in (path, _lock_of(path)):
+                each.unlink(missing_ok=True)
+        try:
+            states_PLH = self.checked(tensors, tokens)
+        except ValueError as error:
+            raise WrongStates(f"{server.url}: {error}; nothing was learned from it") from None
+        self._compare(server, states_PLH, completion)
+        return states_PLH
+
+    def checked(self, tensors: dict[str, Tensor], tokens: list[int]) -> Tensor:
+        """The states (P, L, H) of a file. Raises ValueError unless they are of these tokens."""
+        missing = {STATES, IDS} - tensors.keys()
+        if missing:
+            raise ValueError(f"expected tensors {STATES} and {IDS}, got {', '.join(tensors)}")
+        ids = tensors[IDS].tolist()
+        if ids != tokens:
+            where = f"{len(ids)}"
+            if len(ids) == len(tokens):
+                where = f"another one at {[*map(eq, ids, tokens)].index(False)}"
+            raise ValueError(
+                f"expected the {len(tokens)} tokens that were sent, got {where}; is a prefix "
+                "cached (--no-enable-prefix-caching)"
+            )
+        states_PLH = tensors[STATES]
+        if SCALES in tensors:
+            states_PLH = states_PLH.float() * tensors[SCALES]
+        shape = (len(tokens), len(self.captured), self.target.hidden_size)
+        if states_PLH.shape != shape:
+            raise ValueError(
+                f"expected {shape[1]} states {list(self.captured)} of width {shape[2]}, got shape "
+                f"{tuple(states_PLH.shape)}; set features.layers to those that the server captures"
+            )
+        if not states_PLH.isfinite().all():
+            raise ValueError("expected finite states, got others")
+        return states_PLH
+
+    @torch.no_grad()
+    def _compare(self, server: Server, states_PLH: Tensor, completion: Completion) -> None:
+        """Compare the first documents' tokens with those of their last states."""
+        if self._checked >= CHECKED or self.captured[-1] != self.target.layers:
+            return
+        self._checked += 1
+        self._different += not self.agrees(states_PLH, completion.token_ids or [])
+        if self._different > max(1, self._checked // 16):
+            raise WrongStates(
+                f"{server.url}: expected the token that lm_head(norm(last state)) of "
+                f"{self.target.name} gives, got another one for {self._different} of "
+                f"{self._checked} documents; serve the same checkpoint"
+            )
+
+    def agrees(self, states_PLH: Tensor, generated: Sequence[int]) -> bool:
+        """Whether a generated token is the likeliest after the last state, but for rounding."""
+        target = self.target
+        last_H = states_PLH[-1, -1].to(target.device, target.dtype)
+        logits_V = target.model.get_output_embeddings()(target.final_norm(last_H)).float()
+        if not generated or not 0 <= generated[0] < len(logits_V):
+            return False
+        spread = logits_V.std()
+        return bool(logits_V[generated[0]] >= logits_V.max() - 0.05 * spread)
+
+    def _space(self) -> str:
+        free = shutil.disk_usage(self.folder).free
+        return f" ({free / 1e9:.3g} GB are free in {self.folder})"
+
+    def _sweep(self) -> None:
+        """Delete what a run that was killed has left."""
+        limit = time.time() - OLD
+        old = [path for path in self.folder.glob("*.safetensors*") if path.stat().st_mtime < limit]
+        for path in old:
+            with contextlib.suppress(OSError):  # another process deletes it as well
+                path.unlink()
+        if old:
+            logger.warning("%s: deleted %d files of an earlier run", self.folder, len(old))
+
+
+class ServedFeatures:
+    """Features of rows from servers."""
+
+    def __init__(self, engines: Engines, rows: Rows, layers: Sequence[int]) -> None:
+        self.engines, self.rows = engines, rows
+        self.target, self.layers = engines.target, tuple(layers)
+        self.captured = Captured(engines.target, engines.captured, layers)
+        self._asked: dict[int, list[Future[Tensor]]] = {}
+
+    def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
+        """A `FeatureSource`."""
+        self.ahead(numbers)
+        features = [self.row(self.rows, number) for number in numbers]
+        return pad_sequence(features, batch_first=True).to(batch.tokens_BT.device)
+
+    def ahead(self, numbers: Sequence[int]) -> None:
+        """Ask for these rows, which will be read."""
+        documents = self.rows.documents
+        for number in numbers:
+            if number not in self._asked:
+                self._asked[number] = [
+                    self.engines.ask(documents.tokens(*span).tolist())
+                    for span in self.rows.pieces(number)
+                ]
+
+    def row(self, rows: Rows, number: int) -> Tensor:
+        """features_TD of one row. Raises ServerError if no server gives them, WrongStates for
+        others than were asked for.
+        """
+        assert rows is self.rows
+        self.ahead([number])
+        futures = self._asked.pop(number)
+        return self.captured.row([future.result() for future in futures])
+
+    def close(self) -> None:
+        """End all requests."""
+        self.engines.close()
+
+    def probe(self) -> str:
+        """Compare the states of one document with the checkpoint's own embeddings and lm_head;
+        returns what is proven. Raises WrongStates unless server and checkpoint are the same.
+        """
+        engines, target = self.engines, self.target
+        tokens = self.rows.documents.tokens(*self.rows.pieces(0)[0]).tolist()
+        states_PLH = engines.ask(tokens).result()
+        if engines.captured[0] != 0:
+            return "state 0 is not captured, so the numbers of layers were not checked"
+        ids_1P = torch.tensor([tokens], device=target.device)
+        own_PH = target.embed(ids_1P)[0].float()
+        got_PH = states_PLH[:, 0].to(own_PH)
+        error = (got_PH - own_PH).norm() / own_PH.norm().clamp(min=1e-9)
+        if not error < 0.02:
+            raise WrongStates(
+                f"{engines.servers[0].url}: expected the embeddings of {target.name} as state 0, "
+                f"got others (they differ by {error:.0%}); serve the same checkpoint, and capture "
+                f"{list(engines.captured)}"
+            )
+        return "state 0 is the checkpoint's embeddings, the last one gives the server's token"
+
+
+def served_features(
+    recipe: Recipe,
+    target: Target,
+    rows: tuple[Rows, Rows],
+    layers: Sequence[int],
+    log: Callable[[str], None],
+) -> tuple[ServedFeatures, ServedFeatures]:
+    """The sources of (training rows, held-out rows), after a probe. layers: those of features.
+
+    Raises ValueError for servers that serve something else, ServerError if one does not answer.
+    """
+    captured = recipe.features.layers or captured_states(layers, target.layers)
+    length = max(max(each.sizes) for each in rows)
+    engines = Engines(target, recipe.features, captured, min(length, recipe.data.sequence_length))
+    sources = ServedFeatures(engines, rows[0], layers), ServedFeatures(engines, rows[1], layers)
+    try:
+        log(f"{engines.servers[0].url} serves {target.name}: {sources[0].probe()}")
+    except BaseException:
+        engines.close()
+        raise
+    return sources
+
+
+def captured_states(layers: Sequence[int], count: int) -> list[int]:
+    """What servers should capture of a target of `count` layers: what a head reads, and the first
+    and the last state, which prove that they are its own.
+    """
+    return sorted({0, count, *(layer % (count + 1) for layer in layers)})
+
+
+def read_when_complete(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, once its writer has released its lock. Raises TimeoutError."""
+    end = time.monotonic() + FILE_SECONDS
+    while time.monotonic() < end:
+        if path.exists() and not _is_locked(_lock_of(path)):
+            return load_file(path)
+        time.sleep(0.005)
+    raise TimeoutError(path)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
