@@ -416,6 +416,7 @@ class Target:
         Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
         large; those of a sharded target are not, because all processes must run as many forwards.
         """
+        self._check_layers()
         is_sharded, length = self._is_sharded, batch.tokens_BT.shape[1]
         if self._packing == "alone" or (self._packing == "ends" and is_sharded):
             return self._isolated(batch, layers)
@@ -448,6 +449,13 @@ class Target:
                 self._isolated_tokens += stop - start
             self._isolated_slots += rows.tokens_BT.numel()
         return states_BTD
+
+    def _check_layers(self) -> None:
+        if self.is_skeleton:
+            raise ValueError(
+                f"{self.name}: expected a target with its layers, got one that was loaded without, "
+                "for features of a server; load it whole to decode, or ask its server"
+            )
 
     @property
     def _is_sharded(self) -> bool:
@@ -540,6 +548,7 @@ class Target:
         """One forward pass. ancestors_BNN: None for a chain. keep: nodes to return logits for;
         None: all.
         """
+        self._check_layers()
         table, nodes = cache.table, tokens_BN.shape[1]
         table.reserve(nodes)
         positions_BN = table.lengths_B[:, None] + depths_BN

@@ -48,6 +48,8 @@ from draftheads.train.recipe import FeatureChoices, Recipe
 
 FILE_SECONDS = 30.0
 """How long a file may take after the answer that names it."""
+CLOSE_SECONDS = 10.0
+"""How long the end waits for answers to what was asked."""
 OLD = 600.0
 """Seconds after which a file in the exchange folder is of a run that was killed."""
 CHECKED = 64
@@ -103,6 +105,7 @@ class Engines:
         self._clients = {server: server.client() for server in self.servers}
         self._places = {server: asyncio.Semaphore(choices.in_flight) for server in self.servers}
         self._asked: set[asyncio.Task[Tensor]] = set()
+        self._is_closing = False
 
     def ask(self, tokens: Sequence[int]) -> Future[Tensor]:
         """The states (P, L, H) of a document, in the server's dtype, once they are there.
@@ -120,6 +123,9 @@ class Engines:
             self._loop.close()
 
     async def _end(self) -> None:
+        self._is_closing = True
+        if self._asked:  # what servers have begun leaves a file each
+            await asyncio.wait(self._asked, timeout=CLOSE_SECONDS)
         for task in self._asked:
             task.cancel()
         await asyncio.gather(*self._asked, return_exceptions=True)
@@ -145,6 +151,8 @@ class Engines:
                 continue
             try:
                 async with self._places[server]:
+                    if self._is_closing:
+                        raise asyncio.CancelledError
                     request = self._request(tokens)
                     completion = await server.complete(self._clients[server], request)
                 return await asyncio.to_thread(self._read, server, completion, tokens)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from placement_worker import random_batch
 from states_server import StatesServer
 from tiny_training import (
     HEAD_SECTIONS,
@@ -24,6 +24,7 @@ from tiny_training import (
 )
 
 from draftheads.heads.target import Target
+from draftheads.infer.engine import Speculator
 from draftheads.train import served
 
 LAYERS = 2
@@ -69,3 +70,215 @@ def test_heads_learn_the_same_as_online(made, server, tmp_path, kind):
     assert len(online) == 6
     assert from_server == pytest.approx(online, rel=1e-4)
     assert not list(server.folder.iterdir()), "what was read is deleted"
+
+
+def test_a_step_without_layers_is_that_of_the_whole_target(made, server, tmp_path):
+    """With the same stored features: bit for bit, soft labels and final norm included."""
+    stored = f"features.path={tmp_path / 'features'}"
+    for kind in ("eagle3", "medusa"):
+        data = f"data.path={made / 'data'}"
+        stored = f"features.path={tmp_path / f'features-{kind}'}"
+        assert (
+            run(
+                made,
+                tmp_path / f"served-{kind}",
+                *options(server, stored, data, mode="cached"),
+                kind=kind,
+            )
+            == 0
+        )
+        asked = len(server.asked)
+        whole = ["features.mode=cached", stored, data]
+        assert run(made, tmp_path / f"whole-{kind}", *whole, kind=kind) == 0
+        assert len(server.asked) == asked
+        assert_same(weights(tmp_path / f"served-{kind}", 6), weights(tmp_path / f"whole-{kind}", 6))
+
+
+def refused(made: Path, server: StatesServer, output: Path, capsys, *more: str) -> str:
+    """The line of a run that is refused; nothing is left of it in memory, on disk or in a head."""
+    code = run(made, output, *options(server, "features.timeout=5", *more))
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert code == 2, lines
+    assert not list(output.glob("step-*/model.safetensors")) or "step" in str(more)
+    assert not [path for path in server.folder.glob("*") if path.name.startswith("cmpl")]
+    return lines[-1]
+
+
+def only(number: int, change: Callable) -> Callable:
+    """A change of one document alone, after the probe and a few more."""
+    return lambda n, value: change(value) if n == number else value
+
+
+CHANGES: dict[str, tuple[Callable, str]] = {
+    "other-ids": (lambda t: t | {"token_ids": t["token_ids"] + 1}, "got another one at 0"),
+    "cached-prefix": (
+        lambda t: {key: each[2:] for key, each in t.items()},
+        "is a prefix cached",
+    ),
+    "fewer-states": (
+        lambda t: t | {"hidden_states": t["hidden_states"][:, 1:].contiguous()},
+        "set features.layers to those that the server captures",
+    ),
+    "narrow": (
+        lambda t: t | {"hidden_states": t["hidden_states"][..., 1:].contiguous()},
+        "of width 32, got shape",
+    ),
+    "not-finite": (lambda t: t | {"hidden_states": t["hidden_states"] / 0}, "expected finite"),
+    "no-ids": (lambda t: {"hidden_states": t["hidden_states"]}, "expected tensors hidden_states"),
+}
+
+
+@pytest.mark.parametrize("number", [0, 9])
+@pytest.mark.parametrize("name", CHANGES)
+def test_nothing_is_learned_from_other_states(made, server, tmp_path, capsys, name, number):
+    change, words = CHANGES[name]
+    server.change = only(number, change)
+    line = refused(made, server, tmp_path / "run", capsys)
+    assert words in line and server.url in line and "nothing was learned" in line
+
+
+def test_a_server_of_another_model_is_refused(made, tmp_path, capsys):
+    other = tiny_model()
+    for name, parameter in other.named_parameters():
+        if "embed" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    server = StatesServer(other, tmp_path / "exchange", ALL)
+    line = refused(made, server, tmp_path / "run", capsys)
+    assert "expected the embeddings of" in line and "serve the same checkpoint" in line
+    server.close()
+
+
+def test_a_server_of_another_checkpoint_is_noticed_by_its_tokens(made, server, tmp_path, capsys):
+    server.token_of = lambda number, token: (token + 1) % 97
+    line = refused(made, server, tmp_path / "run", capsys)
+    assert "expected the token that lm_head(norm(last state))" in line
+    assert "got another one for 2 of" in line
+
+
+def test_states_in_another_order_are_refused(made, server, tmp_path, capsys):
+    def swap(number: int, tensors: dict) -> dict:
+        return tensors | {"hidden_states": tensors["hidden_states"].flip(1).contiguous()}
+
+    server.change = swap
+    assert "expected the embeddings of" in refused(made, server, tmp_path / "run", capsys)
+
+
+def test_a_file_outside_the_exchange_folder_is_not_read(made, server, tmp_path, capsys):
+    secret = tmp_path / "elsewhere.safetensors"
+    server.path_of = lambda number: secret
+    line = refused(made, server, tmp_path / "run", capsys)
+    assert "expected files in" in line and "nothing was read" in line
+    server.path_of = lambda number: server.folder / ".." / "elsewhere.safetensors"
+    assert "nothing was read" in refused(made, server, tmp_path / "run2", capsys)
+    assert secret.is_file(), "nor deleted"
+    link = server.folder / "link.safetensors"
+    link.symlink_to(secret)
+    server.path_of = lambda number: link
+    server.change = lambda number, tensors: None
+    assert "nothing was read" in refused(made, server, tmp_path / "run3", capsys)
+
+
+def test_a_file_that_never_comes_or_is_cut(made, server, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(served, "FILE_SECONDS", 0.3)
+    server.change = only(5, lambda tensors: None)
+    line = refused(made, server, tmp_path / "run", capsys)
+    assert "no file" in line and "GB are free in" in line and "run the same command again" in line
+
+    first = len(server.asked)
+
+    def cut(number: int, tensors: dict) -> dict | None:
+        if number != first + 12:
+            return tensors
+        server.path_of(number).write_bytes(b"\x00\x01")
+        return None
+
+    server.change = cut
+    assert "cannot be read" in refused(made, server, tmp_path / "run2", capsys)
+
+
+def test_a_server_that_was_started_otherwise(made, server, tmp_path, capsys):
+    answer = server.choice
+    server.change = lambda number, tensors: None
+    server.choice = lambda request: answer(request) | {"kv_transfer_params": None}
+    line = refused(made, server, tmp_path / "run", capsys)
+    assert "expected hidden_states_path in kv_transfer_params" in line
+    server.models = [{"id": "tiny", "max_model_len": 32}]
+    line = refused(made, server, tmp_path / "run2", capsys)
+    assert "expected a context above" in line and "--max-model-len" in line
+    server.models = [{"id": "tiny"}, {"id": "other"}]
+    assert "server_model" in refused(made, server, tmp_path / "run3", capsys)
+    line = refused(made, server, tmp_path / "run4", capsys, "features.exchange=nowhere")
+    assert "features.exchange: expected the folder" in line
+
+
+def test_faults_that_pass_are_retried(made, server, tmp_path):
+    server.fault = lambda number, request: {3: 503, 7: 429, 8: -1}.get(number)
+    assert run(made, tmp_path / "online") == 0
+    assert run(made, tmp_path / "served", *options(server)) == 0
+    assert losses(tmp_path / "served") == pytest.approx(losses(tmp_path / "online"), rel=1e-4)
+
+
+def test_several_servers_share_the_documents_and_one_may_die(made, server, tmp_path, monkeypatch):
+    other = StatesServer(tiny_model(), server.folder, ALL)
+    urls = f"features.server=[{server.url},{other.url}]"
+    assert run(made, tmp_path / "two", *options(server, urls)) == 0
+    assert min(len(server.asked), len(other.asked)) > 5
+    other.fault = lambda number, request: 404 if number > 10 else None
+    assert run(made, tmp_path / "one", *options(server, urls)) == 0
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-6)
+    other.close()
+
+
+def test_a_run_resumes_after_its_server_died(made, server, tmp_path, capsys):
+    assert run(made, tmp_path / "whole", *options(server)) == 0
+    server.fault = lambda number, request: 404 if number > first + 30 else None
+    first = len(server.asked)
+    ahead = "features.in_flight=1"
+    code = run(made, tmp_path / "run", *options(server, ahead, "run.save_every=1"))
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 2 and "HTTP 404" in line and "again to resume" in line
+    server.fault = lambda number, request: None
+    assert run(made, tmp_path / "run", *options(server, ahead, "run.save_every=1")) == 0
+    assert_same(weights(tmp_path / "whole", 6), weights(tmp_path / "run", 6))
+
+
+def test_what_a_killed_run_left_is_deleted(made, server, tmp_path):
+    import os
+
+    old, new = server.folder / "cmpl-1.safetensors", server.folder / "cmpl-2.safetensors"
+    for path in (old, new):
+        path.write_bytes(b"left")
+    os.utime(old, (1, 1))
+    assert run(made, tmp_path / "run", *options(server)) == 0
+    assert not old.exists() and new.exists(), "a new one may be another trainer's"
+
+
+def test_recipes_that_cannot_work(made, server, tmp_path, capsys):
+    def line(*more: str) -> str:
+        assert run(made, tmp_path / "run", *options(server), *more) == 2
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    assert "features.mode: expected served or cached" in line("features.mode=online")
+    assert "expected an address" in line("features.server=[]")
+    assert "the layers of the target are not loaded" in line("target_placement=sharded")
+    assert "features.server turn it off" in line("eval.best=tokens_per_step")
+    assert "capture [1], too" in line("features.layers=[0,2]", "head.kind=eagle3")
+    assert "expected states from 0 to 2" in line("features.layers=[2,0]")
+
+
+def test_the_target_has_no_layers(made):
+    skeleton = Target.load(made / "target", placement="skeleton")
+    whole = Target.load(made / "target")
+    bytes_of = [
+        sum(p.nbytes for p in t.model.parameters() if not p.is_meta) for t in (skeleton, whole)
+    ]
+    assert bytes_of[0] < bytes_of[1]
+    assert torch.equal(skeleton.unembed_weight(), whole.unembed_weight())
+    batch = random_batch(97)
+    for run_it in (
+        lambda: skeleton.features(batch, [1]),
+        lambda: skeleton.prefill([[1, 2]], skeleton.new_cache(1, 8), ()),
+        lambda: next(Speculator(skeleton).generate([1, 2])),
+    ):
+        with pytest.raises(ValueError, match="load it whole to decode, or ask its server"):
+            run_it()
