@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -57,6 +58,9 @@ CHECKED = 64
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 """Tensors of a file."""
 
+OPTION = re.compile(r"--(server-model|server|api-key-env)")
+"""Options of `distill`, which are keys of features here."""
+
 logger = logging.getLogger("draftheads")
 
 
@@ -88,7 +92,10 @@ class Engines:
             concurrency=choices.in_flight,
             timeout=choices.timeout,
         )
-        self.servers = connect(options)
+        try:
+            self.servers = connect(options)
+        except (ValueError, ServerError) as error:
+            raise type(error)(OPTION.sub(_key, str(error))) from None
         self.model = self.servers[0].model
         for server in self.servers:
             if server.context and server.context <= length:
@@ -113,6 +120,25 @@ class Engines:
         Its errors are WrongStates and ServerError.
         """
         return asyncio.run_coroutine_threadsafe(self._states(list(tokens)), self._loop)
+
+    def probe(self, tokens: list[int]) -> str:
+        """Compare the states of a document with the checkpoint's own embeddings and lm_head;
+        returns what is proven. Raises WrongStates unless server and checkpoint are the same.
+        """
+        states_PLH = self.ask(tokens).result()
+        if self.captured[0] != 0:
+            return "state 0 is not captured, so the numbers of layers were not checked"
+        ids_1P = torch.tensor([tokens], device=self.target.device)
+        own_PH = self.target.embed(ids_1P)[0].float()
+        got_PH = states_PLH[:, 0].to(own_PH)
+        error = (got_PH - own_PH).norm() / own_PH.norm().clamp(min=1e-9)
+        if not error < 0.02:
+            raise WrongStates(
+                f"{self.servers[0].url}: expected the embeddings of {self.target.name} as state 0, "
+                f"got others (they differ by {error:.0%}); serve the same checkpoint, and capture "
+                f"{list(self.captured)}"
+            )
+        return "state 0 is the checkpoint's embeddings, the last one gives the server's token"
 
     def close(self) -> None:
         """End all requests, and delete the files that they brought."""
@@ -272,13 +298,33 @@ class Engines:
             logger.warning("%s: deleted %d files of an earlier run", self.folder, len(old))
 
 
+class Connection:
+    """Engines that are made when they are needed. make: returns them."""
+
+    def __init__(self, make: Callable[[], Engines]) -> None:
+        self._make = make
+        self._made: Engines | None = None
+
+    @property
+    def engines(self) -> Engines:
+        """The engines, which are asked for the first time now, or were before."""
+        self._made = self._made or self._make()
+        return self._made
+
+    def close(self) -> None:
+        """End their requests."""
+        if self._made is not None:
+            self._made.close()
+
+
 class ServedFeatures:
     """Features of rows from servers."""
 
-    def __init__(self, engines: Engines, rows: Rows, layers: Sequence[int]) -> None:
-        self.engines, self.rows = engines, rows
-        self.target, self.layers = engines.target, tuple(layers)
-        self.captured = Captured(engines.target, engines.captured, layers)
+    def __init__(
+        self, target: Target, layers: Sequence[int], rows: Rows, connection: Connection
+    ) -> None:
+        self.target, self.layers, self.rows = target, tuple(layers), rows
+        self._connection = connection
         self._asked: dict[int, list[Future[Tensor]]] = {}
 
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
@@ -289,13 +335,10 @@ class ServedFeatures:
 
     def ahead(self, numbers: Sequence[int]) -> None:
         """Ask for these rows, which will be read."""
-        documents = self.rows.documents
         for number in numbers:
             if number not in self._asked:
-                self._asked[number] = [
-                    self.engines.ask(documents.tokens(*span).tolist())
-                    for span in self.rows.pieces(number)
-                ]
+                documents = documents_of(self.rows, number)
+                self._asked[number] = list(map(self._connection.engines.ask, documents))
 
     def row(self, rows: Rows, number: int) -> Tensor:
         """features_TD of one row. Raises ServerError if no server gives them, WrongStates for
@@ -303,33 +346,12 @@ class ServedFeatures:
         """
         assert rows is self.rows
         self.ahead([number])
-        futures = self._asked.pop(number)
-        return self.captured.row([future.result() for future in futures])
+        captured = Captured(self.target, self._connection.engines.captured, self.layers)
+        return captured.row([future.result() for future in self._asked.pop(number)])
 
     def close(self) -> None:
         """End all requests."""
-        self.engines.close()
-
-    def probe(self) -> str:
-        """Compare the states of one document with the checkpoint's own embeddings and lm_head;
-        returns what is proven. Raises WrongStates unless server and checkpoint are the same.
-        """
-        engines, target = self.engines, self.target
-        tokens = self.rows.documents.tokens(*self.rows.pieces(0)[0]).tolist()
-        states_PLH = engines.ask(tokens).result()
-        if engines.captured[0] != 0:
-            return "state 0 is not captured, so the numbers of layers were not checked"
-        ids_1P = torch.tensor([tokens], device=target.device)
-        own_PH = target.embed(ids_1P)[0].float()
-        got_PH = states_PLH[:, 0].to(own_PH)
-        error = (got_PH - own_PH).norm() / own_PH.norm().clamp(min=1e-9)
-        if not error < 0.02:
-            raise WrongStates(
-                f"{engines.servers[0].url}: expected the embeddings of {target.name} as state 0, "
-                f"got others (they differ by {error:.0%}); serve the same checkpoint, and capture "
-                f"{list(engines.captured)}"
-            )
-        return "state 0 is the checkpoint's embeddings, the last one gives the server's token"
+        self._connection.close()
 
 
 def served_features(
@@ -339,20 +361,33 @@ def served_features(
     layers: Sequence[int],
     log: Callable[[str], None],
 ) -> tuple[ServedFeatures, ServedFeatures]:
-    """The sources of (training rows, held-out rows), after a probe. layers: those of features.
+    """The sources of (training rows, held-out rows). layers: those of features.
 
-    Raises ValueError for servers that serve something else, ServerError if one does not answer.
+    At their first use servers are asked for a document that proves what they serve: then ValueError
+    is raised for something else, ServerError if one does not answer.
     """
     captured = recipe.features.layers or captured_states(layers, target.layers)
+    Captured(target, captured, layers)  # a mistake is said now
     length = max(max(each.sizes) for each in rows)
-    engines = Engines(target, recipe.features, captured, min(length, recipe.data.sequence_length))
-    sources = ServedFeatures(engines, rows[0], layers), ServedFeatures(engines, rows[1], layers)
-    try:
-        log(f"{engines.servers[0].url} serves {target.name}: {sources[0].probe()}")
-    except BaseException:
-        engines.close()
-        raise
-    return sources
+
+    def connect() -> Engines:
+        engines = Engines(target, recipe.features, captured, length)
+        try:
+            proven = engines.probe(documents_of(rows[0], 0)[0])
+        except BaseException:
+            engines.close()
+            raise
+        log(f"{engines.servers[0].url} serves {target.name}: {proven}")
+        return engines
+
+    connection = Connection(connect)
+    train, heldout = (ServedFeatures(target, layers, each, connection) for each in rows)
+    return train, heldout
+
+
+def documents_of(rows: Rows, number: int) -> list[list[int]]:
+    """The tokens of each document, or piece of one, in a row."""
+    return [rows.documents.tokens(*span).tolist() for span in rows.pieces(number)]
 
 
 def captured_states(layers: Sequence[int], count: int) -> list[int]:
@@ -370,6 +405,10 @@ def read_when_complete(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         time.sleep(0.005)
     raise TimeoutError(path)
+
+
+def _key(option: re.Match[str]) -> str:
+    return "features." + option[1].replace("-", "_")
 
 
 def _is_locked(path: Path) -> bool:

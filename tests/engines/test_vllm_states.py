@@ -1,0 +1,213 @@
+"""The promise: heads learn from the hidden states of vLLM itself what they learn from the target in
+this process, and vLLM drafts with them as we do. Opt-in: `pytest -m engines`.
+
+DRAFTHEADS_VLLM: as in test_vllm.py. Its CPU build writes states by our connector
+(scripts/benchmarks/engine_runs/connectors), as the stock one needs CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.utils import httpx
+from real_engines import place_of
+from states_server import states_of
+
+from draftheads.heads.target import Target
+from draftheads.scripts.benchmarks import engines
+from draftheads.scripts.benchmarks.engines import Job, ours, theirs
+from draftheads.scripts.demo import RECIPES
+from draftheads.scripts.openings import opening_ids
+from draftheads.train.loop import fit
+from draftheads.train.recipe import FeatureChoices, load_recipe
+from draftheads.train.served import Engines
+
+pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]
+PLACE = place_of("vllm")
+CONNECTORS = Path(engines.__file__).parent / "engine_runs" / "connectors"
+STARTS = 180
+"""Seconds in which a server must start."""
+CAPTURED = [0, 1, 3, 5, 6]
+CONTEXT = 320
+
+
+@dataclass
+class Serving:
+    """A vLLM server. exchange: its folder for states."""
+
+    url: str
+    exchange: Path
+    process: subprocess.Popen
+
+    @property
+    def features(self) -> list[str]:
+        """Of a recipe."""
+        return [
+            "features.mode=served",
+            f"features.server=[{self.url}]",
+            f"features.exchange={self.exchange}",
+            f"features.layers={CAPTURED}",
+        ]
+
+
+@contextmanager
+def serving(
+    target: str, exchange: Path, dtype: str = "float32", port: int = 0
+) -> Iterator[Serving]:
+    """vLLM with a target, and states in files of a folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", port))
+        port = free.getsockname()[1]
+    exchange.mkdir(parents=True, exist_ok=True)
+    capture = {"hf_config": {"eagle_aux_hidden_state_layer_ids": CAPTURED}}
+    drafting = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+    drafting["draft_model_config"] = capture
+    transfer = {"kv_connector": "CpuStates", "kv_connector_module_path": "cpu_states"}
+    transfer |= {"kv_role": "kv_producer"}
+    transfer["kv_connector_extra_config"] = {"shared_storage_path": str(exchange)}
+    command = [str(Path(PLACE).with_name("vllm")), "serve", target, "--dtype", dtype]
+    command += ["--enforce-eager", "--port", str(port), "--max-model-len", str(CONTEXT)]
+    command += ["--no-enable-prefix-caching", "--max-num-seqs", "16"]
+    command += ["--speculative-config", json.dumps(drafting)]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    settings |= {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(CONNECTORS)}
+    log = exchange.with_suffix(".log").open("w")
+    process = subprocess.Popen(
+        command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(url, process)
+        yield Serving(url, exchange, process)
+    finally:
+        kill(process)
+
+
+def wait_for(url: str, process: subprocess.Popen) -> None:
+    end = time.monotonic() + STARTS
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/v1/models").status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(1)
+    raise AssertionError(f"vLLM did not start at {url}")
+
+
+def kill(process: subprocess.Popen) -> None:
+    """With all its processes, as kill -9 does."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def served(demo_target, tmp_path_factory) -> Iterator[Serving]:
+    with serving(demo_target.name, tmp_path_factory.mktemp("served") / "exchange") as each:
+        yield each
+
+
+def differences(target: Target, server: Serving, texts: list[list[int]]) -> list[float]:
+    """Of each state: the largest distance from the target's own, over the largest number."""
+    choices = FeatureChoices(mode="served", server=[server.url], exchange=server.exchange)
+    asked = Engines(target, choices, CAPTURED, 256)
+    found = [0.0] * len(CAPTURED)
+    for text, future in [(text, asked.ask(text)) for text in texts]:
+        own_PNH, _ = states_of(target.model, text)
+        for place, state in enumerate(CAPTURED):
+            got, own = future.result()[:, place].float(), own_PNH[:, state].float()
+            found[place] = max(found[place], float((got - own).abs().max() / own.abs().max()))
+    asked.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 0.03)])
+def test_all_states_are_those_of_transformers(demo_target, relative, tmp_path, name, dtype, most):
+    folder = demo_target.name if name == "llama" else relative(name).name
+    target = Target.load(folder, dtype=dtype)
+    texts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), None, 12)
+    texts.append([*range(5, 205)])
+    with serving(folder, tmp_path / "exchange", dtype) as server:
+        found = differences(target, server, texts)
+    print(f"\n{name}, {dtype}: {found}")
+    assert max(found) < most
+
+
+KINDS = {
+    "medusa": ("medusa",),
+    "sequential": ("sequential",),
+    "eagle3": ("eagle3",),
+    "eagle3-soft": ("eagle3", "head.labels=soft"),
+    "eagle": ("eagle3", "head.kind=eagle"),
+    "block": ("block",),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_steps_are_those_of_online_training(kind, trained, served):
+    few = ["run.epochs=null", "run.steps=20", "run.log_every=1", "eval.every=0"]
+    few += ["data.sequence_length=256", *KINDS[kind][1:]]
+    online = losses(trained(KINDS[kind][0], *few))
+    got = losses(trained(KINDS[kind][0], *few, *served.features))
+    print(f"\n{kind}: {online[-1]} and {got[-1]}")
+    assert len(online) == 20 and got == pytest.approx(online, rel=1e-4)
+
+
+def losses(output: Path) -> list[float]:
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_vllm_drafts_with_a_head_that_learned_from_it(trained, served, demo_target):
+    few = ["run.epochs=null", "run.steps=200", "eval.every=0", "data.sequence_length=256"]
+    folder = trained("eagle3", *few, *served.features) / "best"
+    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), None, 12)
+    plain = Job(demo_target.name, prompts)
+    job = Job(plain.target, prompts, str(folder), "eagle3", 3)
+    expected, found = ours(job, demo_target), theirs("vllm", PLACE, job)
+    print(f"\n{found.version}: {found.drafts} drafts, accepted {found.accepted}")
+    assert found.answers == expected.answers == ours(plain, demo_target).answers
+    assert (found.drafts, found.accepted) == (expected.drafts, expected.accepted)
+    assert sum(found.accepted) > 0
+
+
+def test_a_killed_server_ends_the_run_which_resumes_with_a_new_one(
+    demo_target, trained, tmp_path, capsys
+):
+    few = ["run.epochs=null", "run.steps=60", "eval.every=0", "data.sequence_length=256"]
+    data = trained("medusa", "run.epochs=null", "run.steps=20", "eval.every=0").parent / "data"
+
+    def train(server: Serving) -> None:
+        places = [f"target={demo_target.name}", f"data.path={data}", "run.save_every=5"]
+        places += [f"run.output={tmp_path / 'run'}", *server.features]
+        fit(load_recipe(RECIPES / "demo-medusa.yaml", [*places, *few]))
+
+    with serving(demo_target.name, tmp_path / "one") as server:
+        watcher = subprocess.Popen(  # as soon as there is a checkpoint
+            [
+                "bash",
+                "-c",
+                f"until ls -d {tmp_path}/run/step-*; do sleep 0.1; done; "
+                f"kill -9 -- -{server.process.pid}",
+            ]
+        )
+        with pytest.raises(OSError, match="again to resume"):
+            train(server)
+        watcher.wait()
+    with serving(demo_target.name, tmp_path / "two") as server:
+        train(server)
+    assert (tmp_path / "run" / "step-000060").is_dir()
+    assert torch.isfinite(torch.tensor(losses(tmp_path / "run"))).all()
