@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -171,9 +172,12 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         f"({work.micro_batches} micro batches); {epochs}{rows}",
         "": work.note or "",
         "time": _time(plan),
+        "server": _served(plan.served) if plan.served else "",
         "use": "\n".join(filter(None, use)),
     }
     console.print(labelled(facts))
+    if plan.served:
+        console.print(f"start it with: {plan.served['command']}", soft_wrap=True)
     text = remedy(plan)
     style = "bold red" if text else "bold green"
     console.print(text or verdict(plan), style=style, soft_wrap=True)
@@ -291,6 +295,17 @@ def why_no_drafts(tuned: Tuned) -> str:
 def _decoding(row: RowBytes) -> str:
     line = f"decoding takes {_size(row.keys_and_values)} for keys and values of 1,000 tokens"
     return f"{line}, {_size(row.states)} per row for recurrent states" if row.states else line
+
+
+def _served(served: Mapping[str, Any]) -> str:
+    wanted = f"{served['wanted']:,.0f}" if served["wanted"] else "an unknown number of"
+    rate = served["rate"]
+    gives = f"gives {rate:,.0f}" if isinstance(rate, float) else f"was not measured ({rate})"
+    return (
+        f"{served['bytes'] / 1024:.4g} KiB per token (states {served['states']}); it must give "
+        f"{wanted} tokens per second, and {gives}; at most {_size(served['folder'])} in the "
+        "exchange folder"
+    )
 
 
 def _time(plan: Plan) -> str:

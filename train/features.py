@@ -271,16 +271,24 @@ def make_features(
         if recipe.data.cache_gb:
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
-    folder = recipe.features.path or Path(f"{recipe.data.path}-features")
-    bits = recipe.target_bits
-    stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
-    if not target.adapter:
-        count = heldout_rows(heldout)
-        stores.append(StoredFeatures(folder / "heldout", evaluated, heldout, count, bits))
+    stores = stored_features(recipe, rows, online, evaluated)
     write_missing(stores, int(recipe.features.disk_gb * 1e9), accelerator)
     if target.adapter:
         return stores[0], evaluated
     return stores[0], stores[1]
+
+
+def stored_features(
+    recipe: Recipe, rows: tuple[Rows, Rows], online: RowSource, evaluated: RowSource
+) -> list[StoredFeatures]:
+    """Files of the training rows, and of held-out rows unless an adapter changes them."""
+    folder = recipe.features.path or Path(f"{recipe.data.path}-features")
+    (train, heldout), bits = rows, recipe.target_bits
+    stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
+    if not online.target.adapter:
+        count = heldout_rows(heldout)
+        stores.append(StoredFeatures(folder / "heldout", evaluated, heldout, count, bits))
+    return stores
 
 
 def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Accelerator) -> None:

@@ -29,25 +29,30 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.placement import check_placement, read_config, reading
-from draftheads.heads.pretrained import decoder_layers
+from draftheads.heads.pretrained import decoder_layers, final_norm
 from draftheads.heads.target import Target
 from draftheads.infer.measure.precision import Pace, measured_pace
-from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
+from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, Rows, release
 from draftheads.train.data.answers import MANIFEST, has_shards, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.entry import one_line
+from draftheads.train.features import OnlineFeatures, stored_features, write_missing
 from draftheads.train.launch import use_huge_pages
-from draftheads.train.loop import fit
+from draftheads.train.loop import AHEAD, fit
 from draftheads.train.recipe import Recipe
-from draftheads.train.setup import excess, load_data
+from draftheads.train.served import captured_states, measured_rate, serve_command
+from draftheads.train.setup import create_head, excess, load_data, load_target
 
 ENGINES: dict[str, tuple[str, ...]] = {
     "ddp": (),
@@ -58,6 +63,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 """What each engine divides over the processes of a launch."""
 DEEPEST, SHALLOW = 8, 4
+SMALL = 0.02
+"""Deviation of random weights."""
 BACKWARD = 2
 """Cost of a layer's backward pass, in forward passes."""
 FEWEST, MOST, TRIAL_TOKENS = 4, 16, 1 << 15
@@ -114,7 +121,8 @@ class Shapes:
         self.per_layer = _count(decoder_layers(model)) // self.layers
         self.itemsize: int = dtype.itemsize
         self.bits = recipe.target_bits or 8 * self.itemsize
-        self.row = row_bytes(self.target)
+        self.is_served = bool(recipe.features.server)
+        self.row = None if self.is_served else row_bytes(self.target)
         # a new head copies lm_head to the CPU: one number, expanded to a matrix, can be copied
         lm_head = model.get_output_embeddings()
         zeros_VD = torch.zeros(()).expand(lm_head.weight.shape)
@@ -134,12 +142,16 @@ class Shapes:
         self.head = _count(head)
         self.states = len(head.training_layers)
         self.features = len(head.feature_layers)
+        self.captured = recipe.features.layers or captured_states(head.training_layers, self.layers)
+        self.served_token = len(self.captured) * self.target.hidden_size * saved.itemsize
         self.trained = 4 * (self.head + self.adapter)
         self.buffers = sum(x.nbytes for x in head.state_dict().values()) - 4 * self.head
 
     def target_bytes(self, layers: int, shards: int = 1) -> int:
         """Bytes of a target of this many layers on one device, each layer split into `shards`."""
         outside = (self.frozen - self.layers * self.per_layer) * self.itemsize
+        if self.is_served:
+            return outside
         return outside + layers * self.per_layer * self.bits // 8 // shards
 
     def feature_bytes(self, tokens: float) -> int:
@@ -256,12 +268,12 @@ class Rehearsal:
         self.shapes = shapes
         self.work = work
         self.layers = shapes.layers
-        if shapes.layers > DEEPEST:
+        if shapes.layers > DEEPEST and not shapes.is_served:
             self.layers = max(SHALLOW, shapes.states)
         self.adapted = min(self.layers, shapes.adapted)
         self.cached = (
             bool(recipe.data.cache_gb)
-            or recipe.features.mode == "cached"
+            or recipe.features.mode != "online"
             or self.layers < shapes.layers  # only the target's time is scaled
         )
         self.batch = recipe.data.rows_per_batch
@@ -289,6 +301,8 @@ class Rehearsal:
             "heldout": self.batch / len(self.sizes),
             "cache_gb": 1e6 if self.cached else 0,
         }
+        if self.shapes.is_served:
+            values["features"] = {"mode": "cached", "server": ["http://none"]}
         values["run"] |= {
             "output": str(folder / "run"),
             "steps": steps,
@@ -338,8 +352,12 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> Trial:
     rehearsal = Rehearsal(recipe, shapes, work)
     with tempfile.TemporaryDirectory(prefix="draftheads-plan-") as name, _apart():
         short = rehearsal.recipe(recipe, Path(name))
-        write_target(recipe, rehearsal.layers, Path(short.target))
         write_rows(short.data.path, rehearsal.sizes, shapes.vocabulary)
+        if shapes.is_served:
+            write_outside(recipe, Path(short.target))
+            write_features(short)
+        else:
+            write_target(recipe, rehearsal.layers, Path(short.target))
         log = watch(short)
     return rehearsal.trial(log)
 
@@ -429,6 +447,42 @@ def write_target(recipe: Recipe, layers: int, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def write_outside(recipe: Recipe, folder: Path) -> None:
+    """Save what surrounds the layers of a random target like the recipe's."""
+    config = read_config(recipe.target, recipe.target_revision)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    modules = (model.get_input_embeddings(), final_norm(model), model.get_output_embeddings())
+    saved = {}
+    for parameter in (each for module in modules for each in module.parameters()):
+        shape = (parameter.shape, torch.bfloat16)
+        saved[names[id(parameter)]] = torch.randn(shape[0], dtype=shape[1]) * SMALL
+    folder.mkdir()
+    config.save_pretrained(folder)
+    save_file(saved, folder / SAFE_WEIGHTS_NAME)
+
+
+class RandomFeatures(OnlineFeatures):
+    """In place of a target's."""
+
+    def row(self, rows: Rows, number: int) -> Tensor:
+        """Random numbers."""
+        width = len(self.layers) * self.target.hidden_size
+        return torch.randn(rows.sizes[number], width, dtype=self.target.dtype)
+
+
+def write_features(recipe: Recipe) -> None:
+    """Store random features of a recipe's rows."""
+    accelerator = Accelerator()
+    target = load_target(recipe, accelerator)
+    data = load_data(recipe, target, log=_silent)
+    layers = create_head(recipe, target, data.documents).training_layers
+    source = RandomFeatures(target, layers)
+    rows = (data.train, data.heldout)
+    write_missing(stored_features(recipe, rows, source, source), 1 << 60, accelerator)
+
+
 def write_rows(folder: Path, sizes: list[tuple[int, int]], vocabulary: int) -> None:
     """Write random documents of these sizes: (tokens, learned tokens at the end)."""
     rows = []
@@ -461,6 +515,26 @@ class Plan:
     trial: Trial | None
     reason: str
     pace: Pace | None = None  # of decoding, on a CPU
+    rate: float | str = ""  # tokens per second that servers give, or why it is not known
+
+    @cached_property
+    def served(self) -> dict[str, Any] | None:
+        """What servers must give. bytes: of a token; wanted: tokens per second, if the time of a
+        step is known; folder: bytes at most in the exchange folder.
+        """
+        recipe, shapes = self.recipe, self.shapes
+        if not shapes.is_served:
+            return None
+        size = recipe.data.rows_per_batch
+        rows = self.processes * size * (1 + max(AHEAD, recipe.rows_ahead // size))
+        return {
+            "states": shapes.captured,
+            "bytes": shapes.served_token,
+            "wanted": self.work.tokens_per_step / self.time["step"] if self.time else None,
+            "rate": self.rate,
+            "folder": rows * self.work.length * shapes.served_token,
+            "command": serve_command(recipe, shapes.captured),
+        }
 
     @cached_property
     def memory(self) -> dict[str, int | None]:
@@ -578,6 +652,7 @@ class Plan:
             "disk": self.disk,
             "time": self.time or None,
             "break_even": self.break_even,
+            "served": self.served,
             "decoding": shapes.row._asdict() if shapes.row else None,
             "probed": [self.trial.layers] if self.trial else [],
             "reason": self.reason,
@@ -616,15 +691,33 @@ def make_plan(
     trial = None
     reason = "--no-probe was given"
     pace = None
+    rate: float | str = reason
     if probe:
-        if _device() == "cpu":
+        rate = served_rate(recipe, shapes) if shapes.is_served else ""
+        if _device() == "cpu" and not shapes.is_served:
             pace = measured_pace(shapes.target.model.config, recipe.head.nodes)
         try:
             trial = try_steps(recipe, shapes, work)
             reason = ""
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             reason = f"a trial failed: {one_line(error)}"  # shapes are worth printing
-    return Plan(recipe, processes, engine, shapes, work, trial, reason, pace)
+    return Plan(recipe, processes, engine, shapes, work, trial, reason, pace, rate)
+
+
+def served_rate(recipe: Recipe, shapes: Shapes) -> float | str:
+    """Tokens per second that the recipe's servers give, or why that is not known."""
+    if not (recipe.data.path / MANIFEST).is_file():
+        return "there is no data yet"
+    try:
+        target = load_target(recipe, Accelerator())
+        rows = load_data(recipe, target, log=_silent).train
+        return measured_rate(target, recipe, rows, shapes.captured)
+    except (OSError, ValueError) as error:
+        return one_line(error)
+
+
+def _silent(line: str) -> None:
+    """A log of what another one says."""
 
 
 def _device() -> str:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +55,10 @@ CLOSE_SECONDS = 10.0
 """How long the end waits for answers to what was asked."""
 OLD = 600.0
 """Seconds after which a file in the exchange folder is of a run that was killed."""
+CONNECTOR = "ExampleHiddenStatesConnector"
+"""vLLM's, which writes files."""
+TRIED = 10
+"""Rows that servers are measured with."""
 CHECKED = 64
 """Documents whose generated token is compared with the one that their last state gives."""
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
@@ -388,6 +394,37 @@ def served_features(
 def documents_of(rows: Rows, number: int) -> list[list[int]]:
     """The tokens of each document, or piece of one, in a row."""
     return [rows.documents.tokens(*span).tolist() for span in rows.pieces(number)]
+
+
+def serve_command(recipe: Recipe, captured: Sequence[int]) -> str:
+    """How vLLM is started so that it captures these states."""
+    extra = {"shared_storage_path": str(recipe.features.exchange)}
+    transfer: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": "kv_producer"}
+    transfer["kv_connector_extra_config"] = extra
+    states = {"eagle_aux_hidden_state_layer_ids": list(captured)}
+    drafting: dict[str, Any] = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+    drafting["draft_model_config"] = {"hf_config": states}
+    return (
+        f"vllm serve {recipe.target} --max-model-len {recipe.data.sequence_length + 1} "
+        f"--no-enable-prefix-caching --no-enable-chunked-prefill --max-num-batched-tokens "
+        f"{max(8192, recipe.data.sequence_length + 1)} "
+        f"--speculative-config {shlex.quote(json.dumps(drafting))} "
+        f"--kv-transfer-config {shlex.quote(json.dumps(transfer))}"
+    )
+
+
+def measured_rate(target: Target, recipe: Recipe, rows: Rows, captured: Sequence[int]) -> float:
+    """Tokens per second that the servers give, by the first rows. Raises what `Engines` raises."""
+    documents = [each for row in range(min(TRIED, len(rows))) for each in documents_of(rows, row)]
+    engines = Engines(target, recipe.features, captured, max(rows.sizes))
+    try:
+        engines.probe(documents[0])
+        began = time.perf_counter()
+        for future in list(map(engines.ask, documents)):
+            future.result()
+        return sum(map(len, documents)) / (time.perf_counter() - began)
+    finally:
+        engines.close()
 
 
 def captured_states(layers: Sequence[int], count: int) -> list[int]:
