@@ -272,7 +272,11 @@ def make_features(
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
     stores = stored_features(recipe, rows, online, evaluated)
-    write_missing(stores, int(recipe.features.disk_gb * 1e9), accelerator)
+    try:
+        write_missing(stores, int(recipe.features.disk_gb * 1e9), accelerator)
+    except BaseException:
+        online.close()
+        raise
     if target.adapter:
         return stores[0], evaluated
     return stores[0], stores[1]

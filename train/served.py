@@ -55,6 +55,8 @@ CLOSE_SECONDS = 10.0
 """How long the end waits for answers to what was asked."""
 OLD = 600.0
 """Seconds after which a file in the exchange folder is of a run that was killed."""
+BF16, FP8 = 0.02, 0.12
+"""Relative errors of states that are rounding."""
 CONNECTOR = "ExampleHiddenStatesConnector"
 """vLLM's, which writes files."""
 TRIED = 10
@@ -119,6 +121,7 @@ class Engines:
         self._places = {server: asyncio.Semaphore(choices.in_flight) for server in self.servers}
         self._asked: set[asyncio.Task[Tensor]] = set()
         self._is_closing = False
+        self._rounding = BF16
 
     def ask(self, tokens: Sequence[int]) -> Future[Tensor]:
         """The states (P, L, H) of a document, in the server's dtype, once they are there.
@@ -138,7 +141,7 @@ class Engines:
         own_PH = self.target.embed(ids_1P)[0].float()
         got_PH = states_PLH[:, 0].to(own_PH)
         error = (got_PH - own_PH).norm() / own_PH.norm().clamp(min=1e-9)
-        if not error < 0.02:
+        if not error < self._rounding:
             raise WrongStates(
                 f"{self.servers[0].url}: expected the embeddings of {self.target.name} as state 0, "
                 f"got others (they differ by {error:.0%}); serve the same checkpoint, and capture "
@@ -255,6 +258,7 @@ class Engines:
         states_PLH = tensors[STATES]
         if SCALES in tensors:
             states_PLH = states_PLH.float() * tensors[SCALES]
+            self._rounding = FP8
         shape = (len(tokens), len(self.captured), self.target.hidden_size)
         if states_PLH.shape != shape:
             raise ValueError(
@@ -286,8 +290,8 @@ class Engines:
         logits_V = target.model.get_output_embeddings()(target.final_norm(last_H)).float()
         if not generated or not 0 <= generated[0] < len(logits_V):
             return False
-        spread = logits_V.std()
-        return bool(logits_V[generated[0]] >= logits_V.max() - 0.05 * spread)
+        near = 3 * self._rounding * logits_V.std()
+        return bool(logits_V[generated[0]] >= logits_V.max() - near)
 
     def _space(self) -> str:
         free = shutil.disk_usage(self.folder).free

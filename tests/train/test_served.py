@@ -5,20 +5,27 @@ nothing from anything else.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from launching import ROOT, exit_code_of_a_fork, torchrun
 from placement_worker import random_batch
 from states_server import StatesServer
 from tiny_training import (
     HEAD_SECTIONS,
     assert_same,
     random_answers,
+    recipe_of,
     run,
     tiny_model,
+    tiny_recipe,
     weights,
     write_answers,
     write_target,
@@ -27,6 +34,7 @@ from tiny_training import (
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator
 from draftheads.train import served
+from draftheads.train.plan import make_plan
 
 LAYERS = 2
 ALL = [*range(LAYERS + 1)]
@@ -244,8 +252,6 @@ def test_a_run_resumes_after_its_server_died(made, server, tmp_path, capsys):
 
 
 def test_what_a_killed_run_left_is_deleted(made, server, tmp_path):
-    import os
-
     old, new = server.folder / "cmpl-1.safetensors", server.folder / "cmpl-2.safetensors"
     for path in (old, new):
         path.write_bytes(b"left")
@@ -283,3 +289,95 @@ def test_the_target_has_no_layers(made):
     ):
         with pytest.raises(ValueError, match="load it whole to decode, or ask its server"):
             run_it()
+
+
+def test_files_in_fp8_are_read(made, server, tmp_path):
+    """As hs-connectors writes them: a scale for each token, over all its states."""
+
+    def quantised(number: int, tensors: dict) -> dict:
+        states_PLH = tensors["hidden_states"]
+        scales = states_PLH.abs().amax((1, 2), keepdim=True) / 448
+        whole = (states_PLH / scales).to(torch.float8_e4m3fn)
+        return tensors | {"hidden_states": whole, "hidden_states_scales": scales}
+
+    server.change = quantised
+    assert run(made, tmp_path / "online") == 0
+    assert run(made, tmp_path / "served", *options(server)) == 0
+    online, got = losses(tmp_path / "online"), losses(tmp_path / "served")
+    assert got != online and got == pytest.approx(online, rel=0.05)
+
+
+def killed_at_document(made: Path, folder: Path, output: Path, number: int) -> None:
+    """In a fork, with a server of its own: dies when it asks for that document."""
+    server = StatesServer(tiny_model(), folder, ALL)
+
+    def die(asked: int, request: dict) -> None:
+        if asked == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    server.fault = die
+    run(made, output, *options(server, "features.in_flight=2", "run.save_every=1"))
+
+
+@pytest.mark.parametrize("number", [1, 20, 45])
+def test_a_killed_trainer_resumes(made, server, tmp_path, number):
+    assert run(made, tmp_path / "whole", *options(server)) == 0
+    code = exit_code_of_a_fork(killed_at_document, made, server.folder, tmp_path / "run", number)
+    assert code == -signal.SIGKILL
+    assert run(made, tmp_path / "run", *options(server, "run.save_every=1")) == 0
+    assert_same(weights(tmp_path / "whole", 6), weights(tmp_path / "run", 6))
+
+
+def test_stored_rows_are_fetched_once_and_resume(made, server, tmp_path, capsys):
+    """A server that dies while they are written: complete shards stay, the rest comes later."""
+    stored = [f"features.path={tmp_path / 'features'}"]
+    server.fault = lambda number, request: 404 if number > 20 else None
+    assert run(made, tmp_path / "run", *options(server, *stored, mode="cached")) == 2
+    assert "again to resume" in capsys.readouterr().err
+    server.fault = lambda number, request: None
+    assert run(made, tmp_path / "run", *options(server, *stored, mode="cached")) == 0
+    server.close()
+    again = options(server, *stored, "run.steps=8", mode="cached")
+    assert run(made, tmp_path / "run", *again) == 0, "no server is needed"
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(
+    made, server, tmp_path, capsys
+):
+    few = [f"features.path={tmp_path / 'features'}", "features.disk_gb=1e-6"]
+    assert run(made, tmp_path / "run", *options(server, *few, mode="cached")) == 2
+    assert "features.disk_gb" in capsys.readouterr().err
+    assert not server.asked
+
+
+@pytest.mark.slow
+def test_each_process_asks_for_its_own_rows(made, server, tmp_path):
+    whole = options(server, "features.in_flight=2")
+    assert run(made, tmp_path / "one", *whole) == 0
+    alone = Counter(tuple(each["prompt"]) for each in server.asked)
+    server.asked.clear()
+    script = str(ROOT / "train" / "medusa.py")
+    recipe = str(tmp_path / "recipe.yaml")
+    done = torchrun(script, recipe, *whole, f"run.output={tmp_path / 'two'}")
+    assert done.returncode == 0, done.stderr
+    both = Counter(tuple(each["prompt"]) for each in server.asked)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert sum(both.values()) <= sum(alone.values()) + 8, "each document once, and the probes"
+
+
+def test_plan_says_what_a_server_must_give(made, server, tmp_path):
+    recipe = tiny_recipe(made, "eagle3")
+    recipe["features"] = {"mode": "served", "server": [server.url], "exchange": str(server.folder)}
+    made_plan = make_plan(recipe_of(recipe))
+    served = made_plan.served
+    assert served["states"] == ALL and served["bytes"] == 3 * 32 * 4
+    assert served["wanted"] > 0 and served["rate"] > 0
+    assert made_plan.memory["target"] == 2 * 97 * 32 * 4 + 32 * 4, "no layers"
+    rows = 2 * (1 + 32 // 2)
+    assert served["folder"] == rows * 64 * served["bytes"]
+    command = shlex.split(served["command"])
+    drafting = json.loads(command[command.index("--speculative-config") + 1])
+    captured = drafting["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert captured == ALL and drafting["method"] == "extract_hidden_states"
+    server.close()
+    assert "expected an OpenAI-compatible server" in make_plan(recipe_of(recipe)).served["rate"]
