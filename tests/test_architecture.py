@@ -26,7 +26,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 57_700, "infer": 14_400, "train": 25_100}
+CORE = {"heads": 59_100, "infer": 14_400, "train": 26_100}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
@@ -38,20 +38,21 @@ WINGS = {
     "infer.serve": 13_700,
     "infer.generate": 2_200,
     "infer.pipeline": 2_800,
-    "train.data": 20_700,
-    "train.plan": 4_500,
+    "train.data": 20_800,
+    "train.plan": 5_400,
     "train.suggest": 1_200,
     "train.doctor": 4_700,
-    "scripts": 16_400,
+    "train.served": 2_900,
+    "scripts": 16_500,
 }
 """The folders and modules around the core, and their code tokens."""
-DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}
-"""What the core uses of its wings: head folders, and the answers that it learns from."""
+DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards", "train.served"}
+"""What the core uses of its wings: head folders, the answers that it learns from, and servers."""
 MENDS = "tests/mends.txt"
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 163}
-WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 13_000, "CHANGELOG.md": 800}
+WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 13_700, "CHANGELOG.md": 800}
 PICTURE = "docs/architecture.svg"
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 

@@ -31,6 +31,7 @@ WINGS = (
     "train.plan",
     "train.suggest",
     "train.doctor",
+    "train.served",
     "scripts",
 )
 """Folders and modules around the core, which is all else."""
