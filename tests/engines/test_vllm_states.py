@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub.utils import httpx
 from real_engines import place_of
 from states_server import states_of
@@ -156,12 +155,26 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def data(trained) -> Path:
+    """Answers of the demo target."""
+    return trained("medusa", "run.epochs=null", "run.steps=1", "eval.every=0").parent / "data"
+
+
+def train(kind: str, data: Path, output: Path, *overrides: str) -> Path:
+    """The run folder of the demo's recipe for a kind of head."""
+    places = [f"target={RECIPES / 'demo-target'}", f"data.path={data}", f"run.output={output}"]
+    few = ["run.epochs=null", "run.log_every=1", "eval.every=0", "data.sequence_length=256"]
+    fit(load_recipe(RECIPES / f"demo-{kind}.yaml", [*places, *few, *overrides]))
+    return output
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_twenty_steps_are_those_of_online_training(kind, trained, served):
-    few = ["run.epochs=null", "run.steps=20", "run.log_every=1", "eval.every=0"]
-    few += ["data.sequence_length=256", *KINDS[kind][1:]]
-    online = losses(trained(KINDS[kind][0], *few))
-    got = losses(trained(KINDS[kind][0], *few, *served.features))
+def test_twenty_steps_are_those_of_online_training(kind, data, served, tmp_path):
+    name, *more = KINDS[kind]
+    online = losses(train(name, data, tmp_path / "online", *more, "run.steps=20"))
+    chosen = [*more, "run.steps=20", *served.features]
+    got = losses(train(name, data, tmp_path / "served", *chosen))
     print(f"\n{kind}: {online[-1]} and {got[-1]}")
     assert len(online) == 20 and got == pytest.approx(online, rel=1e-4)
 
@@ -171,9 +184,8 @@ def losses(output: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_vllm_drafts_with_a_head_that_learned_from_it(trained, served, demo_target):
-    few = ["run.epochs=null", "run.steps=200", "eval.every=0", "data.sequence_length=256"]
-    folder = trained("eagle3", *few, *served.features) / "best"
+def test_vllm_drafts_with_a_head_that_learned_from_it(data, served, demo_target, tmp_path):
+    folder = train("eagle3", data, tmp_path / "run", "run.steps=200", *served.features) / "best"
     prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), None, 12)
     plain = Job(demo_target.name, prompts)
     job = Job(plain.target, prompts, str(folder), "eagle3", 3)
@@ -184,30 +196,16 @@ def test_vllm_drafts_with_a_head_that_learned_from_it(trained, served, demo_targ
     assert sum(found.accepted) > 0
 
 
-def test_a_killed_server_ends_the_run_which_resumes_with_a_new_one(
-    demo_target, trained, tmp_path, capsys
-):
-    few = ["run.epochs=null", "run.steps=60", "eval.every=0", "data.sequence_length=256"]
-    data = trained("medusa", "run.epochs=null", "run.steps=20", "eval.every=0").parent / "data"
-
-    def train(server: Serving) -> None:
-        places = [f"target={demo_target.name}", f"data.path={data}", "run.save_every=5"]
-        places += [f"run.output={tmp_path / 'run'}", *server.features]
-        fit(load_recipe(RECIPES / "demo-medusa.yaml", [*places, *few]))
-
+def test_a_killed_server_ends_the_run_which_resumes_with_a_new_one(demo_target, data, tmp_path):
+    often = ["run.steps=60", "run.save_every=5"]
     with serving(demo_target.name, tmp_path / "one") as server:
-        watcher = subprocess.Popen(  # as soon as there is a checkpoint
-            [
-                "bash",
-                "-c",
-                f"until ls -d {tmp_path}/run/step-*; do sleep 0.1; done; "
-                f"kill -9 -- -{server.process.pid}",
-            ]
-        )
+        kill_it = f"kill -9 -- -{server.process.pid}"  # as soon as there is a checkpoint
+        wait = f"until ls -d {tmp_path}/run/step-* 2>/dev/null; do sleep 0.1; done; {kill_it}"
+        watcher = subprocess.Popen(["bash", "-c", wait])
         with pytest.raises(OSError, match="again to resume"):
-            train(server)
+            train("medusa", data, tmp_path / "run", *often, *server.features)
         watcher.wait()
     with serving(demo_target.name, tmp_path / "two") as server:
-        train(server)
+        train("medusa", data, tmp_path / "run", *often, *server.features)
     assert (tmp_path / "run" / "step-000060").is_dir()
-    assert torch.isfinite(torch.tensor(losses(tmp_path / "run"))).all()
+    assert losses(tmp_path / "run")
