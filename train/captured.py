@@ -1,35 +1,56 @@
 """Hidden states that others computed, a serving engine or a program that wrote files, as the
 features of our rows.
 
-Legend: T tokens, P tokens of a document, L captured states, H hidden size, D = layers x H.
+Legend: B batch, T tokens, P tokens of a document or a piece of it, L captured states, H hidden
+size, D = layers x H.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
+from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
+from draftheads.train.batches import Rows, Span
+from draftheads.train.data.shards import Array
+
+READERS = 4
+"""Threads that read the states of a batch."""
+
+Read = Callable[[int, int, Array], Tensor]
+"""(document, place of a piece's first token in it, ids of the piece) -> its states (P, L, H)."""
 
 
 class Captured:
     """How captured states become features.
 
     captured: which states they are, by transformers' numbers, ascending: i enters layer i, and n,
-    of n layers, leaves the last one, before the final norm. layers: the states of the features.
-    Raises ValueError for states that were not captured.
+    of n layers, leaves the last one. layers: the states of the features. is_normed: whether state n
+    is after the final norm. Raises ValueError for states that were not captured.
     """
 
-    def __init__(self, target: Target, captured: Sequence[int], layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        captured: Sequence[int],
+        layers: Sequence[int],
+        *,
+        is_normed: bool = False,
+    ) -> None:
         self.target, self.captured = target, tuple(captured)
+        self.is_normed = is_normed
         known = range(target.layers + 1)
         if list(captured) != sorted(set(captured)) or not set(captured) <= set(known):
             raise ValueError(
                 f"expected states from 0 to {target.layers} of {target.name}, ascending, got "
-                f"{list(captured)}"
+                f"{list(captured)}; set features.layers to those that were captured"
             )
         wanted = [layer % len(known) for layer in layers]
         missing = sorted(set(wanted) - set(captured))
@@ -53,8 +74,31 @@ class Captured:
         states_PLH = states_PLH.to(self.target.device, self.target.dtype)
         chosen = [
             self.target.final_norm(states_PLH[:, place])
-            if self.captured[place] == self.target.layers
+            if self.captured[place] == self.target.layers and not self.is_normed
             else states_PLH[:, place]
             for place in self.places
         ]
         return torch.cat(chosen, dim=-1)
+
+
+class CapturedFeatures:
+    """A `FeatureSource` that does not run the target. read: called by several threads."""
+
+    def __init__(self, captured: Captured, rows: Rows, read: Read) -> None:
+        self._captured = captured
+        self._rows = rows
+        self._read = read
+        self._starts_D = rows.documents.spans[:, 0]
+
+    def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
+        """features_BTD. The states of a piece are those of its whole document."""
+        pieces = [self._rows.pieces(number) for number in numbers]
+        with ThreadPoolExecutor(READERS, "states") as threads:
+            states = threads.map(self._piece, [span for spans in pieces for span in spans])
+            rows = [self._captured.row([next(states) for _ in spans]) for spans in pieces]
+        return pad_sequence(rows, batch_first=True)
+
+    def _piece(self, span: Span) -> Tensor:
+        documents = self._rows.documents
+        [number] = documents.numbers(np.array(span[:1])).tolist()
+        return self._read(number, span[0] - self._starts_D[number], documents.tokens(*span))

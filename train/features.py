@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
@@ -33,6 +34,8 @@ from draftheads.heads.files import remedy, replacing, sweep, write_text
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
+from draftheads.train.captured import Captured, CapturedFeatures
+from draftheads.train.data.foreign import ForeignFolder, ForeignStates, open_foreign
 from draftheads.train.launch import main_process_log
 from draftheads.train.recipe import Recipe
 
@@ -208,7 +211,8 @@ def make_features(
 ) -> tuple[FeatureSource, FeatureSource]:
     """The sources for (training rows, held-out rows); the latter with the target's adapter, if any.
 
-    features.mode "cached" first writes the missing shards, see `write_missing`.
+    features.mode "cached" reads the states of another toolkit's data; of ours it first writes the
+    missing shards, see `write_missing`.
     """
     train, heldout = rows
     online = OnlineFeatures(target, layers)
@@ -217,6 +221,9 @@ def make_features(
         if recipe.data.cache_gb:
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
+    if foreign := open_foreign(recipe.data.path):
+        sources = foreign_features(recipe, target, rows, layers, foreign)
+        return sources[0], evaluated if target.adapter else sources[1]
     folder = recipe.features.path or Path(f"{recipe.data.path}-features")
     bits = recipe.target_bits
     stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
@@ -227,6 +234,24 @@ def make_features(
     if target.adapter:
         return stores[0], evaluated
     return stores[0], stores[1]
+
+
+def foreign_features(
+    recipe: Recipe,
+    target: Target,
+    rows: Sequence[Rows],
+    layers: Sequence[int],
+    folder: ForeignFolder,
+) -> list[FeatureSource]:
+    """The sources for rows of another toolkit's data. Raises ValueError if states are missing."""
+    last = target.layers
+    named = recipe.features.layers or [2, last // 2, last - 3]
+    captured = [*(layer for layer in named if layer != last), last]
+    reading = Captured(target, captured, layers, is_normed=folder.is_normed)
+    sizes = np.diff(rows[0].documents.spans)[:, 0].tolist()
+    path = recipe.features.path or folder.states
+    states = ForeignStates(folder, path, sizes, len(captured), target.hidden_size)
+    return [CapturedFeatures(reading, each, states) for each in rows]
 
 
 def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Accelerator) -> None:

@@ -58,7 +58,9 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 class DataChoices(Section):
     """The target's answers and their layout in rows."""
 
-    path: Path = Field(description="folder written by `draftheads distill --out`")
+    path: Path = Field(
+        description="folder of `draftheads distill --out`, speculators' prepare-data or SpecForge"
+    )
     sequence_length: int = Field(1024, ge=2, description="tokens per row")
     rows_per_batch: int = Field(8, ge=1, description="rows per process and forward")
     pack: bool = Field(True, description="pack several documents per row; false: one")
@@ -70,7 +72,14 @@ class FeatureChoices(Section):
     """Source of the target's features: a forward in every step, or files written once."""
 
     mode: Literal["online", "cached"] = Field("online", description="cached: from features.path")
-    path: Path | None = Field(None, description="null: next to data.path")
+    path: Path | None = Field(
+        None, description="null: next to data.path, or where another toolkit writes states"
+    )
+    layers: list[int] | None = Field(
+        None,
+        description="states in another toolkit's files, by transformers' numbers, and always the "
+        "last; null: 2, half of the layers, the third last",
+    )
     disk_gb: float = Field(100.0, gt=0, description="disk space for cached features, in GB")
 
 
