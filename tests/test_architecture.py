@@ -26,7 +26,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 57_700, "infer": 14_400, "train": 25_100}
+CORE = {"heads": 57_800, "infer": 14_400, "train": 26_000}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
@@ -38,14 +38,16 @@ WINGS = {
     "infer.serve": 13_700,
     "infer.generate": 2_200,
     "infer.pipeline": 2_800,
-    "train.data": 20_700,
-    "train.plan": 4_500,
+    "train.data": 22_200,
+    "train.plan": 4_600,
     "train.suggest": 1_200,
     "train.doctor": 4_700,
     "scripts": 16_400,
 }
 """The folders and modules around the core, and their code tokens."""
-DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards"}
+DOORS = {
+    *("heads.formats.hub", "train.data.answers", "train.data.shards", "train.data.foreign"),
+}
 """What the core uses of its wings: head folders, and the answers that it learns from."""
 MENDS = "tests/mends.txt"
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}

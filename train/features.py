@@ -245,11 +245,10 @@ def foreign_features(
 ) -> list[FeatureSource]:
     """The sources for rows of another toolkit's data. Raises ValueError if states are missing."""
     last = target.layers
-    named = recipe.features.layers or [2, last // 2, last - 3]
-    captured = [*(layer for layer in named if layer != last), last]
+    captured = sorted({*(recipe.features.layers or [2, last // 2, last - 3]), last})
     reading = Captured(target, captured, layers, is_normed=folder.is_normed)
     sizes = np.diff(rows[0].documents.spans)[:, 0].tolist()
-    path = recipe.features.path or folder.states
+    path = recipe.features.path or folder.path / folder.place
     states = ForeignStates(folder, path, sizes, len(captured), target.hidden_size)
     return [CapturedFeatures(reading, each, states) for each in rows]
 

@@ -277,7 +277,7 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
     incomplete one only logs a warning.
     """
     manifest = read_manifest(folder)
-    if not (Path(folder) / MANIFEST).is_file() and (foreign := open_foreign(folder)):
+    if not manifest["target"] and (foreign := open_foreign(folder)):
         return foreign.shards(), manifest
     if has_shards(manifest):
         entries = manifest["shards"]

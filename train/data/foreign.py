@@ -39,7 +39,6 @@ STATE = "state.json"
 NUMBER = re.compile(r"data_(\d+)\.ckpt(\.gz)?")
 ROWS = 1 << 14
 """Documents of a shard."""
-LARGEST_ID = (1 << 31) - 1
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FAULTS = (
     *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError),
@@ -51,26 +50,26 @@ FAULTS = (
 class ForeignFolder(ABC):
     """A folder of another toolkit.
 
-    toolkit, command: its name, and what writes states. is_normed: whether the last state is after
-    the final norm. files: of the documents. states: folder of the states, by default.
+    toolkit, command: its name, and what writes states; place: where in the folder. is_normed:
+    whether the last state is after the final norm. files: of the documents.
     """
 
     toolkit: ClassVar[str]
     command: ClassVar[str]
+    place: ClassVar[str]
     is_normed: ClassVar[bool]
 
-    def __init__(self, path: Path, files: Sequence[Path], states: Path) -> None:
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
         self.path = path
         self.files = files
-        self.states = states
 
     @abstractmethod
     def documents(self, file: Path) -> Iterator[tuple[Array, Array]]:
         """Token ids and loss mask of each document of a file. Raises one of FAULTS."""
 
     @abstractmethod
-    def names(self, count: int) -> Sequence[str]:
-        """The files, in the folder of the states, of the states of all `count` documents."""
+    def name(self, document: int) -> str:
+        """The file of a document's states, in the folder of the states."""
 
     @abstractmethod
     def read(self, file: Path, hidden: int) -> tuple[Tensor, Tensor]:
@@ -96,6 +95,7 @@ class SpeculatorsFolder(ForeignFolder):
 
     toolkit = "speculators"
     command = "speculators generate-offline-data"
+    place = "hidden_states"
     is_normed = False
 
     def documents(self, file: Path) -> Iterator[tuple[Array, Array]]:
@@ -104,9 +104,9 @@ class SpeculatorsFolder(ForeignFolder):
             for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
                 yield np.asarray(ids.values), np.asarray(mask.values)
 
-    def names(self, count: int) -> Sequence[str]:
-        """Numbered by the rows of the data set."""
-        return [f"hs_{row}.safetensors" for row in range(count)]
+    def name(self, document: int) -> str:
+        """By its row in the data set."""
+        return f"hs_{document}.safetensors"
 
     def read(self, file: Path, hidden: int) -> tuple[Tensor, Tensor]:
         """Mapped into memory."""
@@ -119,6 +119,7 @@ class SpecForgeFolder(ForeignFolder):
 
     toolkit = "SpecForge"
     command = "scripts/prepare_hidden_states.py"
+    place = ""
     is_normed = True
 
     def documents(self, file: Path) -> Iterator[tuple[Array, Array]]:
@@ -126,9 +127,9 @@ class SpecForgeFolder(ForeignFolder):
         content = _load(file)
         yield content["input_ids"].flatten().numpy(), content["loss_mask"].flatten().numpy()
 
-    def names(self, count: int) -> Sequence[str]:
-        """The files of the documents."""
-        return [file.relative_to(self.path).as_posix() for file in self.files]
+    def name(self, document: int) -> str:
+        """The document's own file."""
+        return str(self.files[document].relative_to(self.path))
 
     def read(self, file: Path, hidden: int) -> tuple[Tensor, Tensor]:
         """The last state follows the others."""
@@ -150,7 +151,7 @@ class ForeignStates:
         self._folder = folder
         self._sizes = sizes
         self._shape_LH = count, hidden
-        self._files = [path / name for name in folder.names(len(sizes))]
+        self._files = [path / folder.name(document) for document in range(len(sizes))]
         missing = [file for file in self._files if not file.is_file()]
         if missing:
             raise ValueError(
@@ -192,13 +193,13 @@ def open_foreign(path: str | Path) -> ForeignFolder | None:
             names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
         except FAULTS as error:
             raise damaged(state, error) from error
-        return SpeculatorsFolder(path, [path / name for name in names], path / "hidden_states")
+        return SpeculatorsFolder(path, [path / name for name in names])
     numbers = {}
     for file in sorted(path.glob("rows_*/data_*")):
         if match := NUMBER.fullmatch(file.name):
             numbers[int(match[1])] = file
     if numbers:
-        return SpecForgeFolder(path, [numbers[number] for number in sorted(numbers)], path)
+        return SpecForgeFolder(path, [numbers[number] for number in sorted(numbers)])
     return None
 
 
@@ -206,9 +207,9 @@ def record(ids_T: Array, mask_T: Array) -> Record:
     """A document as a row of a shard. Raises ValueError for what cannot be ids and loss mask."""
     if len(ids_T) != len(mask_T) or not np.isin(mask_T, (0, 1)).all():
         raise ValueError(f"a loss mask that is not {len(ids_T)} zeros and ones")
-    if not 0 <= ids_T.min(initial=0) <= ids_T.max(initial=0) <= LARGEST_ID:
-        raise ValueError(f"token ids from {ids_T.min()} to {ids_T.max()}")
     tokens = ids_T.astype(np.int32)
+    if tokens.min(initial=0) < 0 or not np.array_equal(tokens, ids_T):
+        raise ValueError(f"token ids from {ids_T.min()} to {ids_T.max()}")
     edges = np.flatnonzero(np.diff(mask_T.astype(np.int8), prepend=0, append=0))
     learn = edges.reshape(-1, 2).tolist()
     return {"tokens": tokens, "learn": learn, "follows": False, "hash": content_hash(tokens)}
