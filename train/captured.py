@@ -57,7 +57,7 @@ class Captured:
         if missing:
             raise ValueError(
                 f"expected states {sorted(set(wanted))}, which the head reads, got "
-                f"{list(captured)}; capture {missing}, too"
+                f"{list(captured)}; capture {missing}, too, or correct features.layers"
             )
         self.places = [self.captured.index(layer) for layer in wanted]
 
