@@ -62,7 +62,8 @@ def deep_model() -> LlamaForCausalLM:
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4.0)  # a final norm that is not one, too
+            parameter.mul_(4.0)
+        model.model.norm.weight.uniform_(0.5, 4.0)  # to apply it twice is not to apply it once
     return model.eval()
 
 
