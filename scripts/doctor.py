@@ -98,10 +98,10 @@ def _data_of(head: Path, recorded: str) -> Path | None:
     """The recorded training data: relative to the working directory or to a folder above the
     head's, as the run's output was; None if it is in none of them.
     """
-    from draftheads.train.data.answers import MANIFEST
+    from draftheads.train.data.answers import has_answers
 
     places = [place / recorded for place in (Path(), *head.absolute().parents)]
-    return next((place for place in places if recorded and (place / MANIFEST).is_file()), None)
+    return next((place for place in places if recorded and has_answers(place)), None)
 
 
 def _read_data(folder: Path | None, target: Target) -> tuple[Documents | None, dict[str, Any]]:

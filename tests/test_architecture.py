@@ -26,7 +26,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 59_100, "infer": 14_400, "train": 26_100}
+CORE = {"heads": 59_100, "infer": 14_400, "train": 26_800}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
@@ -38,15 +38,21 @@ WINGS = {
     "infer.serve": 13_700,
     "infer.generate": 2_200,
     "infer.pipeline": 2_800,
-    "train.data": 20_800,
-    "train.plan": 5_400,
+    "train.data": 22_300,
+    "train.plan": 5_500,
     "train.suggest": 1_200,
     "train.doctor": 4_700,
     "train.served": 2_900,
     "scripts": 16_500,
 }
 """The folders and modules around the core, and their code tokens."""
-DOORS = {"heads.formats.hub", "train.data.answers", "train.data.shards", "train.served"}
+DOORS = {
+    "heads.formats.hub",
+    "train.data.answers",
+    "train.data.foreign",
+    "train.data.shards",
+    "train.served",
+}
 """What the core uses of its wings: head folders, the answers that it learns from, and servers."""
 MENDS = "tests/mends.txt"
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
@@ -34,6 +35,8 @@ from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
+from draftheads.train.captured import Captured, CapturedFeatures
+from draftheads.train.data.foreign import ForeignFolder, ForeignStates, open_foreign
 from draftheads.train.launch import main_process_log
 from draftheads.train.recipe import Recipe
 from draftheads.train.served import served_features
@@ -259,7 +262,8 @@ def make_features(
 ) -> tuple[FeatureSource, FeatureSource]:
     """The sources for (training rows, held-out rows); the latter with the target's adapter, if any.
 
-    features.mode "cached" first writes the missing shards, see `write_missing`.
+    features.mode "cached" reads the states of another toolkit's data; of ours it first writes the
+    missing shards, see `write_missing`.
     """
     train, heldout = rows
     online: RowSource = OnlineFeatures(target, layers)
@@ -271,6 +275,10 @@ def make_features(
         if recipe.data.cache_gb:
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
+    foreign = None if recipe.features.server else open_foreign(recipe.data.path)
+    if foreign:
+        sources = foreign_features(recipe, target, rows, layers, foreign)
+        return sources[0], evaluated if target.adapter else sources[1]
     stores = stored_features(recipe, rows, online, evaluated)
     try:
         write_missing(stores, int(recipe.features.disk_gb * 1e9), accelerator)
@@ -293,6 +301,23 @@ def stored_features(
         count = heldout_rows(heldout)
         stores.append(StoredFeatures(folder / "heldout", evaluated, heldout, count, bits))
     return stores
+
+
+def foreign_features(
+    recipe: Recipe,
+    target: Target,
+    rows: Sequence[Rows],
+    layers: Sequence[int],
+    folder: ForeignFolder,
+) -> list[FeatureSource]:
+    """The sources for rows of another toolkit's data. Raises ValueError if states are missing."""
+    last = target.layers
+    captured = sorted({*(recipe.features.layers or [2, last // 2, last - 3]), last})
+    reading = Captured(target, captured, layers, is_normed=folder.is_normed)
+    sizes = np.diff(rows[0].documents.spans)[:, 0].tolist()
+    path = recipe.features.path or folder.path / folder.place
+    states = ForeignStates(folder, path, sizes, len(captured), target.hidden_size)
+    return [CapturedFeatures(reading, each, states) for each in rows]
 
 
 def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Accelerator) -> None:

@@ -44,7 +44,7 @@ from draftheads.heads.pretrained import decoder_layers, final_norm
 from draftheads.heads.target import Target
 from draftheads.infer.measure.precision import Pace, measured_pace
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, Rows, release
-from draftheads.train.data.answers import MANIFEST, has_shards, new_manifest, store_batch
+from draftheads.train.data.answers import has_answers, has_shards, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.entry import one_line
 from draftheads.train.features import OnlineFeatures, stored_features, write_missing
@@ -198,7 +198,7 @@ class Workload:
     missing. data: bytes of memory. row_tokens: mean tokens per row. sizes, learned: tokens and
     learned tokens of each row. heldout: tokens evaluated at each save. rows_per_step,
     tokens_per_step: over all processes. micro_batches: per process. steps, epochs, saves: None
-    where unknown. Raises what `load_data` raises.
+    where unknown. stores: whether features are written first. Raises what `load_data` raises.
     """
 
     def __init__(self, recipe: Recipe, target: Target, processes: int) -> None:
@@ -209,9 +209,11 @@ class Workload:
         self.sizes: Sequence[int] = [self.length]
         self.learned: Sequence[int] = [self.length - 1]
         self.data = 0
-        if (data.path / MANIFEST).is_file():
+        self.stores = recipe.features.mode == "cached"
+        if has_answers(data.path):
             answers = load_data(recipe, target, log=lambda line: None)
             self.rows = len(answers.train)
+            self.stores &= bool(answers.manifest["target"])  # else another toolkit has written them
             self.data = BYTES_PER_DOCUMENT * len(answers.documents)
             if not has_shards(answers.manifest):
                 self.data += 4 * answers.documents.size
@@ -576,7 +578,7 @@ class Plan:
         """
         run, shapes, work = self.recipe.run, self.shapes, self.work
         tokens = 0
-        if self.recipe.features.mode == "cached":
+        if self.work.stores:
             tokens = round(work.row_tokens * (work.rows or work.rows_per_step * (work.steps or 1)))
             if not self.recipe.adapter:  # which changes the features of held-out rows
                 tokens += work.heldout
@@ -604,7 +606,7 @@ class Plan:
         load = trial.load
         features = trial.features
         if self.recipe.features.mode == "cached":
-            load += features * rows / work.rows_per_step
+            load += features * rows / work.rows_per_step if work.stores else 0.0
             features = 0.0
         room = self.recipe.data.cache_gb * 1e9
         cached = min(1.0, room / self.shapes.feature_bytes(rows * work.row_tokens))
@@ -706,7 +708,7 @@ def make_plan(
 
 def served_rate(recipe: Recipe, shapes: Shapes) -> float | str:
     """Tokens per second that the recipe's servers give, or why that is not known."""
-    if not (recipe.data.path / MANIFEST).is_file():
+    if not has_answers(recipe.data.path):
         return "there is no data yet"
     try:
         target = load_target(recipe, Accelerator())

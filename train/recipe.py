@@ -63,7 +63,9 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 class DataChoices(Section):
     """The target's answers and their layout in rows."""
 
-    path: Path = Field(description="folder written by `draftheads distill --out`")
+    path: Path = Field(
+        description="folder of `draftheads distill --out`, speculators' prepare-data or SpecForge"
+    )
     sequence_length: int = Field(1024, ge=2, description="tokens per row")
     rows_per_batch: int = Field(8, ge=1, description="rows per process and forward")
     pack: bool = Field(True, description="pack several documents per row; false: one")
@@ -77,7 +79,15 @@ class FeatureChoices(Section):
     mode: Literal["online", "cached", "served"] = Field(
         "online", description="cached: from features.path; served: from features.server"
     )
-    path: Path | None = Field(None, description="null: next to data.path")
+    path: Path | None = Field(
+        None, description="null: next to data.path, or where another toolkit writes states"
+    )
+    layers: list[int] | None = Field(
+        None,
+        description="states that servers capture, or another toolkit's files hold, by "
+        "transformers' numbers; null: 0, what the head reads and the last; in files 2, half of the "
+        "layers, the third last and the last",
+    )
     disk_gb: float = Field(100.0, gt=0, description="disk space for cached features, in GB")
     server: list[str] = Field(
         default_factory=list,
@@ -88,9 +98,6 @@ class FeatureChoices(Section):
     exchange: Path = Field(
         Path("/dev/shm/draftheads"),  # noqa: S108
         description="folder to which the servers write states",
-    )
-    layers: list[int] | None = Field(
-        None, description="states that the servers capture; null: 0, what the head reads, the last"
     )
     in_flight: int = Field(32, ge=1, description="documents asked for at a time, at each server")
     timeout: float | None = Field(None, gt=0, description="seconds for an answer; null: 60")

@@ -102,6 +102,9 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
             f"{origin.get('name')} ({origin.get('fingerprint')}); distill with this target, or set "
             f"target={origin.get('name')}"
         )
+    if not origin:
+        source = manifest["prompts"]["source"]
+        log(f"data: a {source}; whether {target.name} wrote its answers cannot be checked")
     documents = Documents.open(path, target.vocab_size, str(target.name))
     length = min(recipe.data.sequence_length, target.context)
     for line in excess(recipe, target):

@@ -61,6 +61,7 @@ from pydantic import (
 
 from draftheads.arguments import expected
 from draftheads.heads.files import sweep, write_text
+from draftheads.train.data.foreign import open_foreign
 from draftheads.train.data.shards import (
     SCHEMA,
     Array,
@@ -200,10 +201,19 @@ class _Manifest(_Section):
         return self
 
 
+def has_answers(folder: Path) -> bool:
+    """Whether training can read this folder: one of ours or of another toolkit."""
+    return (folder / MANIFEST).is_file() or open_foreign(folder) is not None
+
+
 def read_manifest(folder: str | Path) -> Manifest:
-    """A folder's manifest. Raises ValueError if it is missing, damaged or of another format."""
+    """A folder's manifest, with what is known of one of another toolkit. Raises ValueError if it is
+    missing, damaged or of another format.
+    """
     path = Path(folder) / MANIFEST
     if not path.is_file():
+        if foreign := open_foreign(folder):
+            return foreign.manifest()
         raise ValueError(
             f"{folder}: expected a distillation folder with {MANIFEST}, found none; "
             "give the folder that `draftheads distill --out` wrote"
@@ -267,6 +277,8 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
     incomplete one only logs a warning.
     """
     manifest = read_manifest(folder)
+    if not manifest["target"] and (foreign := open_foreign(folder)):
+        return foreign.shards(), manifest
     if has_shards(manifest):
         entries = manifest["shards"]
         _refuse(_faults(folder, entries, by_content=False))
