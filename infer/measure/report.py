@@ -226,8 +226,8 @@ def verdict(report: BenchReport) -> str:
     if not results:
         return "Nothing with drafts was measured."
     result = best(report) or max(results, key=_merit)
-    over_generate = _times(result.speedup, result.speedup_ci95)
-    over_best = _times(result.speedup_over_best, result.speedup_over_best_ci95)
+    over_generate = times(result.speedup, result.speedup_ci95)
+    over_best = times(result.speedup_over_best, result.speedup_over_best_ci95)
     text = {
         True: "its text is the same, token for token",
         False: "ITS TEXT DIFFERS (--explain says where)",
@@ -249,7 +249,7 @@ def verdict(report: BenchReport) -> str:
     )
 
 
-def _times(ratio: float, interval: list[float]) -> str:
+def times(ratio: float, interval: list[float]) -> str:
     """With two decimals where one would hide on which side of 1 it is."""
     places = 2 if any(round(each, 1) == 1 for each in (ratio, *interval)) else 1
     return "{:.{places}f} times ({:.{places}f} to {:.{places}f})".format(
