@@ -291,12 +291,14 @@ def growth_of(before: Counters, after: Counters | None, answers: int, url: str) 
 
 
 def foreign_tokens(growth: Counters, tokens: int, answers: int) -> int:
-    """Tokens that the engine counted beyond those of our answers, negative if it missed some. The
-    last draft of an answer may be accepted beyond its end; a first token has no draft.
+    """Tokens that the engine counted beyond those of our answers, negative if it missed some.
+
+    First by its tokens, then by its drafts: an answer has its first token without one, and the last
+    draft may be accepted beyond the answer's end.
     """
-    beyond = answers * max(len(growth.positions) - 1, 0)
+    beyond = answers * (len(growth.positions) - 1)
     drafted = growth.drafts + growth.accepted - (tokens - answers) - beyond
-    return growth.tokens - tokens or max(drafted, 0)
+    return growth.tokens - tokens or (max(drafted, 0) if growth.positions else 0)
 
 
 def first_difference(runs: Runs, prompts: Sequence[BenchPrompt]) -> Difference | None:
