@@ -326,13 +326,13 @@ def bench(
         )
         texts = Texts(prompts, prompt_words, limit, prepared(template_args) or {})
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        model = ServedTarget(target, servers, revision)
-        if len(model.servers) < len(urls):
+        answering = ServedTarget(target, servers, revision)
+        if len(answering.servers) < len(urls):
             raise ValueError(
                 "--server-plain: expected another server than --server, got the same address; "
                 "start one without drafts"
             )
-        served = bench_served(model, texts, sampling, options)
+        served = bench_served(answering, texts, sampling, options)
         print_served(served)
         write_figures(json_out, asdict(served))
         return

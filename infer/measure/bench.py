@@ -347,18 +347,11 @@ def _divergence(
     target: Target, prompts: Sequence[BenchPrompt], runs: Runs, name: str
 ) -> Divergence | None:
     """Compare every repetition with generate's first run of the prompt, alone."""
-    differing = []
-    expected_P = runs.get(ALONE, runs[GENERATE])
-    for prompt, references, repeated in zip(prompts, expected_P, runs[name], strict=True):
-        expected = references[0].tokens
-        outputs = [run.tokens for run in repeated if run.tokens != expected]
-        if outputs:
-            differing.append((prompt, expected, outputs[0]))
+    differing = differing_outputs(prompts, runs.get(ALONE, runs[GENERATE]), runs[name])
     if not differing:
         return None
     prompt, expected, got = differing[0]
-    pairs = enumerate(zip(expected, got, strict=False))
-    token = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
+    token = parting(expected, got)
     return Divergence(
         prompts=len(differing),
         prompt=prompt.number,
@@ -367,6 +360,27 @@ def _divergence(
         got=got[token] if token < len(got) else None,
         top2_margin=top2_margin(target, [*prompt.prompt, *expected[:token]]),
     )
+
+
+def differing_outputs(
+    prompts: Sequence[BenchPrompt],
+    references: Sequence[Sequence[Run]],
+    runs: Sequence[Sequence[Run]],
+) -> list[tuple[BenchPrompt, list[int], list[int]]]:
+    """Prompts with an output other than the first reference: the reference, and the output."""
+    differing = []
+    for prompt, expected_runs, repeated in zip(prompts, references, runs, strict=True):
+        expected = expected_runs[0].tokens
+        outputs = [run.tokens for run in repeated if run.tokens != expected]
+        if outputs:
+            differing.append((prompt, expected, outputs[0]))
+    return differing
+
+
+def parting(expected: Sequence[int], got: Sequence[int]) -> int:
+    """Index of the first token that differs."""
+    pairs = enumerate(zip(expected, got, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
 
 
 def top2_margin(target: Target, tokens: Sequence[int]) -> float:

@@ -6,10 +6,8 @@ Sources: v1/spec_decode/metrics.py of vLLM 0.32; SGLang's scheduler metrics.
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +15,14 @@ from rich.console import Console
 
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.accept import Greedy
-from draftheads.infer.measure.bench import BenchOptions, arranged, compared, sums_of
+from draftheads.infer.measure.bench import (
+    BenchOptions,
+    arranged,
+    compared,
+    differing_outputs,
+    parting,
+    sums_of,
+)
 from draftheads.infer.measure.grid import Grid
 from draftheads.infer.measure.report import times
 from draftheads.infer.race import (
@@ -35,8 +40,20 @@ HEAD, PLAIN = "with drafts", "without"
 SAMPLE = re.compile(r"(?m)^([\w:]+)(?:\{(.*)\})?[ \t]+(\S+)")
 """A line of Prometheus' text: name, labels, value."""
 POSITION = re.compile(r'(?:^|,)position="(\d+)"')
+COUNT = r"\d+(\.\d+)?(e\+?\d+)?"
 GAUGE = "sglang:spec_accept_length"
 """SGLang's tokens per step, of its last steps."""
+NAMES = {
+    "vllm:spec_decode_num_drafts_total": "drafts",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "position ",
+    "vllm:generation_tokens_total": "tokens",
+    "draftheads_steps_total": "steps",  # one of each answer verifies no draft
+    "draftheads_accepted_prediction_tokens_total": "accepted",
+    "draftheads_completion_tokens_total": "tokens",
+    GAUGE: "tau",
+}
+"""What engines call what they count."""
 
 
 class Served(Engine, Protocol):
@@ -48,47 +65,6 @@ class Served(Engine, Protocol):
     def metrics(self) -> str | None:
         """The page of its counters; None if it has none."""
         ...
-
-
-@dataclass(frozen=True)
-class Names:
-    """What an engine calls its counters. drafts: verified drafts; a step per answer verifies none
-    where `prefill` is set. tokens: of all answers.
-    """
-
-    drafts: str
-    accepted: str
-    positions: str
-    tokens: str
-    prefill: bool = False
-
-
-ENGINES = {
-    "vLLM": Names(
-        "vllm:spec_decode_num_drafts_total",
-        "vllm:spec_decode_num_accepted_tokens_total",
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-        "vllm:generation_tokens_total",
-    ),
-    "draftheads": Names(
-        "draftheads_steps_total",
-        "draftheads_accepted_prediction_tokens_total",
-        "",
-        "draftheads_completion_tokens_total",
-        prefill=True,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What an engine has counted. positions: draft tokens accepted at each position."""
-
-    engine: str
-    drafts: int
-    accepted: int
-    tokens: int
-    positions: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -105,7 +81,6 @@ class ServedReport:
     """What was measured; what could not be is None or empty."""
 
     settings: dict[str, Any]
-    engine: str | None
     tokens_per_step: float | None
     acceptance_by_depth: list[float]  # as of `bench.Result`, of the engine's own drafts
     drafts: int  # verified, by the engine's counters
@@ -134,85 +109,34 @@ def measure(
     """
     prompts = arranged(prompts, (), options.batch)
     engines = {HEAD: head, PLAIN: plain} if plain else {HEAD: head}
-    candidates = [
-        Candidate(name, None, engine, options.sampling) for name, engine in engines.items()
-    ]
-    before: list[Counters | None] = []
+    candidates = [Candidate(name, None, each, options.sampling) for name, each in engines.items()]
+    before: dict[str, float] = {}
 
     def begin() -> None:
-        before.append(_drafting(head))
-        if plain:
-            _check_plain(plain)
+        before.update(counts_of(head))
+        check_roles(before, head, plain)
 
     runs = race(candidates, prompts, options, begin=begin)
-    return _report(head, before[0], runs, prompts, options, settings)
-
-
-def _drafting(head: Served) -> Counters | None:
-    """The counters of a server with drafts. Raises ValueError for a vLLM without any."""
-    page = head.metrics() or ""
-    counters = read_counters(page, head.url)
-    if counters is None and re.search(r"(?m)^vllm:", page):
-        raise ValueError(
-            f"{head.url}: expected a vLLM that verifies drafts, got one without; start it with "
-            "--speculative-config, or swap --server and --server-plain"
-        )
-    return counters
-
-
-def _check_plain(plain: Served) -> None:
-    counters = read_counters(plain.metrics(), plain.url)
-    if counters and counters.accepted:
-        raise ValueError(
-            f"{plain.url}: expected a server without drafts, got one that accepted "
-            f"{counters.accepted} draft tokens; start it without, or swap --server and "
-            "--server-plain"
-        )
-
-
-def _report(
-    head: Served,
-    before: Counters | None,
-    runs: Runs,
-    prompts: Sequence[BenchPrompt],
-    options: BenchOptions,
-    settings: dict[str, Any],
-) -> ServedReport:
-    page = head.metrics()
     answers = [run for repeated in runs[HEAD] for run in repeated]
     tokens = sum(len(run.tokens) for run in answers)
-    growth = None
-    foreign = 0
-    if before:
-        growth = growth_of(before, read_counters(page, head.url), len(answers), head.url)
-        foreign = foreign_tokens(growth, tokens, len(answers))
-    drafts = growth.drafts if growth else 0
-    tau = 1 + growth.accepted / drafts if growth and drafts else None
-    positions = growth.positions.values() if growth else ()
-    gauge = None if before else read_gauge(page, head.url)
+    after = counts_of(head)
+    growth = growth_of(before, after, len(answers), head.url)
+    drafts = growth.get("drafts")
     units = batched(prompts, options.batch)
     sums = {name: sums_of(repeated, units) for name, repeated in runs.items()}
-    speedup, interval = compared(sums[HEAD], sums[PLAIN], options) if PLAIN in sums else (None, [])
-    is_comparable = PLAIN in runs and isinstance(options.sampling, Greedy)
+    speedup, interval = compared(sums[HEAD], sums[PLAIN], options) if plain else (None, [])
+    is_comparable = plain is not None and isinstance(options.sampling, Greedy)
     difference = first_difference(runs, prompts) if is_comparable else None
+    rule = {"sampling": rule_name(options.sampling), "prompts": len(prompts)}
     return ServedReport(
-        settings={
-            **settings,
-            "sampling": rule_name(options.sampling),
-            "prompts": len(prompts),
-            "max_new_tokens": options.max_new_tokens,
-            "repetitions": options.repetitions,
-            "concurrency": options.batch,
-            "seed": options.seed,
-        },
-        engine=growth.engine if growth else ("SGLang" if gauge else None),
-        tokens_per_step=tau or gauge,
-        acceptance_by_depth=[count / drafts for count in positions] if drafts else [],
-        drafts=drafts,
+        settings={**vars(options), **settings, **rule},
+        tokens_per_step=1 + growth["accepted"] / drafts if drafts else after.get("tau"),
+        acceptance_by_depth=[count / (drafts or 1) for count in by_position(growth)],
+        drafts=int(drafts or 0),
         tokens=tokens,
-        foreign_tokens=foreign,
+        foreign_tokens=foreign_tokens(growth, tokens, len(answers)),
         tokens_per_second=speed(sums[HEAD]),
-        plain_tokens_per_second=speed(sums[PLAIN]) if PLAIN in sums else None,
+        plain_tokens_per_second=speed(sums[PLAIN]) if plain else None,
         speedup=speedup,
         speedup_ci95=interval,
         same_text=difference is None if is_comparable else None,
@@ -221,99 +145,85 @@ def _report(
     )
 
 
-def read_counters(page: str | None, url: str) -> Counters | None:
-    """The counters of a page of Prometheus' text, over all engines of the server; None if it has
-    none of drafts. Raises ValueError for values that are no counts.
+def counts_of(engine: Served) -> dict[str, float]:
+    """What an engine has counted, by the values of `NAMES`, over all of its processes. Raises
+    ValueError for values that are no counts.
     """
-    samples = [match.groups() for match in SAMPLE.finditer(page or "")]
-    present = {name for name, _, _ in samples}
-    for engine, names in ENGINES.items():
-        if names.drafts not in present:
+    counts: dict[str, float] = {}
+    for name, labels, text in SAMPLE.findall(engine.metrics() or ""):
+        if name not in NAMES:
             continue
-        sums = Counter[str]()
-        positions = Counter[int]()
-        for name, labels, text in samples:
-            if name in (names.drafts, names.accepted, names.tokens):
-                sums[name] += round(_number(name, text, url))
-            elif name == names.positions and (position := POSITION.search(labels or "")):
-                positions[int(position[1])] += round(_number(name, text, url))
-        missing = {names.accepted, names.tokens} - present
-        if missing:
+        if not re.fullmatch(COUNT, text):
             raise ValueError(
-                f"{url}: expected {' and '.join(sorted(missing))} in its /metrics, got none; is "
-                "there a proxy that leaves them out?"
+                f"{engine.url}: expected a number for {name} in its /metrics, got {text!r:.40}; "
+                "start the server again"
             )
-        counts = (sums[names.drafts], sums[names.accepted], sums[names.tokens])
-        return Counters(engine, *counts, dict(sorted(positions.items())))
-    return None
+        place = POSITION.search(labels)
+        key = NAMES[name] + (place[1] if place else "")
+        before = 0.0 if name == GAUGE else counts.get(key, 0.0)
+        counts[key] = before + float(text)
+    return counts
 
 
-def read_gauge(page: str | None, url: str) -> float | None:
-    """SGLang's own tokens per step; None if there are none yet."""
-    samples = [match.groups() for match in SAMPLE.finditer(page or "")]
-    values = [_number(name, text, url) for name, _, text in samples if name == GAUGE]
-    return max(values, default=0.0) or None
-
-
-def _number(name: str, text: str, url: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
+def check_roles(counts: Mapping[str, float], head: Served, plain: Served | None) -> None:
+    """Raise ValueError for a vLLM without drafts, and for a plain server with some."""
+    if "tokens" in counts and not {"drafts", "steps"} & counts.keys():
         raise ValueError(
-            f"{url}: expected a number for {name} in its /metrics, got {text!r:.40}; start the "
-            "server again"
+            f"{head.url}: expected a vLLM that verifies drafts, got one without; start it with "
+            "--speculative-config, or swap --server and --server-plain"
         )
-    return value
-
-
-def growth_of(before: Counters, after: Counters | None, answers: int, url: str) -> Counters:
-    """What was counted between two looks, without the steps of `answers` that verify nothing.
-    Raises ValueError for counters that went back.
-    """
-    if after is None:
-        raise ValueError(f"{url}: expected /metrics as before, got no counters; start over")
-    steps = answers if ENGINES[before.engine].prefill else 0
-    drafts = after.drafts - before.drafts - steps
-    accepted = after.accepted - before.accepted
-    tokens = after.tokens - before.tokens
-    positions = {
-        place: count - before.positions.get(place, 0) for place, count in after.positions.items()
-    }
-    counts = [*positions.values(), accepted, tokens]
-    if min(drafts, *counts) < 0 or max(positions.values(), default=0) > drafts:
+    if plain and counts_of(plain).get("accepted"):
         raise ValueError(
-            f"{url}: expected counters that grow and agree, got others; if the server was started "
-            "again, run the same command again"
+            f"{plain.url}: expected a server without drafts, got one that accepted some; start it "
+            "without, or swap --server and --server-plain"
         )
-    return Counters(before.engine, drafts, accepted, tokens, positions)
 
 
-def foreign_tokens(growth: Counters, tokens: int, answers: int) -> int:
+def growth_of(
+    before: Mapping[str, float], after: Mapping[str, float], answers: int, url: str
+) -> dict[str, float]:
+    """What was counted between two looks. Raises ValueError for counters that cannot be right."""
+    growth = {key: after[key] - before.get(key, 0.0) for key in after}
+    if "steps" in growth:
+        growth["drafts"] = growth["steps"] - answers
+    needed = {"drafts", "accepted", "tokens"} if "drafts" in growth else set()
+    is_whole = before.keys() | needed <= growth.keys()
+    counts = [count for key, count in growth.items() if key != "tau"]
+    most = max(by_position(growth), default=0.0)
+    if not is_whole or min(counts, default=0.0) < 0 or most > growth.get("drafts", 0.0):
+        raise ValueError(
+            f"{url}: expected counters in its /metrics that grow and agree, got others; if it was "
+            "started again, run the same command again"
+        )
+    return growth
+
+
+def by_position(counts: Mapping[str, float]) -> list[float]:
+    """Drafts accepted at each position, the first one first."""
+    places = sum(key.startswith("position") for key in counts)
+    return [counts[f"position {place}"] for place in range(places)]
+
+
+def foreign_tokens(growth: Mapping[str, float], tokens: int, answers: int) -> int:
     """Tokens that the engine counted beyond those of our answers, negative if it missed some.
 
     First by its tokens, then by its drafts: an answer has its first token without one, and the last
     draft may be accepted beyond the answer's end.
     """
-    beyond = answers * (len(growth.positions) - 1)
-    drafted = growth.drafts + growth.accepted - (tokens - answers) - beyond
-    return growth.tokens - tokens or (max(drafted, 0) if growth.positions else 0)
+    if "tokens" not in growth:
+        return 0
+    places = len(by_position(growth))
+    beyond = growth["drafts"] + growth["accepted"] - tokens - answers * (places - 2)
+    return int(growth["tokens"] - tokens or (max(beyond, 0) if places else 0))
 
 
 def first_difference(runs: Runs, prompts: Sequence[BenchPrompt]) -> Difference | None:
     """Compare every answer with the plain server's first one to the same prompt."""
-    differing = []
-    for prompt, references, repeated in zip(prompts, runs[PLAIN], runs[HEAD], strict=True):
-        expected = references[0].tokens
-        for run in repeated:
-            if run.tokens != expected:
-                pairs = enumerate(zip(expected, run.tokens, strict=False))
-                end = min(len(expected), len(run.tokens))
-                token = next((place for place, (a, b) in pairs if a != b), end)
-                differing.append((prompt.number, token))
-                break
-    return Difference(len(differing), *differing[0]) if differing else None
+    differing = differing_outputs(prompts, runs[PLAIN], runs[HEAD])
+    if not differing:
+        return None
+    prompt, expected, got = differing[0]
+    return Difference(len(differing), prompt.number, parting(expected, got))
 
 
 def grids(report: ServedReport) -> list[Grid]:
@@ -336,12 +246,10 @@ def grids(report: ServedReport) -> list[Grid]:
 def cautions(report: ServedReport) -> list[str]:
     """What a reader must know before the figures are believed."""
     lines = []
-    if report.engine is None:
+    if report.tokens_per_step is None:
         lines.append("This server counts no drafts in /metrics: speed and text alone are measured.")
-    elif report.engine == "SGLang":
+    elif not report.drafts:
         lines.append("τ is SGLang's own mean of its last steps; it counts nothing by position.")
-    elif report.tokens_per_step is None:
-        lines.append("The engine verified no drafts.")
     if report.foreign_tokens:
         lines.append(
             f"The engine counted {report.foreign_tokens:+,} tokens beside the {report.tokens:,} of "
@@ -376,9 +284,8 @@ def print_served(report: ServedReport, console: Console | None = None) -> None:
     console = console or SafeConsole()
     settings = report.settings
     title = (
-        f"{settings['model']}: {report.engine or 'server'}, {settings['sampling']}, "
-        f"{settings['prompts']} prompts, {settings['concurrency']} at a time, "
-        f"{settings['max_new_tokens']} new tokens"
+        f"{settings['model']}: {settings['sampling']}, {settings['prompts']} prompts, "
+        f"{settings['batch']} at a time, {settings['max_new_tokens']} new tokens"
     )
     console.print(title, style="italic", justify="center", markup=False, highlight=False)
     for grid in grids(report):
