@@ -300,7 +300,7 @@ def bench(
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.report import best, print_report
     from draftheads.infer.measure.served import print_served
-    from draftheads.scripts.contest import Outputs, Texts, bench_served, contestants
+    from draftheads.scripts.contest import Outputs, bench_served, contestants
     from draftheads.scripts.openings import openings
     from draftheads.train.data.distill import Sampling
     from draftheads.train.data.server import ServedTarget, ServerOptions
@@ -324,7 +324,6 @@ def bench(
             concurrency=concurrency,
             tries=1,
         )
-        texts = Texts(prompts, prompt_words, limit, prepared(template_args) or {})
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         answering = ServedTarget(target, servers, revision)
         if len(answering.servers) < len(urls):
@@ -332,7 +331,9 @@ def bench(
                 "--server-plain: expected another server than --server, got the same address; "
                 "start one without drafts"
             )
-        served = bench_served(answering, texts, sampling, options)
+        side = replace(answering.text_side, template_args=prepared(template_args) or {})
+        ids, _ = openings(side, prompts, prompt_words, limit)
+        served = bench_served(answering, ids, sampling, options)
         print_served(served)
         write_figures(json_out, asdict(served))
         return

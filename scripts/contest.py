@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from draftheads.heads.target import Target
 from draftheads.heads.tree import parse_tree
@@ -21,11 +20,9 @@ from draftheads.infer.measure.plot import new_figure, plot
 from draftheads.infer.measure.report import write_cards, write_json, write_markdown
 from draftheads.infer.measure.served import ServedReport, measure
 from draftheads.infer.race import fitting_prompts
-from draftheads.scripts.openings import openings
 from draftheads.scripts.options import check_file, check_writable_head
 from draftheads.train.data.distill import Sampling
 from draftheads.train.data.server import ServedEngine, ServedTarget
-from draftheads.train.data.text_side import TextSide
 
 
 def contestants(
@@ -59,25 +56,14 @@ def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dic
     return {**own, **entries}
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Prompts that servers are asked: those of `openings`, with variables of the chat template."""
-
-    source: str
-    prompt_words: int | None
-    limit: int
-    template_args: Mapping[str, Any]
-
-
 def bench_served(
-    model: ServedTarget, texts: Texts, sampling: Sampling, options: BenchOptions
+    model: ServedTarget, ids: Sequence[list[int]], sampling: Sampling, options: BenchOptions
 ) -> ServedReport:
-    """Measure the first server of a target, which drafts, against the second, if there is one."""
+    """Measure the first server of a target, which drafts, against the second, if there is one, on
+    prompts of token ids.
+    """
     if sampling.temperature:
         model.servers[0].warn_of_speculation()
-    tokenizer, eos_ids = model.side.tokenizer, model.side.eos_ids
-    side = TextSide(model.name, tokenizer, eos_ids, template_args=texts.template_args)
-    ids, _ = openings(side, texts.source, texts.prompt_words, texts.limit)
     prompts = fitting_prompts(model, ids, options.max_new_tokens)
     with ExitStack() as stack:
         engines = [
@@ -85,7 +71,7 @@ def bench_served(
             for server in model.servers
         ]
         settings = {
-            "target": side.name,
+            "target": model.name,
             "model": model.model,
             "servers": [engine.url for engine in engines],
             "prompts_skipped": len(ids) - len(prompts),

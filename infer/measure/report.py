@@ -152,17 +152,24 @@ def print_report(
     report: BenchReport, console: Console | None = None, *, explain: bool = False
 ) -> None:
     """Print the tables, and what was found. explain: all notes, not only a legend."""
-    console = console or SafeConsole()
-    console.print(title(report), style="italic", justify="center", markup=False, highlight=False)
-    for grid in grids(report):
-        grid.print(console, _style)
     said = notes(report)
+    rest = "\n".join(["", *said.details]) if explain else f" {MORE}"
+    last = "\n".join(said.legend) + rest
+    print_findings(title(report), grids(report), said, last, console)
+
+
+def print_findings(
+    heading: str, tables: Sequence[Grid], said: Notes, last: str, console: Console | None = None
+) -> None:
+    """Print tables under a heading, then what was found, what to know about it, and a last text."""
+    console = console or SafeConsole()
+    console.print(heading, style="italic", justify="center", markup=False, highlight=False)
+    for grid in tables:
+        grid.print(console, _style)
     console.print(said.verdict, style="bold", markup=False, highlight=False)
     for caution in said.cautions:
         console.print(caution, style="yellow", markup=False, highlight=False)
-    rest = "\n".join(["", *said.details]) if explain else f" {MORE}"
-    legend = "\n".join(said.legend)
-    console.print(legend + rest, style="dim", markup=False, highlight=False)
+    console.print(last, style="dim", markup=False, highlight=False)
 
 
 def _style(row: Sequence[str]) -> str | None:

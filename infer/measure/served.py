@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rich.console import Console
-
-from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.accept import Greedy
 from draftheads.infer.measure.bench import (
     BenchOptions,
@@ -24,7 +21,7 @@ from draftheads.infer.measure.bench import (
     sums_of,
 )
 from draftheads.infer.measure.grid import Grid
-from draftheads.infer.measure.report import times
+from draftheads.infer.measure.report import Notes, print_findings, times
 from draftheads.infer.race import (
     BenchPrompt,
     Candidate,
@@ -54,6 +51,7 @@ NAMES = {
     GAUGE: "tau",
 }
 """What engines call what they count."""
+LEGEND = "τ: tokens per step. Speeds count the prompt, which a server may have cached."
 
 
 class Served(Engine, Protocol):
@@ -279,19 +277,11 @@ def verdict(report: ServedReport) -> str:
     return f"With drafts, this server is {ratio} as fast as without; {text}."
 
 
-def print_served(report: ServedReport, console: Console | None = None) -> None:
+def print_served(report: ServedReport) -> None:
     """Print the tables, what was found, and what to know about it."""
-    console = console or SafeConsole()
     settings = report.settings
-    title = (
+    heading = (
         f"{settings['model']}: {settings['sampling']}, {settings['prompts']} prompts, "
         f"{settings['batch']} at a time, {settings['max_new_tokens']} new tokens"
     )
-    console.print(title, style="italic", justify="center", markup=False, highlight=False)
-    for grid in grids(report):
-        grid.print(console, lambda row: "bold red" if "NO" in row else None)
-    console.print(verdict(report), style="bold", markup=False, highlight=False)
-    for caution in cautions(report):
-        console.print(caution, style="yellow", markup=False, highlight=False)
-    legend = "τ: tokens per step. Speeds count the prompt, which a server may have cached."
-    console.print(legend, style="dim", markup=False, highlight=False)
+    print_findings(heading, grids(report), Notes(verdict(report), cautions(report), [], []), LEGEND)

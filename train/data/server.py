@@ -154,7 +154,8 @@ class ServedTarget(Answerer):
         text = config.get_text_config(decoder=True)
         lengths = [getattr(text, "max_position_embeddings", None) or 1 << 30]
         lengths += [server.context for server in self.servers if server.context]
-        super().__init__(TextSide.load(name, revision), min(lengths))
+        self.text_side = TextSide.load(name, revision)
+        super().__init__(self.text_side, min(lengths))
         self._revision = revision or getattr(config, "_commit_hash", None)
         self._vocabulary: int = text.vocab_size
 
